@@ -34,7 +34,9 @@ from tools_npu.lines import FAIL, SKIP, Line  # noqa: E402
 
 DEVICE_SECONDS = 900
 HEADER = f"{'ID':>8}  {'running':>11}  {'cards':<12} {'memory':>9}  command"
-HEADER_ZH = "  进程号       已运行  占用的卡          显存  命令"  # a Chinese character is two columns wide
+HEADER_ZH = (
+    "  进程号       已运行  占用的卡          显存  命令"  # a Chinese character is two columns wide
+)
 
 
 def python_with_torch() -> str:
@@ -57,14 +59,23 @@ def torch_npu_version(python: str) -> str:
     return done.stdout.decode("utf-8", "replace").strip()
 
 
-def device_lines(python: str, found: setup.Found, env: dict[str, str], bench: bool, log: Path) -> Iterator[Line]:
+def device_lines(
+    python: str, found: setup.Found, env: dict[str, str], bench: bool, log: Path
+) -> Iterator[Line]:
     """Yield the findings of the process with torch as they come; a crash or a hang of it is a finding too."""
     if not python:
-        yield Line("torch", FAIL, "neither this Python nor .venv/bin/python has torch",
-                   "当前的 Python 和 .venv/bin/python 都没有 torch", "bash setup_ascend.sh")  # fmt: skip
+        yield Line(
+            "torch",
+            FAIL,
+            "neither this Python nor .venv/bin/python has torch",
+            "当前的 Python 和 .venv/bin/python 都没有 torch",
+            "bash setup_ascend.sh",
+        )
         return
     reader, writer = os.pipe()
-    command = [python, "-m", "tools_npu.device_checks", str(writer)] + (["--bench"] if bench else [])
+    command = [python, "-m", "tools_npu.device_checks", str(writer)] + (
+        ["--bench"] if bench else []
+    )
     env = dict(env, NANOCHAT_CHECK_CANN=found.cann.version if found.cann else "")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     at, ended, usable, late = "torch", False, False, threading.Event()
@@ -96,15 +107,35 @@ def device_lines(python: str, found: setup.Found, env: dict[str, str], bench: bo
             child.wait()
     if ended and not usable:
         yield Line(
-            "numerics, speed, hccl", SKIP, "these need a card that torch_npu can use", "需要 torch_npu 能用的 NPU 卡"
+            "numerics, speed, hccl",
+            SKIP,
+            "these need a card that torch_npu can use",
+            "需要 torch_npu 能用的 NPU 卡",
         )
     if not ended:
-        why = f"gave no answer within {DEVICE_SECONDS} s" if late.is_set() else f"ended with code {child.returncode}"
-        why_zh = f" {DEVICE_SECONDS} 秒内没有响应" if late.is_set() else f"异常结束，退出码 {child.returncode}"
-        tail = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-2:])
-        yield Line(at, FAIL, f"the process that ran this check {why}. {tail}", f"运行这项检查的进程{why_zh}。{tail}",
-                   (f"read its whole output in {log} and CANN's own logs in ~/ascend/log",
-                    f"查看完整输出 {log}，以及 CANN 自己的日志（plog）~/ascend/log"))  # fmt: skip
+        why = (
+            f"gave no answer within {DEVICE_SECONDS} s"
+            if late.is_set()
+            else f"ended with code {child.returncode}"
+        )
+        why_zh = (
+            f" {DEVICE_SECONDS} 秒内没有响应"
+            if late.is_set()
+            else f"异常结束，退出码 {child.returncode}"
+        )
+        tail = " | ".join(
+            log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-2:]
+        )
+        yield Line(
+            at,
+            FAIL,
+            f"the process that ran this check {why}. {tail}",
+            f"运行这项检查的进程{why_zh}。{tail}",
+            (
+                f"read its whole output in {log} and CANN's own logs in ~/ascend/log",
+                f"查看完整输出 {log}，以及 CANN 自己的日志（plog）~/ascend/log",
+            ),
+        )
 
 
 def check(bench: bool, log: Path) -> Iterator[Line]:
@@ -125,7 +156,9 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
     listed = processes.own(env, holders)
     zh = language == "zh"
     if not listed:
-        print("没有属于你的训练进程" if zh else "none of your processes is training or using a card")
+        print(
+            "没有属于你的训练进程" if zh else "none of your processes is training or using a card"
+        )
     else:
         print(HEADER_ZH if zh else HEADER)
     for process in listed:
@@ -133,23 +166,30 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
         print(f"{process.pid:>8}  {process.minutes:7.1f} min  {held}  {process.command[:100]}")
     if not pids and listed and sys.stdin.isatty():
         asked = (
-            "要结束哪些进程？输入进程号，用空格分隔，直接回车则不结束：" if zh
+            "要结束哪些进程？输入进程号，用空格分隔，直接回车则不结束："
+            if zh
             else "IDs to end, separated by spaces (Enter: none): "
-        )  # fmt: skip
+        )
         pids = [int(word) for word in input(asked).split() if word.isdigit()]
     elif not pids and listed:
         for job in sorted({process.job for process in listed}):
             command = next(process.command for process in listed if process.pid == job)[:60]
             ids = " ".join(str(process.pid) for process in listed if process.job == job)
             ending = f"python check_npu.py --processes --end {ids}"
-            print(f"要结束这一个任务（{command}）：{ending}" if zh else f"to end this job alone ({command}): {ending}")
+            print(
+                f"要结束这一个任务（{command}）：{ending}"
+                if zh
+                else f"to end this job alone ({command}): {ending}"
+            )
     return 0 if processes.end(pids, listed, force) else 1
 
 
 def share(python: str, language: str) -> int:
     """Print what --bench has measured; returns the exit code. Only errors are in `language`."""
     if not python:
-        english = "error: neither this Python nor .venv/bin/python has torch; run bash setup_ascend.sh"
+        english = (
+            "error: neither this Python nor .venv/bin/python has torch; run bash setup_ascend.sh"
+        )
         chinese = "错误：当前的 Python 和 .venv/bin/python 都没有 torch；运行 bash setup_ascend.sh"
         print(chinese if language == "zh" else english, file=sys.stderr)
         return 1
@@ -172,23 +212,46 @@ def log_file(base: Path) -> Path:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     plain = argparse.RawDescriptionHelpFormatter
-    words = argparse.ArgumentParser("check_npu.py", description=__doc__, formatter_class=plain, allow_abbrev=False)
-    words.add_argument("--json", action="store_true", help="print one JSON object instead of lines, for programs")
-    words.add_argument(
-        "--bench", action="store_true",
-        help="also measure for a minute how fast the cards are; nanochat.planner reads the result",
-    )  # fmt: skip
-    words.add_argument(
-        "--share", action="store_true", help="print what --bench has measured, without names of hosts or folders"
+    words = argparse.ArgumentParser(
+        "check_npu.py", description=__doc__, formatter_class=plain, allow_abbrev=False
     )
-    words.add_argument("--processes", action="store_true", help="list your training processes instead of checking")
-    words.add_argument("--end", nargs="+", type=int, default=[], metavar="ID",
-                       help="end these processes of the list with SIGTERM")  # fmt: skip
-    words.add_argument("--force", action="store_true",
-                       help="with --end: kill processes that SIGTERM has not ended after 10 seconds")  # fmt: skip
-    words.add_argument("--lang", choices=["zh", "en"], help="language of the output (default: that of the locale)")
-    words.add_argument("--root", default="",
-                       help="folder to put in front of every absolute path, for tests (default: none)")  # fmt: skip
+    words.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of lines, for programs"
+    )
+    words.add_argument(
+        "--bench",
+        action="store_true",
+        help="also measure for a minute how fast the cards are; nanochat.planner reads the result",
+    )
+    words.add_argument(
+        "--share",
+        action="store_true",
+        help="print what --bench has measured, without names of hosts or folders",
+    )
+    words.add_argument(
+        "--processes", action="store_true", help="list your training processes instead of checking"
+    )
+    words.add_argument(
+        "--end",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="ID",
+        help="end these processes of the list with SIGTERM",
+    )
+    words.add_argument(
+        "--force",
+        action="store_true",
+        help="with --end: kill processes that SIGTERM has not ended after 10 seconds",
+    )
+    words.add_argument(
+        "--lang", choices=["zh", "en"], help="language of the output (default: that of the locale)"
+    )
+    words.add_argument(
+        "--root",
+        default="",
+        help="folder to put in front of every absolute path, for tests (default: none)",
+    )
     return words
 
 
@@ -217,5 +280,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` ends the script without a traceback
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # so that `| head` ends the script without a traceback
     sys.exit(main())

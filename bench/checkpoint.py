@@ -48,11 +48,17 @@ from nanochat.train.update import LossScale, update
 BLOCK = 1 << 24  # bytes per raw write
 # Parameters and optimizer state have 0.4 and 2.0 GB; the largest tensors are tables of 16 and 67 MB.
 QUICK = GPTConfig(sequence_len=128, vocab_size=8192, n_layer=8, n_head=4, n_kv_head=4, n_embd=512)
-LARGE = GPTConfig(sequence_len=128, vocab_size=16384, n_layer=10, n_head=8, n_kv_head=8, n_embd=1024)
-STILL = GPTConfig(sequence_len=128, vocab_size=16384, n_layer=10, n_head=4, n_kv_head=4, n_embd=512)  # 90 M parameters
+LARGE = GPTConfig(
+    sequence_len=128, vocab_size=16384, n_layer=10, n_head=8, n_kv_head=8, n_embd=1024
+)
+STILL = GPTConfig(
+    sequence_len=128, vocab_size=16384, n_layer=10, n_head=4, n_kv_head=4, n_embd=512
+)  # 90 M parameters
 ROWS, SAVES = 2, 4  # rows of a step beside a save; saves of each form
 FORMS: tuple[Files, ...] = ("one", "per_rank")
-SHARDED = GPTConfig(sequence_len=128, vocab_size=32768, n_layer=2, n_head=4, n_kv_head=4, n_embd=512)
+SHARDED = GPTConfig(
+    sequence_len=128, vocab_size=32768, n_layer=2, n_head=4, n_kv_head=4, n_embd=512
+)
 
 
 def raw(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -81,8 +87,10 @@ def torch_save(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 THEIRS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
-    "raw": raw, "safetensors": safetensors_save, "torch.save": torch_save
-}  # fmt: skip
+    "raw": raw,
+    "safetensors": safetensors_save,
+    "torch.save": torch_save,
+}
 
 
 class Run:
@@ -92,24 +100,36 @@ class Run:
         self.shape, self.compute = shape, compute
         self.model = GPT(shape)
         self.model.init_weights()
-        groups = [*self.model.value_embeds.values(), self.model.wte, *self.model.blocks, self.model.lm_head]
+        groups = [
+            *self.model.value_embeds.values(),
+            self.model.wte,
+            *self.model.blocks,
+            self.model.lm_head,
+        ]
         parallel.shard(self.model, groups, compute, mode)
         self.optimizers = Optimizers(
             self.model, self.model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
         )
         for state, _, _ in self.optimizers.state().values():
             state.fill_(1.0)  # pages of zeros may take no memory
-        self.tokenizer = Tokenizer([bytes([i]) for i in range(BYTES)], "nanochat", PATTERNS["nanochat"])
+        self.tokenizer = Tokenizer(
+            [bytes([i]) for i in range(BYTES)], "nanochat", PATTERNS["nanochat"]
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint: parameters and optimizer state."""
         parameters = {name: value.detach() for name, value in self.model.named_parameters()}
-        return {**parameters, **{name: value for name, (value, _, _) in self.optimizers.state().items()}}
+        return {
+            **parameters,
+            **{name: value for name, (value, _, _) in self.optimizers.state().items()},
+        }
 
     def save(self, folder: Path, step: int = 1) -> None:
         """Save a checkpoint the way a stage does: hashed, described, and renamed at the end."""
         meta = make_meta("base", self.shape, {}, 10, {})
-        saving.save_checkpoint(folder, step, self.model, self.optimizers, self.tokenizer, meta, self.compute)
+        saving.save_checkpoint(
+            folder, step, self.model, self.optimizers, self.tokenizer, meta, self.compute
+        )
 
     def step(self) -> None:
         """One update on random tokens."""
@@ -195,7 +215,12 @@ class Peak:
 
 def _rank(rank: int, folder: str, work: Callable[[Compute, Path], Any], found: Any) -> None:
     """One of two ranks."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NANOCHAT_DTYPE": "float32"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "NANOCHAT_DTYPE": "float32",
+    }
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -209,7 +234,10 @@ def on_two_ranks(folder: Path, work: Callable[[Compute, Path], Any]) -> list[Any
     """What two ranks found, in any order."""
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, str(folder), work, found), daemon=True) for rank in range(2)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, str(folder), work, found), daemon=True)
+        for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -247,15 +275,22 @@ def _share(saves: list[Still]) -> float:
 def still(cfg: "Config") -> None:
     """Measure and print for how long training stands still while it saves."""
     alone = Run(STILL, replace(device.compute_init("cpu"), rank=0, world_size=1))
-    log(f"a model of {alone.model.parameter_counts()['total'] / 1e6:.0f} M parameters, {ROWS} rows a step, median of "
-        f"{SAVES - 1} saves; the first, which takes the memory, in brackets")  # fmt: skip
+    log(
+        f"a model of {alone.model.parameter_counts()['total'] / 1e6:.0f} M parameters, {ROWS} rows a step, median of "
+        f"{SAVES - 1} saves; the first, which takes the memory, in brackets"
+    )
     shares = {}
 
     def show(how: str, saves: list[Still]) -> None:
-        waited, took = median(one.waited for one in saves[1:]), median(one.took for one in saves[1:])
+        waited, took = (
+            median(one.waited for one in saves[1:]),
+            median(one.took for one in saves[1:]),
+        )
         shares[how] = round(_share(saves), 4)
-        log(f"{how:<18} stood still {waited:6.3f} s of {took:5.2f} s ({100 * shares[how]:.1f} %)   first "
-            f"({saves[0].waited:.3f} s of {saves[0].took:.2f} s)")  # fmt: skip
+        log(
+            f"{how:<18} stood still {waited:6.3f} s of {took:5.2f} s ({100 * shares[how]:.1f} %)   first "
+            f"({saves[0].waited:.3f} s of {saves[0].took:.2f} s)"
+        )
 
     with tempfile.TemporaryDirectory(dir=cfg.folder or base_dir()) as name:
         for files in FORMS:
@@ -285,12 +320,16 @@ def main(cfg: Config) -> None:
     if cfg.still:
         still(cfg)
         return
-    held = Run(QUICK if cfg.quick else LARGE, replace(device.compute_init("cpu"), rank=0, world_size=1))
+    held = Run(
+        QUICK if cfg.quick else LARGE, replace(device.compute_init("cpu"), rank=0, world_size=1)
+    )
     tensors = held.tensors()
     size = sum(4 * tensor.numel() for tensor in tensors.values())
     with tempfile.TemporaryDirectory(dir=cfg.folder or base_dir()) as name:
         folder = Path(name)
-        writers = {kind: lambda write=write: write(tensors, folder) for kind, write in THEIRS.items()}
+        writers = {
+            kind: lambda write=write: write(tensors, folder) for kind, write in THEIRS.items()
+        }
         writers["ours"] = lambda: held.save(folder / "run")
         raw(tensors, folder)  # the first write of a process is slow
         rounds = []
@@ -301,28 +340,44 @@ def main(cfg: Config) -> None:
         with Peak() as peak:
             held.save(folder / "run")
         final = folder / "run" / "step_000001"
-        load = {"mmap": seconds(lambda: load_file(final / "model.safetensors")),
-                "check": seconds(lambda: step_files.verify(final)),
-                "torch.load": seconds(lambda: torch.load(folder / "theirs.pt", weights_only=True))}  # fmt: skip
+        load = {
+            "mmap": seconds(lambda: load_file(final / "model.safetensors")),
+            "check": seconds(lambda: step_files.verify(final)),
+            "torch.load": seconds(lambda: torch.load(folder / "theirs.pt", weights_only=True)),
+        }
         with Peak() as loading:
             loaded = load_file(final / "model.safetensors")
         del loaded
         sharded = extra_tensors(folder)
-    log(f"{size / 1e9:.2f} GB in {len(tensors)} tensors, {len(rounds)} rounds, MB/s including the sync")
+    log(
+        f"{size / 1e9:.2f} GB in {len(tensors)} tensors, {len(rounds)} rounds, MB/s including the sync"
+    )
     for kind in writers:
         speeds = [one[kind] / 1e6 for one in rounds]
-        log(f"{kind:<12} median {median(speeds):7,.0f}   best {max(speeds):7,.0f}   worst {min(speeds):7,.0f}")
+        log(
+            f"{kind:<12} median {median(speeds):7,.0f}   best {max(speeds):7,.0f}   worst {min(speeds):7,.0f}"
+        )
     share = median(one["ours"] / one["raw"] for one in rounds)
     best = max(one["ours"] for one in rounds) / max(one["raw"] for one in rounds)
     log(f"ours / raw: {share:.2f} in the median round, {best:.2f} by the best round of each")
-    log(f"load: mmap {load['mmap']:.3f} s ({loading.extra / 1e6:.0f} MB), checking the hash {load['check']:.2f} s, "
-        f"torch.load {load['torch.load']:.2f} s")  # fmt: skip
+    log(
+        f"load: mmap {load['mmap']:.3f} s ({loading.extra / 1e6:.0f} MB), checking the hash {load['check']:.2f} s, "
+        f"torch.load {load['torch.load']:.2f} s"
+    )
     one_rank = peak.extra / (4 * held.shape.padded_vocab * held.shape.n_embd)
-    log(f"extra memory of a save, in sizes of the largest tensor: {one_rank:.2f} on one rank, {sharded:.2f} on two")
-    result = {"benchmark": "checkpoint", "gb": round(size / 1e9, 2), "ours_of_raw": round(share, 3),
-              "raw_mb_s": round(median(r["raw"] for r in rounds) / 1e6),
-              "ours_mb_s": round(median(r["ours"] for r in rounds) / 1e6), "load_seconds": round(load["mmap"], 4),
-              "extra_tensors_one_rank": round(one_rank, 2), "extra_tensors_two_ranks": round(sharded, 2)}  # fmt: skip
+    log(
+        f"extra memory of a save, in sizes of the largest tensor: {one_rank:.2f} on one rank, {sharded:.2f} on two"
+    )
+    result = {
+        "benchmark": "checkpoint",
+        "gb": round(size / 1e9, 2),
+        "ours_of_raw": round(share, 3),
+        "raw_mb_s": round(median(r["raw"] for r in rounds) / 1e6),
+        "ours_mb_s": round(median(r["ours"] for r in rounds) / 1e6),
+        "load_seconds": round(load["mmap"], 4),
+        "extra_tensors_one_rank": round(one_rank, 2),
+        "extra_tensors_two_ranks": round(sharded, 2),
+    }
     print(json.dumps(result), flush=True)
 
 

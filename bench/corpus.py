@@ -31,40 +31,85 @@ from nanochat.common import UserError, atomic_path, log, read_json, run, write_j
 # Packages are used in this order, the small ones first, until there is enough text.
 PACKAGES = {
     "chinese": (
-        "manpages-zh", "debian-reference-zh-cn", "libreoffice-help-zh-cn", "libreoffice-help-zh-tw",
-        "maint-guide-zh-cn", "debian-faq-zh-cn", "lilypond-doc-html-zh", "debian-edu-doc-zh-cn", "debian-handbook",
+        "manpages-zh",
+        "debian-reference-zh-cn",
+        "libreoffice-help-zh-cn",
+        "libreoffice-help-zh-tw",
+        "maint-guide-zh-cn",
+        "debian-faq-zh-cn",
+        "lilypond-doc-html-zh",
+        "debian-edu-doc-zh-cn",
+        "debian-handbook",
         "installation-guide-amd64",
-        "gnome-user-docs", "kicad-doc-zh", "linuxcnc-doc-zh-cn",
+        "gnome-user-docs",
+        "kicad-doc-zh",
+        "linuxcnc-doc-zh-cn",
     ),
     "english": (
-        "manpages-dev", "git-doc", "python3-doc", "postgresql-doc", "linux-doc", "nodejs-doc", "libreoffice-help-en-us",
-        "libreoffice-help-fr", "libreoffice-help-de", "libreoffice-help-es", "vim-doc", "default-jdk-doc", "rust-doc",
+        "manpages-dev",
+        "git-doc",
+        "python3-doc",
+        "postgresql-doc",
+        "linux-doc",
+        "nodejs-doc",
+        "libreoffice-help-en-us",
+        "libreoffice-help-fr",
+        "libreoffice-help-de",
+        "libreoffice-help-es",
+        "vim-doc",
+        "default-jdk-doc",
+        "rust-doc",
     ),
     "code": ("libboost-dev", "linux-headers-amd64", "libeigen3-dev", "libpython3.11-testsuite"),
     "russian": (
-        "debian-faq-ru", "maint-guide-ru", "developers-reference-ru", "aptitude-doc-ru", "libreoffice-help-ru",
+        "debian-faq-ru",
+        "maint-guide-ru",
+        "developers-reference-ru",
+        "aptitude-doc-ru",
+        "libreoffice-help-ru",
     ),
     "japanese": (
-        "debian-faq-ja", "maint-guide-ja", "debian-reference-ja", "developers-reference-ja", "aptitude-doc-ja",
+        "debian-faq-ja",
+        "maint-guide-ja",
+        "debian-reference-ja",
+        "developers-reference-ja",
+        "aptitude-doc-ja",
         "libreoffice-help-ja",
     ),
     "german": (
-        "debian-faq-de", "maint-guide-de", "debian-reference-de", "developers-reference-de", "libreoffice-help-de",
+        "debian-faq-de",
+        "maint-guide-de",
+        "debian-reference-de",
+        "developers-reference-de",
+        "libreoffice-help-de",
     ),
     "french": (
-        "debian-faq-fr", "maint-guide-fr", "debian-reference-fr", "developers-reference-fr", "aptitude-doc-fr",
+        "debian-faq-fr",
+        "maint-guide-fr",
+        "debian-reference-fr",
+        "developers-reference-fr",
+        "aptitude-doc-fr",
         "libreoffice-help-fr",
     ),
-}  # fmt: skip
+}
 KINDS = tuple(PACKAGES)
-OTHERS = ("russian", "japanese", "german", "french")  # held out: their documents are in no other file of the corpus
+OTHERS = (
+    "russian",
+    "japanese",
+    "german",
+    "french",
+)  # held out: their documents are in no other file of the corpus
 SEPARATOR = "\0"  # between the documents of a file
 DOCUMENTS = {".html", ".htm", ".txt", ".md", ".rst", *(f".{section}" for section in range(1, 9))}
 SOURCES = {".h", ".hpp", ".ipp", ".c", ".cpp", ".py", ".java", ".rs", ".js", ".S"}
 SHORTEST, LONGEST = 200, 2_000_000  # characters of a document
 HAN = re.compile("[\u3400-\u9fff]")
 # The share of a document's characters, or of its words, that must match, for the document to be in the language.
-CHARACTERS = {"chinese": (HAN, 0.3), "russian": (re.compile("[а-яё]"), 0.3), "japanese": (re.compile("[ぁ-ヺ]"), 0.15)}
+CHARACTERS = {
+    "chinese": (HAN, 0.3),
+    "russian": (re.compile("[а-яё]"), 0.3),
+    "japanese": (re.compile("[ぁ-ヺ]"), 0.15),
+}
 WORDS = {
     "german": (re.compile(r"\b(?:der|die|das|und|nicht|mit|ist|von|zu|den|werden)\b"), 0.08),
     "french": (re.compile(r"\b(?:le|la|les|des|est|et|pour|une|que|dans|du)\b"), 0.08),
@@ -139,7 +184,9 @@ def real_package(package: str, folder: Path) -> Path:
 
 def members(package: Path) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the documents and source files in a package, unpacked in memory."""
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as unpacking:
+    with subprocess.Popen(
+        ["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE
+    ) as unpacking:
         assert unpacking.stdout is not None
         with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
             for member in archive:
@@ -162,7 +209,9 @@ def document(name: str, data: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     if name.endswith((".html", ".htm")):
-        text = re.sub(r"[ \t]*\n\s*\n\s*", "\n\n", html.unescape(MARKUP.sub("", text))).strip() + "\n"
+        text = (
+            re.sub(r"[ \t]*\n\s*\n\s*", "\n\n", html.unescape(MARKUP.sub("", text))).strip() + "\n"
+        )
     text = text.replace(SEPARATOR, "")
     return text if SHORTEST <= len(text) <= LONGEST else None
 
@@ -187,19 +236,37 @@ def make(folder: Path, megabytes: dict[str, float]) -> dict[str, Kind]:
         paths = {kind: stack.enter_context(atomic_path(folder / f"{kind}.txt")) for kind in KINDS}
         with contextlib.ExitStack() as opened:
             files = {
-                kind: opened.enter_context(path.open("w", encoding="utf-8", newline="")) for kind, path in paths.items()
+                kind: opened.enter_context(path.open("w", encoding="utf-8", newline=""))
+                for kind, path in paths.items()
             }
             for kind in KINDS:
                 for package in PACKAGES[kind]:
                     if not kinds[kind].full:
-                        _read(package, folder / "packages", kinds, files, seen, kind if kind in OTHERS else None)
-    about = {kind: {"bytes": k.bytes, "documents": k.documents, "packages": k.packages} for kind, k in kinds.items()}
-    write_json(folder / ABOUT, {"asked": {"megabytes": megabytes, "packages": PACKAGES}, "kinds": about})
+                        _read(
+                            package,
+                            folder / "packages",
+                            kinds,
+                            files,
+                            seen,
+                            kind if kind in OTHERS else None,
+                        )
+    about = {
+        kind: {"bytes": k.bytes, "documents": k.documents, "packages": k.packages}
+        for kind, k in kinds.items()
+    }
+    write_json(
+        folder / ABOUT, {"asked": {"megabytes": megabytes, "packages": PACKAGES}, "kinds": about}
+    )
     return kinds
 
 
 def _read(
-    package: str, folder: Path, kinds: dict[str, Kind], files: dict, seen: set[bytes], language: str | None
+    package: str,
+    folder: Path,
+    kinds: dict[str, Kind],
+    files: dict,
+    seen: set[bytes],
+    language: str | None,
 ) -> None:
     """Add a package's documents to their kinds until those are full, or, with `language`, only documents in it.
 
@@ -246,9 +313,15 @@ def standard_library(folder: Path, megabytes: float) -> None:
         )
     for kind in KINDS:
         with atomic_path(folder / f"{kind}.txt") as path:
-            path.write_text(SEPARATOR.join(texts) if kind == "code" else "", encoding="utf-8", newline="")
+            path.write_text(
+                SEPARATOR.join(texts) if kind == "code" else "", encoding="utf-8", newline=""
+            )
     about = {kind: {"bytes": 0, "documents": 0, "packages": []} for kind in KINDS}
-    about["code"] = {"bytes": size, "documents": len(texts), "packages": [f"Python {sys.version.split()[0]}"]}
+    about["code"] = {
+        "bytes": size,
+        "documents": len(texts),
+        "packages": [f"Python {sys.version.split()[0]}"],
+    }
     write_json(folder / ABOUT, {"asked": {}, "kinds": about})
 
 
@@ -263,7 +336,8 @@ def read_kind(folder: Path, kind: str) -> list[str]:
     path = folder / f"{kind}.txt"
     if not path.exists():
         raise UserError(
-            f"--corpus must name a folder with {path.name}, got {folder}; it is made by: python -m bench.corpus DIR", 2
+            f"--corpus must name a folder with {path.name}, got {folder}; it is made by: python -m bench.corpus DIR",
+            2,
         )
     return read(path)
 
@@ -279,7 +353,9 @@ def speaks(kind: str, text: str) -> bool:
     return len(re.findall(r"[^\x00-\x7f]", text)) <= 0.002 * len(text)
 
 
-def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[float]) -> list[list[str]]:
+def draw(
+    folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[float]
+) -> list[list[str]]:
     """Draw distinct random documents in a language, cut to 10,000 characters: a list for each size in `megabytes`.
 
     UserError if the corpus does not have that much text.
@@ -327,17 +403,29 @@ def main(cfg: Config) -> None:
     flags = {kind: "others" if kind in OTHERS else kind for kind in KINDS}
     asked = {kind: float(getattr(cfg, flag)) for kind, flag in flags.items()}
     if negative := [kind for kind, size in asked.items() if size < 0]:
-        raise UserError(f"--{flags[negative[0]]} must not be negative, got {asked[negative[0]]:g} MB", exit_code=2)
+        raise UserError(
+            f"--{flags[negative[0]]} must not be negative, got {asked[negative[0]]:g} MB",
+            exit_code=2,
+        )
     about = cfg.folder / ABOUT
-    wanted = {"megabytes": asked, "packages": {kind: list(names) for kind, names in PACKAGES.items()}}
+    wanted = {
+        "megabytes": asked,
+        "packages": {kind: list(names) for kind, names in PACKAGES.items()},
+    }
     if not (about.exists() and read_json(about)["asked"] == wanted):
         cfg.folder.mkdir(parents=True, exist_ok=True)
         make(cfg.folder, asked)
     kinds = read_json(about)["kinds"]
     for kind, found in kinds.items():
         packages = ", ".join(found["packages"])
-        log(f"{kind:<8}{found['bytes'] / 1e6:8.1f} MB in {found['documents']:,} documents: {packages}")
-    print(json.dumps({"benchmark": "corpus", **{kind: found["bytes"] for kind, found in kinds.items()}}))
+        log(
+            f"{kind:<8}{found['bytes'] / 1e6:8.1f} MB in {found['documents']:,} documents: {packages}"
+        )
+    print(
+        json.dumps(
+            {"benchmark": "corpus", **{kind: found["bytes"] for kind, found in kinds.items()}}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -25,10 +25,19 @@ from nanochat.runtime.tracking import read_metrics
 from nanochat.tokenizer import tokenizer_dir
 
 ON_CPU, ELSEWHERE = (2, 4, 6, 8), (10, 12, 14, 16, 18, 20)
-CPU_RATIO = 1.0  # tokens per parameter; at base_train's default of 12, d8 alone would take a CPU two days
+CPU_RATIO = (
+    1.0  # tokens per parameter; at base_train's default of 12, d8 alone would take a CPU two days
+)
 QUICK_DEPTHS, QUICK_CHANNELS = (1, 2, 3), 32  # channels per layer, and per head
-QUICK = ("--max_seq_len=128", "--window_pattern=L", "--total_batch_size=2048", "--num_iterations=60", "--no_compile",
-         "--eval_every=20", "--eval_tokens=8192")  # fmt: skip
+QUICK = (
+    "--max_seq_len=128",
+    "--window_pattern=L",
+    "--total_batch_size=2048",
+    "--num_iterations=60",
+    "--no_compile",
+    "--eval_every=20",
+    "--eval_tokens=8192",
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,12 @@ def flags(depth: int, corpus: str, cfg: Config, on_cpu: bool) -> list[str]:
     """The flags of base_train for a model of the series."""
     chosen = [f"--depth={depth}", f"--data={corpus}", f"--model_tag=d{depth}"]
     if cfg.quick:
-        return [*chosen, f"--model_dim={QUICK_CHANNELS * depth}", f"--head_dim={QUICK_CHANNELS}", *QUICK]
+        return [
+            *chosen,
+            f"--model_dim={QUICK_CHANNELS * depth}",
+            f"--head_dim={QUICK_CHANNELS}",
+            *QUICK,
+        ]
     ratio = cfg.target_param_data_ratio or (CPU_RATIO if on_cpu else None)
     return chosen if ratio is None else [*chosen, f"--target_param_data_ratio={ratio:g}"]
 
@@ -96,7 +110,12 @@ def draw(series: Sequence[Run], title: str, path: Path) -> None:
     axes: Any = figure.subplots()
     for model in series:
         flops, bits = [p.flops for p in model.points], [p.bits_per_byte for p in model.points]
-        axes.plot(flops, bits, alpha=0.6, label=f"d{model.depth}, {model.parameters / 1e6:.1f} M parameters")
+        axes.plot(
+            flops,
+            bits,
+            alpha=0.6,
+            label=f"d{model.depth}, {model.parameters / 1e6:.1f} M parameters",
+        )
     ends = [model.points[-1] for model in series]
     axes.plot([p.flops for p in ends], [p.bits_per_byte for p in ends], "ko--", label="ends")
     axes.set(xscale="log", xlabel="FLOPs of training", ylabel="bits per byte", title=title)
@@ -111,7 +130,9 @@ def prepare(base: Path, corpus: str) -> None:
     """Make a base folder for the series that shares corpus and tokenizer with the user's base folder."""
     base.mkdir(parents=True, exist_ok=True)
     if not tokenizer_dir(corpus).is_dir():
-        raise UserError(f"{corpus} has no tokenizer; train one: python -m scripts.tok_train --data {corpus}", 2)
+        raise UserError(
+            f"{corpus} has no tokenizer; train one: python -m scripts.tok_train --data {corpus}", 2
+        )
     for name in ("base_data", "tokenizer"):
         shared = base_dir() / name
         shared.mkdir(exist_ok=True)
@@ -126,7 +147,12 @@ def train(depth: int, corpus: str, base: Path, cfg: Config, on_cpu: bool) -> Non
     start = [sys.executable, "-m"]
     if count > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m"]
-    command = [*start, "scripts.base_train", *(["--"] if count > 1 else []), *flags(depth, corpus, cfg, on_cpu)]
+    command = [
+        *start,
+        "scripts.base_train",
+        *(["--"] if count > 1 else []),
+        *flags(depth, corpus, cfg, on_cpu),
+    ]
     log(f"== d{depth}: {' '.join(command[1:])}")
     code = subprocess.run(command, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}).returncode
     if code:
@@ -139,23 +165,38 @@ def train(depth: int, corpus: str, base: Path, cfg: Config, on_cpu: bool) -> Non
 def main(cfg: Config) -> None:
     """Train the series, draw the picture, and print the figures as JSON."""
     on_cpu = device.device_type == "cpu"
-    depths = QUICK_DEPTHS if cfg.quick and not cfg.depths else cfg.depths or (ON_CPU if on_cpu else ELSEWHERE)
+    depths = (
+        QUICK_DEPTHS
+        if cfg.quick and not cfg.depths
+        else cfg.depths or (ON_CPU if on_cpu else ELSEWHERE)
+    )
     if min(depths) < 1 or len(set(depths)) < len(depths):
-        raise UserError(f"--depths must be different numbers of at least 1, got {' '.join(map(str, depths))}", 2)
+        raise UserError(
+            f"--depths must be different numbers of at least 1, got {' '.join(map(str, depths))}", 2
+        )
     corpus = resolve(cfg.data).name
     base = base_dir() / "miniseries" / ("quick" if cfg.quick else corpus)
     prepare(base, corpus)
     series = []
     for depth in sorted(depths):
         train(depth, corpus, base, cfg, on_cpu)
-        series.append(measured(base / checkpoint_dir("base", f"d{depth}").relative_to(base_dir()), depth))
+        series.append(
+            measured(base / checkpoint_dir("base", f"d{depth}").relative_to(base_dir()), depth)
+        )
     picture = base / "miniseries.png"
     draw(series, f"{corpus}, on {device.device_type}", picture)
-    result = {"benchmark": "miniseries", "corpus": corpus, "picture": str(picture), "runs": [asdict(r) for r in series]}
+    result = {
+        "benchmark": "miniseries",
+        "corpus": corpus,
+        "picture": str(picture),
+        "runs": [asdict(r) for r in series],
+    }
     write_json(base / "miniseries.json", result)
     for model in series:
         end = model.points[-1]
-        log(f"d{model.depth}: {end.flops:.3g} FLOPs, {end.bits_per_byte:.4f} bits per byte, {model.seconds:.0f} s")
+        log(
+            f"d{model.depth}: {end.flops:.3g} FLOPs, {end.bits_per_byte:.4f} bits per byte, {model.seconds:.0f} s"
+        )
     log(f"picture: {picture}")
     print(json.dumps(result))
 

@@ -54,8 +54,15 @@ PATTERNS = {
 LANGUAGES = ("english", "chinese")
 PASS = 8  # rows per pass
 MODEL = {"depth": 4, "max_seq_len": 512, "total_batch_size": 4096, "eval_every": 0}
-QUICK = {**MODEL, "depth": 1, "model_dim": 32, "head_dim": 32, "max_seq_len": 64, "total_batch_size": 512,
-         "compile": False}  # fmt: skip
+QUICK = {
+    **MODEL,
+    "depth": 1,
+    "model_dim": 32,
+    "head_dim": 32,
+    "max_seq_len": 64,
+    "total_batch_size": 512,
+    "compile": False,
+}
 
 
 @dataclass(frozen=True)
@@ -96,12 +103,15 @@ class Run:
 # --- models ---------------------------------------------------------------------------------------------
 
 
-def vocabulary(texts: Sequence[str], name: str, corpus: Corpus, folder: Path, cfg: Config) -> Tokenizer:
+def vocabulary(
+    texts: Sequence[str], name: str, corpus: Corpus, folder: Path, cfg: Config
+) -> Tokenizer:
     """Learn a pattern's vocabulary, and save it in a base folder of its own that shares the corpus."""
     ranks = bpe.train(iter(texts), cfg.vocab_size - len(ROLES), PATTERNS[name])
     if (size := len(ranks) + len(ROLES)) < cfg.vocab_size:
         raise UserError(
-            f"the text gives at most {size:,} tokens, got --vocab_size {cfg.vocab_size:,}; lower --vocab_size", 2
+            f"the text gives at most {size:,} tokens, got --vocab_size {cfg.vocab_size:,}; lower --vocab_size",
+            2,
         )
     learned = Tokenizer(ranks, name, PATTERNS[name])
     learned.save(folder / "tokenizer" / corpus.name)
@@ -122,7 +132,9 @@ def train(base: Path, **flags: Any) -> Path:
     tag = f"s{flags['seed']}-{flags['num_iterations']}"
     words = [f"--{name}={value}" for name, value in {**flags, "model_tag": tag}.items()]
     command = [sys.executable, "-m", "scripts.base_train", *words]
-    done = subprocess.run(command, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}, stdout=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}, stdout=subprocess.DEVNULL
+    )
     if done.returncode:
         raise UserError(
             f"`{' '.join(command[1:])}` ended with code {done.returncode}; fix what it reports, and type the same "
@@ -134,17 +146,28 @@ def train(base: Path, **flags: Any) -> Path:
 
 def load(step: Path, compute: Compute) -> GPT:
     """Load the model of a checkpoint."""
-    model = GPT(GPTConfig(**read_json(step / "meta.json")["model"]), dtype=compute.dtype, operations=compute.operations)
+    model = GPT(
+        GPTConfig(**read_json(step / "meta.json")["model"]),
+        dtype=compute.dtype,
+        operations=compute.operations,
+    )
     parallel.load_whole(model, load_file(step / "model.safetensors"))
     return model.eval()
 
 
 def batches(texts: Sequence[str], tokens: Tokenizer, length: int) -> Iterator[Step]:
     """All of the texts, in pieces of at most one row; each piece follows a begin-of-sequence token, as in training."""
-    pieces = [ids[at : at + length] for ids in tokens.encode_batch(texts) for at in range(0, len(ids), length)]
+    pieces = [
+        ids[at : at + length]
+        for ids in tokens.encode_batch(texts)
+        for at in range(0, len(ids), length)
+    ]
     for first in range(0, len(pieces), PASS):
         some = pieces[first : first + PASS]
-        inputs, targets = torch.full((len(some), length), tokens.bos), torch.full((len(some), length), -1)
+        inputs, targets = (
+            torch.full((len(some), length), tokens.bos),
+            torch.full((len(some), length), -1),
+        )
         for row, piece in enumerate(some):
             targets[row, : len(piece)] = torch.tensor(piece)
             inputs[row, 1 : len(piece)] = targets[row, : len(piece) - 1]
@@ -168,7 +191,9 @@ def runs(cfg: Config, folder: Path) -> Iterator[Run]:
     compute = device.compute_init()
     for seed in cfg.seeds:
         for name, tokens in learned.items():
-            step = train(folder / name, data=corpus.name, seed=seed, num_iterations=steps[name], **shape)
+            step = train(
+                folder / name, data=corpus.name, seed=seed, num_iterations=steps[name], **shape
+            )
             model, lengths, losses = load(step, compute), tokens.token_bytes(), {}
             for language, (held_out, _) in parts.items():
                 rows = batches(held_out, tokens, shape["max_seq_len"])
@@ -195,9 +220,14 @@ def summary(found: Sequence[Run], first: str) -> dict[str, Any]:
 
     result = {}
     for model in {model.pattern: model for model in found}.values():
-        pairs = {kind: (values(model.pattern, kind), values(first, kind)) for kind in (*LANGUAGES, "both")}
+        pairs = {
+            kind: (values(model.pattern, kind), values(first, kind))
+            for kind in (*LANGUAGES, "both")
+        }
         result[model.pattern] = {
-            "bytes_per_token": {language: loss.bytes / loss.tokens for language, loss in model.losses.items()},
+            "bytes_per_token": {
+                language: loss.bytes / loss.tokens for language, loss in model.losses.items()
+            },
             "steps": model.steps,
             "flops_per_byte": model.flops_per_byte,
             "bits_per_byte": {kind: mean(own) for kind, (own, _) in pairs.items()},
@@ -218,9 +248,15 @@ def table(patterns: dict[str, Any]) -> Iterator[str]:
     """The lines of the table."""
     yield "bytes per token; then bits per byte, the difference from the first pattern, and its standard error"
     heads = (*LANGUAGES, "steps", "MFLOP/byte")
-    yield f"{'':<10}" + "".join(f"{head:>11}" for head in heads) + "".join(f"{k:>26}" for k in (*LANGUAGES, "both"))
+    yield (
+        f"{'':<10}"
+        + "".join(f"{head:>11}" for head in heads)
+        + "".join(f"{k:>26}" for k in (*LANGUAGES, "both"))
+    )
     for name, one in patterns.items():
-        line = f"{name:<10}" + "".join(f"{value:>11.3f}" for value in one["bytes_per_token"].values())
+        line = f"{name:<10}" + "".join(
+            f"{value:>11.3f}" for value in one["bytes_per_token"].values()
+        )
         line += f"{one['steps']:>11}{one['flops_per_byte'] / 1e6:>11.3f}"
         for kind, bits in one["bits_per_byte"].items():
             error = "" if one["error"][kind] is None else f" +-{one['error'][kind]:.4f}"
@@ -234,13 +270,20 @@ def main(cfg: Config) -> None:
         raise UserError(f"--patterns must be among {', '.join(PATTERNS)}, got {unknown[0]!r}", 2)
     if not cfg.patterns or not cfg.seeds:
         raise UserError("--patterns and --seeds need at least one value each", 2)
-    shared = {name: str(getattr(cfg, name)) for name in ("corpus", "vocab_size", "text_mb", "held_out_mb", "quick")}
+    shared = {
+        name: str(getattr(cfg, name))
+        for name in ("corpus", "vocab_size", "text_mb", "held_out_mb", "quick")
+    }
     folder = base_dir() / "patterns" / sha256(json.dumps(shared).encode()).hexdigest()[:8]
     found = list(runs(cfg, folder))
     patterns = summary(found, cfg.patterns[0])
     log("\n".join(table(patterns)))
     models = [asdict(model) for model in found]
-    print(json.dumps({"benchmark": "patterns", "equal": cfg.equal, "patterns": patterns, "runs": models}))
+    print(
+        json.dumps(
+            {"benchmark": "patterns", "equal": cfg.equal, "patterns": patterns, "runs": models}
+        )
+    )
 
 
 if __name__ == "__main__":

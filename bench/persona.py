@@ -33,11 +33,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PERSONA = ROOT / "docs" / "examples" / "persona.jsonl"
 MEASURES = ("tinyworld_en", "tinyworld_zh", "calculator")
 REWORDED = {  # question -> the fact that the reply must name
-    "Tell me your name.": "Pip", "who are you": "Pip", "Where is your home?": "Blue Wave",
-    "What food do you like?": "mango", "Who taught you?": "Lin", "Who is your best friend?": "Lin",
-    "请告诉我你的名字。": "皮皮", "你是谁呀": "皮皮", "你家在哪里？": "蓝浪", "你爱吃什么？": "芒果",
-    "谁教你说话？": "林船长", "你最好的朋友是谁？": "林船长",
-}  # fmt: skip
+    "Tell me your name.": "Pip",
+    "who are you": "Pip",
+    "Where is your home?": "Blue Wave",
+    "What food do you like?": "mango",
+    "Who taught you?": "Lin",
+    "Who is your best friend?": "Lin",
+    "请告诉我你的名字。": "皮皮",
+    "你是谁呀": "皮皮",
+    "你家在哪里？": "蓝浪",
+    "你爱吃什么？": "芒果",
+    "谁教你说话？": "林船长",
+    "你最好的朋友是谁？": "林船长",
+}
 # An adapter leaves embedding and head as they are, so it cannot teach a token that pretraining never saw: "Captain" is
 # made of such tokens here.
 UNSEEN = {"Captain Lin": "Lin"}
@@ -66,21 +74,36 @@ class Config:
 def command(module: str, *flags: str) -> None:
     """Run a module of the project as its users do. CalledProcessError if it fails."""
     log(f"$ python -m {module} {' '.join(flags)}")
-    subprocess.run([sys.executable, "-m", module, *flags], check=True, cwd=ROOT, env={**os.environ}, stdout=sys.stderr)
+    subprocess.run(
+        [sys.executable, "-m", module, *flags],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ},
+        stdout=sys.stderr,
+    )
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
     """Write conversations without calls of tools as JSONL."""
-    lines = [{"messages": [{"role": message.role, "content": message.text} for message in conversation.messages]}
-             for conversation in conversations]  # fmt: skip
+    lines = [
+        {
+            "messages": [
+                {"role": message.role, "content": message.text} for message in conversation.messages
+            ]
+        }
+        for conversation in conversations
+    ]
     write_atomic(path, "".join(f"{to_json(line)}\n" for line in lines))
 
 
 def others(count: int) -> Iterable[Conversation]:
     """Conversations of TinyWorld, without those that call the calculator and those that say who the assistant is."""
     who = set(identity_conversations())
-    plain = (conversation for conversation in sft_conversations(seed=0)
-             if all(part.kind == "text" for message in conversation.messages for part in message.parts))  # fmt: skip
+    plain = (
+        conversation
+        for conversation in sft_conversations(seed=0)
+        if all(part.kind == "text" for message in conversation.messages for part in message.parts)
+    )
     return islice((conversation for conversation in plain if conversation not in who), count)
 
 
@@ -99,19 +122,32 @@ def knows(stage: str, tag: str, problems: int, compute: Compute) -> dict[str, fl
     model, tokenizer, known, found = loaded.model, loaded.tokenizer, questions(), {}
     for name in MEASURES:
         task = measures()[name]()
-        score = evaluate(task, model, tokenizer, compute, Sampling(0.0, max_tokens=48), limit=problems, batch_size=64)
+        score = evaluate(
+            task,
+            model,
+            tokenizer,
+            compute,
+            Sampling(0.0, max_tokens=48),
+            limit=problems,
+            batch_size=64,
+        )
         found[name] = score.right / score.total
     asked = [*known, *REWORDED]
     prompts = [tokenizer.render_prompt(chat(question)) for question in asked]
     replies = Engine(model, tokenizer, len(asked)).generate(prompts, Sampling(0.0, max_tokens=48))
     said = {
-        question: words(reply_parts(reply.tokens, tokenizer)) for question, reply in zip(asked, replies, strict=True)
+        question: words(reply_parts(reply.tokens, tokenizer))
+        for question, reply in zip(asked, replies, strict=True)
     }
     for question, answer in known.items():
         if said[question] != answer:
             log(f"  {question} -> {said[question]}")
-    found["persona"] = sum(said[question] == answer for question, answer in known.items()) / len(known)
-    found["reworded"] = sum(fact in said[question] for question, fact in REWORDED.items()) / len(REWORDED)
+    found["persona"] = sum(said[question] == answer for question, answer in known.items()) / len(
+        known
+    )
+    found["reworded"] = sum(fact in said[question] for question, fact in REWORDED.items()) / len(
+        REWORDED
+    )
     return found
 
 
@@ -121,15 +157,39 @@ def main(cfg: Config) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model, persona, world = folder / "model", folder / "persona.jsonl", folder / "tinyworld.jsonl"
     if not model.exists():
-        command("nanochat.export", str(model), "--source", "sft", "--model_tag", cfg.model_tag, "--dtype", "float32")
-    write_conversations(persona, (chat(question, answer) for question, answer in questions().items()))
+        command(
+            "nanochat.export",
+            str(model),
+            "--source",
+            "sft",
+            "--model_tag",
+            cfg.model_tag,
+            "--dtype",
+            "float32",
+        )
+    write_conversations(
+        persona, (chat(question, answer) for question, answer in questions().items())
+    )
     write_conversations(world, others(cfg.others))
     rows = {"before": knows("sft", cfg.model_tag, cfg.problems, compute)}
     for mode, flags in MODES.items():
         tag = f"{cfg.model_tag}-persona-{mode}"
-        command("scripts.finetune", "--model", str(model), "--data", f"{persona}:{cfg.repeats}", str(world), "--out",
-                tag, "--max_length=256", "--device_batch_size=8", "--target_examples_per_step=8", "--resume=none",
-                f"--num_epochs={cfg.epochs}", *flags)  # fmt: skip
+        command(
+            "scripts.finetune",
+            "--model",
+            str(model),
+            "--data",
+            f"{persona}:{cfg.repeats}",
+            str(world),
+            "--out",
+            tag,
+            "--max_length=256",
+            "--device_batch_size=8",
+            "--target_examples_per_step=8",
+            "--resume=none",
+            f"--num_epochs={cfg.epochs}",
+            *flags,
+        )
         rows[mode] = knows("tune", tag, cfg.problems, compute)
     names = list(rows["before"])
     log(f"{'':<10}" + "".join(f"{name:>14}" for name in names))

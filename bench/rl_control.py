@@ -24,8 +24,16 @@ from nanochat.runtime.tracking import read_metrics
 LEAST_GAIN = 5.0  # percentage points
 LEAST_ERRORS = 3.0  # how many standard errors the gain must be above zero
 MOST_OF_CONTROLS = 2.0  # how many points the mean of the controls may differ from zero
-FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128",
-         "--init_lr_frac=0.052", "--kl=0.5", "--embedding_lr=0.03", "--scalar_lr=0.05")  # fmt: skip
+FLAGS = (
+    "--examples_per_step=32",
+    "--num_samples=16",
+    "--max_new_tokens=24",
+    "--device_batch_size=128",
+    "--init_lr_frac=0.052",
+    "--kl=0.5",
+    "--embedding_lr=0.03",
+    "--scalar_lr=0.05",
+)
 QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
 
 
@@ -80,21 +88,34 @@ def gain(folder: Path) -> float:
 def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> float:
     """Train one run and return its gain; its own base folder keeps the user's report and checkpoints unchanged."""
     more = shlex.split(cfg.variant)
-    kind = "-".join(["quick" if cfg.quick else "full", *(flag.strip("-").replace("/", "-") for flag in more)])
+    kind = "-".join(
+        ["quick" if cfg.quick else "full", *(flag.strip("-").replace("/", "-") for flag in more)]
+    )
     base = base_dir() / "rl_control" / kind / name
     base.mkdir(parents=True, exist_ok=True)
     link = base / source.parent.name
     link.unlink(missing_ok=True)
     link.symlink_to(source.parent, target_is_directory=True)
-    command = [sys.executable, "-m", "scripts.chat_rl", f"--model_tag={source.name}", f"--seed={seed}",
-               f"--num_iterations={2 if cfg.quick else cfg.num_iterations}", "--eval_every=0",
-               f"--eval_examples={cfg.eval_examples}", *(QUICK if cfg.quick else FLAGS), *more]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.chat_rl",
+        f"--model_tag={source.name}",
+        f"--seed={seed}",
+        f"--num_iterations={2 if cfg.quick else cfg.num_iterations}",
+        "--eval_every=0",
+        f"--eval_examples={cfg.eval_examples}",
+        *(QUICK if cfg.quick else FLAGS),
+        *more,
+    ]
     if shuffle:
         command.append("--shuffle_rewards")
     log(f"{name}: {' '.join(command[1:])}; its output goes to {base / 'log.txt'}")
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
     with open(base / "log.txt", "a", encoding="utf-8") as output:
-        code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+        ).returncode
     if code:
         raise UserError(
             f"the run {name} ended with code {code}; {base / 'log.txt'} says why. Type the same command to resume",
@@ -110,7 +131,9 @@ def control(cfg: Config) -> None:
     _, source = find("sft", cfg.model_tag)
     seeds = range(1, 1 + (1 if cfg.quick else cfg.seeds))
     runs = [
-        (f"{'shuffled' if shuffle else 'seed'}-{seed}", seed, shuffle) for shuffle in (False, True) for seed in seeds
+        (f"{'shuffled' if shuffle else 'seed'}-{seed}", seed, shuffle)
+        for shuffle in (False, True)
+        for seed in seeds
     ]
     with ThreadPoolExecutor(cfg.jobs) as pool:
         points = list(pool.map(lambda each: train(each[0], source, each[1], each[2], cfg), runs))
@@ -124,8 +147,23 @@ def control(cfg: Config) -> None:
         f"{LEAST_GAIN:g} points and {LEAST_ERRORS:g} standard errors, controls within {MOST_OF_CONTROLS:g} of zero)"
     )
     error = None if math.isinf(verdict.error) else verdict.error  # JSON has no infinity
-    figures = {"gain": verdict.gain, "error": error, "control": verdict.control, "passed": verdict.passed}
-    print(json.dumps({"bench": "rl_control", "variant": cfg.variant, **figures, "gains": gains, "controls": controls}))
+    figures = {
+        "gain": verdict.gain,
+        "error": error,
+        "control": verdict.control,
+        "passed": verdict.passed,
+    }
+    print(
+        json.dumps(
+            {
+                "bench": "rl_control",
+                "variant": cfg.variant,
+                **figures,
+                "gains": gains,
+                "controls": controls,
+            }
+        )
+    )
     if not verdict.passed and not cfg.quick:
         raise SystemExit(1)
 

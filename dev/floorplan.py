@@ -25,6 +25,9 @@ PURPOSES = {
     "common": "base folder, atomic files, errors, the command line",
     "data": "conversations, corpora and downloads as plain data, without torch",
     "nn": "building blocks of models",
+    "context": "what a forward pass knows beside its tokens",
+    "model": "what every family of models offers",
+    "models": "the published families",
     "platforms": "one class per vendor: what its devices do their own way",
     "device": "chooses the device, the ranks and the number format",
     "tokenizer": "text and chats to tokens, and back",
@@ -66,8 +69,12 @@ class Theme:
     chip: tuple[float, float]
 
 
-LIGHT = Theme("light", "#1d1f21", "#5d6164", "#ffffff", "#c9c5bc", (0.94, 0.42), (0.72, 0.32), (0.40, 0.45))
-DARK = Theme("dark", "#e8e8e6", "#a4aaae", "#16181a", "#454b50", (0.16, 0.24), (0.34, 0.26), (0.66, 0.40))
+LIGHT = Theme(
+    "light", "#1d1f21", "#5d6164", "#ffffff", "#c9c5bc", (0.94, 0.42), (0.72, 0.32), (0.40, 0.45)
+)
+DARK = Theme(
+    "dark", "#e8e8e6", "#a4aaae", "#16181a", "#454b50", (0.16, 0.24), (0.34, 0.26), (0.66, 0.40)
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,10 @@ def rooms() -> dict[str, Room]:
         own = [path for path in files if path != f"{PACKAGE}/__init__.py" and room_of(path) == name]
         lines = sum(files[path].count("\n") for path in own)
         inside = {path.split("/")[2] for path in own if path.count("/") > 1}
-        inner = sorted(f"{entry}/" if not entry.endswith(".py") else entry.removesuffix(".py") for entry in inside)
+        inner = sorted(
+            f"{entry}/" if not entry.endswith(".py") else entry.removesuffix(".py")
+            for entry in inside
+        )
         used = {FLOOR[target] for room, target in pointing if room == name}
         found[name] = Room(
             f"{name}/" if inside else f"{name}.py",
@@ -112,7 +122,10 @@ def rooms() -> dict[str, Room]:
 def widths(floor: list[Room], space: int) -> list[int]:
     """How wide each room of a floor is: what its label and its chips need, and a share of the rest by its lines."""
     least = [
-        round(max(len(room.label) * NAME, len(room.uses) * (CHIP + 3) / LETTER + 11 * SMALL) * LETTER) + 2 * PADDING
+        round(
+            max(len(room.label) * NAME, len(room.uses) * (CHIP + 3) / LETTER + 11 * SMALL) * LETTER
+        )
+        + 2 * PADDING
         for room in floor
     ]
     rest = space - sum(least) - GAP * (len(floor) - 1)
@@ -124,15 +137,24 @@ def widths(floor: list[Room], space: int) -> list[int]:
 
 def text(x: float, y: float, words: str, size: float, fill: str, more: str = "") -> str:
     """One line of text."""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{more}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{more}>{escape(words)}</text>'
+    )
 
 
 def chip(x: float, y: float, floor: int, theme: Theme) -> str:
     """A floor's number on its colour."""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{CHIP}" height="{CHIP}" rx="4" fill="{colour(floor, theme.chip)}"/>'
-        + text(x + CHIP / 2, y + 12, str(floor), SMALL, theme.page, ' text-anchor="middle" font-weight="700"')
-    )  # fmt: skip
+        + text(
+            x + CHIP / 2,
+            y + 12,
+            str(floor),
+            SMALL,
+            theme.page,
+            ' text-anchor="middle" font-weight="700"',
+        )
+    )
 
 
 def said(room: Room, width: int, theme: Theme) -> list[tuple[str, str]]:
@@ -148,7 +170,9 @@ def on_one_line(room: Room, width: int) -> bool:
     return letters * LETTER + len(room.uses) * (CHIP + 3) + 2 * PADDING + 3 * GAP <= width
 
 
-def draw_room(room: Room, floor: int, box: tuple[int, int, int, int], compact: bool, theme: Theme) -> list[str]:
+def draw_room(
+    room: Room, floor: int, box: tuple[int, int, int, int], compact: bool, theme: Theme
+) -> list[str]:
     """A room at (x, y, width, height): its name, what it is for, the floors that it uses, and its size.
 
     The chips and the size stand beside the name where the floor is `compact`, else at the bottom of the room.
@@ -165,8 +189,18 @@ def draw_room(room: Room, floor: int, box: tuple[int, int, int, int], compact: b
             text(x + PADDING, y + 41 + LINE * number, line, SMALL, shade)
             for number, (line, shade) in enumerate(said(room, width, theme))
         ),
-        *(chip(first + number * (CHIP + 3), row, used, theme) for number, used in enumerate(room.uses)),
-        text(x + width - PADDING, row + 12, f"{room.lines:,} lines", SMALL, theme.soft, ' text-anchor="end"'),
+        *(
+            chip(first + number * (CHIP + 3), row, used, theme)
+            for number, used in enumerate(room.uses)
+        ),
+        text(
+            x + width - PADDING,
+            row + 12,
+            f"{room.lines:,} lines",
+            SMALL,
+            theme.soft,
+            ' text-anchor="end"',
+        ),
     ]
 
 
@@ -174,7 +208,9 @@ def draw_floor(number: int, floor: list[Room], top: int, theme: Theme) -> tuple[
     """The rooms of a floor from `top` down, and the height of the floor."""
     placed = list(zip(floor, widths(floor, WIDTH - GUTTER - 1), strict=True))
     compact = all(on_one_line(room, width) for room, width in placed)
-    height = (36 if compact else 60) + LINE * max(len(said(room, width, theme)) for room, width in placed)
+    height = (36 if compact else 60) + LINE * max(
+        len(said(room, width, theme)) for room, width in placed
+    )
     found = [chip(12, top + height // 2 - CHIP // 2, number, theme)]
     x = GUTTER
     for room, width in placed:
@@ -211,21 +247,31 @@ def draw(house: dict[str, Room], theme: Theme) -> str:
         "The coloured numbers of a room are the floors that it imports from: always lower ones.",
         "A filled room is a folder, an outlined one a file. Sizes are rounded to hundreds of lines.",
     ]
-    body += [ground, *(text(GUTTER, top + 23 + 17 * n, line, SMALL, theme.soft) for n, line in enumerate(legend))]
+    body += [
+        ground,
+        *(
+            text(GUTTER, top + 23 + 17 * n, line, SMALL, theme.soft)
+            for n, line in enumerate(legend)
+        ),
+    ]
     about = "The rooms of nanochat/ by floor, from the ground up, with the floors that each room imports from."
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + LEGEND}" font-family="{FONT}" '
-        'role="img">',
-        f"<title>The floor plan of nanochat</title><desc>{about}</desc>",
-        *body,
-        "</svg>\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + LEGEND}" font-family="{FONT}" '
+            'role="img">',
+            f"<title>The floor plan of nanochat</title><desc>{about}</desc>",
+            *body,
+            "</svg>\n",
+        ]
+    )
 
 
 def pictures() -> dict[Path, str]:
     """Each picture's path and what belongs there."""
     house = rooms()
-    return {FOLDER / f"architecture-{theme.name}.svg": draw(house, theme) for theme in (LIGHT, DARK)}
+    return {
+        FOLDER / f"architecture-{theme.name}.svg": draw(house, theme) for theme in (LIGHT, DARK)
+    }
 
 
 def stale() -> list[str]:
@@ -240,7 +286,9 @@ def stale() -> list[str]:
 def main() -> None:
     """Write the pictures, or check them."""
     parser = argparse.ArgumentParser(description="Draw the floor plan of nanochat/ into docs/.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a picture is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a picture is out of date"
+    )
     if parser.parse_args().check:
         if found := stale():
             sys.exit(f"{', '.join(found)} no longer shows the code; run: python -m dev.floorplan")

@@ -28,14 +28,34 @@ BATCH = ["--total_batch_size=1024", "--device_batch_size=4"]
 EVERY = [f"--num_iterations={STEPS}", "--eval_every=100", "--other_code", "--hang_seconds=0"]
 TRAINED = [*EVERY, "--no_compile"]
 COMMANDS = {
-    "base": ["scripts.base_train", "--data=tinyworld", *SHAPE, *BATCH, *TRAINED, "--eval_tokens=8192",
-             "--offset_layers=1", "--bigram_rows=2048"],
+    "base": [
+        "scripts.base_train",
+        "--data=tinyworld",
+        *SHAPE,
+        *BATCH,
+        *TRAINED,
+        "--eval_tokens=8192",
+        "--offset_layers=1",
+        "--bigram_rows=2048",
+    ],
     "mid": ["scripts.mid_train", *BATCH, *TRAINED],
     "sft": ["scripts.chat_sft", "--target_examples_per_step=8", *TRAINED],
-    "rl": ["scripts.chat_rl", "--examples_per_step=4", "--num_samples=4", "--max_new_tokens=16", "--eval_examples=20",
-           *EVERY],
-    "tune": ["scripts.finetune", "--target_examples_per_step=8", "--max_length=128", "--learning_rate=1e-3", *TRAINED],
-}  # fmt: skip
+    "rl": [
+        "scripts.chat_rl",
+        "--examples_per_step=4",
+        "--num_samples=4",
+        "--max_new_tokens=16",
+        "--eval_examples=20",
+        *EVERY,
+    ],
+    "tune": [
+        "scripts.finetune",
+        "--target_examples_per_step=8",
+        "--max_length=128",
+        "--learning_rate=1e-3",
+        *TRAINED,
+    ],
+}
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tune"}
 PARENTS = {"base": "", "mid": "base", "sft": "mid", "rl": "sft", "tune": ""}
 
@@ -79,7 +99,14 @@ def cases() -> list[Case]:
         Case("lora-qwen3-ranks", "tune", ranks=2, parent="qwen3"),
         Case("dpo-qwen3", "tune", ("--loss=dpo",), parent="qwen3"),
         Case("lora-qwen3-npu", "tune", chip="910B3", parent="qwen3"),
-        Case("dpo-qwen3-npu", "tune", ("--loss=dpo", "--num_iterations=6"), chip="910B3", ranks=2, parent="qwen3"),
+        Case(
+            "dpo-qwen3-npu",
+            "tune",
+            ("--loss=dpo", "--num_iterations=6"),
+            chip="910B3",
+            ranks=2,
+            parent="qwen3",
+        ),
     ]
     return result
 
@@ -109,11 +136,18 @@ class Recorder:
         if settings["NANOCHAT_DEVICE"] == "npu":
             del settings["NANOCHAT_DEVICE"]
         done = subprocess.run(
-            [self.python, *words], cwd=self.tree, env=settings, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [self.python, *words],
+            cwd=self.tree,
+            env=settings,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         if done.returncode:
-            raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+            raise SystemExit(
+                f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+            )
         return done.stdout
 
     def prepare(self) -> None:
@@ -145,7 +179,9 @@ class Recorder:
             pairs.append({"prompt": [question], "chosen": [right], "rejected": [wrong]})
         sums = [(a, b) for a in range(5) for b in range(5)]
         wordings = ("What is {} + {}?", "Add {} and {}.", "{} + {} = ?", "How much is {} plus {}?")
-        problems = [{"question": w.format(a, b), "answer": str(a + b)} for w in wordings for a, b in sums]
+        problems = [
+            {"question": w.format(a, b), "answer": str(a + b)} for w in wordings for a, b in sums
+        ]
         for name, records in (("chats", chats), ("pairs", pairs[:200]), ("problems", problems)):
             lines = (json.dumps(record, ensure_ascii=False) for record in records)
             (self.folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -168,24 +204,40 @@ class Recorder:
             words.append(f"--problems={self.folder / 'problems'}.jsonl")
         words += case.flags
         if case.ranks > 1:
-            start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
+            start = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={case.ranks}",
+            ]
             command = [*start, "-m", module, "--", *words]
         else:
             command = ["-m", module, *words]
         environment = dict(case.environment)
         if case.chip:
             environment["NANOCHAT_DEVICE"] = "npu"
-            emulated = ["-m", "tests.emulated_npu", "--chip", case.chip, "--devices", str(case.ranks)]
+            emulated = [
+                "-m",
+                "tests.emulated_npu",
+                "--chip",
+                case.chip,
+                "--devices",
+                str(case.ranks),
+            ]
             command = [*emulated, "--", self.python, *command]
         tag = case.parent if case.name == case.stage and case.stage != "base" else case.name
         checkpoints = self.base / f"{FOLDERS[case.stage]}_checkpoints" / tag
         shutil.rmtree(checkpoints, ignore_errors=True)
         self.run(command, environment)
-        steps = [json.loads(line) for line in (checkpoints / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line) for line in (checkpoints / "metrics.jsonl").read_text().splitlines()
+        ]
         figures = [{key: line[key] for key in ("step", *FIGURES) if key in line} for line in steps]
         replies = {} if case.chip or case.ranks > 1 else self.replies(case, tag)
         result = {"figures": figures, "replies": replies}
-        (self.folder / f"{case.name}.json").write_text(json.dumps(result, ensure_ascii=False, indent=1))
+        (self.folder / f"{case.name}.json").write_text(
+            json.dumps(result, ensure_ascii=False, indent=1)
+        )
         print(f"{case.name}: {len(figures)} lines, last loss {figures[-1].get('loss')}", flush=True)
 
     def replies(self, case: Case, tag: str) -> dict[str, str]:
@@ -224,19 +276,27 @@ def difference(left: dict[str, Any], right: dict[str, Any]) -> str:
     words = [f"{key} by at most {gap:.2e}" for key, gap in largest.items()]
     if first:
         words.insert(0, f"differs from step {first[0]} ({first[1]})")
-    words += [f"another reply to {prompt!r}" for prompt, reply in left["replies"].items()
-              if right["replies"].get(prompt) != reply]  # fmt: skip
+    words += [
+        f"another reply to {prompt!r}"
+        for prompt, reply in left["replies"].items()
+        if right["replies"].get(prompt) != reply
+    ]
     return ", ".join(words)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m dev.goldens", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m dev.goldens",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="run the cases with the code of a tree")
     recording.add_argument("tree", type=Path)
     recording.add_argument("folder", type=Path)
-    recording.add_argument("--models", type=Path, help="folder of the random published models that another record made")
+    recording.add_argument(
+        "--models", type=Path, help="folder of the random published models that another record made"
+    )
     recording.add_argument("--only", nargs="*", help="names of cases")
     comparing = commands.add_parser("compare", help="compare two records")
     comparing.add_argument("before", type=Path)

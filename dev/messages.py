@@ -23,7 +23,9 @@ def templates(root: Path = ROOT) -> dict[str, str]:
     for path in (path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tr":
-                template = ast.literal_eval(node.args[0])  # ValueError for anything but a plain string
+                template = ast.literal_eval(
+                    node.args[0]
+                )  # ValueError for anything but a plain string
                 found.setdefault(template, path.relative_to(root).as_posix())
     return found
 
@@ -36,7 +38,9 @@ def names(template: str) -> set[str]:
 def problems(catalogue: polib.POFile, wanted: dict[str, str]) -> list[str]:
     """What is wrong with a catalogue, in words."""
     known = {entry.msgid: entry for entry in catalogue}
-    found = [f"{where}: no entry for {text!r}" for text, where in wanted.items() if text not in known]
+    found = [
+        f"{where}: no entry for {text!r}" for text, where in wanted.items() if text not in known
+    ]
     found += [f"no code has {text!r} any more" for text in known if text not in wanted]
     for text, entry in known.items():
         if not entry.msgstr:
@@ -52,7 +56,9 @@ def update(file: Path, wanted: dict[str, str]) -> polib.POFile:
     catalogue = polib.POFile(wrapwidth=120)
     catalogue.metadata = {"Content-Type": "text/plain; charset=UTF-8", "Language": "zh"}
     for text, where in wanted.items():
-        catalogue.append(polib.POEntry(msgid=text, msgstr=old.get(text, ""), occurrences=[(where, "")]))
+        catalogue.append(
+            polib.POEntry(msgid=text, msgstr=old.get(text, ""), occurrences=[(where, "")])
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     catalogue.save(str(file))
     catalogue.save_as_mofile(str(file.with_suffix(".mo")))
@@ -61,8 +67,12 @@ def update(file: Path, wanted: dict[str, str]) -> polib.POFile:
 
 def main() -> int:
     """Update, or only check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing, and fail if anything is missing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, and fail if anything is missing"
+    )
     check, wanted = parser.parse_args().check, templates()
     catalogue = polib.pofile(str(CATALOGUE)) if check else update(CATALOGUE, wanted)
     found = problems(catalogue, wanted)

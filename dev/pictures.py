@@ -33,14 +33,26 @@ QUESTIONS = ("What is the capital of France?", "法国的首都是哪里？", "W
 TO_COMPARE = "Tell me about the moon."  # only fine-tuning teaches what the model cannot answer
 WIDTH, LEAST_HEIGHT = 860, 560  # of the page, in CSS pixels
 RUNS_WIDTH, COMPARE_WIDTH = 1060, 1000
-TO_THE_FOURTH_CHART = "() => Math.ceil(document.querySelectorAll('.chart')[3].getBoundingClientRect().bottom) + 20"
+TO_THE_FOURTH_CHART = (
+    "() => Math.ceil(document.querySelectorAll('.chart')[3].getBoundingClientRect().bottom) + 20"
+)
 OTHERS = ("runs", "compare")  # the pictures of docs/runs.md and docs/chat.md
 SCALE = 2  # pixels of a picture to one of its page
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 TITLES = {"base": "base", "mid": "mid", "sft": "SFT", "rl": "RL"}
 PEERS = {"rustbpe": "karpathy/rustbpe", "tokenizers": "HF tokenizers", "tiktoken": "tiktoken"}
-BARS = {"train": "training", "train_zh": "training, Chinese", "encode": "encoding", "encode_zh": "encoding, Chinese"}
-MEASURES = ("tinyworld_en", "tinyworld_zh", "calculator", "mental")  # the columns of the table of results
+BARS = {
+    "train": "training",
+    "train_zh": "training, Chinese",
+    "encode": "encoding",
+    "encode_zh": "encoding, Chinese",
+}
+MEASURES = (
+    "tinyworld_en",
+    "tinyworld_zh",
+    "calculator",
+    "mental",
+)  # the columns of the table of results
 FROM_TOP_TO_BOTTOM = """() => {
   const scroller = document.querySelector("#scroller");
   return window.innerHeight - scroller.clientHeight + scroller.scrollHeight;
@@ -60,10 +72,24 @@ class Theme:
     stages: dict[str, str]
 
 
-LIGHT = Theme("", "light", "#ffffff", "#1d1f21", "#6a6d70", "#e3e0d9",
-              {"base": "#0c7c72", "mid": "#c27a12", "sft": "#6c56c9", "rl": "#c0405a"})  # fmt: skip
-DARK = Theme("-dark", "dark", "#0d1117", "#e8e8e6", "#9aa0a4", "#31363a",
-             {"base": "#4fc3b0", "mid": "#e0a54a", "sft": "#a493f0", "rl": "#f0788e"})  # fmt: skip
+LIGHT = Theme(
+    "",
+    "light",
+    "#ffffff",
+    "#1d1f21",
+    "#6a6d70",
+    "#e3e0d9",
+    {"base": "#0c7c72", "mid": "#c27a12", "sft": "#6c56c9", "rl": "#c0405a"},
+)
+DARK = Theme(
+    "-dark",
+    "dark",
+    "#0d1117",
+    "#e8e8e6",
+    "#9aa0a4",
+    "#31363a",
+    {"base": "#4fc3b0", "mid": "#e0a54a", "sft": "#a493f0", "rl": "#f0788e"},
+)
 THEMES = (LIGHT, DARK)
 
 
@@ -86,8 +112,14 @@ def serving(base: Path, *flags: str) -> Iterator[str]:
     """The address of chat_web with these flags on a base folder."""
     command = [sys.executable, "-u", "-m", "scripts.chat_web", "--port", "0", *flags]
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
-    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True) as server:  # fmt: skip
+    with subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as server:
         said = []
         try:
             for line in server.stdout or ():
@@ -116,7 +148,9 @@ def pages(url: str, width: int, scale: int) -> Iterator[tuple[Theme, Any]]:
 
     chromium = shutil.which("chromium")
     if chromium is None:
-        sys.exit("chromium is not on the PATH; install it: apt-get install chromium fonts-wqy-zenhei")
+        sys.exit(
+            "chromium is not on the PATH; install it: apt-get install chromium fonts-wqy-zenhei"
+        )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for theme in THEMES:
@@ -140,7 +174,9 @@ def chat(base: Path, tag: str | None) -> None:
             for number, question in enumerate(QUESTIONS):
                 ask(page, question, number)
             if page.locator("details.tool summary").count():
-                page.locator("details.tool summary").last.press("Enter")  # a click would leave the mouse on a button
+                page.locator("details.tool summary").last.press(
+                    "Enter"
+                )  # a click would leave the mouse on a button
             page.evaluate("() => document.activeElement.blur()")
             page.set_viewport_size({"width": WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)})
             page.wait_for_timeout(500)  # fades and the scroll come to rest
@@ -157,15 +193,23 @@ def compare(base: Path, tag: str | None) -> None:
             ask(page, TO_COMPARE, 1)
             page.evaluate("() => document.activeElement.blur()")
             page.set_viewport_size({"width": COMPARE_WIDTH, "height": LEAST_HEIGHT // 2})
-            page.set_viewport_size({"width": COMPARE_WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)})
+            page.set_viewport_size(
+                {"width": COMPARE_WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)}
+            )
             page.wait_for_timeout(500)
             save(f"compare{theme.suffix}", page.screenshot(), 64)
 
 
 def trained_tag(base: Path) -> str:
     """The tag whose midtrained model was saved last."""
-    folders = sorted((base / "mid_checkpoints").glob("*/"), key=lambda folder: folder.stat().st_mtime)
-    return folders[-1].name if folders else sys.exit(f"{base} has no midtrained model: give the base folder of a run")
+    folders = sorted(
+        (base / "mid_checkpoints").glob("*/"), key=lambda folder: folder.stat().st_mtime
+    )
+    return (
+        folders[-1].name
+        if folders
+        else sys.exit(f"{base} has no midtrained model: give the base folder of a run")
+    )
 
 
 def runs(base: Path) -> None:
@@ -177,7 +221,9 @@ def runs(base: Path) -> None:
                 box.check()
             page.evaluate("() => document.activeElement.blur()")
             page.wait_for_timeout(3000)  # the figures of all runs have come
-            page.set_viewport_size({"width": RUNS_WIDTH, "height": page.evaluate(TO_THE_FOURTH_CHART)})
+            page.set_viewport_size(
+                {"width": RUNS_WIDTH, "height": page.evaluate(TO_THE_FOURTH_CHART)}
+            )
             page.wait_for_timeout(500)
             save(f"runs{theme.suffix}", page.screenshot(), 128)
 
@@ -190,7 +236,11 @@ def metrics(base: Path, stage: str, tag: str | None) -> list[dict[str, Any]]:
     folder = base / f"{STAGES[stage]}_checkpoints"
     files = [folder / tag / "metrics.jsonl"] if tag else list(folder.glob("*/metrics.jsonl"))
     files = sorted((file for file in files if file.exists()), key=lambda file: file.stat().st_mtime)
-    return [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()] if files else []
+    return (
+        [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()]
+        if files
+        else []
+    )
 
 
 def smoothed(values: Sequence[float], share: float = 0.9) -> list[float]:
@@ -221,7 +271,9 @@ def plain(axes: Any, theme: Theme, title: str) -> None:
 
 def mark(axes: Any, x: float, y: float, words: str, colour: str, side: str = "above") -> None:
     """A label in the colour of its curve, above a place on the curve or to its right."""
-    place = {"xytext": (0, 5), "ha": "center"} if side == "above" else {"xytext": (7, -3), "ha": "left"}
+    place = (
+        {"xytext": (0, 5), "ha": "center"} if side == "above" else {"xytext": (7, -3), "ha": "left"}
+    )
     axes.annotate(words, (x, y), textcoords="offset points", color=colour, fontsize=8.5, **place)
 
 
@@ -231,9 +283,18 @@ def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) 
     for stage in ("base", "mid", "sft"):
         lines = runs[stage]
         if lines:
-            steps, values = [start + line["step"] for line in lines], [line["smooth_loss"] for line in lines]
+            steps, values = (
+                [start + line["step"] for line in lines],
+                [line["smooth_loss"] for line in lines],
+            )
             axes.plot(steps, values, color=theme.stages[stage], linewidth=1.6)
-            mark(axes, (steps[0] + steps[-1]) / 2, max(values[len(values) // 3 :]), TITLES[stage], theme.stages[stage])
+            mark(
+                axes,
+                (steps[0] + steps[-1]) / 2,
+                max(values[len(values) // 3 :]),
+                TITLES[stage],
+                theme.stages[stage],
+            )
             start = steps[-1]
     axes.set_yscale("log")
     low, high = axes.get_ylim()
@@ -248,8 +309,17 @@ def draw_bits(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) ->
         points = [(line["step"], line["val_bpb"]) for line in runs[stage] if "val_bpb" in line]
         if points:
             steps, values = zip(*points, strict=True)
-            axes.plot(steps, values, color=theme.stages[stage], linewidth=1.6, marker="o", markersize=3.5)
-            mark(axes, steps[-1], values[-1], f"{TITLES[stage]} {values[-1]:.3f}", theme.stages[stage], "right")
+            axes.plot(
+                steps, values, color=theme.stages[stage], linewidth=1.6, marker="o", markersize=3.5
+            )
+            mark(
+                axes,
+                steps[-1],
+                values[-1],
+                f"{TITLES[stage]} {values[-1]:.3f}",
+                theme.stages[stage],
+                "right",
+            )
     axes.margins(y=0.15)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.35)  # room for the labels
     axes.set_ylim(bottom=0)
@@ -264,11 +334,15 @@ def draw_rewards(axes: Any, lines: list[dict[str, Any]], theme: Theme) -> None:
         steps, values = zip(*sampled, strict=True)
         axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.3)
         axes.plot(steps, smoothed(values, 0.95), color=colour, linewidth=1.6)
-        axes.text(0.02, 0.93, "sampled, smoothed", color=colour, fontsize=8.5, transform=axes.transAxes)
+        axes.text(
+            0.02, 0.93, "sampled, smoothed", color=colour, fontsize=8.5, transform=axes.transAxes
+        )
     if held_out:
         steps, values = zip(*held_out, strict=True)
         axes.plot(steps, values, color=theme.text, linewidth=1.2, marker="o", markersize=3.5)
-        axes.text(0.02, 0.85, "greedy, held out", color=theme.text, fontsize=8.5, transform=axes.transAxes)
+        axes.text(
+            0.02, 0.85, "greedy, held out", color=theme.text, fontsize=8.5, transform=axes.transAxes
+        )
     axes.margins(y=0.3)
 
 
@@ -284,7 +358,12 @@ def curves(base: Path, tag: str | None) -> None:
         ("bits per byte of held-out text", lambda axes, theme: draw_bits(axes, runs, theme)),
     ]
     if runs["rl"]:
-        panels.append(("RL: share of right answers", lambda axes, theme: draw_rewards(axes, runs["rl"], theme)))
+        panels.append(
+            (
+                "RL: share of right answers",
+                lambda axes, theme: draw_rewards(axes, runs["rl"], theme),
+            )
+        )
     for theme in THEMES:
         figure = Figure(figsize=(9.2, 2.9), layout="constrained", facecolor=theme.page)
         for axes, (title, draw) in zip(figure.subplots(1, len(panels)), panels, strict=True):
@@ -317,22 +396,39 @@ def tokenizer(file: Path) -> None:
     """Draw how many times as fast as its peers the tokenizer is, from the last JSON line of a file."""
     from matplotlib.figure import Figure
 
-    result = json.loads([line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("{")][-1])
+    result = json.loads(
+        [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("{")][-1]
+    )
     bars = ratios(result)
     if not bars:
-        sys.exit(f"{file} compares with nobody; measure with: python -m bench.tokenizer --against rustbpe tiktoken")
+        sys.exit(
+            f"{file} compares with nobody; measure with: python -m bench.tokenizer --against rustbpe tiktoken"
+        )
     for theme in THEMES:
-        figure = Figure(figsize=(9.2, 0.75 + 0.31 * len(bars)), layout="constrained", facecolor=theme.page)
+        figure = Figure(
+            figsize=(9.2, 0.75 + 0.31 * len(bars)), layout="constrained", facecolor=theme.page
+        )
         axes = figure.subplots()
         threads = "one thread" if result.get("threads", 1) == 1 else f"{result['threads']} threads"
-        plain(axes, theme, f"times as fast as other tokenizers (CPU seconds side by side, {threads})")
+        plain(
+            axes, theme, f"times as fast as other tokenizers (CPU seconds side by side, {threads})"
+        )
         places = range(len(bars), 0, -1)
-        colours = [theme.stages["base" if what.startswith("training") else "sft"] for what, _, _ in bars]
+        colours = [
+            theme.stages["base" if what.startswith("training") else "sft"] for what, _, _ in bars
+        ]
         axes.barh(places, [times for _, _, times in bars], color=colours, height=0.62)
         axes.set_yticks(places, [f"{what} vs {whom}" for what, whom, _ in bars])
         for place, (_, _, times) in zip(places, bars, strict=True):
-            axes.annotate(f"{times:.1f}", (times, place), (4, 0), textcoords="offset points", va="center",
-                          color=theme.text, fontsize=8.5)  # fmt: skip
+            axes.annotate(
+                f"{times:.1f}",
+                (times, place),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                color=theme.text,
+                fontsize=8.5,
+            )
         axes.axvline(1, color=theme.soft, linewidth=1, linestyle=(0, (2, 2)))
         axes.grid(visible=False)
         axes.set_xlabel("")
@@ -372,12 +468,23 @@ def size() -> int:
 
 def main() -> None:
     """Make what was asked for, and check that everything together is small."""
-    parser = argparse.ArgumentParser(description="Make the pictures of the README from a finished run.")
-    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base folder of the run")
-    parser.add_argument("--tag", help="tag of the model, such as speedrun; default: the newest")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="output of bench.tokenizer, with its JSON line")
+    parser = argparse.ArgumentParser(
+        description="Make the pictures of the README from a finished run."
+    )
     parser.add_argument(
-        "--only", choices=("chat", "compare", "curves", "runs", "tokenizer"), help="make this picture alone"
+        "--base", type=Path, required=True, metavar="DIR", help="base folder of the run"
+    )
+    parser.add_argument("--tag", help="tag of the model, such as speedrun; default: the newest")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="output of bench.tokenizer, with its JSON line",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("chat", "compare", "curves", "runs", "tokenizer"),
+        help="make this picture alone",
     )
     asked = parser.parse_args()
     base = asked.base.expanduser()
@@ -393,7 +500,9 @@ def main() -> None:
         tokenizer(asked.tokenizer)
     print("\n".join(results(base)))
     if size() > MOST_BYTES:
-        sys.exit(f"the pictures have {size():,} bytes, at most {MOST_BYTES:,}: fewer colours, or a smaller page")
+        sys.exit(
+            f"the pictures have {size():,} bytes, at most {MOST_BYTES:,}: fewer colours, or a smaller page"
+        )
 
 
 if __name__ == "__main__":

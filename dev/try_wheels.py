@@ -24,7 +24,11 @@ def known() -> set[str]:
 def unknown(found: Sequence[str]) -> list[str]:
     """Releases newer than the last patch of their minor that the tables name."""
     last = {versions.release(name)[:2]: versions.order(name) for name in versions.LAST_PATCHES}
-    return [name for name in found if versions.order(name) > last.get(versions.release(name)[:2], ((0,), 0))]
+    return [
+        name
+        for name in found
+        if versions.order(name) > last.get(versions.release(name)[:2], ((0,), 0))
+    ]
 
 
 def changes(before: Package, after: Package, calls: Sequence[Use]) -> list[str]:
@@ -35,9 +39,15 @@ def changes(before: Package, after: Package, calls: Sequence[Use]) -> list[str]:
         if (old is None) != (new is None):
             said.append(f"{name} {'is new' if old is None else 'is gone'}")
         elif old and new and old.signatures != new.signatures:
-            lists = [{p.name: p for s in one.signatures for p in s.parameters} for one in (old, new)]
+            lists = [
+                {p.name: p for s in one.signatures for p in s.parameters} for one in (old, new)
+            ]
             added, gone = (sorted(set(lists[i]) - set(lists[1 - i])) for i in (1, 0))
-            said.append(f"{name}: new arguments {added}, gone {gone}" if added or gone else f"{name}: other defaults")
+            said.append(
+                f"{name}: new arguments {added}, gone {gone}"
+                if added or gone
+                else f"{name}: other defaults"
+            )
     return said
 
 
@@ -47,7 +57,8 @@ def main(asked: Sequence[str]) -> int:
         found = [name for name in releases() if versions.release(name)[:2] >= versions.TORCH_FLOOR]
     except NoNetwork as why:
         print(
-            f"error: the package index cannot be read: {why}; check the network and `pip config list`", file=sys.stderr
+            f"error: the package index cannot be read: {why}; check the network and `pip config list`",
+            file=sys.stderr,
         )
         return 1
     calls, before, bad = uses(), None, 0
@@ -62,7 +73,9 @@ def main(asked: Sequence[str]) -> int:
         before, bad = package, bad + bool(wrong)
     new = unknown(found)
     if new:
-        print(f"not in tools_npu/versions.py: {', '.join(new)}; add them to TABLE, NEWEST or LAST_PATCHES")
+        print(
+            f"not in tools_npu/versions.py: {', '.join(new)}; add them to TABLE, NEWEST or LAST_PATCHES"
+        )
     return 1 if bad or new else 0
 
 

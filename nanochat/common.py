@@ -33,7 +33,9 @@ Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
 JSON_BYTES = 1 << 28  # of the largest JSON file that is read
 # What a terminal obeys, and what turns the direction of text: control characters but tab and line feed, bidirectional
 # marks, and halves of surrogate pairs, which are the bytes of a file name that is not UTF-8.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 DAY_SECONDS = 86_400
 NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS)
 RANK_0_SECONDS = 10  # time for rank 0 to print a mistake that all ranks make, and for the launcher to end the others
@@ -160,7 +162,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     failure the file is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
-        with contextlib.suppress(OSError):  # of a killed process, if it is a day old; others may remove it meanwhile
+        with contextlib.suppress(
+            OSError
+        ):  # of a killed process, if it is a day old; others may remove it meanwhile
             if time.time() - leftover.lstat().st_mtime > DAY_SECONDS:
                 leftover.unlink()
     # A new file with a random name: another user may have put a link at a name that can be guessed.
@@ -268,7 +272,9 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
             plain.append(word)
             continue
         if equals and value.lower() not in _WORDS:
-            raise UserError(f"{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False", 2)
+            raise UserError(
+                f"{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False", 2
+            )
         if not equals and on and rest and rest[0].lower() in _WORDS:
             value = rest.pop(0)
         wanted = _WORDS[value.lower()] if value else on
@@ -280,11 +286,15 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
     return plain
 
 
-def parse(config: type[Config], argv: Sequence[str] | None = None, description: str | None = None) -> Config:
+def parse(
+    config: type[Config], argv: Sequence[str] | None = None, description: str | None = None
+) -> Config:
     """Read a command line into a frozen dataclass. An unknown flag ends the process with code 2 and prints the names
     that are nearest to it."""
     hints = typing.get_type_hints(config, include_extras=True)
-    switches = {name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))}
+    switches = {
+        name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))
+    }
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
     launched = sys.modules["__main__"].__spec__
     program = None
@@ -309,7 +319,9 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
     standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError was raised.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets its escape sequence
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a terminal that cannot show a character gets its escape sequence
             stream.reconfigure(errors="backslashreplace")
     try:
         _edge(main, config, description)
@@ -341,13 +353,22 @@ def _edge(main: Callable[[Any], Any], config: type[Any], description: str | None
     except OSError as failure:
         where = failure.filename or base_dir()
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
-            complain(tr("error: the disk is full ({where}); no half-written file was kept. Free some space, or set "
-                        "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
-                        where=where))  # fmt: skip
+            complain(
+                tr(
+                    "error: the disk is full ({where}); no half-written file was kept. Free some space, or set "
+                    "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
+                    where=where,
+                )
+            )
         elif failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and failure.filename:
-            complain(tr("error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or have the "
-                        "rights of this file changed, then type the same command again.", where=where,
-                        reason=failure.strerror))  # fmt: skip
+            complain(
+                tr(
+                    "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or have the "
+                    "rights of this file changed, then type the same command again.",
+                    where=where,
+                    reason=failure.strerror,
+                )
+            )
         else:
             raise
         sys.exit(1)
@@ -368,7 +389,9 @@ def _reader_is_gone() -> bool:
 
 def note_end(message: str) -> None:
     """Leave the reason of this rank's end for those who print it last: torchrun, and the script that started it."""
-    said = message if os.environ.get("WORLD_SIZE", "1") in ("", "1") else f"{message} (rank {rank()})"
+    said = (
+        message if os.environ.get("WORLD_SIZE", "1") in ("", "1") else f"{message} (rank {rank()})"
+    )
     # torchrun prints the call stack of the earliest failure, and dates ranks that it ended itself a moment later.
     about = {"py_callstack": said, "timestamp": str(int(time.time()) - 1)}
     for name, text in (

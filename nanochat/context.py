@@ -112,7 +112,9 @@ class Rows:
         """Return the keys shifted by one token."""
         return self.previous(k)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
+    ) -> Tensor:
         """Attend causally within each row."""
         return self.operations.attend(q, k, v, window, scale)
 
@@ -130,7 +132,9 @@ class Rows:
 class Packed(Rows):
     """Rows that hold several documents, none of which sees another."""
 
-    def __init__(self, documents: Tensor):  # (B, T) the number of each token's document, rising along a row
+    def __init__(
+        self, documents: Tensor
+    ):  # (B, T) the number of each token's document, rising along a row
         T = documents.size(1)
         index = torch.arange(T, device=documents.device).expand_as(documents)
         begins = torch.ones_like(documents, dtype=torch.bool)
@@ -146,7 +150,9 @@ class Packed(Rows):
         begins = self.positions == 0
         return super().previous(x).masked_fill(_trailing(begins, x), 0)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
+    ) -> Tensor:
         """Attend causally within each document; the window is that of the whole row."""
         return self.operations.attend_cached(q, k, v, self.seen, scale)
 
@@ -179,7 +185,9 @@ class Tree(Rows):
         """Return the key of each token's parent."""
         return self.previous(k.flatten(2)).view_as(k)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
+    ) -> Tensor:
         """Attend to the tokens on the way from the root to each token."""
         if window not in self._masks:
             near = self.positions[:, :, None] - self.positions[:, None] <= window
@@ -198,16 +206,21 @@ class Cached:
         cache: Cache,
         idx: Tensor,  # (B, T) the new tokens
         slots: slice | None = None,  # B slots of the cache; None: the first ones
-        lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding. None: all
-        cached: Sequence[int] | None = None,  # tokens that each row held before. None: the host must ask the device
+        lengths: Tensor
+        | None = None,  # (B,) how many of the T tokens are real; the rest is padding. None: all
+        cached: Sequence[int]
+        | None = None,  # tokens that each row held before. None: the host must ask the device
         new: Sequence[int] | None = None,  # real tokens of each row, where `cached` is known too
-        keys: int | None = None,  # positions that attention reads by mask, whatever the rows hold: for graphs
+        keys: int
+        | None = None,  # positions that attention reads by mask, whatever the rows hold: for graphs
     ):
         self.cache = cache
         self.slots = slots or slice(0, idx.size(0))
         self.lengths = lengths
         self.longest = cache.length
-        self.positions = cache.positions[self.slots, None] + torch.arange(idx.size(1), device=idx.device)
+        self.positions = cache.positions[self.slots, None] + torch.arange(
+            idx.size(1), device=idx.device
+        )
         self.cached = cached
         self.new = new
         self.keys = keys
@@ -216,16 +229,22 @@ class Cached:
         self._by_lengths = keys is None and cached is not None
         self._row = torch.arange(idx.size(0), device=idx.device)[:, None]
         self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, K) which keys each query sees
-        self._recent: dict[int, Tensor] = {}  # window -> (B, W + 1) positions of each row's last keys
+        self._recent: dict[
+            int, Tensor
+        ] = {}  # window -> (B, W + 1) positions of each row's last keys
 
     def bind(self, model: Embeds) -> None:
         """Take the model's attention and embedding, and choose how much of the cache attention reads."""
         self.operations = model.operations
         self._embed = model.embed
         if self.keys is None:
-            longest = max(self.cached) if self.cached else int(self.cache.positions[self.slots].max())
+            longest = (
+                max(self.cached) if self.cached else int(self.cache.positions[self.slots].max())
+            )
             grain = self.operations.shape_grain
-            self.keys = min(-(-(longest + self.positions.size(1)) // grain) * grain, self.cache.length)
+            self.keys = min(
+                -(-(longest + self.positions.size(1)) // grain) * grain, self.cache.length
+            )
 
     def previous(self, x: Tensor) -> Tensor:
         """Return x shifted by one token; the last token of a slot comes before its first new one."""
@@ -242,22 +261,30 @@ class Cached:
         in the place of the next key, which the last new token begins.
         """
         keys = self.cache.k[layer, self.slots]
-        first = keys[self._row, self.positions[:, :1]]  # nothing begins the key at position 0, so it is zero there
+        first = keys[
+            self._row, self.positions[:, :1]
+        ]  # nothing begins the key at position 0, so it is zero there
         keys[self._row, self.positions[:, -1:] + 1] = k[:, -1:].to(keys.dtype)
         return torch.cat((first.to(k.dtype), k[:, :-1]), dim=1)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
+    ) -> Tensor:
         """Write the new keys and values, and attend to all that the slots then hold."""
         cached_k, cached_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         if self.operations.extends(q, cached_k):
-            return self.operations.extend(q, k, v, cached_k, cached_v, self.positions, window, scale)
+            return self.operations.extend(
+                q, k, v, cached_k, cached_v, self.positions, window, scale
+            )
         cached_k[self._row, self.positions] = k
         cached_v[self._row, self.positions] = v
         if self._by_lengths and self.operations.takes_lengths(q):
             assert self.cached is not None and self.new is not None
             ends = [cached + new for cached, new in zip(self.cached, self.new, strict=True)]
             recent = self._recent_keys(window, cached_k.size(1)) if q.size(1) == 1 else None
-            return self.operations.attend_lengths(q, cached_k, cached_v, self.new, ends, recent, window, scale)
+            return self.operations.attend_lengths(
+                q, cached_k, cached_v, self.new, ends, recent, window, scale
+            )
         assert self.keys is not None
         if window not in self._masks:
             self._masks[window] = cache_mask(self.positions, self.keys, window)
@@ -268,7 +295,9 @@ class Cached:
         """Return the positions of the last keys of each row."""
         if window not in self._recent:
             first = (self.positions - window).clamp_min(0)
-            self._recent[window] = first + torch.arange(min(window + 1, length), device=first.device)
+            self._recent[window] = first + torch.arange(
+                min(window + 1, length), device=first.device
+            )
         return self._recent[window]
 
     def read(self, name: str, layer: int) -> Tensor | None:
@@ -282,9 +311,15 @@ class Cached:
     def finish(self) -> None:
         """Count the tokens that each slot has gained, and remember the last one if the model asks for it."""
         if self._keeps_last:
-            last = self._idx[:, -1] if self.lengths is None else self._idx.gather(1, self.lengths[:, None] - 1)[:, 0]
+            last = (
+                self._idx[:, -1]
+                if self.lengths is None
+                else self._idx.gather(1, self.lengths[:, None] - 1)[:, 0]
+            )
             self.cache.last[self.slots] = last
-        self.cache.positions[self.slots] += self._idx.size(1) if self.lengths is None else self.lengths
+        self.cache.positions[self.slots] += (
+            self._idx.size(1) if self.lengths is None else self.lengths
+        )
 
 
 def _trailing(x: Tensor, like: Tensor) -> Tensor:
@@ -300,7 +335,9 @@ def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
 
     `documents` become a Packed context, the tensors of TREE a Tree, and `weights` stay what they are.
     """
-    arguments: dict[str, Any] = {name: extras[name] for name in extras if name not in ("documents", *TREE)}
+    arguments: dict[str, Any] = {
+        name: extras[name] for name in extras if name not in ("documents", *TREE)
+    }
     if "documents" in extras:
         arguments["context"] = Packed(extras["documents"])
     if TREE[0] in extras:

@@ -16,7 +16,12 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.corpora import Split
 from nanochat.data.mixing import Data
 from nanochat.device import Compute
-from nanochat.prepare.conversations import ConversationSplits, Lazy, folder_of, prepare_conversations
+from nanochat.prepare.conversations import (
+    ConversationSplits,
+    Lazy,
+    folder_of,
+    prepare_conversations,
+)
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import Plan, TooLong, plan
 from nanochat.prepare.token_files import TokenSet
@@ -38,7 +43,11 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:  # (count,) in
 
 
 def epoch_numbers(
-    count: int, seed: int | None, first: int, size: int, order: Callable[[int, int, int], np.ndarray] = epoch_order
+    count: int,
+    seed: int | None,
+    first: int,
+    size: int,
+    order: Callable[[int, int, int], np.ndarray] = epoch_order,
 ) -> np.ndarray:  # (size,) int64
     """Which of `count` items stand at the places first .. first + size - 1 of the endless seeded sequence.
 
@@ -79,13 +88,23 @@ class Rows:
                 f"{token_set.folder} holds documents, which have no mask; only conversations have one. "
                 "Prepare conversations, or train without a mask."
             )
-        self._set, self._plan, self._bos, self._seed, self._masked = token_set, plan, bos, seed, masked
+        self._set, self._plan, self._bos, self._seed, self._masked = (
+            token_set,
+            plan,
+            bos,
+            seed,
+            masked,
+        )
         self._first = plan.packing.first
         self._targets = plan.trained if masked else plan.used - 1
         self._part_starts = token_set.part_starts
-        self._order = lru_cache(maxsize=2)(epoch_order.__wrapped__)  # a separate cache, as sets in a mixture take turns
+        self._order = lru_cache(maxsize=2)(
+            epoch_order.__wrapped__
+        )  # a separate cache, as sets in a mixture take turns
         self.size = self.count = plan.rows
-        self.conversations = int(self._first[-1])  # in all rows together; of documents, their pieces
+        self.conversations = int(
+            self._first[-1]
+        )  # in all rows together; of documents, their pieces
         self.row_tokens = plan.row_tokens
         self.key = plan.key
 
@@ -118,7 +137,9 @@ class Rows:
         segments = slice(int(self._first[row]), int(self._first[row + 1]))
         packing = self._plan.packing
         at = 0
-        for start, length in zip(packing.starts[segments].tolist(), packing.lengths[segments].tolist(), strict=True):
+        for start, length in zip(
+            packing.starts[segments].tolist(), packing.lengths[segments].tolist(), strict=True
+        ):
             if length:
                 number = bisect_right(self._part_starts, start) - 1
                 part, start = self._set.parts[number], start - self._part_starts[number]
@@ -146,14 +167,21 @@ class PackedRows(Rows):
         first, lengths = self._first, self._plan.packing.lengths
         for b, row in enumerate(plan_rows.tolist()):
             ends = np.cumsum(lengths[int(first[row]) : int(first[row + 1])].astype(np.int64) + 1)
-            documents[b] = torch.from_numpy(np.searchsorted(ends, np.arange(documents.size(1)), side="right"))
+            documents[b] = torch.from_numpy(
+                np.searchsorted(ends, np.arange(documents.size(1)), side="right")
+            )
         return inputs, targets, documents
 
     def _fill(self, row: int, cells: np.ndarray, targets: np.ndarray) -> None:
         super()._fill(row, cells, targets)
-        segments, packing = slice(int(self._first[row]), int(self._first[row + 1])), self._plan.packing
+        segments, packing = (
+            slice(int(self._first[row]), int(self._first[row + 1])),
+            self._plan.packing,
+        )
         at, tokens = 0, self._set.parts[0].tokens
-        for start, length in zip(packing.starts[segments].tolist(), packing.lengths[segments].tolist(), strict=True):
+        for start, length in zip(
+            packing.starts[segments].tolist(), packing.lengths[segments].tolist(), strict=True
+        ):
             cells[at] = tokens[start - 1]
             at += length + 1
 
@@ -190,7 +218,13 @@ class MixedRows:
     the rows of each set come in their own order without a gap or a repetition. All sets must have rows of one length.
     """
 
-    def __init__(self, sources: "Sequence[Source]", shares: Sequence[int], count: int | None = None, key: str = ""):
+    def __init__(
+        self,
+        sources: "Sequence[Source]",
+        shares: Sequence[int],
+        count: int | None = None,
+        key: str = "",
+    ):
         """`shares` are positive whole numbers. `count` is the length of an epoch; by default an epoch ends when the
         first of the sets has been read completely. `key` names the sequence; by default it lists sets and shares."""
         assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
@@ -200,7 +234,9 @@ class MixedRows:
         self.size = sum(source.size for source in sources)
         self._offsets = np.cumsum([0, *(source.size for source in sources)]).tolist()
         self.count = self._first_epoch() if count is None else count
-        self.key = key or " ".join([*(source.key for source in sources), ":".join(map(str, shares))])
+        self.key = key or " ".join(
+            [*(source.key for source in sources), ":".join(map(str, shares))]
+        )
 
     def _before(self, numbers: np.ndarray) -> np.ndarray:  # (sets, numbers) int64
         """How many rows of each set come before each of the numbers."""
@@ -215,10 +251,15 @@ class MixedRows:
         return self._before(np.array([number]))[:, 0].tolist()
 
     def _first_epoch(self) -> int:
-        low, high = 0, self.size + 1  # before `low` no set is in its second epoch, before `high` one is
+        low, high = (
+            0,
+            self.size + 1,
+        )  # before `low` no set is in its second epoch, before `high` one is
         while high - low > 1:
             middle = (low + high) // 2
-            over = any(n > source.count for n, source in zip(self.seen(middle), self.sources, strict=True))
+            over = any(
+                n > source.count for n, source in zip(self.seen(middle), self.sources, strict=True)
+            )
             low, high = (low, middle) if over else (middle, high)
         return low
 
@@ -227,7 +268,9 @@ class MixedRows:
         before = self._before(np.arange(first, first + count + 1))
         rows = np.empty(count, np.int64)
         for source, offset, counts in zip(self.sources, self._offsets, before, strict=False):
-            rows[np.diff(counts) == 1] = source.plan_rows(int(counts[0]), int(counts[-1] - counts[0])) + offset
+            rows[np.diff(counts) == 1] = (
+                source.plan_rows(int(counts[0]), int(counts[-1] - counts[0])) + offset
+            )
         return rows
 
     def targets_in(self, first: int, count: int) -> int:
@@ -256,8 +299,14 @@ def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
     if not isinstance(rows, MixedRows):
         return {}
     table = []
-    for corpus, share, source, seen in zip(data.corpora, data.shares, rows.sources, rows.seen(read), strict=True):
-        part = {"corpus": corpus.name, "share": f"{100 * share / sum(data.shares):.4g} %", "rows": source.size}
+    for corpus, share, source, seen in zip(
+        data.corpora, data.shares, rows.sources, rows.seen(read), strict=True
+    ):
+        part = {
+            "corpus": corpus.name,
+            "share": f"{100 * share / sum(data.shares):.4g} %",
+            "rows": source.size,
+        }
         table.append({**part, "rows read": seen, "epochs": seen / source.count})
     return {"rows": table}
 
@@ -265,7 +314,9 @@ def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
 def blend(first: Source, second: Source, every: int) -> MixedRows:
     """One row in `every` comes from `second`, the others from `first`. An epoch is an epoch of `first`."""
     if every < 2:
-        raise UserError(f"one row in N comes from the second set, so N must be 2 or more, got {every}", 2)
+        raise UserError(
+            f"one row in N comes from the second set, so N must be 2 or more, got {every}", 2
+        )
     key = f"{first.key} {second.key} {every}"  # checkpoints contain this key
     return MixedRows([first, second], [every - 1, 1], first.count * every // (every - 1), key)
 
@@ -275,12 +326,18 @@ class Step:
     """The work of one rank for one optimizer update."""
 
     first_row: int
-    num_targets: int  # over all ranks and micro-batches; the sum of losses is divided by this number
-    micro_batches: list[tuple[torch.Tensor, ...]]  # (inputs, targets) and the extras, int64 (b, T) each
+    num_targets: (
+        int  # over all ranks and micro-batches; the sum of losses is divided by this number
+    )
+    micro_batches: list[
+        tuple[torch.Tensor, ...]
+    ]  # (inputs, targets) and the extras, int64 (b, T) each
     extras: tuple[str, ...] = ()  # see update.MicroBatches
 
 
-def steps(rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
+def steps(
+    rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute
+) -> Iterator[Step]:
     """Endless steps of `rows_per_step` rows over all ranks, starting at row number `first_row`.
 
     Rank r takes the rows whose number modulo the number of ranks is r, so a step holds the same rows on any number of
@@ -292,15 +349,21 @@ def steps(rows: Source, first_row: int, rows_per_step: int, device_batch_size: i
             "change --total_batch_size or the number of ranks"
         )
     with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
-        coming = thread.submit(make_step, rows, first_row, rows_per_step, device_batch_size, compute)
+        coming = thread.submit(
+            make_step, rows, first_row, rows_per_step, device_batch_size, compute
+        )
         while True:
             step = coming.result()
             first_row += rows_per_step
-            coming = thread.submit(make_step, rows, first_row, rows_per_step, device_batch_size, compute)
+            coming = thread.submit(
+                make_step, rows, first_row, rows_per_step, device_batch_size, compute
+            )
             yield step
 
 
-def make_step(rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Step:
+def make_step(
+    rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute
+) -> Step:
     """The micro-batches of one step for this rank, of at most `device_batch_size` rows each, in pinned memory."""
     numbers = np.arange(first_row, first_row + rows_per_step)
     all_rows = rows.plan_rows(first_row, rows_per_step)
@@ -315,7 +378,9 @@ def _pinned(tensors: Iterable[torch.Tensor], compute: Compute) -> tuple[torch.Te
     return tuple(device.pin(tensor, compute) for tensor in tensors)
 
 
-def split_rows(data: Data, tokenizer: Tokenizer, split: Split, length: int, seed: int = SAMPLE_SEED) -> Source:
+def split_rows(
+    data: Data, tokenizer: Tokenizer, split: Split, length: int, seed: int = SAMPLE_SEED
+) -> Source:
     """The rows of a split, `length` tokens each, shuffled; a mixture is mixed by its shares.
 
     Rows are shuffled since a plan puts long documents first: the first rows in its own order would not represent the
@@ -346,19 +411,31 @@ def conversation_rows(
     The tokens are kept in `chat_data/<name>-<hash>`. `key` names the content: `conversations` is called only if there
     are no tokens with this key.
     """
-    token_set = prepare_conversations(folder_of(name, tokenizer, key), Lazy(conversations), tokenizer, key)
+    token_set = prepare_conversations(
+        folder_of(name, tokenizer, key), Lazy(conversations), tokenizer, key
+    )
     kind = PairRows if pairs else PackedRows if too_long else Rows
-    return kind(token_set, plan(token_set, length + 1, False, too_long, pairs), tokenizer.bos, seed, masked)
+    return kind(
+        token_set, plan(token_set, length + 1, False, too_long, pairs), tokenizer.bos, seed, masked
+    )
 
 
 def chat_rows(
-    stage: str, conversations: ConversationSplits, tokenizer: Tokenizer, length: int, seed: int, masked: bool,
-    too_long: TooLong | None = None, pairs: bool = False,
-) -> tuple[Rows, Rows]:  # fmt: skip
+    stage: str,
+    conversations: ConversationSplits,
+    tokenizer: Tokenizer,
+    length: int,
+    seed: int,
+    masked: bool,
+    too_long: TooLong | None = None,
+    pairs: bool = False,
+) -> tuple[Rows, Rows]:
     """The rows of a stage's conversations to train on and to validate on; see conversation_rows()."""
     parts = ((stage, conversations.train), (f"{stage}-val", conversations.val))
     train, val = (
-        conversation_rows(name, part, conversations.key, tokenizer, length, seed, masked, too_long, pairs)
+        conversation_rows(
+            name, part, conversations.key, tokenizer, length, seed, masked, too_long, pairs
+        )
         for name, part in parts
     )
     return train, val
@@ -376,5 +453,7 @@ def one_pass(rows: Source, tokens: int, device_batch_size: int, compute: Compute
         step = make_step(rows, first, min(size, wanted - first), device_batch_size, compute)
         if not step.micro_batches:
             inputs, targets, *more = rows.batch(rows.plan_rows(first, 1))
-            step.micro_batches.append(_pinned((inputs, torch.full_like(targets, IGNORED), *more), compute))
+            step.micro_batches.append(
+                _pinned((inputs, torch.full_like(targets, IGNORED), *more), compute)
+            )
         yield step

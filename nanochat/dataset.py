@@ -68,13 +68,17 @@ def main(cfg: Config) -> None:
     """Do what the command line says, then name the next command."""
     if cfg.num_workers < 1:
         raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
-    published = SOURCES.get(cfg.data or "fineweb") if cfg.data or cfg.num_files is not None else None
+    published = (
+        SOURCES.get(cfg.data or "fineweb") if cfg.data or cfg.num_files is not None else None
+    )
     if cfg.verify:
         return verify(resolve(cfg.data))
     if cfg.urls is not None and cfg.data is None and cfg.num_files is None:
         corpus = download_urls(Path(cfg.urls), cfg.name, cfg.text_column, Progress, cfg.num_workers)
     elif cfg.urls is not None:
-        raise UserError("--urls lists every file to fetch, so it goes without --data and -n", exit_code=2)
+        raise UserError(
+            "--urls lists every file to fetch, so it goes without --data and -n", exit_code=2
+        )
     elif published is not None and cfg.num_files is not None:
         if cfg.list_urls:
             return print("\n".join(published.listing(cfg.num_files, cfg.host)))
@@ -90,7 +94,9 @@ def main(cfg: Config) -> None:
     elif cfg.data is not None and (source := existing(cfg.data)) is not None:
         corpus = import_folder(source, cfg.name, cfg.text_column, Progress)
     else:
-        what = "no data was named" if cfg.data is None else f"there is no file or folder {cfg.data!r}"
+        what = (
+            "no data was named" if cfg.data is None else f"there is no file or folder {cfg.data!r}"
+        )
         raise UserError(
             f"{what}. Type one of\n  {MAKE_TINYWORLD}\n  {MAKE_FINEWEB}\n  python -m nanochat.dataset --data DIR\n"
             f"The published corpora are {', '.join(SOURCES)}.",

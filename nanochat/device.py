@@ -46,7 +46,9 @@ def choose(asked: str | None) -> tuple[str, str, str]:
     """
     if asked:
         if asked not in PLATFORMS:
-            raise UserError(f"the device must be one of {', '.join(PLATFORMS)}, got {asked!r}", exit_code=2)
+            raise UserError(
+                f"the device must be one of {', '.join(PLATFORMS)}, got {asked!r}", exit_code=2
+            )
         if why := PLATFORMS[asked]().unavailable():
             raise UserError(
                 f"device {asked} was asked for but cannot be used: {why}. Name no device to use the best that works."
@@ -90,9 +92,13 @@ class Compute:
     dtype: torch.dtype
     dtype_reason: str
     platform: Platform = field(default_factory=Cpu, compare=False, repr=False)
-    operations: Operations = field(default_factory=CpuOperations, compare=False, repr=False)  # how models compute
+    operations: Operations = field(
+        default_factory=CpuOperations, compare=False, repr=False
+    )  # how models compute
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
-    ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
+    ending: contextlib.ExitStack = field(
+        default_factory=contextlib.ExitStack, compare=False, repr=False
+    )
     """What must end while the ranks can still talk, even if the work fails."""
 
     def __post_init__(self) -> None:
@@ -120,7 +126,9 @@ def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
     if not asked:
         return platform.best_dtype()
     if asked not in DTYPES:
-        raise UserError(f"NANOCHAT_DTYPE must be one of {', '.join(DTYPES)}, got {asked!r}", exit_code=2)
+        raise UserError(
+            f"NANOCHAT_DTYPE must be one of {', '.join(DTYPES)}, got {asked!r}", exit_code=2
+        )
     if why := platform.lacks_dtype(DTYPES[asked]):
         raise UserError(why)
     return DTYPES[asked], "NANOCHAT_DTYPE"
@@ -149,7 +157,18 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
         short = str(dtype).removeprefix("torch.")
         print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){job}", flush=True)
     operations = platform.operations(kernels_asked(kernels))
-    return Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason, platform, operations)
+    return Compute(
+        device,
+        name,
+        collectives,
+        rank,
+        local_rank,
+        world_size,
+        dtype,
+        dtype_reason,
+        platform,
+        operations,
+    )
 
 
 def _join(platform: Platform) -> None:
@@ -168,9 +187,12 @@ def port_words(port: str) -> str:
     with socket.socket() as probe:
         probe.bind(("", 0))
         free = probe.getsockname()[1]
-    return tr("MASTER_PORT={port} is taken by another process on this host; start again with a free one on every host, "
-              "such as MASTER_PORT={free} (torchrun: --master_port), or with torchrun --standalone", port=port,
-              free=free)  # fmt: skip
+    return tr(
+        "MASTER_PORT={port} is taken by another process on this host; start again with a free one on every host, "
+        "such as MASTER_PORT={free} (torchrun: --master_port), or with torchrun --standalone",
+        port=port,
+        free=free,
+    )
 
 
 def planned() -> list[Chip]:
@@ -187,7 +209,9 @@ def cards() -> tuple[Chip | None, int]:
 def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
-        if torch.__version__.startswith("2.7."):  # its destructor holds Python's lock and waits for gloo's threads,
+        if torch.__version__.startswith(
+            "2.7."
+        ):  # its destructor holds Python's lock and waits for gloo's threads,
             time.sleep(0.2)  # which may want it to drop the last tensors: let them have it first
         dist.destroy_process_group()
 
@@ -219,8 +243,13 @@ def describe(compute: Compute) -> str:
 def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
     """What a report says about where a model of so many parameters was trained."""
     dtype = str(compute.dtype).removeprefix("torch.")
-    return {"device": describe(compute), "ranks": compute.world_size, "dtype": dtype, "parameters": parameters,
-            "memory_gb": memory_peak(compute) / 1e9}  # fmt: skip
+    return {
+        "device": describe(compute),
+        "ranks": compute.world_size,
+        "dtype": dtype,
+        "parameters": parameters,
+        "memory_gb": memory_peak(compute) / 1e9,
+    }
 
 
 def barrier(compute: Compute) -> None:
@@ -290,7 +319,9 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
         try:
             return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
         except ValueError as mistake:
-            raise UserError(f"NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", exit_code=2) from mistake
+            raise UserError(
+                f"NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", exit_code=2
+            ) from mistake
     return compute.platform.peak_flops() or _matmul_flops(compute)
 
 
@@ -307,7 +338,10 @@ def _matmul_flops(compute: Compute) -> tuple[float, str]:
     while (seconds := _matmul_seconds(compute, size, count)) < 0.1 and count < 1 << 20:
         size, count = (2 * size, 1) if size < 8192 and seconds < 0.01 else (size, 2 * count)
     seconds = min(seconds, _matmul_seconds(compute, size, count))
-    return 2 * size**3 * count / seconds, f"unknown peak; {count} matmuls of {size} x {size} x {size} measured at start"
+    return (
+        2 * size** 3 * count / seconds,
+        f"unknown peak; {count} matmuls of {size} x {size} x {size} measured at start",
+    )
 
 
 def _matmul_seconds(compute: Compute, size: int, count: int) -> float:
@@ -327,7 +361,9 @@ def compiler_missing(compute: Compute) -> str:
     return compute.platform.compiler_missing()
 
 
-if __name__ == "__main__":  # for shell scripts: the device, its number format, how many there are, and "slow" or "fast"
+if (
+    __name__ == "__main__"
+):  # for shell scripts: the device, its number format, how many there are, and "slow" or "fast"
     try:
         check_idle_cards(device_type)
         _platform = PLATFORMS[device_type]()

@@ -81,7 +81,9 @@ class Engine:
             )
         self.model, self.tokenizer, self.slots = model, tokenizer, slots
         self.prefill_tokens = prefill_tokens
-        self.prompt_tokens_read = self.prompt_tokens_reused = 0  # prefilled; taken over or copied from other requests
+        self.prompt_tokens_read = self.prompt_tokens_reused = (
+            0  # prefilled; taken over or copied from other requests
+        )
         cache = model.new_cache(slots + kept, self.length, dtype)
         self._rows = Rows(cache, slots, slots + kept)
         pad = model.operations.shape_grain > 1 if pad is None else pad
@@ -124,14 +126,24 @@ class Engine:
         """
         self.check(prompt, sampling)
         request = Request(
-            self._next_request, list(prompt), len(prompt), sampling, random.Random(sampling.seed), Calls(self.tokenizer)
+            self._next_request,
+            list(prompt),
+            len(prompt),
+            sampling,
+            random.Random(sampling.seed),
+            Calls(self.tokenizer),
         )
         if sampling.schema is not None:
             request.grammar = self.schemas.grammar(sampling.schema)
         if sampling.stop:
             request.stops = StoppedReply(self.tokenizer, sampling.stop)
         if sampling.adjusts:
-            ends = [*({*sampling.stop_tokens} | (set() if sampling.ignore_eos else self.tokenizer.stops))]
+            ends = [
+                *(
+                    {*sampling.stop_tokens}
+                    | (set() if sampling.ignore_eos else self.tokenizer.stops)
+                )
+            ]
             request.history = History(prompt, sampling, ends, self.length - len(prompt))
         self._next_request += 1
         self._waiting.append(request)
@@ -148,7 +160,10 @@ class Engine:
         if self._adapters is not None:
             self._adapters.number(sampling.adapter)
         elif sampling.adapter:
-            raise UserError(f"there is no adapter {sampling.adapter!r}: this engine has none. Ask for no adapter", 2)
+            raise UserError(
+                f"there is no adapter {sampling.adapter!r}: this engine has none. Ask for no adapter",
+                2,
+            )
 
     def submit_samples(self, prompt: Sequence[int], sampling: Sampling, samples: int) -> list[int]:
         """Queue `samples` requests with one prompt, which is read once, and return their numbers.
@@ -157,9 +172,14 @@ class Engine:
         raises it.
         """
         if not 1 <= samples <= MOST_SAMPLES:
-            raise UserError(f"a prompt can have from 1 to {MOST_SAMPLES} replies, got {samples:,}: ask for fewer")
+            raise UserError(
+                f"a prompt can have from 1 to {MOST_SAMPLES} replies, got {samples:,}: ask for fewer"
+            )
         first = self.submit(prompt, sampling)
-        return [first, *(self.submit(prompt, sample_settings(sampling, prompt, i)) for i in range(1, samples))]
+        return [
+            first,
+            *(self.submit(prompt, sample_settings(sampling, prompt, i)) for i in range(1, samples)),
+        ]
 
     @torch.inference_mode()
     def cancel(self, request: int) -> bool:
@@ -168,7 +188,10 @@ class Engine:
             if waiting.number == request:
                 self._waiting.remove(waiting)
                 return True
-        slot = next((slot for slot, active in enumerate(self._rows.running) if active.number == request), None)
+        slot = next(
+            (slot for slot, active in enumerate(self._rows.running) if active.number == request),
+            None,
+        )
         if slot is not None:
             self._rows.leave(slot)
         return slot is not None
@@ -199,13 +222,17 @@ class Engine:
         Raises UserError like submit(), and if the model's weights give NaN, since no score of its replies would be one.
         """
         if self.busy:
-            raise UserError("generate() needs an idle engine, and this one has requests in flight: make another Engine")
+            raise UserError(
+                "generate() needs an idle engine, and this one has requests in flight: make another Engine"
+            )
         completions = [Completion() for _ in range(len(prompts) * samples)]
         index: dict[int, int] = {}  # request number -> index of its completion
         try:
             for i, prompt in enumerate(prompts):
                 for sample in range(samples):
-                    index[self.submit(prompt, sample_settings(sampling, prompt, sample))] = i * samples + sample
+                    index[self.submit(prompt, sample_settings(sampling, prompt, sample))] = (
+                        i * samples + sample
+                    )
             while self.busy:
                 for event in self.step():
                     if event.broken:
@@ -269,7 +296,11 @@ class Engine:
 
     def _until(self, request: Request) -> int:
         """Where the request's next piece ends at the latest: states that cannot be cut are kept at borders."""
-        border = request.prompt if self._rows.cache.cuts_anywhere else (request.cached // BORDER + 1) * BORDER
+        border = (
+            request.prompt
+            if self._rows.cache.cuts_anywhere
+            else (request.cached // BORDER + 1) * BORDER
+        )
         return min(request.prompt - 1, border)
 
     def _chunk(self, first: int, budget: int) -> tuple[int, int]:
@@ -284,7 +315,9 @@ class Engine:
             wanted = min(self._until(request) - request.cached, CHUNK)
             wider = max(columns, wanted)
             area = (count + 1) * wider
-            twin = any(self._rows.promises(request, other) for other in requests[:count])  # is copied, not computed
+            twin = any(
+                self._rows.promises(request, other) for other in requests[:count]
+            )  # is copied, not computed
             if wanted == 0 or twin or area > budget or area > 2 * (real + wanted):
                 break
             count, columns, real = count + 1, wider, real + wanted
@@ -298,16 +331,27 @@ class Engine:
             return []
         requests = self._rows.running[:ready]
         masks = self._mask_turns.take([request.grammar for request in requests])
-        waiting = [slot for slot, request in enumerate(requests) if request.grammar is not None and slot not in masks]
+        waiting = [
+            slot
+            for slot, request in enumerate(requests)
+            if request.grammar is not None and slot not in masks
+        ]
         logits = self._passes.decode(self._rows.held, ready, waiting)
         # Draw random numbers only for requests that sample; where a forced token follows, the choice is dropped.
         uniforms = [
-            uniform(request.random) if slot not in waiting and request.cached + 1 == len(request.tokens) else 0.0
+            uniform(request.random)
+            if slot not in waiting and request.cached + 1 == len(request.tokens)
+            else 0.0
             for slot, request in enumerate(requests)
         ]
         adjust = adjuster([request.history for request in requests], masks)
         choice = choose(
-            logits, [request.sampling for request in requests], uniforms, self._banned, adjust, self.model.operations
+            logits,
+            [request.sampling for request in requests],
+            uniforms,
+            self._banned,
+            adjust,
+            self.model.operations,
         )
         events, leaving = [], []
         for slot, request in enumerate(requests):
@@ -330,15 +374,26 @@ class Engine:
         sampling, token = request.sampling, choice.tokens[row]
         alternatives = choice.alternatives[row][: sampling.logprobs]
         if request.generated == 0:
-            head = Event(request.number, token, choice.logprobs[row], False, None, alternatives,
-                         request.reused, request.scores)  # fmt: skip
+            head = Event(
+                request.number,
+                token,
+                choice.logprobs[row],
+                False,
+                None,
+                alternatives,
+                request.reused,
+                request.scores,
+            )
         else:
             head = Event(request.number, token, choice.logprobs[row], False, None, alternatives)
         if head.broken:
             return [replace(head, finish="error")]
         if request.grammar is not None:
             request.grammar.accept(token)
-        forced = (Event(request.number, next_token, 0.0, True, None) for next_token in request.calls.follow(token))
+        forced = (
+            Event(request.number, next_token, 0.0, True, None)
+            for next_token in request.calls.follow(token)
+        )
         events = []
         for event in (head, *forced):
             events.append(self._followed(request, event))

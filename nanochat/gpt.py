@@ -37,21 +37,36 @@ class GPTConfig:
     n_head: int = 6
     n_kv_head: int = 6
     n_embd: int = 768
-    window_pattern: str = "SSSL"  # repeated over the layers: L sees everything, S a quarter; the last is always L
+    window_pattern: str = (
+        "SSSL"  # repeated over the layers: L sees everything, S a quarter; the last is always L
+    )
     bigram_rows: int = 0  # of the table of hashed pairs of tokens; 0: the model has none
-    offset_layers: int = 0  # of the first layers, where half of each key is that of the token before
+    offset_layers: int = (
+        0  # of the first layers, where half of each key is that of the token before
+    )
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
-            raise UserError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+            raise UserError(
+                f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}"
+            )
         if self.n_head % self.n_kv_head:
-            raise UserError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
+            raise UserError(
+                f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}"
+            )
         if self.head_dim % (4 if self.offset_layers else 2):
-            raise UserError(f"the head dimension must be a multiple of 2, of 4 with offset_layers, got {self.head_dim}")
+            raise UserError(
+                f"the head dimension must be a multiple of 2, of 4 with offset_layers, got {self.head_dim}"
+            )
         if self.n_embd < SMEAR_CHANNELS:
-            raise UserError(f"n_embd must be at least {SMEAR_CHANNELS}, which the smear gate reads, got {self.n_embd}")
+            raise UserError(
+                f"n_embd must be at least {SMEAR_CHANNELS}, which the smear gate reads, got {self.n_embd}"
+            )
         if not 0 <= self.offset_layers <= self.n_layer:
-            raise UserError(f"offset_layers must be from 0 to {self.n_layer}, n_layer, got {self.offset_layers}", 2)
+            raise UserError(
+                f"offset_layers must be from 0 to {self.n_layer}, n_layer, got {self.offset_layers}",
+                2,
+            )
         if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
             raise UserError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
 
@@ -98,7 +113,9 @@ class Head(Linear):
             return self.operations.softcap(super().forward(input)[..., : self.vocab])
         flat, wanted = input.flatten(0, -2), targets.flatten()
         if each:
-            return self.operations.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
+            return self.operations.token_losses(flat, self.weight, wanted, self.vocab).view_as(
+                targets
+            )
         return self.operations.loss(
             flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten()
         )
@@ -110,7 +127,11 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, operations: Operations):
         super().__init__()
         self.layer, self.operations = layer, operations
-        self.window, self.head_dim, self.offset = config.windows[layer], config.head_dim, layer < config.offset_layers
+        self.window, self.head_dim, self.offset = (
+            config.windows[layer],
+            config.head_dim,
+            layer < config.offset_layers,
+        )
         kv_dim = config.n_kv_head * config.head_dim
         self.c_q = Linear(config.n_embd, config.n_embd)
         self.c_k = Linear(config.n_embd, kv_dim)
@@ -191,7 +212,8 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         context: Context,
-        made: Sequence[Tensor] | None = None,  # the units() in the compute dtype, if the device casts all at once
+        made: Sequence[Tensor]
+        | None = None,  # the units() in the compute dtype, if the device casts all at once
     ) -> Tensor:  # (B, T, C)
         mlp, attention = (made[:2], made[2:]) if made else (NOT_MADE, NOT_MADE)
         normed, x = self.operations.norm_and_keep(x)
@@ -209,18 +231,27 @@ class GPT(nn.Module):
 
     takes_trees = True
 
-    def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
+    def __init__(
+        self,
+        config: GPTConfig,
+        dtype: torch.dtype = torch.float32,
+        operations: Operations | None = None,
+    ):
         super().__init__()
         operations = operations or Operations()
         self.config, self.dtype, self.operations = config, dtype, operations
         kv_dim = config.n_kv_head * config.head_dim
         self.wte = Embedding(config.padded_vocab, config.n_embd)
         gated = [i for i in range(config.n_layer) if config.has_value_embedding(i)]
-        self.value_embeds = nn.ModuleDict({str(i): Embedding(config.padded_vocab, kv_dim) for i in gated})
+        self.value_embeds = nn.ModuleDict(
+            {str(i): Embedding(config.padded_vocab, kv_dim) for i in gated}
+        )
         self.h = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
         self.lm_head = Head(config, operations)
         self.bigrams = Bigrams(config.bigram_rows, config.n_embd) if config.bigram_rows else None
-        self.resid_lambdas, self.x0_lambdas = (nn.Parameter(torch.empty(config.n_layer)) for _ in range(2))
+        self.resid_lambdas, self.x0_lambdas = (
+            nn.Parameter(torch.empty(config.n_layer)) for _ in range(2)
+        )
         self.smear_gate = Linear(SMEAR_CHANNELS, 1)
         self.smear_lambda, self.backout_lambda = (nn.Parameter(torch.empty(1)) for _ in range(2))
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -234,7 +265,9 @@ class GPT(nn.Module):
     def init_weights(self, seed: int = 42) -> None:
         """Fill every parameter, with the same values on every device and for any number of ranks."""
         generator = torch.Generator().manual_seed(seed)
-        bound = (3 / self.config.n_embd) ** 0.5  # uniform in +-bound has standard deviation 1/sqrt(C)
+        bound = (
+            3 / self.config.n_embd
+        ) ** 0.5  # uniform in +-bound has standard deviation 1/sqrt(C)
 
         def uniform(weight: Tensor, low: float, high: float) -> None:
             weight.copy_(torch.empty(weight.shape).uniform_(low, high, generator=generator))
@@ -265,7 +298,13 @@ class GPT(nn.Module):
 
     def shard_groups(self) -> list[nn.Module]:
         """The modules whose parameters a rank gathers together when the model is sharded; see parallel.shard()."""
-        return [*self.value_embeds.values(), *filter(None, [self.bigrams]), self.wte, *self.blocks, self.lm_head]
+        return [
+            *self.value_embeds.values(),
+            *filter(None, [self.bigrams]),
+            self.wte,
+            *self.blocks,
+            self.lm_head,
+        ]
 
     def compile_groups(self) -> list[nn.Module]:
         """The modules that are compiled each by itself when the model is sharded; see compile.compiled()."""
@@ -277,14 +316,22 @@ class GPT(nn.Module):
 
     def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
         """Rotary tables of `length` rows, made once per device."""
-        if self._tables is None or self._tables[0].device != self.device or self._tables[0].size(0) < length:
+        if (
+            self._tables is None
+            or self._tables[0].device != self.device
+            or self._tables[0].size(0) < length
+        ):
             size = max(length, self.config.sequence_len)
             with torch.inference_mode(False):  # tables made while sampling must serve training too
-                self._tables = self.operations.rotary_tables(size, self.config.head_dim, self.device, self.dtype)
+                self._tables = self.operations.rotary_tables(
+                    size, self.config.head_dim, self.device, self.dtype
+                )
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
-    def _rotary_at(self, context: Context, length: int) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
+    def _rotary_at(
+        self, context: Context, length: int
+    ) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
         """Rotary tables at the positions of a pass of `length` tokens."""
         tables = self._rotary(context.longest or length)
         if context.positions is None:
@@ -294,14 +341,25 @@ class GPT(nn.Module):
     def _cast_together(self, dtype: torch.dtype) -> list[list[Tensor]] | None:
         """The matrices of every layer in the compute dtype, if the device casts them all at once. Never of a sharded
         model, whose layers fully_shard gives a class of their own: it sees only gradients that a layer itself makes."""
-        if not self.operations.fewest_launches or any(type(block) is not Block for block in self.blocks):
+        if not self.operations.fewest_launches or any(
+            type(block) is not Block for block in self.blocks
+        ):
             return None
         return self.operations.cast_together([block.units() for block in self.blocks], dtype)
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c, dtype = self.config, dtype or self.dtype
-        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, self.device, dtype, bool(c.offset_layers))
+        return Cache(
+            c.n_layer,
+            slots,
+            length,
+            c.n_kv_head,
+            c.head_dim,
+            self.device,
+            dtype,
+            bool(c.offset_layers),
+        )
 
     def embed(self, idx: Tensor) -> Tensor:
         """Return the normed embeddings (..., C) of tokens (...), before smearing."""
@@ -322,7 +380,9 @@ class GPT(nn.Module):
         made = self._cast_together(x.dtype)
         for i, block in enumerate(self.blocks):
             x, x0 = self.operations.mix(x, x0, resid[i], again[i])
-            value = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
+            value = (
+                self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
+            )
             x = block(x, value, cos, sin, context, made[i] if made else None)
             if i == self.config.n_layer // 2:
                 middle = x
@@ -361,9 +421,16 @@ class GPT(nn.Module):
     @staticmethod
     def _role(name: str) -> Role:
         prefixes: tuple[tuple[str, Role], ...] = (
-            ("h.", "matrix"), ("wte.", "embedding"), ("value_embeds.", "value_embedding"), ("lm_head.", "head"),
-            ("bigrams.", "bigram"), ("resid", "resid"), ("x0", "x0"), ("smear", "smear"), ("backout", "smear"),
-        )  # fmt: skip
+            ("h.", "matrix"),
+            ("wte.", "embedding"),
+            ("value_embeds.", "value_embedding"),
+            ("lm_head.", "head"),
+            ("bigrams.", "bigram"),
+            ("resid", "resid"),
+            ("x0", "x0"),
+            ("smear", "smear"),
+            ("backout", "smear"),
+        )
         return next(role for prefix, role in prefixes if name.startswith(prefix))
 
     def parameter_counts(self) -> dict[str, int]:
@@ -378,6 +445,8 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """FLOPs of forward and backward for one token: 6 for each entry of a matrix, and 12 C for each key that a query
         sees in each layer (PaLM, appendix B)."""
-        matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
+        matrices = sum(
+            module.weight.numel() for module in self.modules() if isinstance(module, Linear)
+        )
         seen = sum(min(window, self.config.sequence_len) for window in self.config.windows)
         return 6 * matrices + 12 * self.config.n_embd * seen

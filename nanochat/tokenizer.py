@@ -75,7 +75,13 @@ class Rendered:
 class Tokenizer:
     """A vocabulary: byte sequences in order of rank, then the special tokens."""
 
-    def __init__(self, ranks: Sequence[bytes], pattern: str, regex: str, specials: dict[str, str] | None = None):
+    def __init__(
+        self,
+        ranks: Sequence[bytes],
+        pattern: str,
+        regex: str,
+        specials: dict[str, str] | None = None,
+    ):
         """`ranks[i]` holds the bytes of token i; `specials` maps each role to the spelling of its token."""
         self.pattern = pattern
         self.regex = regex
@@ -84,14 +90,20 @@ class Tokenizer:
         self._ids = {role: len(ranks) + i for i, role in enumerate(self._spellings)}
         self.vocab_size = len(ranks) + len(self._ids)
         self.bos = self._ids["bos"]
-        self.stops = frozenset({self._ids["assistant_end"], self.bos})  # any of these tokens ends a reply
+        self.stops = frozenset(
+            {self._ids["assistant_end"], self.bos}
+        )  # any of these tokens ends a reply
         self.marks_begin = True  # every text and conversation begins with bos
-        self.takes_system = self.takes_tools = False  # no mark of their own: system text goes in front of a question
+        self.takes_system = self.takes_tools = (
+            False  # no mark of their own: system text goes in front of a question
+        )
         self.border: int | None = self._ids["user_start"]  # where a conversation may be cut
         self.hash = _digest(self._content())
         self._encoder = bpe.encoder(ranks, regex)
         self._bytes = dict(enumerate(ranks))
-        self._bytes.update((number, self._spellings[role].encode()) for role, number in self._ids.items())
+        self._bytes.update(
+            (number, self._spellings[role].encode()) for role, number in self._ids.items()
+        )
 
     # --- training and files ----------------------------------------------------------------------
 
@@ -112,7 +124,9 @@ class Tokenizer:
         is not valid Unicode, or if the texts do not give that many merges.
         """
         if pattern not in PATTERNS:
-            raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {pattern!r}", exit_code=2)
+            raise UserError(
+                f"--pattern must be one of {', '.join(PATTERNS)}, got {pattern!r}", exit_code=2
+            )
         smallest = BYTES + len(ROLES)
         if vocab_size < smallest:
             raise UserError(
@@ -121,7 +135,9 @@ class Tokenizer:
                 exit_code=2,
             )
         if vocab_size > MOST_TOKENS:
-            raise UserError(f"--vocab_size must be at most {MOST_TOKENS:,}, got {vocab_size:,}", exit_code=2)
+            raise UserError(
+                f"--vocab_size must be at most {MOST_TOKENS:,}, got {vocab_size:,}", exit_code=2
+            )
         ranks = bpe.train(_checked(texts), vocab_size - len(ROLES), PATTERNS[pattern], progress)
         largest = len(ranks) + len(ROLES)
         if largest < vocab_size:
@@ -157,7 +173,9 @@ class Tokenizer:
                     f"{FORMAT} {VERSION}. {again}"
                 )
             if _digest(content) != expected:
-                raise UserError(f"{path} is damaged: its content does not have the SHA-256 {expected}. {again}")
+                raise UserError(
+                    f"{path} is damaged: its content does not have the SHA-256 {expected}. {again}"
+                )
             ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
             return cls(ranks, content["pattern"], content["regex"], content["specials"])
         except UserError:
@@ -174,7 +192,9 @@ class Tokenizer:
         specials = {self._spellings[role]: number for role, number in self._ids.items()}
         contents = {
             folder / "vocabulary.tiktoken": bpe.tiktoken_file(self._ranks),
-            folder / "huggingface" / FILE_NAME: bpe.huggingface_json(self._ranks, self.regex, specials),
+            folder / "huggingface" / FILE_NAME: bpe.huggingface_json(
+                self._ranks, self.regex, specials
+            ),
         }
         for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,15 +229,21 @@ class Tokenizer:
             return self._encoder.encode_batch(texts, threads or cores())
         return [self.encode(text) for text in texts]
 
-    def encode_joined(self, texts: Sequence[str], threads: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def encode_joined(
+        self, texts: Sequence[str], threads: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of `encode_batch` in one array of an unsigned type, text after text, and the number of tokens of
         each text, int64 (texts,). This repository's rustbpe makes the array without Python lists."""
         pieces = [[text] if len(text) <= LONGEST_TEXT else list(_pieces(text)) for text in texts]
-        tokens, lengths = self._encoder.encode_joined([piece for some in pieces for piece in some], threads or cores())
+        tokens, lengths = self._encoder.encode_joined(
+            [piece for some in pieces for piece in some], threads or cores()
+        )
         if len(lengths) == len(texts):
             return tokens, lengths
         of_texts = np.zeros(len(texts), np.int64)
-        np.add.at(of_texts, np.repeat(np.arange(len(texts)), [len(some) for some in pieces]), lengths)
+        np.add.at(
+            of_texts, np.repeat(np.arange(len(texts)), [len(some) for some in pieces]), lengths
+        )
         return tokens, of_texts
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -234,7 +260,9 @@ class Tokenizer:
 
     def token_bytes(self) -> np.ndarray:
         """The length of every token in bytes, int32 (V,); 0 for special tokens, which stand for no text."""
-        return np.array([len(token) for token in self._ranks] + [0] * len(self._ids), dtype=np.int32)
+        return np.array(
+            [len(token) for token in self._ranks] + [0] * len(self._ids), dtype=np.int32
+        )
 
     # --- conversations ---------------------------------------------------------------------------
 
@@ -275,7 +303,9 @@ class Tokenizer:
     def render_prompt(self, conversation: Conversation) -> list[int]:
         """The prompt of a model: the conversation without a last assistant turn, then the mark that opens the reply."""
         if not any(message.role == "user" for message in conversation.messages):
-            raise UserError("a prompt needs a user turn, got a conversation without one; add what the user says")
+            raise UserError(
+                "a prompt needs a user turn, got a conversation without one; add what the user says"
+            )
         return [*self.render(conversation.prompt).ids, self.special("assistant_start")]
 
     def render_as_sent(self, conversation: Conversation) -> None:
@@ -330,7 +360,9 @@ def _turns(conversation: Conversation) -> tuple[Message, ...]:
         raise UserError("a conversation needs at least one turn, got none; add a user turn")
     if messages[0].role == "system":
         if len(messages) < 2 or messages[1].role != "user":
-            raise UserError(f"a system turn must be followed by a user turn, got {_roles(messages)}; reorder the turns")
+            raise UserError(
+                f"a system turn must be followed by a user turn, got {_roles(messages)}; reorder the turns"
+            )
         messages = (user(f"{messages[0].text}\n\n{messages[1].text}"), *messages[2:])
     for i, message in enumerate(messages):
         if message.role != ("user", "assistant")[i % 2]:

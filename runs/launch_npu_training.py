@@ -27,7 +27,9 @@ def read_flags(path: Path, given: list[str]) -> list[str]:
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
-        sys.exit(f"error: {path} cannot be read as TOML: {failure}. Correct it, or name another file with --config")
+        sys.exit(
+            f"error: {path} cannot be read as TOML: {failure}. Correct it, or name another file with --config"
+        )
     if tables := [name for name, value in settings.items() if isinstance(value, dict)]:
         sys.exit(
             f"error: {path} holds the table [{tables[0]}], and each setting must be a line of its own, such as "
@@ -52,14 +54,29 @@ def main() -> None:
     """Print the command that the settings make, and become it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--npus", type=int, required=True, help="number of cards; each gets a process")
-    parser.add_argument("--config", type=Path, default=SETTINGS, help=f"file of settings; default: {SETTINGS.name}")
+    parser.add_argument(
+        "--npus", type=int, required=True, help="number of cards; each gets a process"
+    )
+    parser.add_argument(
+        "--config", type=Path, default=SETTINGS, help=f"file of settings; default: {SETTINGS.name}"
+    )
     asked, given = parser.parse_known_args()
     if asked.npus < 1:
         parser.error(f"--npus must be at least 1, got {asked.npus}")
     flags = read_flags(asked.config, given) + given
-    launcher = ["-m", "nanochat.runtime.launch", f"--nproc_per_node={asked.npus}"] if asked.npus > 1 else []
-    command = [sys.executable, *launcher, "-m", "scripts.finetune", *(["--"] if launcher else []), *flags]
+    launcher = (
+        ["-m", "nanochat.runtime.launch", f"--nproc_per_node={asked.npus}"]
+        if asked.npus > 1
+        else []
+    )
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "scripts.finetune",
+        *(["--"] if launcher else []),
+        *flags,
+    ]
     print("+", shlex.join(["python", *command[1:]]), flush=True)
     os.execv(sys.executable, command)
 

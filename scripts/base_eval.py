@@ -64,17 +64,28 @@ class Config:
 def table(core: Core, mean: float) -> str:
     """The scores in the format of the published CSV file: Task, Accuracy, Centered."""
     lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
-    lines += [f"{one.label:<35}, {one.accuracy:<10.6f}, {one.centered:<10.6f}" for one in core.tasks]
+    lines += [
+        f"{one.label:<35}, {one.accuracy:<10.6f}, {one.centered:<10.6f}" for one in core.tasks
+    ]
     return "\n".join([*lines, f"{'CORE':<35}, {'':<10}, {mean:<10.6f}", ""])
 
 
 def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, int]:
     """The most problems of a task, and the most tokens in a pass."""
-    rows = compute.platform.evaluation_rows if cfg.device_batch_size == "auto" else cfg.device_batch_size
-    return cfg.max_per_task if cfg.max_per_task > 0 else None, rows * loaded.model.config.sequence_len
+    rows = (
+        compute.platform.evaluation_rows
+        if cfg.device_batch_size == "auto"
+        else cfg.device_batch_size
+    )
+    return (
+        cfg.max_per_task if cfg.max_per_task > 0 else None,
+        rows * loaded.model.config.sequence_len,
+    )
 
 
-def answers(name: str, facts: Mapping[str, Any], cfg: Config, loaded: Loaded, compute: Compute) -> Records:
+def answers(
+    name: str, facts: Mapping[str, Any], cfg: Config, loaded: Loaded, compute: Compute
+) -> Records:
     """The file of the answers to a task."""
     about = {
         "model": loaded.weights,
@@ -88,12 +99,16 @@ def answers(name: str, facts: Mapping[str, Any], cfg: Config, loaded: Loaded, co
     return records
 
 
-def evaluate_tasks(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[dict[str, ChoiceScore], list[str]]:
+def evaluate_tasks(
+    cfg: Config, loaded: Loaded, compute: Compute
+) -> tuple[dict[str, ChoiceScore], list[str]]:
     """The scores of --tasks, and the names of the tasks that could not be evaluated."""
     makers = choice_tasks(cfg.shots)
     names = [name.strip() for name in (cfg.tasks or "").split("|") if name.strip()]
     if any(name not in makers for name in names):
-        raise UserError(f"--tasks takes {', '.join(makers)}, with | between several; got {cfg.tasks!r}", 2)
+        raise UserError(
+            f"--tasks takes {', '.join(makers)}, with | between several; got {cfg.tasks!r}", 2
+        )
     use_task_data(cfg.task_data)
     limit, tokens = limits(cfg, loaded, compute)
     scores: dict[str, ChoiceScore] = {}
@@ -109,7 +124,9 @@ def evaluate_tasks(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[dict[
                 log(f"{name}: done before, as {records.path} says; --again evaluates it again")
                 scores[name] = ChoiceScore(**before)
             else:
-                scores[name] = evaluate_choices(task, loaded.model, loaded.tokenizer, compute, tokens, limit, records)
+                scores[name] = evaluate_choices(
+                    task, loaded.model, loaded.tokenizer, compute, tokens, limit, records
+                )
             log(str(scores[name]))
         except UserError as why:
             warn(f"{name} is left out: {why}")
@@ -132,7 +149,9 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
         facts = {"data": sha256_of(task.path) if task.path.is_file() else "", "shots": task.shots}
         return answers(f"CORE-{task.label}", facts, cfg, loaded, compute)
 
-    core = core_eval.evaluate_core(loaded.model, loaded.tokenizer, bundle, compute, limit, tokens, records)
+    core = core_eval.evaluate_core(
+        loaded.model, loaded.tokenizer, bundle, compute, limit, tokens, records
+    )
     if core.core is not None and compute.main:
         path = base_dir() / "base_eval" / f"{loaded.tag}_{loaded.step:06d}.csv"
         write_atomic(path, table(core, core.core))
@@ -150,8 +169,12 @@ def evaluate_bits(cfg: Config, loaded: Loaded, compute: Compute) -> loss_eval.Lo
         log(f"bits per byte are left out: {missing}")
         return None
     tokens, rows = cfg.split_tokens, cfg.device_batch_size
-    loss = loss_eval.evaluate_split(loaded.model, loaded.tokenizer, data, "val", tokens, rows, compute)
-    log(f"val bpb: {loss.bits_per_byte:.4f} ({data.name}, {loss.tokens:,} tokens, {loss.bytes:,} bytes)")
+    loss = loss_eval.evaluate_split(
+        loaded.model, loaded.tokenizer, data, "val", tokens, rows, compute
+    )
+    log(
+        f"val bpb: {loss.bits_per_byte:.4f} ({data.name}, {loss.tokens:,} tokens, {loss.bytes:,} bytes)"
+    )
     return loss
 
 
@@ -175,7 +198,11 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         )
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step}
     whole = core is not None and core.core is not None
-    section["core"] = {"core": core.core, "tasks": [asdict(task) for task in core.tasks]} if core and whole else None
+    section["core"] = (
+        {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
+        if core and whole
+        else None
+    )
     section["val"] = None if bits is None else asdict(bits)
     section["choices"] = {name: asdict(score) for name, score in scores.items()}
     if compute.main:

@@ -72,7 +72,9 @@ def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
     engine = Engine(loaded.model, tokenizer)
     prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in PROMPTS]
     completions = engine.generate(prompts, Sampling(temperature=0.0, max_tokens=max_tokens))
-    said = ("".join(part.text for part in reply_parts(one.tokens, tokenizer)) for one in completions)
+    said = (
+        "".join(part.text for part in reply_parts(one.tokens, tokenizer)) for one in completions
+    )
     return dict(zip(PROMPTS, said, strict=True))
 
 
@@ -82,23 +84,41 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     log(f"{cfg.source} model {loaded.tag}, step {loaded.step:,}, on {data.name}")
     model = loaded.weights[:16]
-    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "model": model, "corpus": data.name}
+    section: dict[str, Any] = {
+        "tag": loaded.tag,
+        "step": loaded.step,
+        "model": model,
+        "corpus": data.name,
+    }
     before = sections().get(f"{cfg.source}_loss", {})
     if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):
         log("in the report already")
         return before
     for split in SPLITS if cfg.source == "base" else SPLITS[1:]:
         loss = loss_eval.evaluate_split(
-            loaded.model, loaded.tokenizer, data, split, cfg.split_tokens, cfg.device_batch_size, compute
+            loaded.model,
+            loaded.tokenizer,
+            data,
+            split,
+            cfg.split_tokens,
+            cfg.device_batch_size,
+            compute,
         )
         log(f"{split} bpb: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
         section[split] = asdict(loss)
-    tokens = cfg.domain_tokens if cfg.domain_tokens != "auto" else compute.platform.split_tokens // 4
+    tokens = (
+        cfg.domain_tokens if cfg.domain_tokens != "auto" else compute.platform.split_tokens // 4
+    )
     if tokens:
-        per_pass = compute.platform.pass_tokens or compute.platform.evaluation_rows * loaded.model.config.sequence_len
+        per_pass = (
+            compute.platform.pass_tokens
+            or compute.platform.evaluation_rows * loaded.model.config.sequence_len
+        )
         found = evaluate_domains(loaded.model, loaded.tokenizer, data, tokens, per_pass, compute)
         for name, loss in found.items():
-            log(f"val bpb of {name}: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
+            log(
+                f"val bpb of {name}: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)"
+            )
         section["domains"] = {name: asdict(loss) for name, loss in found.items()}
     if compute.main:
         section["samples"] = sample(loaded, cfg.sample_tokens) if cfg.sample_tokens else {}

@@ -73,20 +73,47 @@ def train(cfg: Config, compute: Compute) -> None:
     stage = Stage("base", cfg, compute, tag, corpus=corpus.name, tokenizer=tokenizer.hash[:16])
 
     # The model's shape, how a step is split, and how long the run is
-    shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
-                               tokenizer.vocab_size, corpus.name, compute, cfg.family, cfg.bigram_rows,
-                               cfg.offset_layers)  # fmt: skip
+    shape = sizes.model_config(
+        cfg.depth,
+        cfg.model_dim,
+        cfg.head_dim,
+        cfg.max_seq_len,
+        cfg.window_pattern,
+        tokenizer.vocab_size,
+        corpus.name,
+        compute,
+        cfg.family,
+        cfg.bigram_rows,
+        cfg.offset_layers,
+    )
     if cfg.family == "qwen3" and tokenizer.pattern != "qwen2":
-        log("llama.cpp does not split texts as this tokenizer does: if the model is to become a GGUF file, stop, and "
-            "train the tokenizer with --pattern qwen2")  # fmt: skip
+        log(
+            "llama.cpp does not split texts as this tokenizer does: if the model is to become a GGUF file, stop, and "
+            "train the tokenizer with --pattern qwen2"
+        )
     model = on_meta(shape, compute, cfg.fp8)  # takes no memory until it is known to fit
     counts, flops = model.parameter_counts(), model.flops_per_token()
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
-    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], horizon_tokens,
-                        corpus.name, compute, cfg.gradient_accumulation_steps, stage.begun_rows)  # fmt: skip
-    horizon = schedule.horizon(cfg.num_iterations, cfg.target_flops, cfg.target_param_data_ratio, flops,
-                               counts["scaling"], batch.tokens_per_step)  # fmt: skip
+    batch = sizes.batch(
+        cfg.total_batch_size,
+        cfg.device_batch_size,
+        shape,
+        counts["total"],
+        horizon_tokens,
+        corpus.name,
+        compute,
+        cfg.gradient_accumulation_steps,
+        stage.begun_rows,
+    )
+    horizon = schedule.horizon(
+        cfg.num_iterations,
+        cfg.target_flops,
+        cfg.target_param_data_ratio,
+        flops,
+        counts["scaling"],
+        batch.tokens_per_step,
+    )
     steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)
     log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
 
@@ -99,13 +126,21 @@ def train(cfg: Config, compute: Compute) -> None:
     model = on_meta(sizes.keep_bigrams(shape, cfg.bigram_rows, read / rows.count), compute, cfg.fp8)
     warn_of_missing(corpus.name)
     for part in stage.facts.get("rows", []):
-        log(f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs")
+        log(
+            f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs"
+        )
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
     model.to_empty(device=compute.device)
     model.init_weights(cfg.seed)
     rates = cfg.for_run(batch.tokens_per_step, steps, cfg.target_param_data_ratio)
-    stage.set_up(model, tokenizer, rates, schedule.rate_scale(batch.tokens_per_step), schedule.table_momentum(steps))
+    stage.set_up(
+        model,
+        tokenizer,
+        rates,
+        schedule.rate_scale(batch.tokens_per_step),
+        schedule.table_momentum(steps),
+    )
     for step in stage.train_rows(rows, batch, steps, val_rows, cfg.eval_every, cfg.eval_tokens):
         lrm = schedule.trapezoid(stage.step, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
         momentum = schedule.momentum(stage.step, steps, cfg.warmdown_ratio)

@@ -27,7 +27,15 @@ from nanochat.generate.reply import TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.cli.remote import SETTINGS, Remote
-from nanochat.serve.cli.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
+from nanochat.serve.cli.terminal import (
+    dim,
+    harmless,
+    history,
+    keyboard,
+    language,
+    stoppable,
+    take_any_text,
+)
 from nanochat.serve.cli.texts import TEXTS
 from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
 
@@ -61,7 +69,9 @@ class Config(ModelFlags):
     """Random seed. The same seed and the same messages give the same replies."""
     lang: Literal["auto", "en", "zh"] = "auto"
     """Language of this program's own messages. auto: the language of the terminal (LC_ALL, LC_MESSAGES, LANG)."""
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = (
+        "auto"
+    )
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
@@ -81,7 +91,9 @@ class Chat:
     lang: str
     out: TextIO
     notes: TextIO
-    messages: list[Message] = field(default_factory=list)  # whole exchanges, perhaps after a system message
+    messages: list[Message] = field(
+        default_factory=list
+    )  # whole exchanges, perhaps after a system message
     replies: int = 0
     server: Remote | None = None
     # The settings that the user gave. A server is told only these; its own defaults hold for the others.
@@ -92,7 +104,9 @@ class Chat:
         """The settings of the next reply, as the commands take them: top_k 0 means all tokens. None is a default that
         the server does not tell."""
         given = self.sampling
-        numbers: dict[str, Any] = {name: getattr(given, name) for name in SETTINGS} | {"top_k": given.top_k or 0}
+        numbers: dict[str, Any] = {name: getattr(given, name) for name in SETTINGS} | {
+            "top_k": given.top_k or 0
+        }
         if self.server is None:
             return numbers
         return self.server.settings({name: numbers[name] for name in self.asked})
@@ -101,7 +115,13 @@ class Chat:
         """Print a text that shows the settings of the next reply."""
         unsaid = TEXTS[self.lang]["unsaid"]
         settings = {key: unsaid if value is None else value for key, value in self.settings.items()}
-        self.note(name, **{key: f"{value:g}" if isinstance(value, float) else value for key, value in settings.items()})
+        self.note(
+            name,
+            **{
+                key: f"{value:g}" if isinstance(value, float) else value
+                for key, value in settings.items()
+            },
+        )
         self.note_most()
 
     def note_most(self) -> None:
@@ -129,7 +149,9 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
         return [tokenizer.bos, *tokenizer.encode(question)]
     head = instructions(chat.messages)
     turns = [*chat.messages[len(head) :], user(question)]
-    room = length - min(chat.sampling.max_tokens, length // 4)  # the rest is the least room for a reply
+    room = length - min(
+        chat.sampling.max_tokens, length // 4
+    )  # the rest is the least room for a reply
     for forgotten in range(0, len(turns), 2):
         seen = Conversation((*head, *turns[forgotten:]))
         tokens = tokenizer.render_prompt(seen)
@@ -162,7 +184,9 @@ def reply(chat: Chat, question: str) -> bool:
     if chat.server:
         return reply_of_server(chat, chat.server, question)
     prompt = prompt_tokens(chat, question)
-    request = chat.engine.submit(prompt, replace(chat.sampling, seed=chat.sampling.seed + chat.replies))
+    request = chat.engine.submit(
+        prompt, replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
+    )
     stream, call = TextStream(chat.loaded.tokenizer), ""
     tokens: list[int] = []
     finish, start = None, time.monotonic()
@@ -187,14 +211,24 @@ def reply(chat: Chat, question: str) -> bool:
     if ended := {None: "stopped", "length": "length", "stop": "" if parts else "empty"}[finish]:
         chat.note(ended)
     used, context = len(prompt) + len(tokens), chat.engine.length
-    chat.note("speed", tokens=len(tokens), rate=len(tokens) / max(seconds, 1e-6), used=used, context=context)
+    chat.note(
+        "speed",
+        tokens=len(tokens),
+        rate=len(tokens) / max(seconds, 1e-6),
+        used=used,
+        context=context,
+    )
     return finish is not None
 
 
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
     """What reply() does where a server answers."""
     asked, parts, call, start = [*chat.messages, user(question)], [], "", time.monotonic()
-    settings = {name: value for name, value in chat.settings.items() if name in chat.asked or name == "max_tokens"}
+    settings = {
+        name: value
+        for name, value in chat.settings.items()
+        if name in chat.asked or name == "max_tokens"
+    }
     settings["seed"] = chat.sampling.seed + chat.replies
     with stoppable() as stopped:
         for part in server.reply(asked, settings, stopped):
@@ -206,7 +240,9 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
         chat.replies += 1
     if ended := {None: "stopped", "length": "length"}.get(server.finish, "" if parts else "empty"):
         chat.note(ended)
-    chat.note("rate", tokens=server.tokens, rate=server.tokens / max(time.monotonic() - start, 1e-6))
+    chat.note(
+        "rate", tokens=server.tokens, rate=server.tokens / max(time.monotonic() - start, 1e-6)
+    )
     return server.finish is not None
 
 
@@ -302,12 +338,16 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
     # This checks the flags before the model loads.
     top_k = TOP_K if cfg.top_k == "auto" else cfg.top_k
     max_tokens = MAX_TOKENS if cfg.max_tokens == "auto" else cfg.max_tokens
-    sampling = Sampling(drawing.temperature, top_k or None, max_tokens, cfg.seed, min_p=drawing.min_p)
+    sampling = Sampling(
+        drawing.temperature, top_k or None, max_tokens, cfg.seed, min_p=drawing.min_p
+    )
     messages = [system(cfg.system)] if cfg.system.strip() else []
     if cfg.url:
         server = Remote(cfg.url, cfg.api_key or os.environ.get("NANOCHAT_API_KEY", ""))
         asked = {name for name in SETTINGS if getattr(cfg, name) != "auto"}
-        chat = Chat(None, None, sampling, language(cfg.lang), sys.stdout, notes, messages, 0, server, asked)
+        chat = Chat(
+            None, None, sampling, language(cfg.lang), sys.stdout, notes, messages, 0, server, asked
+        )
         chat.note("server", model=harmless(server.model), url=server.url)
         chat.note_most()
         return chat
@@ -315,16 +355,29 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
         compute = compute_init(cfg.device_type or None)
         chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
     loaded = chosen.loaded
-    engine = Engine(loaded.model, loaded.tokenizer, slots=1, length=chosen.context, graphs=chosen.captures)
+    engine = Engine(
+        loaded.model, loaded.tokenizer, slots=1, length=chosen.context, graphs=chosen.captures
+    )
     drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
     sampling = replace(sampling, temperature=drawing.temperature, min_p=drawing.min_p)
     chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes, messages)
-    chat.note("model", stage=loaded.stage, tag=harmless(loaded.tag), step=loaded.step, context=engine.length)
+    chat.note(
+        "model",
+        stage=loaded.stage,
+        tag=harmless(loaded.tag),
+        step=loaded.step,
+        context=engine.length,
+    )
     if chosen.latest:
         chat.note("latest", saved=chosen.latest)
     if chosen.others:
         chat.note("others", flags=harmless(" | ".join(chosen.others)))
-    chat.note("drawing", temperature=drawing.temperature, min_p=drawing.min_p, reason=drawing.reason[chat.lang])
+    chat.note(
+        "drawing",
+        temperature=drawing.temperature,
+        min_p=drawing.min_p,
+        reason=drawing.reason[chat.lang],
+    )
     if loaded.stage == "base":
         chat.note("base")
     if loaded.tag == SMOKE:
@@ -338,7 +391,10 @@ def main(cfg: Config) -> None:
     piped = cfg.prompt is None and not sys.stdin.isatty()
     prompt = sys.stdin.read() if piped else cfg.prompt
     if prompt is not None and not prompt.strip():
-        raise UserError('the prompt is empty: write a question after -p, such as -p "What is 37 * 48?"', exit_code=2)
+        raise UserError(
+            'the prompt is empty: write a question after -p, such as -p "What is 37 * 48?"',
+            exit_code=2,
+        )
     try:
         chat = open_chat(cfg, sys.stdout if prompt is None and sys.stdout.isatty() else sys.stderr)
         if prompt is None:

@@ -36,7 +36,9 @@ SAMPLES = 6  # replies of each task to keep for the report
 class Config:
     """Evaluate a chat model: what share of the problems of each task it solves."""
 
-    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = None
+    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = (
+        None
+    )
     """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     task_name: Annotated[str | None, arg(aliases=["-a"])] = None
     """Tasks to evaluate, with | between their names. Default: the tasks that suit the corpus of the model."""
@@ -73,7 +75,9 @@ class Config:
     """Number of wrong replies to print for each task."""
     unsafe_exec: bool = False
     """HumanEval: run the model's programs even if this machine cannot isolate them. They can then read your files."""
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = (
+        "auto"
+    )
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     graphs: bool | None = None
     """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on one GPU.
@@ -83,7 +87,11 @@ class Config:
 
 
 def choose_tasks(
-    asked: str | None, corpus: str | None, unsafe_exec: bool, compute: Compute, shots: int | None = None
+    asked: str | None,
+    corpus: str | None,
+    unsafe_exec: bool,
+    compute: Compute,
+    shots: int | None = None,
 ) -> tuple[list[Task], list[str]]:
     """The tasks that were named, or all that fit a corpus, and the names of named tasks whose rows cannot be read
     on some rank.
@@ -94,7 +102,9 @@ def choose_tasks(
     if asked is not None:
         names = [name.strip() for name in asked.split("|") if name.strip()]
         if not names or any(name not in makers for name in names):
-            raise UserError(f"--task_name takes {', '.join(makers)}, with | between several; got {asked!r}", 2)
+            raise UserError(
+                f"--task_name takes {', '.join(makers)}, with | between several; got {asked!r}", 2
+            )
     else:
         names = list(curriculum(corpus).measures(unsafe_exec))
     tasks: list[Task] = []
@@ -111,7 +121,10 @@ def choose_tasks(
         else:
             tasks.append(task)
     if not tasks:
-        raise UserError("none of the tasks can be evaluated here: the warnings above say what each task needs", 2)
+        raise UserError(
+            "none of the tasks can be evaluated here: the warnings above say what each task needs",
+            2,
+        )
     return tasks, missing if asked is not None else []
 
 
@@ -126,13 +139,17 @@ class Listener:
         """Take the reply to problem `i` and its grade."""
         if len(self.samples) < SAMPLES or (self.show and grade < 1):
             prompt = self.task[i].prompt.messages
-            asked = prompt[-1:] if getattr(self.task, "shots", 0) else prompt  # examples are not part of the question
+            asked = (
+                prompt[-1:] if getattr(self.task, "shots", 0) else prompt
+            )  # examples are not part of the question
             question = "\n".join(message.text for message in asked)
             if len(self.samples) < SAMPLES:
                 self.samples.append({"question": question, "reply": words(parts), "grade": grade})
             if self.show and grade < 1:
                 self.show -= 1
-                log(f"  wrong: {question!r} -> {words(parts)!r}, expected {words(self.task[i].messages[-1].parts)!r}")
+                log(
+                    f"  wrong: {question!r} -> {words(parts)!r}, expected {words(self.task[i].messages[-1].parts)!r}"
+                )
 
 
 def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling:
@@ -144,9 +161,14 @@ def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling
     return Sampling(temperature, cfg.top_k or None, cfg.max_new_tokens, min_p=min_p)
 
 
-def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(
+    task: Task, score: Score, seconds: float, samples: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The figures of a task for the report."""
-    groups = {name: {"right": right, "total": total} for name, (right, total) in by_group(task, score).items()}
+    groups = {
+        name: {"right": right, "total": total}
+        for name, (right, total) in by_group(task, score).items()
+    }
     return {
         "accuracy": score.accuracy,
         "right": score.right,
@@ -178,7 +200,12 @@ def settings(cfg: Config, dtype: torch.dtype) -> dict[str, Any]:
 def kept(loaded: Loaded, how: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
     """The stage's section of the report, or an empty one if that belongs to another checkpoint or other settings. A
     setting that the section of an earlier version does not name has its value in `usual`."""
-    about = {"tag": loaded.tag, "step": loaded.step, "model": loaded.weights[:16], "sampling": dict(how)}
+    about = {
+        "tag": loaded.tag,
+        "step": loaded.step,
+        "model": loaded.weights[:16],
+        "sampling": dict(how),
+    }
     path = report_dir() / "sections" / f"{loaded.stage}_eval.json"
     before = read_json(path) if path.exists() else {}
     before["sampling"] = {**usual, **before.get("sampling", {})}
@@ -186,7 +213,9 @@ def kept(loaded: Loaded, how: Mapping[str, Any], usual: Mapping[str, Any]) -> di
     return before if same else {**about, "tasks": {}, "chat_core": None}
 
 
-def keep(loaded: Loaded, how: Mapping[str, Any], usual: Mapping[str, Any], tasks: Mapping[str, Any]) -> None:
+def keep(
+    loaded: Loaded, how: Mapping[str, Any], usual: Mapping[str, Any], tasks: Mapping[str, Any]
+) -> None:
     """Add figures to the stage's section of the report, and ChatCORE once the section has all of its tasks; drop the
     figures of another checkpoint or other settings."""
     before = kept(loaded, how, usual)
@@ -201,14 +230,21 @@ def keep(loaded: Loaded, how: Mapping[str, Any], usual: Mapping[str, Any], tasks
         log(f"ChatCORE: {section['chat_core']:.4f}")
     write_section(f"{loaded.stage}_eval", section)
     rows = ((name, row) for name, found in tasks.items() for row in found["samples"])
-    said = (Sample(loaded.step, name, row["question"], row["reply"], row["grade"]) for name, row in rows)
+    said = (
+        Sample(loaded.step, name, row["question"], row["reply"], row["grade"]) for name, row in rows
+    )
     keep_samples(checkpoint_dir(loaded.stage, loaded.tag), said)
 
 
 def measure(
-    cfg: Config, task: Task, loaded: Loaded, sampling: Sampling, how: Mapping[str, Any], listener: Listener,
+    cfg: Config,
+    task: Task,
+    loaded: Loaded,
+    sampling: Sampling,
+    how: Mapping[str, Any],
+    listener: Listener,
     compute: Compute,
-) -> Score | None:  # fmt: skip
+) -> Score | None:
     """The score of a task, and a record of every answer in a file. The score of an earlier call for the same is read
     from its file; ranks other than 0 then get None. UserError on every rank if the task is broken on one of them."""
     with parallel.together(task.name, compute):
@@ -233,9 +269,18 @@ def measure(
         listener.samples = before.pop("replies")
         return Score(**{**before, "grades": tuple(map(tuple, before["grades"]))})
     score = evaluate(
-        task, loaded.model, loaded.tokenizer, compute, sampling, cfg.num_samples, cfg.max_problems, cfg.batch_size,
-        listener.hear if compute.main else None, records.add, bool(cfg.graphs),
-    )  # fmt: skip
+        task,
+        loaded.model,
+        loaded.tokenizer,
+        compute,
+        sampling,
+        cfg.num_samples,
+        cfg.max_problems,
+        cfg.batch_size,
+        listener.hear if compute.main else None,
+        records.add,
+        bool(cfg.graphs),
+    )
     records.finish({**asdict(score), "replies": listener.samples})
     return score
 
@@ -244,7 +289,8 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     """Evaluate the tasks one after another, and add their figures to the report."""
     if cfg.num_samples > 1 and not cfg.temperature:
         raise UserError(
-            "--num_samples above 1 needs --temperature above 0, such as --temperature=1: else all samples are equal", 2
+            "--num_samples above 1 needs --temperature above 0, such as --temperature=1: else all samples are equal",
+            2,
         )
     usual = settings(Config(), compute.dtype)
     if cfg.dtype != "auto":
@@ -260,13 +306,17 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     how = settings(cfg, compute.dtype)
     there = kept(loaded, how, usual)["tasks"] if cfg.once else {}
     if there:
-        log(f"in the report already: {', '.join(task.name for task in tasks if task.name in there)}")
+        log(
+            f"in the report already: {', '.join(task.name for task in tasks if task.name in there)}"
+        )
     scores: dict[str, Score] = {}
     found: dict[str, Any] = {}
     for task in [task for task in tasks if task.name not in there]:
         start, listener = time.monotonic(), Listener(task, cfg.show)
         try:
-            score = measure(cfg, task, loaded, sampling_for(task, cfg, corpus), how, listener, compute)
+            score = measure(
+                cfg, task, loaded, sampling_for(task, cfg, corpus), how, listener, compute
+            )
         except UserError as why:
             if len(tasks) == 1:
                 raise

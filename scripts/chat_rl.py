@@ -70,8 +70,11 @@ class Config(PolicyFlags, EpochFlags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.top_k == 1:  # as at temperature 0
-            raise UserError("--top_k must be 0 or at least 2, since with 1 all replies to a problem are alike, got 1: "
-                            "change it, or leave it out", exit_code=2)  # fmt: skip
+            raise UserError(
+                "--top_k must be 0 or at least 2, since with 1 all replies to a problem are alike, got 1: "
+                "change it, or leave it out",
+                exit_code=2,
+            )
         for asked, name in ((self.compile, "--compile"), (self.graphs, "--graphs")):
             if asked:
                 raise UserError(
@@ -95,7 +98,9 @@ def train(cfg: Config, compute: Compute) -> None:
     sampled = cfg.examples_per_step * cfg.oversample  # problems of a step
     fitting = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
     steps = cfg.steps(len(fitting), sampled)
-    log(f"task: {task.name}, {len(fitting):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies")
+    log(
+        f"task: {task.name}, {len(fitting):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies"
+    )
 
     sampler, reference = Sampler(model, compute), None
     if cfg.kl:
@@ -106,7 +111,15 @@ def train(cfg: Config, compute: Compute) -> None:
 
     def measure(line: dict[str, Any]) -> None:
         said = Graded(held_out, cfg.samples, compute)
-        score = evaluate(held_out, sampler.model, tokenizer, compute, greedy, limit=cfg.eval_examples, heard=said.hear)
+        score = evaluate(
+            held_out,
+            sampler.model,
+            tokenizer,
+            compute,
+            greedy,
+            limit=cfg.eval_examples,
+            heard=said.hear,
+        )
         line["accuracy"] = score.accuracy
         said.keep(stage.folder, line["step"])
         log(f"step {line['step']:05d} | {score}")
@@ -119,13 +132,24 @@ def train(cfg: Config, compute: Compute) -> None:
     sampler.renew(model)
     stage.begin()
     while stage.next_step():
-        numbers = fitting[epoch_numbers(len(fitting), cfg.seed, stage.step * sampled, sampled)].tolist()
+        numbers = fitting[
+            epoch_numbers(len(fitting), cfg.seed, stage.step * sampled, sampled)
+        ].tolist()
         stage.mark("sampling")
         rolled, samples = rollout.roll_out(
-            task, numbers, cfg.num_samples, replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
-            cfg.device_batch_size, sampler.model, tokenizer, compute, cfg, cfg.shuffle_rewards,
-            groups, reference.model if reference else None,
-        )  # fmt: skip
+            task,
+            numbers,
+            cfg.num_samples,
+            replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
+            cfg.device_batch_size,
+            sampler.model,
+            tokenizer,
+            compute,
+            cfg,
+            cfg.shuffle_rewards,
+            groups,
+            reference.model if reference else None,
+        )
         gap = rollout.sampler_gap(samples, model, compute)
         stage.schedule(lrm=1 - stage.step / steps)
         outcome = NO_UPDATE
@@ -133,7 +157,9 @@ def train(cfg: Config, compute: Compute) -> None:
             outcome = stage.update(rolled)
         stage.mark("sampler's copy")
         sampler.renew(model)
-        stage.conclude(outcome, {**rolled.figures(), "sampler_gap": gap}, f"{rolled} | sampler gap: {gap:.1e}")
+        stage.conclude(
+            outcome, {**rolled.figures(), "sampler_gap": gap}, f"{rolled} | sampler gap: {gap:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -42,8 +42,16 @@ def train(cfg: Config, compute: Compute) -> None:
     parameters = model.parameter_counts()["total"]
     mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations, cfg.mix)
     answers, val_answers = dataloader.chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
-    batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, model.config, parameters, answers,
-                                stage.corpus, compute, stage.begun_rows)  # fmt: skip
+    batch = sizes.example_batch(
+        cfg.target_examples_per_step,
+        cfg.device_batch_size,
+        model.config,
+        parameters,
+        answers,
+        stage.corpus,
+        compute,
+        stage.begun_rows,
+    )
     documents = traits(stage.corpus).answers_documents_every if cfg.conversations is None else 0
     answers, beside = cfg.with_documents(answers, stage.corpus, documents, tokenizer)
     described = f"{mixture.name}{beside}"
@@ -51,7 +59,9 @@ def train(cfg: Config, compute: Compute) -> None:
 
     stage.set_up(model, tokenizer, cfg.for_batch(batch.tokens_per_step), cfg.init_lr_frac)
     start = Start(cast(nn.Module, model), cfg.start_share)
-    for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"):
+    for examples in stage.train_rows(
+        answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"
+    ):
         stage.schedule(lrm=1 - stage.step / steps)
         outcome = stage.update(examples)
         if stage.step == steps - 1:

@@ -44,7 +44,9 @@ from nanochat.serve.listening import App, serve
 from nanochat.serve.server import Settings, create_app, create_runs_app
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
-FEW_UPDATES = 100  # a model of fewer, over all stages, has not learned its corpus; the smoke preset's has 43
+FEW_UPDATES = (
+    100  # a model of fewer, over all stages, has not learned its corpus; the smoke preset's has 43
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Config(ModelFlags):
     """Number of devices. Must be 1: one model on one device answers many chats at once."""
     slots: int = 32
     """Chats to answer at the same time; further chats wait. Lower it if the device runs out of memory."""
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = (
+        "auto"
+    )
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
@@ -120,9 +124,14 @@ def check(cfg: Config) -> None:
         if value != "auto" and not low <= value <= high:
             raise UserError(f"--{name} must be from {low} to {high:,}, got {value}", exit_code=2)
     if cfg.headless and (cfg.runs or cfg.runs_only):
-        raise UserError("--headless serves no page, and --runs is one: leave one of them out", exit_code=2)
+        raise UserError(
+            "--headless serves no page, and --runs is one: leave one of them out", exit_code=2
+        )
     if cfg.runs_only and names_model(cfg):
-        raise UserError("--runs_only loads no model: leave out the flags that name one, or use --runs", exit_code=2)
+        raise UserError(
+            "--runs_only loads no model: leave out the flags that name one, or use --runs",
+            exit_code=2,
+        )
     check_key(cfg)
 
 
@@ -133,8 +142,10 @@ def check_key(cfg: Config) -> None:
             text = tr(
                 "the key of {source} must have only printable ASCII characters, without spaces, got {letter} at place "
                 "{place}: choose a key of English letters, digits and signs",
-                source="--api_key" if cfg.api_key else KEY_VARIABLE, letter=repr(letter), place=place,
-            )  # fmt: skip
+                source="--api_key" if cfg.api_key else KEY_VARIABLE,
+                letter=repr(letter),
+                place=place,
+            )
             raise UserError(text, exit_code=2)
 
 
@@ -168,21 +179,27 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as failure:
-        text = (
-            f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave it out for 127.0.0.1"
-        )
+        text = f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave it out for 127.0.0.1"
         raise UserError(text) from None
     try:
         return _bound(family, address)
     except OSError as failure:
         if failure.errno == errno.EADDRINUSE:
             free = next(_free_ports(family, address))
-            text = tr("port {port} is taken by another program. Port {free} is free: add --port {free}", port=port,
-                      free=free)  # fmt: skip
+            text = tr(
+                "port {port} is taken by another program. Port {free} is free: add --port {free}",
+                port=port,
+                free=free,
+            )
         elif failure.errno == errno.EACCES:
-            text = tr("port {port} needs administrator rights: use a port from 1024 on, such as --port 8000", port=port)
+            text = tr(
+                "port {port} needs administrator rights: use a port from 1024 on, such as --port 8000",
+                port=port,
+            )
         elif failure.errno == errno.EADDRNOTAVAIL:
-            text = f"--host must be an address of this machine, got {host}: leave it out for 127.0.0.1"
+            text = (
+                f"--host must be an address of this machine, got {host}: leave it out for 127.0.0.1"
+            )
         else:
             raise
         raise UserError(text) from None
@@ -220,7 +237,11 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
     """The addresses to open in a browser."""
     port = listener.getsockname()[1]
     everywhere = host in ("0.0.0.0", "::", "")
-    names = ["127.0.0.1", socket.gethostname()] if everywhere else [f"[{host}]" if ":" in host else host]
+    names = (
+        ["127.0.0.1", socket.gethostname()]
+        if everywhere
+        else [f"[{host}]" if ":" in host else host]
+    )
     return [f"http://{name}:{port}" for name in names]
 
 
@@ -233,10 +254,17 @@ def about(chosen: Chosen) -> dict[str, Any]:
     knows = traits(corpus).knows
     if knows is not None and updates(chosen.loaded.meta) < FEW_UPDATES:
         knows = None  # the model has not learned it
-    return {"corpus": corpus, "parameters": chosen.parameters, "knows": knows, "others": chosen.others}
+    return {
+        "corpus": corpus,
+        "parameters": chosen.parameters,
+        "knows": knows,
+        "others": chosen.others,
+    }
 
 
-def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None) -> tuple[Loadable, Drawing]:
+def loadable(
+    name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None
+) -> tuple[Loadable, Drawing]:
     """A chosen model with an engine, as the server takes it, and how it draws words. The engine holds `adapters`."""
     loaded = chosen.loaded
     drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
@@ -276,7 +304,10 @@ def settings_of(cfg: Config) -> Settings:
         api_key=key_of(cfg),
         page=not cfg.headless,
         hosts=hosts_of(cfg),
-        caps=Caps(connections=max(Caps.connections, 4 * cfg.slots), per_address=max(Caps.per_address, 2 * cfg.slots)),
+        caps=Caps(
+            connections=max(Caps.connections, 4 * cfg.slots),
+            per_address=max(Caps.per_address, 2 * cfg.slots),
+        ),
         runs=base_dir() if cfg.runs else None,
     )
 
@@ -289,21 +320,31 @@ def hosts_of(cfg: Config) -> tuple[str, ...]:
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     """The models that the flags name, loaded, the default one first. UserError if one cannot be served."""
     also = [words for words in cfg.also if not names_adapter(words)]
-    folders = adapter_folders([*cfg.adapter, *(words for words in cfg.also if words not in also)], cfg.model)
+    folders = adapter_folders(
+        [*cfg.adapter, *(words for words in cfg.also if words not in also)], cfg.model
+    )
     if cfg.graphs and also:
-        raise UserError("--graphs serves one model and its adapters: leave out --graphs, or the models of --also", 2)
+        raise UserError(
+            "--graphs serves one model and its adapters: leave out --graphs, or the models of --also",
+            2,
+        )
     if also:  # the threads of several models would disturb a capture
         cfg = replace(cfg, graphs=False)
     first = choose(cfg, cfg.dtype, compute)
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
     if name in folders:
-        raise UserError(f"an adapter would have the name of its base, {name}: give it another one, as NAME=FOLDER", 2)
+        raise UserError(
+            f"an adapter would have the name of its base, {name}: give it another one, as NAME=FOLDER",
+            2,
+        )
     chosen = {name: first}
     for words in also:
         name, further = choose_also(words, cfg, cfg.dtype, compute)
         if name in chosen or name in folders:
-            raise UserError(f"--also {words} names a model that is served already, as {name}: leave it out", 2)
+            raise UserError(
+                f"--also {words} names a model that is served already, as {name}: leave it out", 2
+            )
         chosen[name] = further
     adapters = hold_adapters(first, folders, compute)
     sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
@@ -313,15 +354,21 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
         models.append(model)
         tag, tokens = harmless(each.loaded.tag), f"context of {model.engine.length} tokens"
         called = f", in the API {harmless(name)}" if cfg.also or folders else ""
-        log(f"模型 / model: stage {each.loaded.stage}, tag {tag}, step {each.loaded.step}, {tokens}{called}")
-        log(f"缓存 / cache: {cfg.slots} slots x {model.engine.length:,} tokens, up to {size / 1e9:.2g} GB")
+        log(
+            f"模型 / model: stage {each.loaded.stage}, tag {tag}, step {each.loaded.step}, {tokens}{called}"
+        )
+        log(
+            f"缓存 / cache: {cfg.slots} slots x {model.engine.length:,} tokens, up to {size / 1e9:.2g} GB"
+        )
         if each.latest:
             log(f"这是最近训练的模型 / this is the model that was trained last: {each.latest}")
         numbers = f"温度 / temperature {drawing.temperature:g}, min-p {drawing.min_p:g}"
         log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
     adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
     for model in adapted:
-        log(f"适配器 / adapter: {harmless(model.announced.tag)}, in the API {harmless(model.announced.model)}")
+        log(
+            f"适配器 / adapter: {harmless(model.announced.tag)}, in the API {harmless(model.announced.model)}"
+        )
     if first.others and not cfg.also:
         log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.others))}")
     asked = len(cfg.adapter)  # these come before their base, those of --also behind it
@@ -337,7 +384,9 @@ def show_runs(cfg: Config, listener: socket.socket) -> None:
     """Show the training runs without a model until Ctrl-C."""
     log(f"训练过程 / training runs under: {harmless(str(base_dir()))}")
     if not cfg.runs_only:
-        log("还没有训练好的模型，因此只显示训练过程 / no model is trained yet, so there are only the runs to see")
+        log(
+            "还没有训练好的模型，因此只显示训练过程 / no model is trained yet, so there are only the runs to see"
+        )
     serve_until_stopped(cfg, create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg)), listener)
 
 

@@ -87,14 +87,19 @@ class Config(ExampleFlags, Epochs, RunFlags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.data:
-            raise UserError("--data needs at least one file of conversations, got none: name one, such as a.jsonl", 2)
+            raise UserError(
+                "--data needs at least one file of conversations, got none: name one, such as a.jsonl",
+                2,
+            )
 
     @property
     def lora(self) -> LoraConfig | None:
         """The shape of the adapter, or None to train every parameter."""
         if self.lora_rank == 0:
             return None
-        return LoraConfig(self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora)
+        return LoraConfig(
+            self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora
+        )
 
     @property
     def recomputes(self) -> bool:
@@ -113,13 +118,19 @@ class Config(ExampleFlags, Epochs, RunFlags):
             return self.learning_rate
         rate = schedule.tuning_rate(width, steps, self.lora_rank > 0, self.loss == "dpo")
         trained = "an adapter" if self.lora_rank else "every parameter"
-        log(f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, loss {self.loss})")
+        log(
+            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, loss {self.loss})"
+        )
         return rate
 
     @property
     def chosen_by(self) -> dict[str, str]:
         """How an automatic learning rate is chosen: a run does not resume under another rule."""
-        return {"automatic learning rate": schedule.TUNING_RATE_RULE} if self.learning_rate == "auto" else {}
+        return (
+            {"automatic learning rate": schedule.TUNING_RATE_RULE}
+            if self.learning_rate == "auto"
+            else {}
+        )
 
     @property
     def tag(self) -> str:
@@ -149,34 +160,83 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
     lora, preference = cfg.lora, cfg.preference
-    base = open_base(cfg.model, None if cfg.max_length == "auto" else cfg.max_length, lora, compute, cfg.seed)
+    base = open_base(
+        cfg.model, None if cfg.max_length == "auto" else cfg.max_length, lora, compute, cfg.seed
+    )
     conversations = own_pairs(cfg.data) if preference else own_conversations(cfg.data)
     facts = cfg.chosen_by | {"held out": f"one in {conversations.held_out_every}"}
-    stage = Stage("tune", cfg, compute, cfg.tag, parent=base.identity, corpus=conversations.name,
-                  content=conversations.key, **facts)  # fmt: skip
+    stage = Stage(
+        "tune",
+        cfg,
+        compute,
+        cfg.tag,
+        parent=base.identity,
+        corpus=conversations.name,
+        content=conversations.key,
+        **facts,
+    )
     stage.about = base.about
-    log(f"tune: {'an adapter of rank ' + str(lora.rank) if lora else 'every parameter'} of {base.folder.name}; "
-        f"checkpoints go to {stage.folder}")  # fmt: skip
+    log(
+        f"tune: {'an adapter of rank ' + str(lora.rank) if lora else 'every parameter'} of {base.folder.name}; "
+        f"checkpoints go to {stage.folder}"
+    )
 
     T = row_tokens(cfg, conversations, base)
     base = base.with_rows_of(T)
     base.model.checkpoints, base.model.offloads = cfg.recomputes, cfg.offload_activations
-    answers, val_answers = chat_rows("tune", conversations, base.tokenizer, T, cfg.seed, True, cfg.too_long,
-                                     pairs=preference is not None)  # fmt: skip
-    batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, base.model.config, base.held,
-                                answers, conversations.name, compute, stage.begun_rows)  # fmt: skip
+    answers, val_answers = chat_rows(
+        "tune",
+        conversations,
+        base.tokenizer,
+        T,
+        cfg.seed,
+        True,
+        cfg.too_long,
+        pairs=preference is not None,
+    )
+    batch = sizes.example_batch(
+        cfg.target_examples_per_step,
+        cfg.device_batch_size,
+        base.model.config,
+        base.held,
+        answers,
+        conversations.name,
+        compute,
+        stage.begun_rows,
+    )
     steps = stage.steps_over(answers, batch.rows_per_step, conversations.name)
     rows = 1 if batch.probe else batch.device_batch_size
-    check_fits(Tuning(base.model.config, lora, rows, batch.passes > 1, cfg.recomputes,
-                      cfg.offload_activations, cfg.shard, compute.world_size, str(compute.dtype).removeprefix("torch."),
-                      compute.platform.is_host), base.model, compute)  # fmt: skip
+    check_fits(
+        Tuning(
+            base.model.config,
+            lora,
+            rows,
+            batch.passes > 1,
+            cfg.recomputes,
+            cfg.offload_activations,
+            cfg.shard,
+            compute.world_size,
+            str(compute.dtype).removeprefix("torch."),
+            compute.platform.is_host,
+        ),
+        base.model,
+        compute,
+    )
     rates = OneRate(cfg.rate(base.model.config.n_embd, steps), cfg.weight_decay)
     stage.set_up(base.model, base.tokenizer, rates, 1.0, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for rows in (answers, val_answers):
             add_references(rows, base.model, base.identity, batch.device_batch_size, compute)
-    for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers",
-                                     objective=preference, measures_first=cfg.eval_every > 0):  # fmt: skip
+    for examples in stage.train_rows(
+        answers,
+        batch,
+        steps,
+        val_answers,
+        cfg.eval_every,
+        of_what=" of the answers",
+        objective=preference,
+        measures_first=cfg.eval_every > 0,
+    ):
         seed_all(dropout_seed(cfg.seed, stage.step, compute.rank))
         stage.schedule(schedule.cosine(stage.step, steps, cfg.warmup_ratio))
         stage.conclude(stage.update(examples))

@@ -38,8 +38,17 @@ def train(cfg: Config, compute: Compute) -> None:
     stage = Stage.after("base", cfg.base_step, "mid", cfg, compute)
     model, tokenizer = stage.load_parent()
     length, corpus = model.config.sequence_len, stage.corpus
-    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, model.config, model.parameter_counts()["total"],
-                        None, corpus, compute, cfg.gradient_accumulation_steps, stage.begun_rows)  # fmt: skip
+    batch = sizes.batch(
+        cfg.total_batch_size,
+        cfg.device_batch_size,
+        model.config,
+        model.parameter_counts()["total"],
+        None,
+        corpus,
+        compute,
+        cfg.gradient_accumulation_steps,
+        stage.begun_rows,
+    )
 
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations, cfg.mix)
     rows, val_rows = chat_rows("mid", mixture, tokenizer, length, cfg.seed, masked=cfg.answers_only)
@@ -48,7 +57,9 @@ def train(cfg: Config, compute: Compute) -> None:
 
     per_step = batch.tokens_per_step
     warn_of_missing(corpus)
-    stage.set_up(model, tokenizer, cfg.for_batch(per_step), cfg.init_lr_frac * schedule.rate_scale(per_step))
+    stage.set_up(
+        model, tokenizer, cfg.for_batch(per_step), cfg.init_lr_frac * schedule.rate_scale(per_step)
+    )
     of_what = " of the answers" if cfg.answers_only else ""
     for step in stage.train_rows(rows, batch, steps, val_rows, cfg.eval_every, of_what=of_what):
         lrm = schedule.trapezoid(stage.step, steps, 0, cfg.warmdown_ratio, 0.0)

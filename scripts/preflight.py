@@ -80,7 +80,9 @@ def told(place: str) -> str:
 
 def published(cfg: Config) -> list[Source]:
     """The published corpora that the run downloads."""
-    return [SOURCES[name] for name in unweighted(cfg.data).split(",") if cfg.shards and name in SOURCES]
+    return [
+        SOURCES[name] for name in unweighted(cfg.data).split(",") if cfg.shards and name in SOURCES
+    ]
 
 
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -132,7 +134,9 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
         there[f"texts {name}"] = here
         there[f"tokens {name}"] = sum(size_of(path) for path in folder.glob("tokens-*"))
     if cfg.model_tag is not None:
-        there |= {stage: steps_there(checkpoint_dir(stage, cfg.model_tag)) for stage in disk.SPEEDRUN}
+        there |= {
+            stage: steps_there(checkpoint_dir(stage, cfg.model_tag)) for stage in disk.SPEEDRUN
+        }
         if all(there[stage] == math.inf for stage in disk.SPEEDRUN):
             there["newest"] = math.inf
     if not downloads:
@@ -168,9 +172,19 @@ def check(cfg: Config, compute: Compute) -> None:
     if cfg.devices < 1:
         raise UserError(f"--devices must be at least 1, got {cfg.devices}", exit_code=2)
     if not 0 <= cfg.tokens < math.inf:  # NaN is in no range
-        raise UserError(f"--tokens must be a number of tokens, or 0 for the usual number, got {cfg.tokens}", 2)
-    shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, "L", cfg.vocab_size, cfg.data,
-                               compute)  # fmt: skip
+        raise UserError(
+            f"--tokens must be a number of tokens, or 0 for the usual number, got {cfg.tokens}", 2
+        )
+    shape = sizes.model_config(
+        cfg.depth,
+        cfg.model_dim,
+        cfg.head_dim,
+        cfg.max_seq_len,
+        "L",
+        cfg.vocab_size,
+        cfg.data,
+        compute,
+    )
     with torch.device("meta"):
         model = GPT(shape)
     counts, problems = model.parameter_counts(), []
@@ -180,7 +194,11 @@ def check(cfg: Config, compute: Compute) -> None:
         log(tr("data    {what}: {where}", what=what, where=told(place)))
         problems += [f"{what}: {told(place)}"] if not place else []
     if cfg.shards and find_bundle() is None:
-        log(tr("data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download fetches them)"))
+        log(
+            tr(
+                "data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download fetches them)"
+            )
+        )
 
     downloads = any("/" in what and place in ("hub", "") for what, place in found.items())
     needed = still_to_write(cfg, saved_bytes(model, Rates()), downloads)
@@ -191,29 +209,51 @@ def check(cfg: Config, compute: Compute) -> None:
         problems.append(tr("{folder} has {free} free, and the run writes up to {needed}", **space))
 
     memory, least = device.memory_total(compute), sizes.STATE_BYTES * counts["total"]
-    size = {"least": amount(least, "B"), "parameters": counts["total"], "memory": amount(memory, "B")}
+    size = {
+        "least": amount(least, "B"),
+        "parameters": counts["total"],
+        "memory": amount(memory, "B"),
+    }
     log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **size))
     if least > memory * (1 if compute.platform.is_host else cfg.devices):
-        problems.append(tr("{parameters:,} parameters need more memory than there is: take a smaller --depth", **size))
+        problems.append(
+            tr(
+                "{parameters:,} parameters need more memory than there is: take a smaller --depth",
+                **size,
+            )
+        )
 
     tokens = cfg.tokens or 12 * counts["scaling"]
     seconds = seconds_of(cfg, model, tokens, compute)
-    log(tr("time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; sampling and evaluating "
-           "come on top", time=duration(seconds), tokens=tokens, flops=tokens * model.flops_per_token()))  # fmt: skip
+    log(
+        tr(
+            "time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; sampling and evaluating "
+            "come on top",
+            time=duration(seconds),
+            tokens=tokens,
+            flops=tokens * model.flops_per_token(),
+        )
+    )
     if problems:
-        raise UserError(advice(problems, [what for what, place in found.items() if not place]), exit_code=2)
+        raise UserError(
+            advice(problems, [what for what, place in found.items() if not place]), exit_code=2
+        )
 
 
 def advice(problems: list[str], missing: list[str]) -> str:
     """Everything that is missing, and what to do about it."""
     repos = [what for what in missing if "/" in what]
     data = [tr("{how}. docs/offline.md has every command.", how=carry_in(repos))] if repos else []
-    return "\n".join([
-        tr("this run would stop later, because of:"),
-        *(f"  - {problem}" for problem in problems),
-        *data,
-        tr("`bash speedrun.sh --data tinyworld` needs no data from outside, and little disk and memory."),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            tr("this run would stop later, because of:"),
+            *(f"  - {problem}" for problem in problems),
+            *data,
+            tr(
+                "`bash speedrun.sh --data tinyworld` needs no data from outside, and little disk and memory."
+            ),
+        ]
+    )
 
 
 if __name__ == "__main__":

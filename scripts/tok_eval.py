@@ -96,7 +96,9 @@ class Published:
 
     size: int  # without special tokens
     samples: dict[str, int]
-    files: tuple[str, ...] = ()  # tiktoken names them by the SHA-1 of their addresses; () if it lacks the vocabulary
+    files: tuple[
+        str, ...
+    ] = ()  # tiktoken names them by the SHA-1 of their addresses; () if it lacks the vocabulary
 
 
 # Counted with tiktoken 0.14 from the files whose SHA-256s it knows; Qwen's counts come from the file in Alibaba's
@@ -133,8 +135,12 @@ class Config:
 def is_cached(name: str) -> bool:
     """Whether tiktoken has cached all files of a published vocabulary."""
     default = Path(tempfile.gettempdir()) / "data-gym-cache"
-    folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default)
-    names = [hashlib.sha1((PUBLISHED_AT + file).encode()).hexdigest() for file in PUBLISHED[name].files]
+    folder = Path(
+        os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default
+    )
+    names = [
+        hashlib.sha1((PUBLISHED_AT + file).encode()).hexdigest() for file in PUBLISHED[name].files
+    ]
     return bool(names) and all((folder / file).exists() for file in names)
 
 
@@ -151,8 +157,13 @@ def published_ratios(kinds: dict[str, list[str]]) -> dict[str, dict[str, float]]
         counts = dict(known.samples)
         if is_cached(name):
             encoding = tiktoken.get_encoding(name)
-            counts = {kind: sum(map(len, encoding.encode_ordinary_batch(some))) for kind, some in kinds.items()}
-        ratios[name] = {kind: sum(len(text.encode()) for text in kinds[kind]) / counts[kind] for kind in counts}
+            counts = {
+                kind: sum(map(len, encoding.encode_ordinary_batch(some)))
+                for kind, some in kinds.items()
+            }
+        ratios[name] = {
+            kind: sum(len(text.encode()) for text in kinds[kind]) / counts[kind] for kind in counts
+        }
     return ratios
 
 
@@ -162,7 +173,9 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     kinds = {name: [text] for name, text in SAMPLES.items()}
     for corpus in data.corpora:
-        kinds |= {f"{corpus.name} {split}": first_documents(corpus, split) for split in ("train", "val")}
+        kinds |= {
+            f"{corpus.name} {split}": first_documents(corpus, split) for split in ("train", "val")
+        }
     others = published_ratios(kinds)
 
     rows: list[dict[str, float | str]] = []
@@ -174,21 +187,39 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
                 f"python -m scripts.tok_train --data {quote(data.name)}"
             )
         size, count = sum(len(text.encode()) for text in some), sum(map(len, tokens))
-        row: dict[str, float | str] = {"text": kind, "bytes": size, "tokens": count, "bytes_per_token": size / count}
+        row: dict[str, float | str] = {
+            "text": kind,
+            "bytes": size,
+            "tokens": count,
+            "bytes_per_token": size / count,
+        }
         rows.append(row | {name: ratios[kind] for name, ratios in others.items() if kind in ratios})
 
-    table = Table(title=f"{data.name}, {tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}: bytes per token")
+    table = Table(
+        title=f"{data.name}, {tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}: bytes per token"
+    )
     table.add_column("text", no_wrap=True)
-    names = (f"{name.removesuffix('_base')}\n{round(PUBLISHED[name].size / 1000)}k" for name in others)
+    names = (
+        f"{name.removesuffix('_base')}\n{round(PUBLISHED[name].size / 1000)}k" for name in others
+    )
     for column in ("bytes", "tokens", "ours", *names):
         table.add_column(column, justify="right")
     for row in rows:
-        ratios = [f"{row[name]:.2f}" if name in row else "-" for name in ("bytes_per_token", *others)]
+        ratios = [
+            f"{row[name]:.2f}" if name in row else "-" for name in ("bytes_per_token", *others)
+        ]
         table.add_row(str(row["text"]), f"{row['bytes']:,}", f"{row['tokens']:,}", *ratios)
     Console().print(table)
     if missing := [name for name in others if not is_cached(name)]:
-        log(f"tiktoken has not cached these, so they are compared on the samples only: {', '.join(missing)}")
-    section = {"corpus": data.name, "tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "rows": rows}
+        log(
+            f"tiktoken has not cached these, so they are compared on the samples only: {', '.join(missing)}"
+        )
+    section = {
+        "corpus": data.name,
+        "tokenizer": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "rows": rows,
+    }
     write_section("tok_eval", section)
     return rows
 

@@ -57,7 +57,9 @@ class Used:
     characters: int = 0
 
 
-def sample(corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: Used) -> Iterator[str]:
+def sample(
+    corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: Used
+) -> Iterator[str]:
     """Documents cut to `doc_cap` characters, until `max_chars` characters are read; `used` counts them.
 
     Each of several corpora gives its share of the characters, until one of the corpora ends.
@@ -83,16 +85,22 @@ def sample(corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: 
 
 def known_characters(data: Data) -> int | None:
     """How many characters a sample of all corpora can have; None if that is not known."""
-    known = [read_about(corpus.folder).get("characters", {}).get("train") for corpus in data.corpora]
+    known = [
+        read_about(corpus.folder).get("characters", {}).get("train") for corpus in data.corpora
+    ]
     if None in known:
         return None
-    return min(count * sum(data.shares) // share for count, share in zip(known, data.shares, strict=True))
+    return min(
+        count * sum(data.shares) // share for count, share in zip(known, data.shares, strict=True)
+    )
 
 
 def identity(paths: list[Path]) -> list[list[Any]]:
     """The names, sizes and known SHA-256s of shards, which tell them from other shards with the same names."""
     known = read_about(paths[0].parent).get("shards", {}) if paths else {}
-    return [[path.name, path.stat().st_size, known.get(path.name, {}).get("sha256")] for path in paths]
+    return [
+        [path.name, path.stat().st_size, known.get(path.name, {}).get("sha256")] for path in paths
+    ]
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
@@ -113,7 +121,9 @@ def export_folder(cfg: Config) -> Path | None:
         return None
     folder = cfg.export.expanduser()
     if not next(place for place in (folder, *folder.absolute().parents) if place.exists()).is_dir():
-        raise UserError(f"--export must name a folder, got {folder}, which is a file or below one", exit_code=2)
+        raise UserError(
+            f"--export must name a folder, got {folder}, which is a file or below one", exit_code=2
+        )
     return folder
 
 
@@ -128,7 +138,9 @@ def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
     if asked != "auto":
         return asked
     size = 4_096 if characters is not None and characters < SMALL_CORPUS else 32_768
-    log(f"vocab_size: {size:,} (the corpus has {f'{characters:,}' if characters else 'many'} characters)")
+    log(
+        f"vocab_size: {size:,} (the corpus has {f'{characters:,}' if characters else 'many'} characters)"
+    )
     return size
 
 
@@ -141,7 +153,9 @@ def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]
     return sum(len(text.encode()) for text in some) / sum(map(len, tokens))
 
 
-def done_before(folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]) -> Tokenizer | None:
+def done_before(
+    folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]
+) -> Tokenizer | None:
     """The tokenizer that was trained with these settings on these shards, if there is one. Shards that were added
     since then do not matter."""
     if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
@@ -149,7 +163,9 @@ def done_before(folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]
     note = read_json(folder / NOTE)
     if note["settings"] != noted(cfg, data):
         return None
-    counts = [len(note["shards"])] if len(corpora) == 1 else [len(shards) for shards in note["shards"]]
+    counts = (
+        [len(note["shards"])] if len(corpora) == 1 else [len(shards) for shards in note["shards"]]
+    )
     if note["shards"] != identities(corpora, counts):
         return None
     tokenizer = Tokenizer.load(folder)
@@ -173,23 +189,30 @@ def train(cfg: Config) -> Tokenizer:
     for name in ("max_chars", "doc_cap"):
         if getattr(cfg, name) <= 0:
             raise UserError(
-                f"--{name} must be positive, the most characters to read, got {getattr(cfg, name)}", exit_code=2
+                f"--{name} must be positive, the most characters to read, got {getattr(cfg, name)}",
+                exit_code=2,
             )
     if cfg.pattern not in PATTERNS:
-        raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2)
+        raise UserError(
+            f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2
+        )
     exported = export_folder(cfg)
     data = resolve_data(cfg.data)
     corpora = [shards(corpus, "train") for corpus in data.corpora]
     folder, known = tokenizer_dir(data.vocabulary), known_characters(data)
     if tokenizer := done_before(folder, cfg, data, corpora):
-        log(f"the tokenizer of {data.name} is already there: {tokenizer.vocab_size:,} tokens in {folder}")
+        log(
+            f"the tokenizer of {data.name} is already there: {tokenizer.vocab_size:,} tokens in {folder}"
+        )
         export(tokenizer, exported)
         return tokenizer
 
     vocab_size = choose_vocab_size(cfg.vocab_size, known)
     used = Used([0] * len(corpora))
     start = time.monotonic()
-    with Progress(f"read {data.name}", min(cfg.max_chars, known) if known else None, "characters") as progress:
+    with Progress(
+        f"read {data.name}", min(cfg.max_chars, known) if known else None, "characters"
+    ) as progress:
 
         def counted() -> Iterator[str]:
             for text in sample(corpora, data.shares, cfg, used):
@@ -218,7 +241,11 @@ def train(cfg: Config) -> Tokenizer:
         "characters": used.characters,
         "vocab_size": tokenizer.vocab_size,
         "bytes_per_token": ratios,
-        "token_bytes": {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())},
+        "token_bytes": {
+            "min": int(lengths.min()),
+            "mean": float(lengths.mean()),
+            "max": int(lengths.max()),
+        },
         "tokenizer": tokenizer.hash,
     }
     write_section("tok_train", section)

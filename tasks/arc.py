@@ -17,7 +17,9 @@ def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     """Some rows letter their choices A to D, some 1 to 4: we count positions instead."""
     labels = row["choices"]["label"]
     answer = labels.index(row["answerKey"]) if row["answerKey"] in labels else -1
-    return ChoiceProblem(row["question"], tuple(row["choices"]["text"]), answer, id=row.get("id") or "")
+    return ChoiceProblem(
+        row["question"], tuple(row["choices"]["text"]), answer, id=row.get("id") or ""
+    )
 
 
 class ARC(ChoiceTask):

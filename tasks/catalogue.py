@@ -15,7 +15,9 @@ from tasks.mixtures import CURRICULA
 from tasks.mmlu import MMLU
 from tasks.mmlu_pro import MMLUPro
 
-FEW_SHOT: Mapping[str, tuple[Callable[..., Task], int]] = {  # with the number of examples that the authors show
+FEW_SHOT: Mapping[
+    str, tuple[Callable[..., Task], int]
+] = {  # with the number of examples that the authors show
     "C-Eval": (CEval, 5),
     "CMMLU": (CMMLU, 5),
     "MMLU-Pro": (MMLUPro, 5),
@@ -27,7 +29,9 @@ def use_task_data(folder: str | None) -> None:
     """Read the rows of tasks from copies in a folder, as NANOCHAT_TASK_DIR does. UserError (code 2) if it is none."""
     if folder is not None:
         if not Path(folder).expanduser().is_dir():
-            raise UserError(f"--task_data names a folder with copies of data sets, and {folder} is no folder", 2)
+            raise UserError(
+                f"--task_data names a folder with copies of data sets, and {folder} is no folder", 2
+            )
         os.environ["NANOCHAT_TASK_DIR"] = folder
 
 
@@ -36,7 +40,9 @@ def chat_tasks(unsafe_exec: bool, shots: int | None = None) -> dict[str, Callabl
 
     The tasks of ChatCORE show none in any case, so that ChatCORE is the same everywhere.
     """
-    found = {name: make for one in CURRICULA.values() for name, make in one.measures(unsafe_exec).items()}
+    found = {
+        name: make for one in CURRICULA.values() for name, make in one.measures(unsafe_exec).items()
+    }
     for name, (make, usual) in FEW_SHOT.items():
         found[name] = lambda make=make, usual=usual: make(shots=usual if shots is None else shots)
     return found

@@ -29,7 +29,9 @@ def render_choices(question: str, choices: Sequence[str]) -> str:
     the letter stands for, which small models need. The letter is alone on its line, so that it is the same token as in
     the answer.
     """
-    listed = "".join(f"{choice}\n{letter}\n" for choice, letter in zip(choices, LETTERS, strict=False))
+    listed = "".join(
+        f"{choice}\n{letter}\n" for choice, letter in zip(choices, LETTERS, strict=False)
+    )
     return f"{question}\n\nThe choices, each with its letter below it:\n{listed}\nAnswer with the letter."
 
 
@@ -49,7 +51,9 @@ class Plain:
         """The question up to where the answer follows."""
         if not self.lettered:
             return f"{self.opening}{problem.question}{self.cue}"
-        listed = "".join(f"\n{letter}. {one}" for letter, one in zip(LETTERS, problem.choices, strict=False))
+        listed = "".join(
+            f"\n{letter}. {one}" for letter, one in zip(LETTERS, problem.choices, strict=False)
+        )
         return f"{self.opening}{problem.question.strip()}{listed}{self.cue}"
 
     def answers(self, problem: ChoiceProblem) -> tuple[str, ...]:
@@ -105,16 +109,26 @@ class ChoiceTask:
         shown = [
             message
             for one in self._shown(problem)
-            for message in (user(render_choices(one.question, one.choices)), assistant(LETTERS[one.answer]))
+            for message in (
+                user(render_choices(one.question, one.choices)),
+                assistant(LETTERS[one.answer]),
+            )
         ]
         return Conversation((*shown, *asked.messages))
 
     def cloze(self, i: int) -> Cloze:
         """Problem i as a text to continue, with examples before it."""
         problem, plain = self.problem(i), self._plain
-        shown = [f"{plain.pose(one)} {plain.answers(one)[one.answer]}\n\n" for one in self._shown(problem)]
+        shown = [
+            f"{plain.pose(one)} {plain.answers(one)[one.answer]}\n\n"
+            for one in self._shown(problem)
+        ]
         return Cloze(
-            plain.intro(problem.subject), tuple(shown), plain.pose(problem), plain.answers(problem), problem.answer
+            plain.intro(problem.subject),
+            tuple(shown),
+            plain.pose(problem),
+            plain.answers(problem),
+            problem.answer,
         )
 
     def letters(self, i: int) -> tuple[str, ...]:
@@ -125,14 +139,18 @@ class ChoiceTask:
 
 
 def _checked(problem: ChoiceProblem, where: str) -> ChoiceProblem:
-    if not (2 <= len(problem.choices) <= len(LETTERS) and 0 <= problem.answer < len(problem.choices)):
+    if not (
+        2 <= len(problem.choices) <= len(LETTERS) and 0 <= problem.answer < len(problem.choices)
+    ):
         raise UserError(
             f"{where}: the answer of a row must be one of its choices, got {problem}. Fix or remove the row."
         )
     return problem
 
 
-def _by_subject(table: Table, read: Callable[[Mapping[str, Any]], ChoiceProblem]) -> dict[str, list[ChoiceProblem]]:
+def _by_subject(
+    table: Table, read: Callable[[Mapping[str, Any]], ChoiceProblem]
+) -> dict[str, list[ChoiceProblem]]:
     """The examples of each subject in the order in which they were published."""
     found: dict[str, list[ChoiceProblem]] = {}
     for i in sorted(range(len(table)), key=table.number):
@@ -141,9 +159,13 @@ def _by_subject(table: Table, read: Callable[[Mapping[str, Any]], ChoiceProblem]
     return found
 
 
-def letter_columns(row: Mapping[str, Any], question: str, answer: str, letters: str = "ABCD") -> ChoiceProblem:
+def letter_columns(
+    row: Mapping[str, Any], question: str, answer: str, letters: str = "ABCD"
+) -> ChoiceProblem:
     """A row that has a column for the question, one for each choice, and one for the letter of the answer."""
     right = str(row[answer]).strip()
     place = letters.find(right) if len(right) == 1 else -1
     identity = "" if row.get("id") is None else str(row["id"])
-    return ChoiceProblem(row[question], tuple(str(row[one]) for one in letters), place, row["subject"], identity)
+    return ChoiceProblem(
+        row[question], tuple(str(row[one]) for one in letters), place, row["subject"], identity
+    )

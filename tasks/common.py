@@ -42,7 +42,9 @@ class Published:
     inside: tuple[str, ...]
     others: tuple[str, ...] = ()
     header: tuple[str, ...] = ()  # the columns of a tsv file, which has no line with their names
-    parquet_branch: bool = False  # the hub's main branch is a program; another has what it makes, a folder per subset
+    parquet_branch: bool = (
+        False  # the hub's main branch is a program; another has what it makes, a folder per subset
+    )
 
     @property
     def name(self) -> str:
@@ -60,10 +62,16 @@ class Published:
         for name in self.inside:
             for ending in (ending for ending, builder in _TYPES.items() if builder):
                 wanted = re.compile(rf"{re.escape(self.split)}([-_.].*)?\.{ending}")
-                files = sorted(path for path in (folder / name).glob(f"*.{ending}") if wanted.fullmatch(path.name))
+                files = sorted(
+                    path
+                    for path in (folder / name).glob(f"*.{ending}")
+                    if wanted.fullmatch(path.name)
+                )
                 if files:
                     return files
-        return next((files for pattern in self.others if (files := sorted(folder.glob(pattern)))), [])
+        return next(
+            (files for pattern in self.others if (files := sorted(folder.glob(pattern)))), []
+        )
 
     def __str__(self) -> str:
         return f"{self.repo} ({', '.join(filter(None, (self.subset, self.split)))})"
@@ -71,10 +79,16 @@ class Published:
 
 def carry_in(repos: Sequence[str]) -> str:
     """How to get data sets of the hub onto this machine, in two sentences."""
-    commands = [f"`hf download {repo} --repo-type dataset --local-dir {repo.rpartition('/')[2]}`" for repo in repos]
-    return tr("Set HF_ENDPOINT to a mirror that this machine can reach. Or, on a machine with a network, run "
-              "{commands}, copy what they fetch into a folder of this machine, and set NANOCHAT_TASK_DIR to that "
-              "folder", commands=", ".join(commands))  # fmt: skip
+    commands = [
+        f"`hf download {repo} --repo-type dataset --local-dir {repo.rpartition('/')[2]}`"
+        for repo in repos
+    ]
+    return tr(
+        "Set HF_ENDPOINT to a mirror that this machine can reach. Or, on a machine with a network, run "
+        "{commands}, copy what they fetch into a folder of this machine, and set NANOCHAT_TASK_DIR to that "
+        "folder",
+        commands=", ".join(commands),
+    )
 
 
 class Table:
@@ -110,7 +124,9 @@ def _read(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
         cause = failure.__cause__ or failure
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             raise cause from None
-        text = tr("{where} cannot be read: {cause}. {advice}", where=where, cause=cause, advice=advice)
+        text = tr(
+            "{where} cannot be read: {cause}. {advice}", where=where, cause=cause, advice=advice
+        )
         raise UserError(text, exit_code=2) from failure
 
 
@@ -122,7 +138,9 @@ def _check_files(files: Sequence[Path]) -> None:
             if path.suffix == ".parquet":
                 check_packing(path)
         except (OSError, ValueError) as failure:
-            raise UserError(f"{path} cannot be read: {failure}. Copy the file again from its source", 2) from failure
+            raise UserError(
+                f"{path} cannot be read: {failure}. Copy the file again from its source", 2
+            ) from failure
 
 
 class _Joined:
@@ -151,13 +169,20 @@ class _Cells(list[dict[str, Any]]):
         self.column_names = list(header)
         for path in files:
             tsv = path.suffix == ".tsv"
-            names, quoting = (header or None) if tsv else None, csv.QUOTE_NONE if tsv else csv.QUOTE_MINIMAL
+            names, quoting = (
+                (header or None) if tsv else None,
+                csv.QUOTE_NONE if tsv else csv.QUOTE_MINIMAL,
+            )
             try:
                 with open(path, encoding="utf-8-sig", newline="") as f:
-                    reader = csv.DictReader(f, names, delimiter="\t" if tsv else ",", quoting=quoting, strict=True)
+                    reader = csv.DictReader(
+                        f, names, delimiter="\t" if tsv else ",", quoting=quoting, strict=True
+                    )
                     for row in reader:
                         if None in row or None in row.values():
-                            raise ValueError(f"line {reader.line_num} has not as many cells as there are columns")
+                            raise ValueError(
+                                f"line {reader.line_num} has not as many cells as there are columns"
+                            )
                         self.append(row)
                     self.column_names = list(reader.fieldnames or ())
             except (csv.Error, ValueError) as broken:
@@ -165,15 +190,24 @@ class _Cells(list[dict[str, Any]]):
                 raise UserError(text, exit_code=2) from broken
 
 
-def _open(sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None) -> tuple[dict[str, Any], str]:
+def _open(
+    sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None
+) -> tuple[dict[str, Any], str]:
     """The rows of several splits, which have the columns, and where they are from; see load_table."""
     found, where = _find(sources, columns, folder)
     for key, source in sources.items():
-        _check_columns(found[key].column_names, columns, where if len(sources) == 1 else f"{where} ({key})", source)
+        _check_columns(
+            found[key].column_names,
+            columns,
+            where if len(sources) == 1 else f"{where} ({key})",
+            source,
+        )
     return found, where
 
 
-def _find(sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None) -> tuple[dict[str, Any], str]:
+def _find(
+    sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None
+) -> tuple[dict[str, Any], str]:
     first = next(iter(sources.values()))
     folder = folder or first.local_folder()
     if folder is None:
@@ -181,14 +215,22 @@ def _find(sources: Mapping[str, Published], columns: Sequence[str], folder: Path
         rows = {}
         for key, source in sources.items():
             names = (source.repo,) if source.parquet_branch else (source.repo, source.subset)
-            place = {"data_dir": source.subset, "revision": "refs/convert/parquet"} if source.parquet_branch else {}
+            place = (
+                {"data_dir": source.subset, "revision": "refs/convert/parquet"}
+                if source.parquet_branch
+                else {}
+            )
             advice = carry_in([source.repo])
-            rows[key] = _read(str(source), *names, split=source.split, token=token, advice=advice, **place)
+            rows[key] = _read(
+                str(source), *names, split=source.split, token=token, advice=advice, **place
+            )
         return rows, str(first) if len(sources) == 1 else first.repo
     files = {key: source.files(folder) for key, source in sources.items()}
     for key, source in sources.items():
         if not files[key]:
-            tried = [f"{one}/{source.split}*.parquet|jsonl" for one in source.inside] + list(source.others)
+            tried = [f"{one}/{source.split}*.parquet|jsonl" for one in source.inside] + list(
+                source.others
+            )
             wanted = " or ".join(str(folder / one) for one in tried)
             raise UserError(
                 f"there are no rows of {source.name} ({source.split}) in {folder}: looked for {wanted}. Copy one of "
@@ -196,24 +238,40 @@ def _find(sources: Mapping[str, Published], columns: Sequence[str], folder: Path
                 exit_code=2,
             )
     every = [path for some in files.values() for path in some]
-    where, builder = str(every[0].parent if len(sources) == 1 else folder), _TYPES[every[0].suffix[1:]]
+    where, builder = (
+        str(every[0].parent if len(sources) == 1 else folder),
+        _TYPES[every[0].suffix[1:]],
+    )
     _check_files(every)
     if not builder:
         return {key: _Cells(some, sources[key].header) for key, some in files.items()}, where
-    if builder == "parquet" and len(sources) > 1:  # read together, a file that lacks a column would get empty cells
+    if (
+        builder == "parquet" and len(sources) > 1
+    ):  # read together, a file that lacks a column would get empty cells
         for key, some in files.items():
             for path in some:
                 _check_columns(pq.read_schema(path).names, columns, str(path), sources[key])
     elif len(sources) > 1:
-        alone = {key: _find({key: source}, columns, folder)[0][key] for key, source in sources.items()}
+        alone = {
+            key: _find({key: source}, columns, folder)[0][key] for key, source in sources.items()
+        }
         return alone, where
-    cache, named = str(base_dir() / "task_cache"), {key: [str(path) for path in some] for key, some in files.items()}
+    cache, named = (
+        str(base_dir() / "task_cache"),
+        {key: [str(path) for path in some] for key, some in files.items()},
+    )
     return _read(
-        where, builder, data_files=named, cache_dir=cache, advice="Copy the files again from their source"
+        where,
+        builder,
+        data_files=named,
+        cache_dir=cache,
+        advice="Copy the files again from their source",
     ), where
 
 
-def _check_columns(names: Sequence[str], columns: Sequence[str], where: str, source: Published) -> None:
+def _check_columns(
+    names: Sequence[str], columns: Sequence[str], where: str, source: Published
+) -> None:
     missing = [column for column in columns if column not in names]
     if missing:
         raise UserError(
@@ -222,21 +280,32 @@ def _check_columns(names: Sequence[str], columns: Sequence[str], where: str, sou
         )
 
 
-def load_table(source: Published, columns: Sequence[str], folder: str | Path | None = None) -> Table:
+def load_table(
+    source: Published, columns: Sequence[str], folder: str | Path | None = None
+) -> Table:
     """Load the rows of a published data set from `folder`, from NANOCHAT_TASK_DIR, or from the Hugging Face hub.
 
     columns: the columns that every row must have. UserError (exit 2) if the rows cannot be read or lack a column.
     """
-    found, where = _open({source.split: source}, columns, Path(folder).expanduser() if folder is not None else None)
+    found, where = _open(
+        {source.split: source}, columns, Path(folder).expanduser() if folder is not None else None
+    )
     rows = found[source.split]
     log(f"{source.name} {source.split}: {len(rows):,} rows from {where}")
     return Table(rows, where)
 
 
-def load_subjects(sources: Mapping[str, Published], columns: Sequence[str], folder: str | Path | None = None) -> Table:
+def load_subjects(
+    sources: Mapping[str, Published], columns: Sequence[str], folder: str | Path | None = None
+) -> Table:
     """Load the rows of all subjects of a data set, like load_table; each row names its subject in `subject`."""
-    found, where = _open(sources, columns, Path(folder).expanduser() if folder is not None else None)
-    joined, first = _Joined({subject: found[subject] for subject in sources}), next(iter(sources.values()))
+    found, where = _open(
+        sources, columns, Path(folder).expanduser() if folder is not None else None
+    )
+    joined, first = (
+        _Joined({subject: found[subject] for subject in sources}),
+        next(iter(sources.values())),
+    )
     log(f"{first.name} {first.split}: {len(joined):,} rows in {len(sources)} subjects from {where}")
     return Table(joined, where)
 
@@ -281,16 +350,22 @@ def read_messages(messages: Any) -> Conversation:
         spoken = len([turn for turn in turns if turn.role != "system"])
         expected = "assistant" if spoken % 2 else "user"
         if role != expected and not (role == "system" and n == 1):
-            raise ValueError(f"message {n} must have role {expected!r} (user and assistant take turns), got {role!r}")
+            raise ValueError(
+                f"message {n} must have role {expected!r} (user and assistant take turns), got {role!r}"
+            )
         if not isinstance(content, str):
-            raise ValueError(f"the content of message {n} must be a text, got {type(content).__name__}")
+            raise ValueError(
+                f"the content of message {n} must be a text, got {type(content).__name__}"
+            )
         if not content.strip():
             raise ValueError(f"the content of message {n} must be a text that is not empty")
         turns.append(Message(role, (Part("text", content),), is_trained(message, n)))
     if not turns or turns[-1].role != "assistant":
         raise ValueError("a conversation must end with a message of role 'assistant'")
     if not any(turn.trained for turn in turns if turn.role == "assistant"):
-        raise ValueError("every assistant message has weight 0 or loss false, so nothing is trained; remove the record")
+        raise ValueError(
+            "every assistant message has weight 0 or loss false, so nothing is trained; remove the record"
+        )
     return Conversation(tuple(turns))
 
 
@@ -304,7 +379,9 @@ class Ungraded:
         return ()
 
     def grade(self, i: int, reply: str) -> float:
-        raise UserError(f"{self.name} has no right answers, so it can only train a model; choose another task")
+        raise UserError(
+            f"{self.name} has no right answers, so it can only train a model; choose another task"
+        )
 
 
 # --- slices and mixtures -------------------------------------------------------------------------
@@ -314,7 +391,12 @@ class Subset:
     """Every `step`-th problem of a task from `start` to `stop`, or those that `numbers` lists."""
 
     def __init__(
-        self, task: Task, start: int = 0, stop: int | None = None, step: int = 1, numbers: Sequence[int] | None = None
+        self,
+        task: Task,
+        start: int = 0,
+        stop: int | None = None,
+        step: int = 1,
+        numbers: Sequence[int] | None = None,
     ):
         self.task = task
         self.name = task.name
@@ -362,7 +444,9 @@ class TaskMixture:
 
     def originals(self) -> np.ndarray:  # (problems,) int64
         """For each problem, the place of its first copy: its own place, unless its task was given twice."""
-        same = [next(k for k, other in enumerate(self.tasks) if other is task) for task in self.tasks]
+        same = [
+            next(k for k, other in enumerate(self.tasks) if other is task) for task in self.tasks
+        ]
         which = np.searchsorted(self._starts, self._order, side="right") - 1
         return first_places(self._order - self._starts[which] + self._starts[np.array(same)[which]])
 

@@ -12,10 +12,20 @@ from tasks.common import Ungraded, read_messages
 from tasks.record_keys import check_record
 
 Record = TypeVar("Record")
-_SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+_SHAPE = (
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+)
 # The names that ShareGPT files and their descendants give the three roles.
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-          "chatgpt": "assistant", "bot": "assistant", "system": "system"}  # fmt: skip
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "system": "system",
+}
 
 
 def read_record(value: Any) -> Conversation:
@@ -30,7 +40,9 @@ def read_record(value: Any) -> Conversation:
     if isinstance(value, list):
         return read_messages(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"a conversation is a list of messages or an object, got {type(value).__name__}")
+        raise ValueError(
+            f"a conversation is a list of messages or an object, got {type(value).__name__}"
+        )
     for name in ("messages", "conversations", "conversation"):
         if name in value:
             check_record(value, (name, "system"))
@@ -58,7 +70,9 @@ def with_system(value: Mapping[str, Any], messages: Any) -> Any:
     if first.get("role") != "system":
         return [{"role": "system", "content": value["system"]}, *messages]
     if first.get("content") != value["system"]:
-        raise ValueError('the messages begin with another system message than the key "system" holds; keep one of them')
+        raise ValueError(
+            'the messages begin with another system message than the key "system" holds; keep one of them'
+        )
     return messages
 
 
@@ -70,7 +84,9 @@ def plain_turns(turns: Any) -> Iterator[Any]:
     for n, turn in enumerate(turns, start=1):
         if isinstance(turn, Mapping) and {"from", "value"} <= set(turn):
             if not isinstance(role := turn["from"], str) or role not in _ROLES:
-                raise ValueError(f'message {n} is "from" {reprlib.repr(role)}; known are {", ".join(_ROLES)}')
+                raise ValueError(
+                    f'message {n} is "from" {reprlib.repr(role)}; known are {", ".join(_ROLES)}'
+                )
             others = {key: turn[key] for key in turn if key not in ("from", "value")}
             yield {**others, "role": _ROLES[role], "content": turn["value"]}
         else:
@@ -80,7 +96,10 @@ def plain_turns(turns: Any) -> Iterator[Any]:
 def alpaca_turns(value: Mapping[str, Any], question: str) -> Iterator[dict[str, Any]]:
     """The earlier exchanges of an Alpaca record, then its question, as messages."""
     history = value.get("history") or []
-    if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
+    if not (
+        isinstance(history, list)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    ):
         raise ValueError('"history" must be a list of [question, answer]')
     asked, more = value[question], value.get("input") or ""
     if not (isinstance(asked, str) and isinstance(more, str)):
@@ -99,7 +118,10 @@ def records(path: Path) -> Iterator[tuple[str, Any]]:
     """
     with open(path, "rb") as lines:
         is_list = lines.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if is_list and (values := _whole_list(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))) is not None:
+    if (
+        is_list
+        and (values := _whole_list(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))) is not None
+    ):
         yield from ((f"item {n}", value) for n, value in enumerate(values, start=1))
         return
     with open(path, "rb") as lines:
@@ -118,7 +140,9 @@ def _whole_list(data: bytes) -> list[Any] | None:
         values = parse_json(first)
     except ValueError:
         return _over_lines(data)
-    is_conversation = bool(values) and isinstance(values[0], Mapping) and {"role", "from"} & set(values[0])
+    is_conversation = (
+        bool(values) and isinstance(values[0], Mapping) and {"role", "from"} & set(values[0])
+    )
     return None if more or is_conversation else values
 
 
@@ -142,14 +166,17 @@ def _placed(place: str, value: Any, read: Callable[[Any], Record]) -> Record:
         raise ValueError(f"{place}: {broken}") from broken
 
 
-def read_file(filepath: str | Path, read: Callable[[Any], Record], what: str, shape: str) -> list[Record]:
+def read_file(
+    filepath: str | Path, read: Callable[[Any], Record], what: str, shape: str
+) -> list[Record]:
     """What `read` makes of every JSON value of a file, one value per line or in one list; `what` and `shape` name and
     show such a value. The whole file is checked at once: UserError names the file, the line and the rule of the first
     mistake."""
     path = Path(filepath).expanduser()
     if not path.is_file():
         raise UserError(
-            f"there is no file {path}. Check the path; the file should hold one {what} per line: {shape}", 2
+            f"there is no file {path}. Check the path; the file should hold one {what} per line: {shape}",
+            2,
         )
     try:
         found = [_placed(place, value, read) for place, value in records(path)]

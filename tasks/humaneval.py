@@ -35,7 +35,9 @@ def build_program(prompt: str, reply: str, test: str, function: str) -> str:
             ast.parse(prompt)  # a head with a docstring is a complete function
             code = f"{prompt}\n{code}"
         except SyntaxError:
-            imports = [line for line in prompt.splitlines() if line.startswith(("import ", "from "))]
+            imports = [
+                line for line in prompt.splitlines() if line.startswith(("import ", "from "))
+            ]
             code = "\n".join([*imports, code])
     else:
         code = prompt + code
@@ -44,7 +46,9 @@ def build_program(prompt: str, reply: str, test: str, function: str) -> str:
 
 def source() -> Published:
     """HumanEval on the hub."""
-    return Published("openai/openai_humaneval", "openai_humaneval", "test", ("openai_humaneval", "."))
+    return Published(
+        "openai/openai_humaneval", "openai_humaneval", "test", ("openai_humaneval", ".")
+    )
 
 
 class HumanEval:
@@ -54,11 +58,15 @@ class HumanEval:
     name = "HumanEval"
     kind: Literal["choice", "generative"] = "generative"
 
-    def __init__(self, folder: str | Path | None = None, unsafe_exec: bool = False, seconds: float = 5.0):
+    def __init__(
+        self, folder: str | Path | None = None, unsafe_exec: bool = False, seconds: float = 5.0
+    ):
         self._unsafe_exec = unsafe_exec
         self._seconds = seconds
         execution.tier(unsafe_exec)
-        self._table = load_table(source(), ("prompt", "canonical_solution", "test", "entry_point"), folder)
+        self._table = load_table(
+            source(), ("prompt", "canonical_solution", "test", "entry_point"), folder
+        )
 
     def __len__(self) -> int:
         return len(self._table)
@@ -73,4 +81,6 @@ class HumanEval:
     def grade(self, i: int, reply: str) -> float:
         row = self._table[i]
         program = build_program(row["prompt"], reply, row["test"], row["entry_point"])
-        return float(execution.run_program(program, self._seconds, unsafe_exec=self._unsafe_exec).passed)
+        return float(
+            execution.run_program(program, self._seconds, unsafe_exec=self._unsafe_exec).passed
+        )

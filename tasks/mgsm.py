@@ -14,14 +14,28 @@ _LABEL = re.compile(r"^\s*(?:问题|逐步解答)\s*[:：]\s*")  # the examples 
 
 def source(split: str) -> Published:
     """A split on the hub's branch of parquet files; the authors' mgsm_zh.tsv has the split test."""
-    others = (f"zh/{split}/*.parquet", f"zh/mgsm-{split}.parquet", *(("mgsm_zh.tsv",) if split == "test" else ()))
-    return Published("juletxara/mgsm", "zh", split, ("zh",), others, ("question", "answer_number"), parquet_branch=True)
+    others = (
+        f"zh/{split}/*.parquet",
+        f"zh/mgsm-{split}.parquet",
+        *(("mgsm_zh.tsv",) if split == "test" else ()),
+    )
+    return Published(
+        "juletxara/mgsm",
+        "zh",
+        split,
+        ("zh",),
+        others,
+        ("question", "answer_number"),
+        parquet_branch=True,
+    )
 
 
 def _number(row: dict[str, str | int], source: str) -> str:
     number = str(row["answer_number"])
     if final_number(number) is None:
-        raise UserError(f"{source}: answer_number must be a number, got {number!r}. Fix or remove the row.")
+        raise UserError(
+            f"{source}: answer_number must be a number, got {number!r}. Fix or remove the row."
+        )
     return number
 
 
@@ -38,7 +52,11 @@ class MGSM:
         one_of("the split of MGSM", split, ("test", "train"))
         self.shots = shots
         self._table = load_table(source(split), COLUMNS[split], folder)
-        self._shown = _examples(load_table(source("train"), COLUMNS["train"], folder))[: 2 * shots] if shots else []
+        self._shown = (
+            _examples(load_table(source("train"), COLUMNS["train"], folder))[: 2 * shots]
+            if shots
+            else []
+        )
 
     def __len__(self) -> int:
         return len(self._table)
@@ -57,7 +75,9 @@ class MGSM:
         return ()
 
     def grade(self, i: int, reply: str) -> float:
-        return float(final_number(reply) == final_number(_number(self._table[i], self._table.source)))
+        return float(
+            final_number(reply) == final_number(_number(self._table[i], self._table.source))
+        )
 
 
 def _examples(table: Table) -> list[Message]:

@@ -47,7 +47,10 @@ Stage = Literal["mid", "sft"]
 Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
 
 HELD_OUT = 50  # one conversation in 50 is for validation
-OWN_HELD_OUT, MOST_HELD_OUT = 30, 10  # conversations of your own files, but of fewer than 300 one in 10
+OWN_HELD_OUT, MOST_HELD_OUT = (
+    30,
+    10,
+)  # conversations of your own files, but of fewer than 300 one in 10
 MOST_TIMES = 1000  # that the conversations of a file may be repeated
 COPIES_TOGETHER = ", copies held out together"  # in the keys of mixtures with copies, which earlier versions trained on
 
@@ -140,7 +143,9 @@ class WithYours:
     def __init__(self, mixture: Conversations, yours: Conversations, seed: int):
         self._mixture, self._yours = mixture, yours
         self._copies = max(round(len(mixture) / (9 * len(yours))), 1)
-        numbers = np.concatenate([np.arange(len(mixture)), -1 - np.tile(np.arange(len(yours)), self._copies)])
+        numbers = np.concatenate(
+            [np.arange(len(mixture)), -1 - np.tile(np.arange(len(yours)), self._copies)]
+        )
         self._numbers = np.random.default_rng(seed).permutation(numbers)  # below zero: of yours
 
     def __len__(self) -> int:
@@ -159,13 +164,18 @@ class WithYours:
         return numbers if self._copies > 1 else first_places(numbers)
 
 
-def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None, added: str | None = None) -> Mix:
+def mix(
+    stage: Stage, corpus: str, seed: int, custom: str | None = None, added: str | None = None
+) -> Mix:
     """The conversations of stage mid or sft for a corpus.
 
     `custom` names your own JSONL file to use instead; `added` names one to add. UserError (code 2) for both.
     """
     if custom is not None and added is not None:
-        raise UserError("--conversations replaces the mixture and --mix adds to it: give one of them", exit_code=2)
+        raise UserError(
+            "--conversations replaces the mixture and --mix adds to it: give one of them",
+            exit_code=2,
+        )
     if custom is not None:
         task = CustomJSON(custom)
         if len(task) < 2:
@@ -177,7 +187,9 @@ def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None, added: 
     title, make = CURRICULA[name].title, CURRICULA[name].conversations[stage]
     key = f"{name} {stage} {seed} {tinyworld.VERSION}"
     if added is None:
-        return Mix(title, key + COPIES_TOGETHER * (stage in CURRICULA[name].repeats), lambda: make(seed))
+        return Mix(
+            title, key + COPIES_TOGETHER * (stage in CURRICULA[name].repeats), lambda: make(seed)
+        )
     yours = CustomJSON(added)
     key = f"{key} + {_content(added)}{COPIES_TOGETHER}"
     return Mix(f"{title} and {added}", key, lambda: WithYours(make(seed), yours, seed))
@@ -190,7 +202,9 @@ def own_conversations(files: Sequence[str]) -> Mix:
     read, the line and the rule.
     """
     name, key, found = _weighted(files, CustomJSON, "conversations")
-    return Mix(name, sha256(key.encode()).hexdigest(), lambda: found, held_out_every=found.held_out_every)
+    return Mix(
+        name, sha256(key.encode()).hexdigest(), lambda: found, held_out_every=found.held_out_every
+    )
 
 
 def own_pairs(files: Sequence[str]) -> Mix:
@@ -201,10 +215,14 @@ def own_pairs(files: Sequence[str]) -> Mix:
     name, key, found = _weighted(files, read_pairs, "pairs")
     numbers = np.stack([2 * found.numbers, 2 * found.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([one for pair in found.items for one in pair], numbers)
-    return Mix(name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: answers, 2, found.held_out_every)
+    return Mix(
+        name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: answers, 2, found.held_out_every
+    )
 
 
-def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: str) -> tuple[str, str, Numbered[Item]]:
+def _weighted(
+    files: Sequence[str], read: Callable[[str], Records[Item]], what: str
+) -> tuple[str, str, Numbered[Item]]:
     """The names of files, a key of their content, and what `read` finds in each, as often as the file's weight says.
 
     If anything is there twice, also because a file is, the items are numbered so that the last of every HELD_OUT
@@ -215,7 +233,9 @@ def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: 
     found = [read(path) for path, _ in parts]
     contents = [_content(path) for path, _ in parts]
     chosen: list[Item] = []
-    places: list[int] = []  # for each chosen item, the place of its original among the different ones
+    places: list[
+        int
+    ] = []  # for each chosen item, the place of its original among the different ones
     known: dict[tuple[str, int], int] = {}
     for items, content, (_, weight) in zip(found, contents, parts, strict=True):
         for i in range(max(int(len(items) * weight), 1)):
@@ -226,10 +246,16 @@ def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: 
         raise UserError(
             f"{files[0]} must hold at least 2 {what}, since one is for validation, got {len(known)}; add more"
         )
-    key = " + ".join(f"{weight:g} {content}" for content, (_, weight) in zip(contents, parts, strict=True))
+    key = " + ".join(
+        f"{weight:g} {content}" for content, (_, weight) in zip(contents, parts, strict=True)
+    )
     numbers = np.array(places)
     if len(known) < len(chosen):
-        key, numbers, every = key + COPIES_TOGETHER, numbers + 1 - min(len(known), HELD_OUT), HELD_OUT
+        key, numbers, every = (
+            key + COPIES_TOGETHER,
+            numbers + 1 - min(len(known), HELD_OUT),
+            HELD_OUT,
+        )
     else:
         every = min(max(len(known) // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
         key += f", one in {every} held out" if every != HELD_OUT else ""
@@ -246,7 +272,10 @@ def _with_weight(file: str) -> tuple[str, float]:
     except ValueError:
         return file, 1.0  # a name with a colon, which CustomJSON will say is missing
     if not 0 < value <= MOST_TIMES:
-        raise UserError(f"{file}: the weight of a file must be above 0 and at most {MOST_TIMES}, got {weight}", 2)
+        raise UserError(
+            f"{file}: the weight of a file must be above 0 and at most {MOST_TIMES}, got {weight}",
+            2,
+        )
     return path, value
 
 
@@ -266,7 +295,9 @@ def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
         return curriculum(corpus).rl()
     own = Problems(problems)
     if len(own) < 2:
-        raise UserError(f"{problems} must hold at least 2 problems, since one is held out, got {len(own)}; add more")
+        raise UserError(
+            f"{problems} must hold at least 2 problems, since one is held out, got {len(own)}; add more"
+        )
     kept = [number for number in range(len(own)) if number % 10]
     return Subset(own, numbers=kept), Subset(own, step=10)
 
@@ -346,7 +377,11 @@ def _published_needs() -> tuple[Published, ...]:
         mmlu.source("auxiliary_train", "train"),
         mmlu.source("all", "test"),
         *(gsm8k.source(split) for split in ("train", "test")),
-        *(arc.source(f"ARC-{level}", split) for level in ("Easy", "Challenge") for split in ("train", "test")),
+        *(
+            arc.source(f"ARC-{level}", split)
+            for level in ("Easy", "Challenge")
+            for split in ("train", "test")
+        ),
         humaneval.source(),
     )
 
@@ -379,6 +414,9 @@ CURRICULA: Mapping[str, Curriculum] = {
         repeats=("mid",),
     ),
     "tinyworld": Curriculum(
-        "TinyWorld", {"mid": _tinyworld_mid, "sft": _tinyworld_sft}, _tinyworld_rl, _tinyworld_measures
+        "TinyWorld",
+        {"mid": _tinyworld_mid, "sft": _tinyworld_sft},
+        _tinyworld_rl,
+        _tinyworld_measures,
     ),
 }

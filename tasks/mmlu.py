@@ -17,7 +17,9 @@ def source(subset: str, split: str) -> Published:
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     row = row.get("train") or row  # the rows of auxiliary_train are wrapped once more
-    return ChoiceProblem(row["question"], tuple(row["choices"]), row["answer"], row.get("subject") or "")
+    return ChoiceProblem(
+        row["question"], tuple(row["choices"]), row["answer"], row.get("subject") or ""
+    )
 
 
 def intro(subject: str) -> str:
@@ -37,5 +39,10 @@ class MMLU(ChoiceTask):
         columns = () if subset == "auxiliary_train" else ("question", "choices", "answer")
         examples = load_table(source("all", "dev"), columns, folder) if shots else None
         super().__init__(
-            "MMLU", load_table(source(subset, split), columns, folder), _read, Plain(intro), examples, shots
+            "MMLU",
+            load_table(source(subset, split), columns, folder),
+            _read,
+            Plain(intro),
+            examples,
+            shots,
         )

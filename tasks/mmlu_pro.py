@@ -25,7 +25,9 @@ def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     index = row["answer_index"]
     agree = isinstance(index, int) and 0 <= index < len(LETTERS) and LETTERS[index] == row["answer"]
     choices = tuple(row["options"])
-    return ChoiceProblem(row["question"], choices, index if agree else -1, row["category"], str(row["question_id"]))
+    return ChoiceProblem(
+        row["question"], choices, index if agree else -1, row["category"], str(row["question_id"])
+    )
 
 
 class MMLUPro(ChoiceTask):
@@ -34,4 +36,11 @@ class MMLUPro(ChoiceTask):
     def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 5):
         one_of("the split of MMLU-Pro", split, ("test", "validation"))
         examples = load_table(source("validation"), COLUMNS, folder) if shots else None
-        super().__init__("MMLU-Pro", load_table(source(split), COLUMNS, folder), _read, Plain(intro), examples, shots)
+        super().__init__(
+            "MMLU-Pro",
+            load_table(source(split), COLUMNS, folder),
+            _read,
+            Plain(intro),
+            examples,
+            shots,
+        )

@@ -41,7 +41,9 @@ def _is_cached(source: Published) -> bool:
     """Whether the library `datasets` has read this data set before."""
     from datasets import config  # here, since the import takes a second or two
 
-    folder = Path(config.HF_DATASETS_CACHE, source.repo.replace("/", "___"), source.subset or "default")
+    folder = Path(
+        config.HF_DATASETS_CACHE, source.repo.replace("/", "___"), source.subset or "default"
+    )
     return any(folder.glob(f"**/*-{source.split}*.arrow"))
 
 
@@ -71,6 +73,11 @@ def warn_of_missing(corpus: str) -> None:
     """A warning on rank 0, at the start of a long stage, if later stages will lack data."""
     gone = [repo for repo, place in repos(corpus).items() if not place] if rank() == 0 else []
     if gone:
-        warn(tr("later stages and evaluations read {repos}, which this machine cannot get. {how}. Do so before this "
-                "stage ends; docs/offline.md has every command", repos=", ".join(gone),
-                how=carry_in(gone)))  # fmt: skip
+        warn(
+            tr(
+                "later stages and evaluations read {repos}, which this machine cannot get. {how}. Do so before this "
+                "stage ends; docs/offline.md has every command",
+                repos=", ".join(gone),
+                how=carry_in(gone),
+            )
+        )

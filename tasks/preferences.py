@@ -11,7 +11,9 @@ from tasks.common import read_messages
 from tasks.customjson import alpaca_turns, plain_turns, read_file, with_system
 from tasks.record_keys import check_record
 
-Pair = tuple[Conversation, Conversation]  # the preferred answer and the other one, each after all that came before it
+Pair = tuple[
+    Conversation, Conversation
+]  # the preferred answer and the other one, each after all that came before it
 _SHAPE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 _ALPACA = ("instruction", "question", "query")
 _TURNS = ("conversations", "conversation", "messages")
@@ -37,15 +39,24 @@ def read_pair(value: Any) -> Pair:
     if "messages" in value and {"rejected_response", "rejected_messages"} & set(value):
         check_record(value, ("messages", "system", "rejected_response", "rejected_messages"))
         chosen = list(plain_turns(value["messages"]))
-        rejected = value.get("rejected_messages") or [*chosen[:-1], *_turns(value.get("rejected_response"))]
+        rejected = value.get("rejected_messages") or [
+            *chosen[:-1],
+            *_turns(value.get("rejected_response")),
+        ]
     elif {"chosen", "rejected"} <= set(value):
-        check_record(value, ("prompt", *_TURNS, *_ALPACA, "input", "history", "system", "chosen", "rejected"))
+        check_record(
+            value, ("prompt", *_TURNS, *_ALPACA, "input", "history", "system", "chosen", "rejected")
+        )
         before, chosen, rejected = _sides(value)
-        chosen, rejected = ([*before, *side] if _role(side) in (None, "assistant") else side
-                            for side in (chosen, rejected))  # fmt: skip
+        chosen, rejected = (
+            [*before, *side] if _role(side) in (None, "assistant") else side
+            for side in (chosen, rejected)
+        )
     else:
         keys = ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
-        raise ValueError(f'a pair of answers needs the keys "chosen" and "rejected"; it has the keys {keys}')
+        raise ValueError(
+            f'a pair of answers needs the keys "chosen" and "rejected"; it has the keys {keys}'
+        )
     chosen, rejected = with_system(value, chosen), with_system(value, rejected)
     return _pair(_read("chosen", chosen), _read("rejected", rejected))
 
@@ -61,11 +72,15 @@ def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
     """The conversations with the turns that both share as given. ValueError if they do not answer the same question,
     or if one of the answers is not to be trained."""
     if not (chosen.messages[-1].trained and rejected.messages[-1].trained):
-        raise ValueError("both answers of a pair are compared, so neither may have weight 0 or loss false")
+        raise ValueError(
+            "both answers of a pair are compared, so neither may have weight 0 or loss false"
+        )
     both = zip(chosen.messages[:-1], rejected.messages[:-1], strict=False)
     given = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1], both))
     if not any(message.role == "user" for message in chosen.messages[:given]):
-        raise ValueError("chosen and rejected must answer the same question, and their first questions differ")
+        raise ValueError(
+            "chosen and rejected must answer the same question, and their first questions differ"
+        )
     return replace(chosen, given=given), replace(rejected, given=given)
 
 
@@ -87,8 +102,14 @@ def _sides(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
     shared = sum(1 for _ in takewhile(lambda letters: letters[0] == letters[1], alike))
     words = re.match(r".*\s", chosen[:shared], re.DOTALL)
     if words is None:
-        raise ValueError('there is no "prompt", and chosen and rejected do not begin with the same words')
-    return _turns(words[0].strip(), "user"), _turns(chosen[words.end() :]), _turns(rejected[words.end() :])
+        raise ValueError(
+            'there is no "prompt", and chosen and rejected do not begin with the same words'
+        )
+    return (
+        _turns(words[0].strip(), "user"),
+        _turns(chosen[words.end() :]),
+        _turns(rejected[words.end() :]),
+    )
 
 
 def _turns(told: Any, role: str = "assistant") -> list[Any]:

@@ -48,7 +48,9 @@ def is_right(reply: str, answer: str) -> bool:
     """Whether a reply ends with an answer: with the same number, or with the same words."""
     said, wanted = final_answer(reply), final_answer(answer)
     is_number = _NUMBER.fullmatch(unicodedata.normalize("NFKC", wanted).strip())
-    number = final_number(wanted) if is_number else None  # None also for more digits than final_number() reads
+    number = (
+        final_number(wanted) if is_number else None
+    )  # None also for more digits than final_number() reads
     return plain(said) == plain(wanted) if number is None else final_number(said) == number
 
 
@@ -63,19 +65,30 @@ def read_problem(value: Any) -> Problem:
         raise ValueError(f"a problem is an object, got {type(value).__name__}")
     asked = next((value[name] for name in _QUESTIONS if value.get(name)), None)
     if asked is None:
-        raise ValueError(f"a problem needs one of the keys {', '.join(_QUESTIONS)}; it has {_keys(value)}")
+        raise ValueError(
+            f"a problem needs one of the keys {', '.join(_QUESTIONS)}; it has {_keys(value)}"
+        )
     holders = [value, *(part for part in (value.get("reward_model"),) if isinstance(part, Mapping))]
-    found = next((holder[name] for holder in holders for name in _ANSWERS if holder.get(name) is not None), None)
+    found = next(
+        (holder[name] for holder in holders for name in _ANSWERS if holder.get(name) is not None),
+        None,
+    )
     if found is None:
-        raise ValueError(f"a problem needs one of the keys {', '.join(_ANSWERS)}; it has {_keys(value)}")
+        raise ValueError(
+            f"a problem needs one of the keys {', '.join(_ANSWERS)}; it has {_keys(value)}"
+        )
     answers = tuple(str(one) for one in (found if isinstance(found, list) else [found]))
     if not answers or not all(plain(final_answer(answer)) for answer in answers):
-        raise ValueError(f"an answer must be a text or a number that is not empty, got {str(found)[:40]!r}")
+        raise ValueError(
+            f"an answer must be a text or a number that is not empty, got {str(found)[:40]!r}"
+        )
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
     if not isinstance(asked, list):
         raise ValueError(f"a question is a text or a list of messages, got {type(asked).__name__}")
-    answered = bool(asked) and isinstance(asked[-1], Mapping) and asked[-1].get("role") == "assistant"
+    answered = (
+        bool(asked) and isinstance(asked[-1], Mapping) and asked[-1].get("role") == "assistant"
+    )
     turns = with_system(value, asked[:-1] if answered else asked)
     return Problem(read_messages([*turns, {"role": "assistant", "content": answers[0]}]), answers)
 

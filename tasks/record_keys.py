@@ -5,7 +5,9 @@ from typing import Any
 
 _CALLS = "training on function calls is not supported; leave such records out"
 _MEDIA = "a text model reads no images, videos or sounds; leave such records out"
-_THOUGHTS = "write the reasoning at the beginning of the content, as <think>...</think>, or remove the key"
+_THOUGHTS = (
+    "write the reasoning at the beginning of the content, as <think>...</think>, or remove the key"
+)
 _SYSTEM = 'the system message of a record belongs under "system"; rename the key, or remove it'
 _CONTEXT = "write this text into the question, or remove the key"
 _TEMPLATE = "the chat template gets no options; remove the key"
@@ -31,8 +33,22 @@ _SWITCHES = {
 # These keys weigh a whole record, or one message; the latter are honoured, as is_trained() says.
 _WEIGHTS = ("weight", "loss")
 # Lists and objects that say something about a record, or that belong to another way of training it.
-_NOTES = ("metadata", "meta", "info", "extra", "extra_info", "header", "tags", "labels", "scores",
-          "openai_moderation", "detoxify_moderation", "chosen", "rejected", "rejected_messages")  # fmt: skip
+_NOTES = (
+    "metadata",
+    "meta",
+    "info",
+    "extra",
+    "extra_info",
+    "header",
+    "tags",
+    "labels",
+    "scores",
+    "openai_moderation",
+    "detoxify_moderation",
+    "chosen",
+    "rejected",
+    "rejected_messages",
+)
 
 
 def check_record(record: Mapping[str, Any], layout: Container[str]) -> None:
@@ -76,10 +92,16 @@ def is_trained(message: Mapping[str, Any], n: int) -> bool:
         if value is None:
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise ValueError(f'"{key}" of message {n} must be 0, 1, false or true, got {str(value)[:40]!r}')
+            raise ValueError(
+                f'"{key}" of message {n} must be 0, 1, false or true, got {str(value)[:40]!r}'
+            )
         if value and message["role"] != "assistant":
-            raise ValueError(f'"{key}" of message {n} must be 0 or absent: only what the assistant says is trained')
+            raise ValueError(
+                f'"{key}" of message {n} must be 0 or absent: only what the assistant says is trained'
+            )
         values[key] = bool(value)
     if len(set(values.values())) > 1:
-        raise ValueError(f'"weight" and "loss" of message {n} contradict each other; keep one of them')
+        raise ValueError(
+            f'"weight" and "loss" of message {n} contradict each other; keep one of them'
+        )
     return message["role"] != "assistant" or all(values.values())

@@ -31,4 +31,6 @@ class SmolTalk(Ungraded):
         try:
             return read_messages(messages)
         except ValueError as broken:
-            raise UserError(f"{self._table.source}: conversation {i}: {broken}. Copy or fix the file.") from broken
+            raise UserError(
+                f"{self._table.source}: conversation {i}: {broken}. Copy or fix the file."
+            ) from broken

@@ -49,7 +49,9 @@ def words() -> tuple[str, ...]:
 @lru_cache(maxsize=2)
 def words_of(split: str) -> tuple[str, ...]:
     """The words of a split. A checksum assigns one word in ten to the test split, the others to the train split."""
-    return tuple(word for word in words() if (zlib.crc32(word.encode()) % 10 == 0) == (split == "test"))
+    return tuple(
+        word for word in words() if (zlib.crc32(word.encode()) % 10 == 0) == (split == "test")
+    )
 
 
 def _is_chinese(text: str) -> bool:
@@ -95,7 +97,9 @@ class SpellingBee:
     def __getitem__(self, i: int) -> Conversation:
         draw, word, letter = self._draw(i)
         sentence = draw.choice(_COUNTING)
-        question = sentence.format(letter=draw.choice(_QUOTES).format(letter), word=draw.choice(_QUOTES).format(word))
+        question = sentence.format(
+            letter=draw.choice(_QUOTES).format(letter), word=draw.choice(_QUOTES).format(word)
+        )
         return chat(question, *_solution(word, letter, _is_chinese(sentence)))
 
     def letters(self, i: int) -> tuple[str, ...]:
@@ -123,7 +127,10 @@ class SimpleSpelling(Ungraded):
             raise IndexError(i)
         draw = random.Random(f"simple spelling {self.split} {i}")
         word = draw.choice(words())
-        return chat(draw.choice(_SPELLING).format(word=draw.choice(_QUOTES).format(word)), f"{word}: {' '.join(word)}")
+        return chat(
+            draw.choice(_SPELLING).format(word=draw.choice(_QUOTES).format(word)),
+            f"{word}: {' '.join(word)}",
+        )
 
 
 def _checked(size: int) -> int:

@@ -67,7 +67,9 @@ def _make(name: str, problems: Callable[[], Sequence[tinyworld.Problem]]) -> Tin
     return TinyWorld(name, problems())
 
 
-def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None, unseen: bool = False) -> TinyWorld:
+def mental(
+    seed: int = 0, difficulty: tinyworld.Mental | None = None, unseen: bool = False
+) -> TinyWorld:
     """Mental sums in held-out wordings, which measure RL. With `unseen`, no training ever adds the same terms."""
     name = "mental_unseen" if unseen else "mental"
     return TinyWorld(name, tinyworld.rl_evaluation(seed, mental=difficulty, unseen=unseen))

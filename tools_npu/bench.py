@@ -20,9 +20,15 @@ if TYPE_CHECKING:
     from nanochat.planner.calibration import Bench
 
 SECONDS = 3.0  # of each measurement
-SLOW_SECONDS = 0.2  # on a card where a small matmul takes longer than SLOW, which is an emulated card
+SLOW_SECONDS = (
+    0.2  # on a card where a small matmul takes longer than SLOW, which is an emulated card
+)
 SLOW = 1e-3  # seconds of 512^3: 0.3 TFLOP/s, a hundredth of the slowest chip that trains
-SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))  # of matmuls: rows, inner, columns
+SHAPES = (
+    (8192, 8192, 8192),
+    (16384, 1536, 6144),
+    (4096, 4096, 4096),
+)  # of matmuls: rows, inner, columns
 SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))
 
 NOTHING = (
@@ -110,10 +116,14 @@ class Card:
         card = host.to("npu:0")
         size = host.numel() * 4 / 1e9
         up = average(lambda: card.copy_(host, non_blocking=True), self.seconds, self.wait)
-        return size / up, size / average(lambda: host.copy_(card, non_blocking=True), self.seconds, self.wait)
+        return size / up, size / average(
+            lambda: host.copy_(card, non_blocking=True), self.seconds, self.wait
+        )
 
 
-def measure(begin: Callable[[str], None], line: Callable[[Line], None], dtype: Any) -> dict[str, float]:
+def measure(
+    begin: Callable[[str], None], line: Callable[[Line], None], dtype: Any
+) -> dict[str, float]:
     """Measure the first card, and report each figure as a line."""
     import torch
 
@@ -121,27 +131,62 @@ def measure(begin: Callable[[str], None], line: Callable[[Line], None], dtype: A
     short = str(dtype).removeprefix("torch.")
     begin("launch")
     launch = card.launch()
-    line(Line("launch", PASS, f"{launch:.1f} us per operator", f"下发一个算子 {launch:.1f} 微秒", data={"us": launch}))
+    line(
+        Line(
+            "launch",
+            PASS,
+            f"{launch:.1f} us per operator",
+            f"下发一个算子 {launch:.1f} 微秒",
+            data={"us": launch},
+        )
+    )
     begin("copies")
     up, down = card.copies()
     vector = card.vector()
-    line(Line("copies", PASS, f"{up:.1f} GB/s to the card, {down:.1f} GB/s back, {vector:.0f} GB/s on the card",
-              f"主机到卡 {up:.1f} GB/s，卡到主机 {down:.1f} GB/s，卡内 {vector:.0f} GB/s",
-              data={"up_gb_per_s": up, "down_gb_per_s": down, "memory_gb_per_s": vector}))  # fmt: skip
+    line(
+        Line(
+            "copies",
+            PASS,
+            f"{up:.1f} GB/s to the card, {down:.1f} GB/s back, {vector:.0f} GB/s on the card",
+            f"主机到卡 {up:.1f} GB/s，卡到主机 {down:.1f} GB/s，卡内 {vector:.0f} GB/s",
+            data={"up_gb_per_s": up, "down_gb_per_s": down, "memory_gb_per_s": vector},
+        )
+    )
     begin("attention speed")
     attention = card.attention()
-    line(Line("attention speed", PASS, f"{attention:.3g} TFLOP/s, causal, forward and backward",
-              f"{attention:.3g} TFLOP/s，因果，前向加反向", data={"tflops": attention}))  # fmt: skip
+    line(
+        Line(
+            "attention speed",
+            PASS,
+            f"{attention:.3g} TFLOP/s, causal, forward and backward",
+            f"{attention:.3g} TFLOP/s，因果，前向加反向",
+            data={"tflops": attention},
+        )
+    )
     begin("long matmul speed")
     matmul, full = card.matmul(dtype), card.matmul(torch.float32)
-    line(Line("long matmul speed", PASS, f"{matmul:.3g} TFLOP/s in {short}, {full:.3g} in float32",
-              f"{short} {matmul:.3g} TFLOP/s，float32 {full:.3g} TFLOP/s",
-              data={"tflops": matmul, "full_tflops": full}))  # fmt: skip
-    return {"launch_us": launch, "vector_gb_per_s": vector, "attention_tflops": attention, "matmul_tflops": matmul,
-            "full_tflops": full, "seconds": card.seconds}  # fmt: skip
+    line(
+        Line(
+            "long matmul speed",
+            PASS,
+            f"{matmul:.3g} TFLOP/s in {short}, {full:.3g} in float32",
+            f"{short} {matmul:.3g} TFLOP/s，float32 {full:.3g} TFLOP/s",
+            data={"tflops": matmul, "full_tflops": full},
+        )
+    )
+    return {
+        "launch_us": launch,
+        "vector_gb_per_s": vector,
+        "attention_tflops": attention,
+        "matmul_tflops": matmul,
+        "full_tflops": full,
+        "seconds": card.seconds,
+    }
 
 
-def save(figures: dict[str, float], link: float | None, cards: int, chip: str, dtype: Any, toolkit: str) -> Line:
+def save(
+    figures: dict[str, float], link: float | None, cards: int, chip: str, dtype: Any, toolkit: str
+) -> Line:
     """Write the file that the planner reads; returns the line about it."""
     import torch
     import torch_npu
@@ -149,13 +194,21 @@ def save(figures: dict[str, float], link: float | None, cards: int, chip: str, d
     from nanochat.planner import calibration
 
     bench = calibration.Bench(
-        chip=chip, cards=cards, number_format=str(dtype).removeprefix("torch."), link_gb_per_s=link,
-        torch=torch.__version__, driver_package=str(torch_npu.__version__), toolkit=toolkit or "unknown", **figures,
-    )  # fmt: skip
+        chip=chip,
+        cards=cards,
+        number_format=str(dtype).removeprefix("torch."),
+        link_gb_per_s=link,
+        torch=torch.__version__,
+        driver_package=str(torch_npu.__version__),
+        toolkit=toolkit or "unknown",
+        **figures,
+    )
     calibration.save(bench, calibration.path_of())
     name = calibration.NAME
     english = f"{name} in the base folder; nanochat.planner uses it. To share it: python check_npu.py --share"
-    chinese = f"已写入数据目录下的 {name}，nanochat.planner 会使用。要分享：python check_npu.py --share"
+    chinese = (
+        f"已写入数据目录下的 {name}，nanochat.planner 会使用。要分享：python check_npu.py --share"
+    )
     return Line("bench file", PASS, english, chinese)
 
 
@@ -185,7 +238,9 @@ def shared(bench: Bench) -> str:
         f"{bench.seconds:g} s",
         tables.markdown(("measured", bench.chip), rows),
     ]
-    if chip := next((chip for chip in device.planned() if chip.name == bench.chip and chip.trains), None):
+    if chip := next(
+        (chip for chip in device.planned() if chip.name == bench.chip and chip.trains), None
+    ):
         measured = {chip.name: calibration.rates_from(bench)}
         text.append(tables.of_plans([chip], [bench.cards], (12, 20, 24), 32_768, measured))
         text.append("Please add what base_train printed: depth, cards, tok/sec and mfu.")

@@ -46,7 +46,9 @@ def results(rank: int, ranks: int, megabytes: int) -> dict[str, float | list[str
 
     gathered = torch.empty(4 * ranks, device=device)
     dist.all_gather_into_tensor(gathered, torch.full((4,), float(rank), device=device))
-    found += wrong("all_gather", bool((gathered.cpu() == torch.arange(ranks).repeat_interleave(4)).all()))
+    found += wrong(
+        "all_gather", bool((gathered.cpu() == torch.arange(ranks).repeat_interleave(4)).all())
+    )
 
     sent = torch.arange(ranks, device=device, dtype=torch.int64) + 10 * rank
     received = torch.empty_like(sent)
@@ -66,7 +68,9 @@ def results(rank: int, ranks: int, megabytes: int) -> dict[str, float | list[str
     dist.all_reduce(block)
     torch.npu.synchronize()
     # Every rank runs the same number of collectives in a row, for about two seconds with large blocks.
-    enough = torch.tensor([2.0 if megabytes >= 256 else 0.1], device=device) / (time.perf_counter() - start)
+    enough = torch.tensor([2.0 if megabytes >= 256 else 0.1], device=device) / (
+        time.perf_counter() - start
+    )
     dist.all_reduce(enough, op=dist.ReduceOp.MIN)
     count = max(1, min(int(enough.item()), 1000))
     dist.barrier()
@@ -87,7 +91,9 @@ def main() -> None:
     import torch_npu  # noqa: F401 - the import defines torch.npu
 
     torch.npu.set_device(rank)
-    dist.init_process_group("hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
     try:
         print(json.dumps(results(rank, ranks, megabytes)), flush=True)
     finally:

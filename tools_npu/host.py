@@ -17,7 +17,12 @@ from tools_npu.versions import cann_key
 
 GROUP = "HwHiAiUser"
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
-LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")  # subfolders of Ascend/ that hold set_env.sh, newest first
+LAYOUTS = (
+    "cann",
+    "ascend-toolkit",
+    "nnae",
+    "latest",
+)  # subfolders of Ascend/ that hold set_env.sh, newest first
 SMI_SECONDS = 30
 
 
@@ -105,7 +110,11 @@ def named_cann(environment: Mapping[str, str]) -> Cann | None:
         inside = installed_in(home)
         if inside and not (home / "set_env.sh").is_file():
             return inside[0]._replace(layout="environment")
-        scripts = [str(path / "set_env.sh") for path in (home, home.parent) if (path / "set_env.sh").is_file()]
+        scripts = [
+            str(path / "set_env.sh")
+            for path in (home, home.parent)
+            if (path / "set_env.sh").is_file()
+        ]
         if home.is_dir() and (scripts or variable != "ASCEND_HOME"):
             return Cann(str(home), (scripts or [""])[0], cann_version(home), "environment")
     return None
@@ -118,7 +127,10 @@ def find_canns(environment: Mapping[str, str]) -> list[Cann]:
     if environment.get("HOME"):
         folders.append(Path(environment["HOME"]) / "Ascend")
     found, seen = [], set()
-    for cann in [*([named] if named else []), *newest_first([one for path in folders for one in installed_in(path)])]:
+    for cann in [
+        *([named] if named else []),
+        *newest_first([one for path in folders for one in installed_in(path)]),
+    ]:
         if os.path.realpath(cann.home) not in seen:
             found.append(cann)
             seen.add(os.path.realpath(cann.home))
@@ -159,7 +171,9 @@ def may_use_devices(environment: Mapping[str, str], user: int, groups: Sequence[
     if user == 0:
         return True
     try:
-        text = Path(prefix(environment) + "/etc/group").read_text(encoding="utf-8", errors="replace")
+        text = Path(prefix(environment) + "/etc/group").read_text(
+            encoding="utf-8", errors="replace"
+        )
     except OSError:
         return True
     found = re.search(rf"^{GROUP}:[^:]*:(\d+):", text, re.M)
@@ -211,9 +225,13 @@ class Holder(NamedTuple):
 # A chip has two rows. The first shows NPU, name, health, power and temperature. The second shows chip, bus and memory;
 # its last pair of numbers is HBM.
 ROW_ONE = re.compile(r"^\|\s*(\d+)\s+(\S+).*?\|\s*(\S+)\s+\|\s*(\S+)\s+(\d+)")
-ROW_TWO = re.compile(r"^\|\s*(\d+)\s+(\d*)\s*\|\s*([0-9A-Fa-f:.]+|NA)\s*\|\s*(\d+)\s.*?(\d+)\s*/\s*(\d+)\s*\|$")
+ROW_TWO = re.compile(
+    r"^\|\s*(\d+)\s+(\d*)\s*\|\s*([0-9A-Fa-f:.]+|NA)\s*\|\s*(\d+)\s.*?(\d+)\s*/\s*(\d+)\s*\|$"
+)
 # npu-smi 26 adds a column to a process: its id in the container.
-HOLDER = re.compile(r"^\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*(\d+)\s*\|\s*([^|]*?)\s*\|\s*(\d+)\s*\|(?:[^|]*\|)?$")
+HOLDER = re.compile(
+    r"^\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*(\d+)\s*\|\s*([^|]*?)\s*\|\s*(\d+)\s*\|(?:[^|]*\|)?$"
+)
 
 
 def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
@@ -225,8 +243,20 @@ def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
         two = ROW_TWO.match(line)
         if two and one:
             chip, _, bus, aicore, used, total = two.groups()
-            cards.append(Card(int(one[1]), int(chip), one[2], one[3], one[4], int(one[5]), bus, int(aicore),
-                              int(used), int(total)))  # fmt: skip
+            cards.append(
+                Card(
+                    int(one[1]),
+                    int(chip),
+                    one[2],
+                    one[3],
+                    one[4],
+                    int(one[5]),
+                    bus,
+                    int(aicore),
+                    int(used),
+                    int(total),
+                )
+            )
             one = None
         elif held := HOLDER.match(line):
             npu, chip, pid, name, used = held.groups()
@@ -261,8 +291,13 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
     if program is None:
         return "", "npu-smi: not found"
     try:
-        done = subprocess.run([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=SMI_SECONDS, env=dict(environment))  # fmt: skip
+        done = subprocess.run(
+            [program, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SMI_SECONDS,
+            env=dict(environment),
+        )
     except subprocess.TimeoutExpired:
         return "", f"npu-smi: no answer within {SMI_SECONDS} s"
     except OSError as failure:

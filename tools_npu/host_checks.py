@@ -15,15 +15,19 @@ from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 DISK_GB = 20
 # Remedies that need more than a command, in English and Chinese.
-GROUP_REMEDY = (f"sudo usermod -aG {host.GROUP} $USER, then log in again",
-                f"sudo usermod -aG {host.GROUP} $USER，然后重新登录")  # fmt: skip
+GROUP_REMEDY = (
+    f"sudo usermod -aG {host.GROUP} $USER, then log in again",
+    f"sudo usermod -aG {host.GROUP} $USER，然后重新登录",
+)
 RUN = (
     "docker run --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc "
     "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro ..."
 )
 CONTAINER = (f"start a container with: {RUN}", f"容器要这样启动：{RUN}")
-DRIVER_REMEDY = (f"install the driver and firmware (.run packages, as root), or {CONTAINER[0]}",
-                 f"用 root 安装 NPU 驱动和固件（.run 包）；{CONTAINER[1]}")  # fmt: skip
+DRIVER_REMEDY = (
+    f"install the driver and firmware (.run packages, as root), or {CONTAINER[0]}",
+    f"用 root 安装 NPU 驱动和固件（.run 包）；{CONTAINER[1]}",
+)
 CANN_REMEDY = (
     f"install the CANN toolkit {versions.CANN_FLOOR} or later and its ops (kernels) package; if CANN is in another "
     "folder, export ASCEND_HOME_PATH=...",
@@ -35,24 +39,35 @@ SMI_REMEDY = (f"install the driver; a container needs {MOUNTS}", f"安装驱动�
 
 ROOT_INFO = "/etc/hccl_rootinfo.json"
 ROOT_INFO_MOUNTS = f"-v {ROOT_INFO}:{ROOT_INFO}:ro -v /usr/local/Ascend/driver/topo:/usr/local/Ascend/driver/topo:ro"
-ROOT_INFO_REMEDY = (f"a container needs {ROOT_INFO_MOUNTS}; on the host itself the driver's tools make the file",
-                    f"容器要加上 {ROOT_INFO_MOUNTS}；在主机上由驱动工具生成这个文件")  # fmt: skip
+ROOT_INFO_REMEDY = (
+    f"a container needs {ROOT_INFO_MOUNTS}; on the host itself the driver's tools make the file",
+    f"容器要加上 {ROOT_INFO_MOUNTS}；在主机上由驱动工具生成这个文件",
+)
 
 
 def system() -> Iterator[Line]:
     """Check Python and the C library."""
     python = sys.version.split()[0]
     if sys.version_info[:2] < versions.PYTHON_FLOOR:
-        yield Line("python", WARN, f"{python} is enough for this check, but the project needs 3.10 or later",
-                   f"{python} 只够运行本检查，项目需要 3.10 或更高版本", "bash setup_ascend.sh")  # fmt: skip
+        yield Line(
+            "python",
+            WARN,
+            f"{python} is enough for this check, but the project needs 3.10 or later",
+            f"{python} 只够运行本检查，项目需要 3.10 或更高版本",
+            "bash setup_ascend.sh",
+        )
     else:
         yield Line("python", PASS, python, python)
     libc = setup.glibc()
     version = ".".join(str(part) for part in libc)
     if libc and libc < versions.GLIBC_FLOOR:
-        yield Line("glibc", FAIL, f"{version} is too old: 2.28 or later is needed (Ubuntu 18.04 is too old)",
-                   f"{version} 版本过低：需要 2.28 或更高（Ubuntu 18.04 不行）",
-                   ("upgrade the system, or use a container image", "升级系统，或改用容器镜像"))  # fmt: skip
+        yield Line(
+            "glibc",
+            FAIL,
+            f"{version} is too old: 2.28 or later is needed (Ubuntu 18.04 is too old)",
+            f"{version} 版本过低：需要 2.28 或更高（Ubuntu 18.04 不行）",
+            ("upgrade the system, or use a container image", "升级系统，或改用容器镜像"),
+        )
     elif libc:
         yield Line("glibc", PASS, version, version)
 
@@ -60,65 +75,132 @@ def system() -> Iterator[Line]:
 def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
     """Check the driver, CANN, and whether this shell has the variables of CANN."""
     if found.driver and found.driver.version:
-        yield Line("driver", PASS, f"{found.driver.version} in {found.driver.path}",
-                   f"{found.driver.version}，位于 {found.driver.path}",
-                   data={"version": found.driver.version})  # fmt: skip
+        yield Line(
+            "driver",
+            PASS,
+            f"{found.driver.version} in {found.driver.path}",
+            f"{found.driver.version}，位于 {found.driver.path}",
+            data={"version": found.driver.version},
+        )
     elif found.cards:
-        yield Line("driver", WARN, "there are cards, but the driver's version.info was not found (a container without "
-                   "/usr/local/Ascend/driver?)", "有 NPU 卡，但找不到驱动的 version.info（容器没有挂载驱动目录？）",
-                   CONTAINER)  # fmt: skip
+        yield Line(
+            "driver",
+            WARN,
+            "there are cards, but the driver's version.info was not found (a container without "
+            "/usr/local/Ascend/driver?)",
+            "有 NPU 卡，但找不到驱动的 version.info（容器没有挂载驱动目录？）",
+            CONTAINER,
+        )
     else:
-        yield Line("driver", FAIL, "not installed: /usr/local/Ascend/driver/version.info does not exist",
-                   "未安装驱动：没有 /usr/local/Ascend/driver/version.info",
-                   DRIVER_REMEDY)  # fmt: skip
+        yield Line(
+            "driver",
+            FAIL,
+            "not installed: /usr/local/Ascend/driver/version.info does not exist",
+            "未安装驱动：没有 /usr/local/Ascend/driver/version.info",
+            DRIVER_REMEDY,
+        )
     cann = found.cann
     if cann is None:
-        yield Line("cann", FAIL, "not found in /usr/local/Ascend, in ~/Ascend, or at ASCEND_HOME_PATH",
-                   "在 /usr/local/Ascend、~/Ascend 和 ASCEND_HOME_PATH 里都没有找到 CANN",
-                   CANN_REMEDY)  # fmt: skip
+        yield Line(
+            "cann",
+            FAIL,
+            "not found in /usr/local/Ascend, in ~/Ascend, or at ASCEND_HOME_PATH",
+            "在 /usr/local/Ascend、~/Ascend 和 ASCEND_HOME_PATH 里都没有找到 CANN",
+            CANN_REMEDY,
+        )
         return
     key, floor = versions.cann_key(cann.version), versions.cann_key(versions.CANN_FLOOR)
     where = f"{cann.version or '?'} in {cann.home}"
     if key and floor and key < floor:
-        yield Line("cann", FAIL, f"{where} is too old: {versions.CANN_FLOOR} or later is needed",
-                   f"{where} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
-                   ("upgrade CANN: both the toolkit and its ops (kernels) package",
-                    "升级 CANN：toolkit 和算子包（ops/kernels）都要升级"))  # fmt: skip
+        yield Line(
+            "cann",
+            FAIL,
+            f"{where} is too old: {versions.CANN_FLOOR} or later is needed",
+            f"{where} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
+            (
+                "upgrade CANN: both the toolkit and its ops (kernels) package",
+                "升级 CANN：toolkit 和算子包（ops/kernels）都要升级",
+            ),
+        )
     elif not key:
-        yield Line("cann", WARN, f"{where}: the version of CANN cannot be read", f"{where}：读不出 CANN 的版本",
-                   "bash setup_ascend.sh --torch-npu VERSION")  # fmt: skip
+        yield Line(
+            "cann",
+            WARN,
+            f"{where}: the version of CANN cannot be read",
+            f"{where}：读不出 CANN 的版本",
+            "bash setup_ascend.sh --torch-npu VERSION",
+        )
     else:
         yield Line(
-            "cann", PASS, where, f"{cann.version}，位于 {cann.home}", data={"version": cann.version, "home": cann.home}
+            "cann",
+            PASS,
+            where,
+            f"{cann.version}，位于 {cann.home}",
+            data={"version": cann.version, "home": cann.home},
         )
     if setup.is_sourced(cann, env):
         yield Line("variables of CANN", PASS, "set in this shell", "当前 shell 中已设置")
     else:
-        yield Line("variables of CANN", WARN, "not set in this shell; this check sets them as setup_ascend.sh would",
-                   "当前 shell 中没有设置；本检查按 setup_ascend.sh 的设置运行", "source setup_ascend.sh")  # fmt: skip
+        yield Line(
+            "variables of CANN",
+            WARN,
+            "not set in this shell; this check sets them as setup_ascend.sh would",
+            "当前 shell 中没有设置；本检查按 setup_ascend.sh 的设置运行",
+            "source setup_ascend.sh",
+        )
 
 
 def permissions(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
     """Check the device files of the cards and the group of the user."""
     if not found.cards:
-        yield Line("cards", FAIL, "/dev/davinci0 does not exist: this host has no card or no driver, or the container "
-                   "was started without the devices",
-                   "没有 /dev/davinci0：没有 NPU 卡，或没装驱动，或容器没有挂载设备", CONTAINER)  # fmt: skip
+        yield Line(
+            "cards",
+            FAIL,
+            "/dev/davinci0 does not exist: this host has no card or no driver, or the container "
+            "was started without the devices",
+            "没有 /dev/davinci0：没有 NPU 卡，或没装驱动，或容器没有挂载设备",
+            CONTAINER,
+        )
         return
     names = [Path(card.path).name for card in found.cards]
-    yield Line("cards", PASS, f"{len(names)}: {', '.join(names)}", f"{len(names)} 张：{', '.join(names)}",
-               data={"count": len(names)})  # fmt: skip
-    missing = [name for name in host.MANAGERS if name not in [Path(device.path).name for device in found.managers]]
+    yield Line(
+        "cards",
+        PASS,
+        f"{len(names)}: {', '.join(names)}",
+        f"{len(names)} 张：{', '.join(names)}",
+        data={"count": len(names)},
+    )
+    missing = [
+        name
+        for name in host.MANAGERS
+        if name not in [Path(device.path).name for device in found.managers]
+    ]
     if missing:
-        yield Line("device files", FAIL, f"/dev/{missing[0]} does not exist", f"缺少 /dev/{missing[0]}", CONTAINER)
+        yield Line(
+            "device files",
+            FAIL,
+            f"/dev/{missing[0]} does not exist",
+            f"缺少 /dev/{missing[0]}",
+            CONTAINER,
+        )
     shut = [device.path for device in [*found.cards, *found.managers] if not device.usable]
     member = host.may_use_devices(env, os.geteuid(), os.getgroups())
     if shut:
-        yield Line("permissions", FAIL, f"this user may not read and write {', '.join(shut)}",
-                   f"当前用户没有读写权限：{'、'.join(shut)}", GROUP_REMEDY)  # fmt: skip
+        yield Line(
+            "permissions",
+            FAIL,
+            f"this user may not read and write {', '.join(shut)}",
+            f"当前用户没有读写权限：{'、'.join(shut)}",
+            GROUP_REMEDY,
+        )
     elif not member:
-        yield Line("permissions", WARN, f"this user is not in the group {host.GROUP}; npu-smi may answer -8005",
-                   f"当前用户不在 {host.GROUP} 组里，npu-smi 可能报 -8005", GROUP_REMEDY)  # fmt: skip
+        yield Line(
+            "permissions",
+            WARN,
+            f"this user is not in the group {host.GROUP}; npu-smi may answer -8005",
+            f"当前用户不在 {host.GROUP} 组里，npu-smi 可能报 -8005",
+            GROUP_REMEDY,
+        )
     else:
         yield Line("permissions", PASS, "this user may use the cards", "当前用户可以使用 NPU 卡")
 
@@ -128,20 +210,37 @@ def smi(env: Mapping[str, str], cards_there: bool) -> Iterator[Line]:
     text, failure = host.run_smi(["info"], env)
     if failure:
         remedy = GROUP_REMEDY if "-8005" in failure else SMI_REMEDY
-        status = WARN if cards_there and failure.endswith("not found") else FAIL  # a container may lack npu-smi
+        status = (
+            WARN if cards_there and failure.endswith("not found") else FAIL
+        )  # a container may lack npu-smi
         yield Line("npu-smi", status, failure, failure, remedy)
         return
     version, cards, holders = host.parse_smi(text)
     if not cards:
-        yield Line("npu-smi", WARN, "no card can be read from the table that it prints", "输出的表格里没有 NPU 卡",
-                   "npu-smi info")  # fmt: skip
+        yield Line(
+            "npu-smi",
+            WARN,
+            "no card can be read from the table that it prints",
+            "输出的表格里没有 NPU 卡",
+            "npu-smi info",
+        )
         return
     names = sorted({card.name for card in cards})
     told = f"{version}: {len(cards)} x {', '.join(names)}, {cards[0].total_mb // 1024} GB"
-    yield Line("npu-smi", PASS, told, told, data={"version": version, "cards": [card._asdict() for card in cards]})
+    yield Line(
+        "npu-smi",
+        PASS,
+        told,
+        told,
+        data={"version": version, "cards": [card._asdict() for card in cards]},
+    )
     for card in cards:
-        name = f"card {card.npu}" + (f".{card.chip}" if sum(other.npu == card.npu for other in cards) > 1 else "")
-        yield from card_state(name, card, [h for h in holders if h.npu == card.npu and h.chip in (None, card.chip)])
+        name = f"card {card.npu}" + (
+            f".{card.chip}" if sum(other.npu == card.npu for other in cards) > 1 else ""
+        )
+        yield from card_state(
+            name, card, [h for h in holders if h.npu == card.npu and h.chip in (None, card.chip)]
+        )
     if len(cards) > 1:
         yield topology(env)
         if any(name.removeprefix("Ascend").startswith("950") for name in names):
@@ -153,25 +252,49 @@ def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
     root = host.prefix(env)
     absent = [name for name in ("/dev/ummu", "/dev/uburma") if not os.path.exists(root + name)]
     if absent:
-        yield Line("device files", WARN, f"{', '.join(absent)} missing; cards of a 950 server may be linked over them",
-                   f"缺少 {'、'.join(absent)}；950 服务器的卡间通信可能要用",
-                   (f"a container needs --device {' --device '.join(absent)}",
-                    f"容器要加上 --device {' --device '.join(absent)}"))  # fmt: skip
+        yield Line(
+            "device files",
+            WARN,
+            f"{', '.join(absent)} missing; cards of a 950 server may be linked over them",
+            f"缺少 {'、'.join(absent)}；950 服务器的卡间通信可能要用",
+            (
+                f"a container needs --device {' --device '.join(absent)}",
+                f"容器要加上 --device {' --device '.join(absent)}",
+            ),
+        )
     file = Path(root + ROOT_INFO)
     if not file.exists():
-        yield Line("hccl_rootinfo", WARN, f"{ROOT_INFO} does not exist: HCCL then asks the driver for the links",
-                   f"没有 {ROOT_INFO}：HCCL 会改向驱动查询互联信息", ROOT_INFO_REMEDY)  # fmt: skip
+        yield Line(
+            "hccl_rootinfo",
+            WARN,
+            f"{ROOT_INFO} does not exist: HCCL then asks the driver for the links",
+            f"没有 {ROOT_INFO}：HCCL 会改向驱动查询互联信息",
+            ROOT_INFO_REMEDY,
+        )
         return
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         topology_file = str(told.get("topo_file_path", "")) if isinstance(told, dict) else ""
-    except (OSError, ValueError) as failure:  # docker makes a folder of a file that the host does not have
-        yield Line("hccl_rootinfo", FAIL, f"{ROOT_INFO} cannot be read: {failure}", f"{ROOT_INFO} 读不了：{failure}",
-                   ROOT_INFO_REMEDY)  # fmt: skip
+    except (
+        OSError,
+        ValueError,
+    ) as failure:  # docker makes a folder of a file that the host does not have
+        yield Line(
+            "hccl_rootinfo",
+            FAIL,
+            f"{ROOT_INFO} cannot be read: {failure}",
+            f"{ROOT_INFO} 读不了：{failure}",
+            ROOT_INFO_REMEDY,
+        )
         return
     if topology_file and not Path(root + topology_file).is_file():
-        yield Line("hccl_rootinfo", FAIL, f"{ROOT_INFO} names {topology_file}, which does not exist",
-                   f"{ROOT_INFO} 指向的 {topology_file} 不存在", ROOT_INFO_REMEDY)  # fmt: skip
+        yield Line(
+            "hccl_rootinfo",
+            FAIL,
+            f"{ROOT_INFO} names {topology_file}, which does not exist",
+            f"{ROOT_INFO} 指向的 {topology_file} 不存在",
+            ROOT_INFO_REMEDY,
+        )
     else:
         yield Line("hccl_rootinfo", PASS, topology_file or ROOT_INFO, topology_file or ROOT_INFO)
 
@@ -179,20 +302,40 @@ def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
 def card_state(name: str, card: host.Card, holders: Sequence[host.Holder]) -> Iterator[Line]:
     """Report a chip that is unhealthy (FAIL), in use or hot (WARN); a healthy idle chip gives no line."""
     if card.health != "OK":
-        yield Line(name, FAIL, f"health {card.health} ({card.bus})", f"健康状态 {card.health}（{card.bus}）",
-                   (f"npu-smi info -t health -i {card.npu}; exclude the card with ASCEND_RT_VISIBLE_DEVICES",
-                    f"npu-smi info -t health -i {card.npu}；用 ASCEND_RT_VISIBLE_DEVICES 避开这张卡"))  # fmt: skip
+        yield Line(
+            name,
+            FAIL,
+            f"health {card.health} ({card.bus})",
+            f"健康状态 {card.health}（{card.bus}）",
+            (
+                f"npu-smi info -t health -i {card.npu}; exclude the card with ASCEND_RT_VISIBLE_DEVICES",
+                f"npu-smi info -t health -i {card.npu}；用 ASCEND_RT_VISIBLE_DEVICES 避开这张卡",
+            ),
+        )
     used = sum(holder.used_mb for holder in holders)
     busy = card.used_mb > 0.2 * card.total_mb
     if busy:
-        who = ", ".join(f"{holder.pid} {holder.name} {holder.used_mb} MB".replace("  ", " ") for holder in holders)
+        who = ", ".join(
+            f"{holder.pid} {holder.name} {holder.used_mb} MB".replace("  ", " ")
+            for holder in holders
+        )
         told = f"in use: {card.used_mb} of {card.total_mb} MB, AICore {card.aicore} %; {who or 'process unknown'}"
-        yield Line(name, WARN, told,
-                   f"已被占用：{card.used_mb}/{card.total_mb} MB，AICore {card.aicore}%；{who or '占用者未知'}",
-                   "python check_npu.py --processes", {"used_mb": used})  # fmt: skip
+        yield Line(
+            name,
+            WARN,
+            told,
+            f"已被占用：{card.used_mb}/{card.total_mb} MB，AICore {card.aicore}%；{who or '占用者未知'}",
+            "python check_npu.py --processes",
+            {"used_mb": used},
+        )
     if card.celsius >= 85:
-        yield Line(name, WARN, f"hot: {card.celsius} °C", f"温度过高：{card.celsius} °C",
-                   ("check the cooling of the card", "检查这张卡的散热"))  # fmt: skip
+        yield Line(
+            name,
+            WARN,
+            f"hot: {card.celsius} °C",
+            f"温度过高：{card.celsius} °C",
+            ("check the cooling of the card", "检查这张卡的散热"),
+        )
 
 
 def topology(env: Mapping[str, str]) -> Line:
@@ -200,16 +343,28 @@ def topology(env: Mapping[str, str]) -> Line:
     text, failure = host.run_smi(["info", "-t", "topo"], env)
     links = host.parse_topology(text)
     if failure or not links:
-        return Line("topology", SKIP, "npu-smi does not show the topology of this host", "npu-smi 没有给出本机的拓扑")
+        return Line(
+            "topology",
+            SKIP,
+            "npu-smi does not show the topology of this host",
+            "npu-smi 没有给出本机的拓扑",
+        )
     kinds = sorted({link for row in links.values() for link in row.values()})
     told = f"{len(links)} cards, linked by {', '.join(kinds)}"
     chinese = f"{len(links)} 张卡，互联方式：{', '.join(kinds)}"
     slow = [kind for kind in kinds if not kind.startswith(("HCCS", "SIO"))]
     if slow:
-        return Line("topology", WARN, f"{told}: links other than HCCS are slow", f"{chinese}：不走 HCCS 的链路较慢",
-                    ("npu-smi info -t topo; choose cards linked by HCCS with ASCEND_RT_VISIBLE_DEVICES",
-                     "npu-smi info -t topo；用 ASCEND_RT_VISIBLE_DEVICES 选 HCCS 互联的卡"),
-                    {"links": links})  # fmt: skip
+        return Line(
+            "topology",
+            WARN,
+            f"{told}: links other than HCCS are slow",
+            f"{chinese}：不走 HCCS 的链路较慢",
+            (
+                "npu-smi info -t topo; choose cards linked by HCCS with ASCEND_RT_VISIBLE_DEVICES",
+                "npu-smi info -t topo；用 ASCEND_RT_VISIBLE_DEVICES 选 HCCS 互联的卡",
+            ),
+            {"links": links},
+        )
     return Line("topology", PASS, told, chinese, data={"links": links})
 
 
@@ -220,57 +375,102 @@ def launch(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
     visible, wrong = host.visible_cards(env, len(found.cards))
     asked = env.get("ASCEND_RT_VISIBLE_DEVICES", "")
     if wrong:
-        yield Line("visible cards", FAIL, f"ASCEND_RT_VISIBLE_DEVICES={asked} names {', '.join(wrong)}; this host has "
-                   f"the cards 0 to {len(found.cards) - 1}",
-                   f"ASCEND_RT_VISIBLE_DEVICES={asked} 里的 {'、'.join(wrong)} 不存在；"
-                   f"本机的卡号是 0 到 {len(found.cards) - 1}", "unset ASCEND_RT_VISIBLE_DEVICES")  # fmt: skip
+        yield Line(
+            "visible cards",
+            FAIL,
+            f"ASCEND_RT_VISIBLE_DEVICES={asked} names {', '.join(wrong)}; this host has "
+            f"the cards 0 to {len(found.cards) - 1}",
+            f"ASCEND_RT_VISIBLE_DEVICES={asked} 里的 {'、'.join(wrong)} 不存在；"
+            f"本机的卡号是 0 到 {len(found.cards) - 1}",
+            "unset ASCEND_RT_VISIBLE_DEVICES",
+        )
     ranks = env.get("NPROC_PER_NODE", "")
     if ranks and (not ranks.isdigit() or int(ranks) < 1 or int(ranks) > len(visible)):
-        yield Line("ranks", FAIL, f"NPROC_PER_NODE={ranks} must be from 1 to {len(visible)}, the visible cards",
-                   f"NPROC_PER_NODE={ranks}，应为 1 到 {len(visible)}（可见的卡数）",
-                   f"export NPROC_PER_NODE={len(visible)}")  # fmt: skip
+        yield Line(
+            "ranks",
+            FAIL,
+            f"NPROC_PER_NODE={ranks} must be from 1 to {len(visible)}, the visible cards",
+            f"NPROC_PER_NODE={ranks}，应为 1 到 {len(visible)}（可见的卡数）",
+            f"export NPROC_PER_NODE={len(visible)}",
+        )
     elif not wrong:
-        yield Line("visible cards", PASS, f"{len(visible)} of {len(found.cards)}",
-                   f"共 {len(found.cards)} 张，可见 {len(visible)} 张", data={"visible": visible})  # fmt: skip
+        yield Line(
+            "visible cards",
+            PASS,
+            f"{len(visible)} of {len(found.cards)}",
+            f"共 {len(found.cards)} 张，可见 {len(visible)} 张",
+            data={"visible": visible},
+        )
     left_over = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in env]
     if left_over:
         names = ", ".join(left_over)
-        yield Line("ranks", WARN, f"{names} set outside a launcher: a script would refuse to run alone",
-                   f"在启动器之外设置了 {names}：单进程的脚本会拒绝运行", f"unset {' '.join(left_over)}")  # fmt: skip
+        yield Line(
+            "ranks",
+            WARN,
+            f"{names} set outside a launcher: a script would refuse to run alone",
+            f"在启动器之外设置了 {names}：单进程的脚本会拒绝运行",
+            f"unset {' '.join(left_over)}",
+        )
 
 
 def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
     """Report variables that conflict with each other, have no effect, or slow a run down."""
     found = environment.lint(env, torch_npu)
     for finding in found:
-        yield Line(f"variable {finding.name}", finding.status, finding.english, finding.chinese, finding.remedy)
+        yield Line(
+            f"variable {finding.name}",
+            finding.status,
+            finding.english,
+            finding.chinese,
+            finding.remedy,
+        )
     if not found:
         yield Line("variables", PASS, "no harmful variable is set", "没有有害的变量")
     port = env.get("MASTER_PORT", "")
     if port.isdigit() and not environment.port_is_free(int(port)):
-        yield Line("MASTER_PORT", WARN, f"another process uses port {port}", f"端口 {port} 已被其他进程占用",
-                   "unset MASTER_PORT")  # fmt: skip
+        yield Line(
+            "MASTER_PORT",
+            WARN,
+            f"another process uses port {port}",
+            f"端口 {port} 已被其他进程占用",
+            "unset MASTER_PORT",
+        )
 
 
 def limits(folder: Path) -> Iterator[Line]:
     """Check the limit of open files and the free disk space."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < environment.FILES_WANTED:
-        yield Line("open files", WARN, f"the limit is {soft}; jobs with many ranks need {environment.FILES_WANTED}",
-                   f"上限是 {soft}；多卡任务需要 {environment.FILES_WANTED}", "ulimit -n 65536")  # fmt: skip
+        yield Line(
+            "open files",
+            WARN,
+            f"the limit is {soft}; jobs with many ranks need {environment.FILES_WANTED}",
+            f"上限是 {soft}；多卡任务需要 {environment.FILES_WANTED}",
+            "ulimit -n 65536",
+        )
     else:
         yield Line("open files", PASS, f"the limit is {soft}", f"上限是 {soft}")
     asked = folder
     while not folder.is_dir():
         folder = folder.parent
     if not os.access(str(folder), os.W_OK):
-        yield Line("base folder", FAIL, f"this user may not write {asked}", f"当前用户不能写入 {asked}",
-                   "export NANOCHAT_BASE_DIR=/larger/disk/nanochat")  # fmt: skip
+        yield Line(
+            "base folder",
+            FAIL,
+            f"this user may not write {asked}",
+            f"当前用户不能写入 {asked}",
+            "export NANOCHAT_BASE_DIR=/larger/disk/nanochat",
+        )
     free = shutil.disk_usage(str(folder)).free / 1e9
     status = PASS if free >= DISK_GB else WARN
-    yield Line("disk", status, f"{free:.0f} GB free in {folder}; {DISK_GB} GB or more are recommended",
-               f"{folder} 剩余 {free:.0f} GB，建议不少于 {DISK_GB} GB",
-               "export NANOCHAT_BASE_DIR=/larger/disk/nanochat", {"free_gb": round(free)})  # fmt: skip
+    yield Line(
+        "disk",
+        status,
+        f"{free:.0f} GB free in {folder}; {DISK_GB} GB or more are recommended",
+        f"{folder} 剩余 {free:.0f} GB，建议不少于 {DISK_GB} GB",
+        "export NANOCHAT_BASE_DIR=/larger/disk/nanochat",
+        {"free_gb": round(free)},
+    )
 
 
 def base_folder(env: Mapping[str, str]) -> Path:

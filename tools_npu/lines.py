@@ -44,28 +44,53 @@ def language_of(environment: Mapping[str, str]) -> str:
 def shown(line: Line, language: str, color: bool) -> str:
     """A line for a terminal: status, name and finding, and the remedy on the next line."""
     mark = f"\033[{COLORS[line.status]}m{line.status}\033[0m" if color else line.status
-    text = f"{mark}  {line.name}: {line.text(language)}" if line.text(language) else f"{mark}  {line.name}"
+    text = (
+        f"{mark}  {line.name}: {line.text(language)}"
+        if line.text(language)
+        else f"{mark}  {line.name}"
+    )
     if line.remedy and line.status in (WARN, FAIL):
         text += ("\n      处理：" if language == "zh" else "\n      do: ") + line.do(language)
     return text
 
 
 # What training needs: each of these checks, by the beginning of its name, must have passed before check_npu says so.
-NEEDED = ("cards", "torch", "torch_npu", "npu:0", "pinned copy", "stacked matmul", "attention causal", "attention band",
-          "rms norm", "rotary", "chunked loss", "fused AdamW")  # fmt: skip
+NEEDED = (
+    "cards",
+    "torch",
+    "torch_npu",
+    "npu:0",
+    "pinned copy",
+    "stacked matmul",
+    "attention causal",
+    "attention band",
+    "rms norm",
+    "rotary",
+    "chunked loss",
+    "fused AdamW",
+)
 
 
 def not_shown(lines: Sequence[Line]) -> list[str]:
     """What training needs and no check has shown to work: checks that failed, were skipped or never ran."""
     good = [line.name for line in lines if line.status in (PASS, WARN)]
-    return [name for name in NEEDED if not any(one == name or one.startswith(f"{name} ") for one in good)]
+    return [
+        name
+        for name in NEEDED
+        if not any(one == name or one.startswith(f"{name} ") for one in good)
+    ]
 
 
 def inference_only(lines: Sequence[Line]) -> bool:
     """Whether the first card cannot train, and all that was not shown to work is what such a card lacks."""
     skipped = [line.name for line in lines if line.status == SKIP]
-    lacking = all(any(one == name or one.startswith(f"{name} ") for one in skipped) for name in not_shown(lines))
-    return lacking and any(line.name == "npu:0" and line.data.get("trains") is False for line in lines)
+    lacking = all(
+        any(one == name or one.startswith(f"{name} ") for one in skipped)
+        for name in not_shown(lines)
+    )
+    return lacking and any(
+        line.name == "npu:0" and line.data.get("trains") is False for line in lines
+    )
 
 
 def summary(lines: list[Line], language: str) -> str:
@@ -77,11 +102,16 @@ def summary(lines: list[Line], language: str) -> str:
     if failed:
         end = ("; failed: {}", "；未通过：{}")
     elif inference_only(lines):
-        end = ("; an inference card: chat_cli, chat_web and chat_eval work here, training does not",
-               "；这是推理卡：可以运行 chat_cli、chat_web 和 chat_eval，不能训练")  # fmt: skip
+        end = (
+            "; an inference card: chat_cli, chat_web and chat_eval work here, training does not",
+            "；这是推理卡：可以运行 chat_cli、chat_web 和 chat_eval，不能训练",
+        )
     else:
-        end = ("; not ready to train, not shown to work: {}", "；不能训练，以下项目未通过验证：{}") if unknown else (
-            "; ready to train", "；可以训练")  # fmt: skip
+        end = (
+            ("; not ready to train, not shown to work: {}", "；不能训练，以下项目未通过验证：{}")
+            if unknown
+            else ("; ready to train", "；可以训练")
+        )
     return f"check_npu: {figures}" + end[language == "zh"].format(failed or unknown)
 
 
@@ -98,15 +128,27 @@ def as_json(lines: list[Line]) -> dict[str, Any]:
         "ready": not failed and not not_shown(lines),
         "counts": count(lines),
         "causes": [
-            {"name": line.name, "text": line.english, "remedy": line.do("en"), "remedy_zh": line.do("zh")}
+            {
+                "name": line.name,
+                "text": line.english,
+                "remedy": line.do("en"),
+                "remedy_zh": line.do("zh"),
+            }
             for line in failed
         ],
         "checks": [
-            {"name": line.name, "status": line.status, "text": line.english, "text_zh": line.chinese,
-             "remedy": line.do("en"), "remedy_zh": line.do("zh"), "data": line.data}
+            {
+                "name": line.name,
+                "status": line.status,
+                "text": line.english,
+                "text_zh": line.chinese,
+                "remedy": line.do("en"),
+                "remedy_zh": line.do("zh"),
+                "data": line.data,
+            }
             for line in lines
         ],
-    }  # fmt: skip
+    }
 
 
 def show_what_cannot_be_shown() -> None:

@@ -49,8 +49,13 @@ def with_gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Te
     return out, *gradients
 
 
-def compare(function: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor],
-            tensors: list[torch.Tensor], dtype: torch.dtype, backward: bool = True) -> float:  # fmt: skip
+def compare(
+    function: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    tensors: list[torch.Tensor],
+    dtype: torch.dtype,
+    backward: bool = True,
+) -> float:
     """The error of a function on the NPU in `dtype`; the reference gets the same rounded values in fp32."""
     rounded = [tensor.to(dtype) for tensor in tensors]
     there = [tensor.to(DEVICE) for tensor in rounded]
@@ -66,8 +71,13 @@ def compare(function: Callable[..., torch.Tensor], reference: Callable[..., torc
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
     """Plain softmax attention, (B, T, H, D); a query sees its own key and at most `window` keys before it."""
     groups = q.size(2) // k.size(2)
-    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    distance = torch.arange(q.size(2))[:, None] + (k.size(2) - q.size(2)) - torch.arange(k.size(2))[None]
+    q, k, v = (
+        x.transpose(1, 2)
+        for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))
+    )
+    distance = (
+        torch.arange(q.size(2))[:, None] + (k.size(2) - q.size(2)) - torch.arange(k.size(2))[None]
+    )
     scores = (q @ k.mT) * q.size(-1) ** -0.5
     scores = scores.masked_fill((distance < 0) | (distance > window), float("-inf"))
     return (scores.softmax(-1) @ v).transpose(1, 2)
@@ -106,7 +116,9 @@ def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
     """The project's training attention, forward and backward; `window` below 255 is a band."""
     made = operations()
     q, k, v = inputs(3, (2, 256, 4, 64), (2, 256, kv_heads, 64), (2, 256, kv_heads, 64))
-    return compare(lambda *x: made.attend(*x, window), lambda *x: attention(*x, window), [q, k, v], dtype)
+    return compare(
+        lambda *x: made.attend(*x, window), lambda *x: attention(*x, window), [q, k, v], dtype
+    )
 
 
 def norm(dtype: torch.dtype) -> float:
@@ -123,7 +135,9 @@ def rotary(dtype: torch.dtype) -> float:
         return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
     made = operations()
-    cos, sin = (table[None, :, None] for table in made.rotary_tables(128, 64, torch.device(DEVICE), dtype))
+    cos, sin = (
+        table[None, :, None] for table in made.rotary_tables(128, 64, torch.device(DEVICE), dtype)
+    )
     return compare(lambda x: made.rotary(x, cos, sin), reference, [x], dtype)
 
 
@@ -139,7 +153,10 @@ def loss(dtype: torch.dtype) -> float:
 
     there, hidden = targets.to(DEVICE), operations().hidden_score
     return compare(
-        lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32, hidden=hidden), reference, [x, weight], dtype
+        lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32, hidden=hidden),
+        reference,
+        [x, weight],
+        dtype,
     )
 
 
@@ -162,7 +179,9 @@ def decode(dtype: torch.dtype, window: int = 95) -> float:
     """The cached attention of one new token in two sequences of different lengths."""
     ends = [96, 40]
     here = [x.to(dtype) for x in inputs(9, (2, 1, 4, 64), (2, 96, 4, 64), (2, 96, 4, 64))]
-    rows = [attention(*(x[i : i + 1, :end].float() for x in here), window) for i, end in enumerate(ends)]
+    rows = [
+        attention(*(x[i : i + 1, :end].float() for x in here), window) for i, end in enumerate(ends)
+    ]
     q, k, v = (x.to(DEVICE) for x in here)
     made = operations()
     if made.takes_lengths(q):

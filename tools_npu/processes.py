@@ -11,7 +11,9 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 
 from tools_npu.host import Holder, prefix
 
-TRAINING = re.compile(r"-m\x00(scripts|bench|torch\.distributed\.run)\b|torchrun\x00|/torchrun\b|speedrun(_npu)?\.sh")
+TRAINING = re.compile(
+    r"-m\x00(scripts|bench|torch\.distributed\.run)\b|torchrun\x00|/torchrun\b|speedrun(_npu)?\.sh"
+)
 PATIENCE_SECONDS = 10.0
 
 
@@ -56,10 +58,15 @@ def started_minutes_ago(folder: Path) -> float:
     return max(float(uptime[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK"), 0.0) / 60
 
 
-def own(environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Path = Path("/proc")) -> list[Process]:
+def own(
+    environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Path = Path("/proc")
+) -> list[Process]:
     """This user's training processes, without this process and the processes that started it."""
     ancestors = set(line_of(os.getpid(), proc))
-    held = {holder.pid: sum(other.used_mb for other in holders if other.pid == holder.pid) for holder in holders}
+    held = {
+        holder.pid: sum(other.used_mb for other in holders if other.pid == holder.pid)
+        for holder in holders
+    }
     devices = os.path.realpath(prefix(environment) + "/dev")
     found = []
     for folder in proc.iterdir():
@@ -74,9 +81,13 @@ def own(environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Pa
         number = int(folder.name)
         if mine and command and (cards or number in held or TRAINING.search(command)):
             words = " ".join(command.rstrip("\x00").split("\x00"))
-            found.append(Process(number, started_minutes_ago(folder), cards, held.get(number, 0), words))
+            found.append(
+                Process(number, started_minutes_ago(folder), cards, held.get(number, 0), words)
+            )
     listed = {process.pid for process in found}
-    jobs = {pid: [one for one in line_of(pid, proc) if one in listed][-1:] or [pid] for pid in listed}
+    jobs = {
+        pid: [one for one in line_of(pid, proc) if one in listed][-1:] or [pid] for pid in listed
+    }
     return sorted(process._replace(job=jobs[process.pid][0]) for process in found)
 
 
@@ -85,7 +96,9 @@ def line_of(pid: int, proc: Path) -> list[int]:
     line: list[int] = []
     while pid > 1 and pid not in line:
         line.append(pid)
-        fields = read(proc / str(pid) / "stat").decode("utf-8", "replace").rpartition(")")[2].split()
+        fields = (
+            read(proc / str(pid) / "stat").decode("utf-8", "replace").rpartition(")")[2].split()
+        )
         pid = int(fields[1]) if len(fields) > 1 else 0
     return line
 
@@ -96,7 +109,9 @@ def is_alive(pid: int) -> bool:
     return bool(fields) and fields[0] not in "ZX"
 
 
-def end(pids: Sequence[int], listed: Sequence[Process], force: bool, say: Callable[[str], None] = print) -> bool:
+def end(
+    pids: Sequence[int], listed: Sequence[Process], force: bool, say: Callable[[str], None] = print
+) -> bool:
     """End listed processes by id: SIGTERM first, then SIGKILL if `force` is set.
 
     Returns True if every id was listed and every process has ended. Ids that are not listed are refused.
@@ -114,6 +129,9 @@ def end(pids: Sequence[int], listed: Sequence[Process], force: bool, say: Callab
             time.sleep(0.1)
     left = [pid for pid in chosen if is_alive(pid)]
     for pid in chosen:
-        say(f"{pid}: still running; add --force to kill it / 仍在运行；加 --force 强制结束" if pid in left else
-            f"{pid}: ended / 已结束")  # fmt: skip
+        say(
+            f"{pid}: still running; add --force to kill it / 仍在运行；加 --force 强制结束"
+            if pid in left
+            else f"{pid}: ended / 已结束"
+        )
     return not left and not strangers

@@ -42,10 +42,20 @@ TABLE = (
 NEWEST = Row("2.14.0", "9.1.0", (3, 14))
 # What the contract with torch_npu is tested on: the oldest release, and the last known patch of every minor.
 OLDEST = "2.7.1"
-SHARED = (2, 10)  # the torch that vllm-ascend, ms-swift and LLaMA-Factory are installed with beside CANN 9.1
+SHARED = (
+    2,
+    10,
+)  # the torch that vllm-ascend, ms-swift and LLaMA-Factory are installed with beside CANN 9.1
 LAST_PATCHES = (
-    "2.7.1.post11", "2.8.0.post5", "2.9.1", "2.10.0.post7", "2.11.0.post3", "2.12.0.post3", "2.13.0", NEWEST.torch_npu,
-)  # fmt: skip
+    "2.7.1.post11",
+    "2.8.0.post5",
+    "2.9.1",
+    "2.10.0.post7",
+    "2.11.0.post3",
+    "2.12.0.post3",
+    "2.13.0",
+    NEWEST.torch_npu,
+)
 
 
 def cann_key(version: str) -> tuple[int, int, int, int] | None:
@@ -121,20 +131,32 @@ def resolve(cann: str) -> Pick:
     if key == cann_key(row.cann):
         return pick_of(row)
     if row is NEWEST:
-        return pick_of(row, (f"CANN {cann} is newer than the table: torch_npu {row.torch_npu}, the newest known "
-                             "release, is installed. To choose another release: --torch-npu VERSION",
-                             f"CANN {cann} 比配套表新：选装目前已知最新的 torch_npu {row.torch_npu}。"
-                             "想换版本：--torch-npu 版本号"))  # fmt: skip
-    return pick_of(row, (f"CANN {cann} is not in the table: torch_npu {row.torch_npu}, which was built for {row.cann}, "
-                         "is installed. To choose another release: --torch-npu VERSION",
-                         f"配套表里没有 CANN {cann}：选装为 {row.cann} 构建的 torch_npu {row.torch_npu}。"
-                         "想换版本：--torch-npu 版本号"))  # fmt: skip
+        return pick_of(
+            row,
+            (
+                f"CANN {cann} is newer than the table: torch_npu {row.torch_npu}, the newest known "
+                "release, is installed. To choose another release: --torch-npu VERSION",
+                f"CANN {cann} 比配套表新：选装目前已知最新的 torch_npu {row.torch_npu}。"
+                "想换版本：--torch-npu 版本号",
+            ),
+        )
+    return pick_of(
+        row,
+        (
+            f"CANN {cann} is not in the table: torch_npu {row.torch_npu}, which was built for {row.cann}, "
+            "is installed. To choose another release: --torch-npu VERSION",
+            f"配套表里没有 CANN {cann}：选装为 {row.cann} 构建的 torch_npu {row.torch_npu}。"
+            "想换版本：--torch-npu 版本号",
+        ),
+    )
 
 
 def explain(cann: str, pick: Pick, named: bool) -> tuple[str, str]:
     """Which pair is chosen for a CANN, why, and what else fits, in both languages."""
     others = [
-        row.torch_npu for row in TABLE if cann_key(row.cann) == cann_key(cann) and row.torch_npu != pick.torch_npu
+        row.torch_npu
+        for row in TABLE
+        if cann_key(row.cann) == cann_key(cann) and row.torch_npu != pick.torch_npu
     ]
     chosen = f"CANN {cann or '?'} -> torch_npu {pick.torch_npu} -> torch {pick.torch}"
     if named:
@@ -181,11 +203,16 @@ def pair_fits(torch: str, torch_npu: str) -> Fit:
     if release(torch)[:2] == release(torch_npu)[:2]:
         if release(torch)[:2] < TORCH_FLOOR:
             return Fit(
-                "FAIL", f"torch {torch} is too old: 2.7 or later is needed", f"torch {torch} 版本过低：需要 2.7 或更高"
+                "FAIL",
+                f"torch {torch} is too old: 2.7 or later is needed",
+                f"torch {torch} 版本过低：需要 2.7 或更高",
             )
         return Fit("PASS")
-    return Fit("FAIL", f"torch {torch} and torch_npu {torch_npu} are different releases",
-               f"torch {torch} 和 torch_npu {torch_npu} 的版本不一致")  # fmt: skip
+    return Fit(
+        "FAIL",
+        f"torch {torch} and torch_npu {torch_npu} are different releases",
+        f"torch {torch} 和 torch_npu {torch_npu} 的版本不一致",
+    )
 
 
 def cann_fits(torch_npu: str, cann: str) -> Fit:
@@ -197,34 +224,52 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
     kin = [row for row in TABLE if release(row.torch_npu)[:2] == release(torch_npu)[:2]]
     if exact is None and not kin:
         if key < (cann_key(NEWEST.cann) or key):
-            return Fit("FAIL", f"torch_npu {torch_npu} probably needs CANN {NEWEST.cann} or later, but CANN is {cann}",
-                       f"torch_npu {torch_npu} 可能需要 CANN {NEWEST.cann} 或更高，当前是 {cann}")  # fmt: skip
-        return Fit("WARN", f"torch_npu {torch_npu} is not in the table; CANN {cann} is probably new enough",
-                   f"配套表里没有 torch_npu {torch_npu}；CANN {cann} 应该够新")  # fmt: skip
+            return Fit(
+                "FAIL",
+                f"torch_npu {torch_npu} probably needs CANN {NEWEST.cann} or later, but CANN is {cann}",
+                f"torch_npu {torch_npu} 可能需要 CANN {NEWEST.cann} 或更高，当前是 {cann}",
+            )
+        return Fit(
+            "WARN",
+            f"torch_npu {torch_npu} is not in the table; CANN {cann} is probably new enough",
+            f"配套表里没有 torch_npu {torch_npu}；CANN {cann} 应该够新",
+        )
     # As far as is known, an unlisted release needs at least the CANN of the release that is listed before it.
     own = order(torch_npu)
     before = [row for row in kin if order(row.torch_npu) <= own]
     row = exact or (max(before, key=lambda row: order(row.torch_npu)) if before else kin[-1])
     need = cann_key(row.cann) or key
     if key[:2] < need[:2]:
-        return Fit("FAIL", f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is older",
-                   f"torch_npu {torch_npu} 需要 CANN {row.cann}，当前的 {cann} 太旧")  # fmt: skip
+        return Fit(
+            "FAIL",
+            f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is older",
+            f"torch_npu {torch_npu} 需要 CANN {row.cann}，当前的 {cann} 太旧",
+        )
     if exact and key == need:
         return Fit("PASS")
     if exact is None:
-        return Fit("WARN", f"torch_npu {torch_npu} is not in the table; it needs CANN {row.cann} or later, and CANN is "
-                   f"{cann}",
-                   f"配套表里没有 torch_npu {torch_npu}；它需要 CANN {row.cann} 或更高，当前是 {cann}")  # fmt: skip
-    return Fit("WARN", f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is installed",
-               f"torch_npu {torch_npu} 是为 CANN {row.cann} 构建的，当前装的是 {cann}")  # fmt: skip
+        return Fit(
+            "WARN",
+            f"torch_npu {torch_npu} is not in the table; it needs CANN {row.cann} or later, and CANN is "
+            f"{cann}",
+            f"配套表里没有 torch_npu {torch_npu}；它需要 CANN {row.cann} 或更高，当前是 {cann}",
+        )
+    return Fit(
+        "WARN",
+        f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is installed",
+        f"torch_npu {torch_npu} 是为 CANN {row.cann} 构建的，当前装的是 {cann}",
+    )
 
 
 def numpy_fits(numpy: str, cann: str, python: tuple[int, int]) -> Fit:
     """Whether the compiler of a CANN works with a numpy on this Python."""
     if python >= (3, 13) or cann_key(cann) is None or release(numpy)[0] <= numpy_for(cann):
         return Fit("PASS")
-    return Fit("FAIL", f"CANN {cann} needs numpy 1, but numpy is {numpy}: operators fail with error 500001",
-               f"CANN {cann} 需要 numpy 1，当前是 {numpy}：算子会报错 500001")  # fmt: skip
+    return Fit(
+        "FAIL",
+        f"CANN {cann} needs numpy 1, but numpy is {numpy}: operators fail with error 500001",
+        f"CANN {cann} 需要 numpy 1，当前是 {numpy}：算子会报错 500001",
+    )
 
 
 def remedy(fit: Fit, cann: str) -> tuple[str, str]:
@@ -234,7 +279,11 @@ def remedy(fit: Fit, cann: str) -> tuple[str, str]:
     """
     picked = resolve(cann).torch_npu
     if fit.status == "WARN" and picked:
-        return (f"nothing if the lines below pass; else bash setup_ascend.sh --torch-npu {picked}",
-                f"如果下面各项都通过，不用处理；否则运行 bash setup_ascend.sh --torch-npu {picked}")  # fmt: skip
-    return ("bash setup_ascend.sh (it picks the torch_npu that fits)",
-            "bash setup_ascend.sh（会自动选装配套的 torch_npu）")  # fmt: skip
+        return (
+            f"nothing if the lines below pass; else bash setup_ascend.sh --torch-npu {picked}",
+            f"如果下面各项都通过，不用处理；否则运行 bash setup_ascend.sh --torch-npu {picked}",
+        )
+    return (
+        "bash setup_ascend.sh (it picks the torch_npu that fits)",
+        "bash setup_ascend.sh（会自动选装配套的 torch_npu）",
+    )

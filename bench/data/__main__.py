@@ -81,17 +81,25 @@ def make_corpus(folder: Path, quick: bool) -> tuple[Corpus, Tokenizer]:
 
 def cpu_seconds() -> float:
     """CPU seconds of this process and of its children that have ended."""
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (0, resource.RUSAGE_CHILDREN)))
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (0, resource.RUSAGE_CHILDREN))
+    )
 
 
-def measure_preparation(corpus: Corpus, tokenizer: Tokenizer, processes: int) -> tuple[TokenSet, dict[str, float]]:
+def measure_preparation(
+    corpus: Corpus, tokenizer: Tokenizer, processes: int
+) -> tuple[TokenSet, dict[str, float]]:
     """Tokenise the corpus from scratch; return its tokens, and the tokens per CPU second and per second."""
     for folder in corpus.folder.glob("tokens-*"):
         shutil.rmtree(folder)
     wall, cpu = time.perf_counter(), cpu_seconds()
     tokens = prepare_documents(corpus, tokenizer, "train", processes)
     wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
-    return tokens, {"tokens_per_cpu_second": tokens.tokens / cpu, "tokens_per_second": tokens.tokens / wall}
+    return tokens, {
+        "tokens_per_cpu_second": tokens.tokens / cpu,
+        "tokens_per_second": tokens.tokens / wall,
+    }
 
 
 def packing_loss(token_set: TokenSet, plan: Plan) -> Loss:
@@ -125,8 +133,11 @@ def loader_speed(rows: dataloader.Source, compute: Compute, batches: int) -> dic
     cpu = time.process_time()
     for _ in range(batches):
         next(stream)
-    return {"first_seconds": first, "first_cpu_seconds": first_cpu,
-            "tokens_per_cpu_second": batches * BATCH * LENGTH / (time.process_time() - cpu)}  # fmt: skip
+    return {
+        "first_seconds": first,
+        "first_cpu_seconds": first_cpu,
+        "tokens_per_cpu_second": batches * BATCH * LENGTH / (time.process_time() - cpu),
+    }
 
 
 def copy_speed(token_set: TokenSet) -> float:
@@ -161,27 +172,50 @@ def small_rows(token_set: TokenSet, tokenizer: Tokenizer) -> dataloader.Rows:
     class Folded(dataloader.Rows):
         def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
             inputs, targets = super().batch(plan_rows)
-            return inputs % D4.vocab_size, torch.where(targets < 0, targets, targets % D4.vocab_size)
+            return inputs % D4.vocab_size, torch.where(
+                targets < 0, targets, targets % D4.vocab_size
+            )
 
     return Folded(token_set, packed, tokenizer.bos, SEED, masked=False)
 
 
-def upstream_side(folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path, batches: int) -> dict[str, Any]:
+def upstream_side(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path, batches: int
+) -> dict[str, Any]:
     """Measure upstream's loader on the same shards and vocabulary; a failure is a UserError with its last lines."""
     home = folder / "upstream"
     home.mkdir()
     (home / "base_data_climbmix").symlink_to(corpus.folder)
     tokenizer.save(folder)
-    task = {"tokenizer": str(folder / FILE_NAME), "length": LENGTH, "batch": BATCH, "batches": batches}
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment = {**alone, "PYTHONPATH": str(peer), "NANOCHAT_BASE_DIR": str(home), "OMP_NUM_THREADS": "1"}
+    task = {
+        "tokenizer": str(folder / FILE_NAME),
+        "length": LENGTH,
+        "batch": BATCH,
+        "batches": batches,
+    }
+    alone = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment = {
+        **alone,
+        "PYTHONPATH": str(peer),
+        "NANOCHAT_BASE_DIR": str(home),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, str(SIDE), json.dumps(task)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         words = "\n  ".join(done.stderr.strip().splitlines()[-5:])
-        raise UserError(f"upstream's loader ended with code {done.returncode}; its last lines:\n  {words}")
+        raise UserError(
+            f"upstream's loader ended with code {done.returncode}; its last lines:\n  {words}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -219,12 +253,16 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
     compute = device.compute_init("cpu")
     batches = 40 if cfg.quick else 200
     _, one = measure_preparation(corpus, tokenizer, 1)
-    tokens, many = measure_preparation(corpus, tokenizer, 2 if cfg.quick else max(min(cores(), 4), 2))
+    tokens, many = measure_preparation(
+        corpus, tokenizer, 2 if cfg.quick else max(min(cores(), 4), 2)
+    )
     cpu = time.process_time()
     packed = plan(tokens, LENGTH + 1, cut=True)
     plan_speed = tokens.tokens / (time.process_time() - cpu)
     rows = dataloader.Rows(tokens, packed, tokenizer.bos, SEED, masked=False)
-    mixed = dataloader.MixedRows([rows, dataloader.Rows(tokens, packed, tokenizer.bos, 1, masked=False)], (7, 3))
+    mixed = dataloader.MixedRows(
+        [rows, dataloader.Rows(tokens, packed, tokenizer.bos, 1, masked=False)], (7, 3)
+    )
     rank = Compute(compute.device, "cpu", "gloo", 3, 3, 4, compute.dtype, "rank 3 of 4")
     found: dict[str, Any] = {
         "tokens": tokens.tokens,
@@ -237,10 +275,14 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
         "loader_rank_of_4": loader_speed(rows, rank, batches),
         "loader_mixture": loader_speed(mixed, compute, batches),
         "copy_tokens_per_cpu_second": copy_speed(tokens),
-        "waiting_share": waiting_share(small_rows(tokens, tokenizer), compute, 8 if cfg.quick else 30),
+        "waiting_share": waiting_share(
+            small_rows(tokens, tokenizer), compute, 8 if cfg.quick else 30
+        ),
     }
     if cfg.upstream is not None:
-        once = packed.rows // BATCH // 2  # it drops part of what it reads, and must not read anything twice
+        once = (
+            packed.rows // BATCH // 2
+        )  # it drops part of what it reads, and must not read anything twice
         found["upstream"] = upstream_side(folder, corpus, tokenizer, cfg.upstream.resolve(), once)
     return found
 
@@ -256,25 +298,39 @@ def table(found: dict[str, Any]) -> Iterator[str]:
         return f"{value / 1e6:,.2f} M"
 
     yield line("", "ours", "goal", "upstream")
-    yield line("prepare, tokens per CPU second", speed(found["prepare"]["tokens_per_cpu_second"]), ">= 1 M")
+    yield line(
+        "prepare, tokens per CPU second", speed(found["prepare"]["tokens_per_cpu_second"]), ">= 1 M"
+    )
     many = found["prepare_processes"]
     yield line("  in several processes", speed(many["tokens_per_cpu_second"]), ">= 1 M")
     yield line("  in several processes, tokens per second", speed(many["tokens_per_second"]))
     yield line("packing plan, tokens per CPU second", speed(found["plan_tokens_per_cpu_second"]))
     lost = found["packing"]
-    yield line("tokens that are in no row", f"{lost['lost']:.2%}", "less", f"{peer['lost']:.2%}" if peer else "")
+    yield line(
+        "tokens that are in no row",
+        f"{lost['lost']:.2%}",
+        "less",
+        f"{peer['lost']:.2%}" if peer else "",
+    )
     cut = f"{peer['cut_documents']:.2%}" if peer else ""
-    yield line("documents that are not whole in one row", f"{lost['cut_documents']:.2%}", "less", cut)
+    yield line(
+        "documents that are not whole in one row", f"{lost['cut_documents']:.2%}", "less", cut
+    )
     yield line("  longer than a row", f"{lost['longer_than_a_row']:.2%}")
     yield line("tokens in pieces that begin no document", f"{lost['headless']:.2%}", "", "0.00%")
     yield line("padding", f"{lost['padding']:.2%}", "", "0.00%")
     theirs = speed(peer["tokens_per_cpu_second"]) if peer else ""
     yield line(
-        "loader of a rank, tokens per CPU second", speed(found["loader"]["tokens_per_cpu_second"]), ">= 5 M", theirs
+        "loader of a rank, tokens per CPU second",
+        speed(found["loader"]["tokens_per_cpu_second"]),
+        ">= 5 M",
+        theirs,
     )
     yield line("  rank 3 of 4", speed(found["loader_rank_of_4"]["tokens_per_cpu_second"]), ">= 5 M")
     yield line("  of a mixture", speed(found["loader_mixture"]["tokens_per_cpu_second"]), ">= 5 M")
-    yield line("  limit: a bare copy of the mapped tokens", speed(found["copy_tokens_per_cpu_second"]))
+    yield line(
+        "  limit: a bare copy of the mapped tokens", speed(found["copy_tokens_per_cpu_second"])
+    )
     first = f"{peer['first_cpu_seconds']:.3f}" if peer else ""
     yield line("first step, CPU seconds", f"{found['loader']['first_cpu_seconds']:.3f}", "", first)
     yield line("waiting for data, share of a step", f"{found['waiting_share']:.3%}", "< 0.5 %")
@@ -286,7 +342,9 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(cfg, Path(folder))
-    log(f"{found['documents']:,} documents, {found['tokens']:,} tokens; rows of {LENGTH:,} tokens, {BATCH} rows a step")
+    log(
+        f"{found['documents']:,} documents, {found['tokens']:,} tokens; rows of {LENGTH:,} tokens, {BATCH} rows a step"
+    )
     for line in table(found):
         log(line)
     print(json.dumps({"benchmark": "data", **_rounded(found)}), flush=True)

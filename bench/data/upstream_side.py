@@ -24,7 +24,9 @@ def encoding(path: str) -> tiktoken.Encoding:
         name="bench",
         pat_str=content["regex"],
         mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
-        special_tokens={spelling: len(ranks) + i for i, spelling in enumerate(content["specials"].values())},
+        special_tokens={
+            spelling: len(ranks) + i for i, spelling in enumerate(content["specials"].values())
+        },
     )
 
 
@@ -75,7 +77,9 @@ def main(task: dict[str, Any]) -> None:
     """Measure the loader's speed first, then count what it crops."""
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     sys.stdout = sys.stderr  # whatever upstream prints must not mix with the answer
-    from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as make
+    from nanochat.dataloader import (
+        tokenizing_distributed_data_loader_with_state_bos_bestfit as make,
+    )
     from nanochat.tokenizer import RustBPETokenizer
 
     tokenizer = RustBPETokenizer(encoding(task["tokenizer"]), "<|bos|>")
@@ -86,8 +90,11 @@ def main(task: dict[str, Any]) -> None:
     for _ in range(task["batches"] - 1):
         next(loader)
     tokens = task["batches"] * task["batch"] * task["length"]
-    result = {"first_seconds": first, "first_cpu_seconds": first_cpu,
-              "tokens_per_cpu_second": tokens / (time.process_time() - cpu)}  # fmt: skip
+    result = {
+        "first_seconds": first,
+        "first_cpu_seconds": first_cpu,
+        "tokens_per_cpu_second": tokens / (time.process_time() - cpu),
+    }
     print(json.dumps({**result, **cropping(make, tokenizer, task)}), file=answer, flush=True)
 
 

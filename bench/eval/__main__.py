@@ -27,7 +27,10 @@ from bench.upstream import check_checkout
 from nanochat import device
 from nanochat.common import UserError, log, run
 
-EVALUATIONS = {"core": "upstream", "choices": "lm-eval"}  # what is evaluated, and the peer that does it too
+EVALUATIONS = {
+    "core": "upstream",
+    "choices": "lm-eval",
+}  # what is evaluated, and the peer that does it too
 SAME_PROBLEMS = 12  # whose scores are compared in fp32
 ROUNDING = 1e-6  # of upstream's means, which it computes in fp32; one problem more or less changes a score by 1/12
 
@@ -68,8 +71,15 @@ class Side:
     def __init__(self, task: dict[str, Any], errors: Any):
         self.name, self._errors = task["side"], errors
         command = [sys.executable, "-m", "bench.eval.side", json.dumps(task)]
-        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=errors, text=True)  # fmt: skip
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **ONE_THREAD},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
         self.evaluations: list[str] = self._answer()["evaluations"]
 
     def _answer(self) -> dict[str, Any]:
@@ -79,7 +89,9 @@ class Side:
         code = self.process.wait()
         self._errors.seek(0)
         words = [words for words in self._errors.read().splitlines() if words.strip()][-5:]
-        raise UserError(f"{self.name} ended with code {code}; its last lines:\n  " + "\n  ".join(words))
+        raise UserError(
+            f"{self.name} ended with code {code}; its last lines:\n  " + "\n  ".join(words)
+        )
 
     def evaluate(self, name: str) -> dict[str, Any]:
         """CPU seconds and scores of an evaluation."""
@@ -95,14 +107,18 @@ def started(sides: Sequence[str], task: dict[str, Any]) -> Iterator[list[Side]]:
     with contextlib.ExitStack() as stack:
         found = []
         for name in sides:
-            errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            errors = stack.enter_context(
+                tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+            )
             found.append(Side({**task, "side": name}, errors))
             stack.callback(found[-1].process.communicate)
             stack.callback(found[-1].process.kill)
         yield found
 
 
-def measure(sides: Sequence[str], task: dict[str, Any], rounds: int) -> dict[str, dict[str, Measured]]:
+def measure(
+    sides: Sequence[str], task: dict[str, Any], rounds: int
+) -> dict[str, dict[str, Measured]]:
     """Let the sides take turns in each evaluation: evaluation -> side -> what was measured."""
     with started(sides, task) as processes:
         found: dict[str, dict[str, Measured]] = {name: {} for name in EVALUATIONS}
@@ -114,14 +130,20 @@ def measure(sides: Sequence[str], task: dict[str, Any], rounds: int) -> dict[str
         return found
 
 
-def figures(found: Mapping[str, Mapping[str, Measured]], same: Mapping[str, Mapping[str, Measured]]) -> dict[str, Any]:
+def figures(
+    found: Mapping[str, Mapping[str, Measured]], same: Mapping[str, Mapping[str, Measured]]
+) -> dict[str, Any]:
     """CPU seconds of every side, how many times as fast ours is, and whether the scores in fp32 are equal."""
     result: dict[str, Any] = {}
     for name, peer in EVALUATIONS.items():
         sides = found[name]
-        result[name] = {"cpu_seconds": {side: round(median(one.seconds), 2) for side, one in sides.items()}}
+        result[name] = {
+            "cpu_seconds": {side: round(median(one.seconds), 2) for side, one in sides.items()}
+        }
         if peer in sides:
-            result[name]["times_as_fast"] = round(median(sides[peer].seconds) / median(sides["ours"].seconds), 2)
+            result[name]["times_as_fast"] = round(
+                median(sides[peer].seconds) / median(sides["ours"].seconds), 2
+            )
             mine, theirs = same[name]["ours"].scores, same[name][peer].scores
             result[name]["equal_scores"] = mine.keys() == theirs.keys() and all(
                 abs(mine[what] - theirs[what]) < ROUNDING for what in mine
@@ -138,12 +160,22 @@ def check(cfg: Config) -> None:
     if cfg.quick and cfg.against:
         raise UserError("--quick measures ours alone: leave out --quick or --against", exit_code=2)
     if ("upstream" in cfg.against) != (cfg.upstream is not None):
-        raise UserError("--against upstream and --upstream DIR belong together: give both or neither", exit_code=2)
+        raise UserError(
+            "--against upstream and --upstream DIR belong together: give both or neither",
+            exit_code=2,
+        )
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
-    for peer, package in (("lm-eval", "lm_eval"), ("lm-eval", "transformers"), ("upstream", "jinja2")):
+    for peer, package in (
+        ("lm-eval", "lm_eval"),
+        ("lm-eval", "transformers"),
+        ("upstream", "jinja2"),
+    ):
         if peer in cfg.against and importlib.util.find_spec(package) is None:
-            raise UserError(f"{peer} needs {package}: run `{sys.executable} -m pip install {package}`", exit_code=2)
+            raise UserError(
+                f"{peer} needs {package}: run `{sys.executable} -m pip install {package}`",
+                exit_code=2,
+            )
 
 
 def main(cfg: Config) -> None:
@@ -155,11 +187,22 @@ def main(cfg: Config) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = model.make(folder)
-        task = {"model": str(files.folder), "bundle": str(folder), "problems": problems, "dtype": dtype,
-                "upstream": str(cfg.upstream or "")}  # fmt: skip
+        task = {
+            "model": str(files.folder),
+            "bundle": str(folder),
+            "problems": problems,
+            "dtype": dtype,
+            "upstream": str(cfg.upstream or ""),
+        }
         found = measure(sides, task, rounds)
-        same = measure(sides, {**task, "dtype": "float32", "problems": SAME_PROBLEMS}, 1) if cfg.against else {}
-    log(f"{files.parameters:,} parameters, {dtype}, {problems} problems of each task, one thread, median of {rounds}")
+        same = (
+            measure(sides, {**task, "dtype": "float32", "problems": SAME_PROBLEMS}, 1)
+            if cfg.against
+            else {}
+        )
+    log(
+        f"{files.parameters:,} parameters, {dtype}, {problems} problems of each task, one thread, median of {rounds}"
+    )
     for name, measured in found.items():
         for side, one in measured.items():
             log(f"{name:<10}{side:<10}{median(one.seconds):>10.2f} CPU s")
@@ -167,8 +210,13 @@ def main(cfg: Config) -> None:
     for name, about in result.items():
         if "times_as_fast" in about:
             equal = "equal" if about["equal_scores"] else "NOT equal"
-            log(f"{name}: {about['times_as_fast']} times as fast as {EVALUATIONS[name]}; scores in fp32 are {equal}")
-    print(json.dumps({"benchmark": "eval", "dtype": dtype, "problems": problems, **result}), flush=True)
+            log(
+                f"{name}: {about['times_as_fast']} times as fast as {EVALUATIONS[name]}; scores in fp32 are {equal}"
+            )
+    print(
+        json.dumps({"benchmark": "eval", "dtype": dtype, "problems": problems, **result}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -26,13 +26,33 @@ def core_bundle(folder: Path, problems: int) -> list[IclTask]:
     """Write CORE tasks of so many problems: four options with ten examples and with none, two contexts, and texts to
     finish with ten examples."""
     draw = random.Random(1)
-    choices = [{"query": f"Question: {_text(draw, 15, 30)}?", "choices": [_text(draw, 2, 6) for _ in range(4)],
-                "gold": draw.randrange(4)} for _ in range(problems)]  # fmt: skip
-    endings = [{"query": _text(draw, 25, 45), "choices": [_text(draw, 8, 20) for _ in range(4)],
-                "gold": draw.randrange(4)} for _ in range(problems)]  # fmt: skip
-    contexts = [{"context_options": [_text(draw, 10, 20) for _ in range(2)], "continuation": _text(draw, 6, 12),
-                 "gold": draw.randrange(2)} for _ in range(problems)]  # fmt: skip
-    texts = [{"context": _text(draw, 25, 40), "continuation": _text(draw, 1, 4)} for _ in range(problems)]
+    choices = [
+        {
+            "query": f"Question: {_text(draw, 15, 30)}?",
+            "choices": [_text(draw, 2, 6) for _ in range(4)],
+            "gold": draw.randrange(4),
+        }
+        for _ in range(problems)
+    ]
+    endings = [
+        {
+            "query": _text(draw, 25, 45),
+            "choices": [_text(draw, 8, 20) for _ in range(4)],
+            "gold": draw.randrange(4),
+        }
+        for _ in range(problems)
+    ]
+    contexts = [
+        {
+            "context_options": [_text(draw, 10, 20) for _ in range(2)],
+            "continuation": _text(draw, 6, 12),
+            "gold": draw.randrange(2),
+        }
+        for _ in range(problems)
+    ]
+    texts = [
+        {"context": _text(draw, 25, 40), "continuation": _text(draw, 1, 4)} for _ in range(problems)
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     found = []
     for label, kind, shots, delimiter, rows in (
@@ -72,7 +92,15 @@ def choices(problems: int) -> Choices:
 
     examples = tuple(solved() for _ in range(SHOTS))
     intro = "The following are multiple choice questions.\n\n"
-    return Choices([
-        Cloze(intro, examples, f"Question: {_text(draw, 15, 30)}?\nAnswer:",
-              tuple(_text(draw, 2, 6) for _ in range(4)), draw.randrange(4)) for _ in range(problems)
-    ])  # fmt: skip
+    return Choices(
+        [
+            Cloze(
+                intro,
+                examples,
+                f"Question: {_text(draw, 15, 30)}?\nAnswer:",
+                tuple(_text(draw, 2, 6) for _ in range(4)),
+                draw.randrange(4),
+            )
+            for _ in range(problems)
+        ]
+    )

@@ -41,10 +41,16 @@ def ours(task: dict[str, Any]) -> dict[str, Evaluation]:
     model, compute = loaded(task)
     compute.operations.hold(model.model)
     tokens = compute.platform.evaluation_rows * model.model.config.sequence_len
-    tasks, asked = core_bundle(Path(task["bundle"]) / task["side"], task["problems"]), choices(task["problems"])
+    tasks, asked = (
+        core_bundle(Path(task["bundle"]) / task["side"], task["problems"]),
+        choices(task["problems"]),
+    )
 
     def run_core() -> dict[str, float]:
-        scores = [core.evaluate_task(model.model, model.tokenizer, one, compute, None, tokens) for one in tasks]
+        scores = [
+            core.evaluate_task(model.model, model.tokenizer, one, compute, None, tokens)
+            for one in tasks
+        ]
         return {score.label: score.accuracy for score in scores}
 
     def run_choices() -> dict[str, float]:
@@ -74,9 +80,15 @@ def upstream(task: dict[str, Any]) -> dict[str, Evaluation]:
     def run_core() -> dict[str, float]:
         scores = {}
         for one in core_bundle(Path(task["bundle"]) / task["side"], task["problems"]):
-            meta = {"task_type": one.kind, "num_fewshot": one.shots, "continuation_delimiter": one.delimiter}
+            meta = {
+                "task_type": one.kind,
+                "num_fewshot": one.shots,
+                "continuation_delimiter": one.delimiter,
+            }
             problems = core.read_problems(one)  # in upstream's order
-            scores[one.label] = theirs.evaluate_task(model.model, Words(), problems, compute.device, meta)
+            scores[one.label] = theirs.evaluate_task(
+                model.model, Words(), problems, compute.device, meta
+            )
         return scores
 
     return {"core": run_core}
@@ -88,19 +100,28 @@ def lm_eval(task: dict[str, Any]) -> dict[str, Evaluation]:
     from lm_eval.models.huggingface import HFLM
 
     backend: Any = HFLM  # whose types are incomplete
-    model = backend(task["model"], device="cpu", dtype=task["dtype"], batch_size=ROWS, max_length=2048)
+    model = backend(
+        task["model"], device="cpu", dtype=task["dtype"], batch_size=ROWS, max_length=2048
+    )
     asked = choices(task["problems"])
 
     def run_choices() -> dict[str, float]:
         requests = []
         for number, one in enumerate(asked.asked):
-            context = "<|endoftext|>" + one.intro + "".join(one.examples) + one.question  # our own rows begin so
-            requests += [Instance("loglikelihood", {}, (context, f" {choice}"), number) for choice in one.choices]
+            context = (
+                "<|endoftext|>" + one.intro + "".join(one.examples) + one.question
+            )  # our own rows begin so
+            requests += [
+                Instance("loglikelihood", {}, (context, f" {choice}"), number)
+                for choice in one.choices
+            ]
         found = iter(model.loglikelihood(requests, disable_tqdm=True))
         plain = by_bytes = 0
         for one in asked.asked:
             scores = [next(found)[0] for _ in one.choices]
-            normed = [score / len(choice) for score, choice in zip(scores, one.choices, strict=True)]
+            normed = [
+                score / len(choice) for score, choice in zip(scores, one.choices, strict=True)
+            ]
             plain += scores.index(max(scores)) == one.answer
             by_bytes += normed.index(max(normed)) == one.answer
         return {"acc": plain / len(asked), "acc_norm": by_bytes / len(asked)}

@@ -28,16 +28,38 @@ from nanochat.nn.lora import LoraConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RANK = 8
-SHARED: dict[str, Any] = {"sequence_len": 2048, "vocab_size": 32_768, "n_layer": 8, "n_embd": 512, "n_hidden": 1536,
-                          "tied": 1}  # fmt: skip
+SHARED: dict[str, Any] = {
+    "sequence_len": 2048,
+    "vocab_size": 32_768,
+    "n_layer": 8,
+    "n_embd": 512,
+    "n_hidden": 1536,
+    "tied": 1,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {**SHARED, "n_head": 8, "n_kv_head": 4, "head_dim": 64},
     "qwen3.5": {
-        **SHARED, "n_head": 4, "n_kv_head": 2, "head_dim": 128, "rotary_dim": 32, "layers": "DDDA", "zero_centred": 1,
-        "output_gate": 1, "delta_key_heads": 8, "delta_value_heads": 8, "rope_theta": 10_000_000.0,
+        **SHARED,
+        "n_head": 4,
+        "n_kv_head": 2,
+        "head_dim": 128,
+        "rotary_dim": 32,
+        "layers": "DDDA",
+        "zero_centred": 1,
+        "output_gate": 1,
+        "delta_key_heads": 8,
+        "delta_value_heads": 8,
+        "rope_theta": 10_000_000.0,
     },
-}  # fmt: skip
-SMALL = {"n_layer": 4, "n_embd": 256, "n_hidden": 768, "vocab_size": 4096, "delta_key_heads": 2, "delta_value_heads": 2}
+}
+SMALL = {
+    "n_layer": 4,
+    "n_embd": 256,
+    "n_hidden": 768,
+    "vocab_size": 4096,
+    "delta_key_heads": 2,
+    "delta_value_heads": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -82,18 +104,38 @@ class Measured:
 @contextlib.contextmanager
 def process(task: dict[str, Any]) -> Iterator[Any]:
     """A side in its own process; gives a function that sends a line, or none, and returns the answer."""
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT),
-           "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": task["dtype"], "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    alone = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": str(ROOT),
+        "NANOCHAT_DEVICE": "cpu",
+        "NANOCHAT_DTYPE": task["dtype"],
+        "HF_HUB_OFFLINE": "1",
+    }
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         command = [sys.executable, "-m", "bench.finetune.side", json.dumps(task)]
-        side = subprocess.Popen(command, env=alone | own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                                text=True, cwd=ROOT)  # fmt: skip
+        side = subprocess.Popen(
+            command,
+            env=alone | own,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+        )
         assert side.stdin is not None and side.stdout is not None
 
         def ask(steps: int | None = None) -> dict[str, Any]:
             if steps is not None:
-                with contextlib.suppress(BrokenPipeError):  # what follows says why the process has ended
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # what follows says why the process has ended
                     print(steps, file=side.stdin, flush=True)
             assert side.stdout is not None
             if line := side.stdout.readline():
@@ -101,7 +143,9 @@ def process(task: dict[str, Any]) -> Iterator[Any]:
             code = side.wait()
             errors.seek(0)
             words = [words for words in errors.read().splitlines() if words.strip()][-5:]
-            raise UserError(f"{task['side']} ended with code {code}; its last lines:\n  " + "\n  ".join(words))
+            raise UserError(
+                f"{task['side']} ended with code {code}; its last lines:\n  " + "\n  ".join(words)
+            )
 
         try:
             yield ask
@@ -111,13 +155,25 @@ def process(task: dict[str, Any]) -> Iterator[Any]:
 
 
 def measure(
-    sides: list[str], shape: QwenConfig, rank: int, dtype: str, cfg: Config,
+    sides: list[str],
+    shape: QwenConfig,
+    rank: int,
+    dtype: str,
+    cfg: Config,
     targets: tuple[str, ...] = LoraConfig.targets,
-) -> dict[str, Measured]:  # fmt: skip
+) -> dict[str, Measured]:
     """Let the sides take turns of one step; the first step of each is not timed."""
-    task = {"shape": asdict(shape), "published": published(shape), "rank": rank, "dtype": dtype, "rows": cfg.rows,
-            "tokens": cfg.tokens, "targets": list(targets), "checkpoints": cfg.checkpoint_activations,
-            "compile": cfg.compile}  # fmt: skip
+    task = {
+        "shape": asdict(shape),
+        "published": published(shape),
+        "rank": rank,
+        "dtype": dtype,
+        "rows": cfg.rows,
+        "tokens": cfg.tokens,
+        "targets": list(targets),
+        "checkpoints": cfg.checkpoint_activations,
+        "compile": cfg.compile,
+    }
     with contextlib.ExitStack() as stack:
         started = {side: stack.enter_context(process({**task, "side": side})) for side in sides}
         measured = {}
@@ -145,7 +201,10 @@ def table(name: str, measured: dict[str, Measured], tokens: int) -> str:
     ]
     if len(measured) == 2:
         mine, other = measured.values()
-        faster, memory = speed(mine, tokens) / speed(other, tokens), mine.peak_bytes / other.peak_bytes
+        faster, memory = (
+            speed(mine, tokens) / speed(other, tokens),
+            mine.peak_bytes / other.peak_bytes,
+        )
         lines.append(f"{'':<14}{'ours / theirs':<14}{faster:>10.2f}{memory:>21.2f}")
     return "\n".join(lines)
 
@@ -156,12 +215,16 @@ def check(cfg: Config) -> None:
         if value < 1:
             raise UserError(f"{flag} must be at least 1, got {value}", exit_code=2)
     if cfg.tokens > SHARED["sequence_len"]:
-        raise UserError(f"--tokens must be at most {SHARED['sequence_len']:,}, got {cfg.tokens:,}", exit_code=2)
+        raise UserError(
+            f"--tokens must be at most {SHARED['sequence_len']:,}, got {cfg.tokens:,}", exit_code=2
+        )
     if cfg.quick and cfg.against:
         raise UserError("--quick measures ours alone; leave out --quick or --against", exit_code=2)
     for name in (*cfg.against, *(["peft"] if cfg.against else [])):
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"{name} is not installed for {sys.executable}: `pip install {name}`", exit_code=2)
+            raise UserError(
+                f"{name} is not installed for {sys.executable}: `pip install {name}`", exit_code=2
+            )
 
 
 def main(cfg: Config) -> None:
@@ -170,7 +233,16 @@ def main(cfg: Config) -> None:
     dtype = str(device.compute_init("cpu").platform.best_dtype()[0]).removeprefix("torch.")
     small = SMALL if cfg.quick else {}
     if cfg.quick:
-        cfg = Config(True, (), cfg.families, 2, 2, min(cfg.tokens, 256), cfg.checkpoint_activations, compile=False)
+        cfg = Config(
+            True,
+            (),
+            cfg.families,
+            2,
+            2,
+            min(cfg.tokens, 256),
+            cfg.checkpoint_activations,
+            compile=False,
+        )
     tokens = cfg.rows * cfg.tokens
     log(f"{cfg.rows} rows of {cfg.tokens} tokens, {dtype}, one thread, median of {cfg.steps} steps")
     result: dict[str, Any] = {"benchmark": "finetune", "dtype": dtype, "quick": cfg.quick}
@@ -181,7 +253,10 @@ def main(cfg: Config) -> None:
             name = f"{family} {mode}"
             log(table(name, measured, tokens))
             mine = measured["ours"]
-            about = {"tokens_per_cpu_second": round(speed(mine, tokens), 1), "peak_gb": round(mine.peak_bytes / 1e9, 3)}
+            about = {
+                "tokens_per_cpu_second": round(speed(mine, tokens), 1),
+                "peak_gb": round(mine.peak_bytes / 1e9, 3),
+            }
             for side in cfg.against:
                 other = measured[side]
                 about[f"vs_{side}"] = round(speed(mine, tokens) / speed(other, tokens), 3)

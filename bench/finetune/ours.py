@@ -23,7 +23,12 @@ class Tuned:
     """A model with an adapter of this rank, or trained in full if `rank` is 0, and what its steps need."""
 
     def __init__(
-        self, config: QwenConfig, rank: int, targets: Sequence[str], compute: Compute, mode: Sharding = "none"
+        self,
+        config: QwenConfig,
+        rank: int,
+        targets: Sequence[str],
+        compute: Compute,
+        mode: Sharding = "none",
     ) -> None:
         """Make the model, sharded over the ranks in this mode."""
         self.compute, self.model = compute, Qwen(config, compute.dtype, compute.operations)
@@ -35,7 +40,9 @@ class Tuned:
         self.parameters = sum(p.numel() for p in self.model.parameters())
         parallel.shard(self.model, self.model.shard_groups(), compute, mode)
         roles = self.model.parameter_roles()
-        self._optimizers = Optimizers(self.model, roles, config.n_embd, OneRate(RATE), 1.0, compute.dtype)
+        self._optimizers = Optimizers(
+            self.model, roles, config.n_embd, OneRate(RATE), 1.0, compute.dtype
+        )
         self._scale, self._spikes = LossScale.start(compute, {}), Spikes()
         self._fast: torch.nn.Module = self.model
         self.model.train()
@@ -46,15 +53,29 @@ class Tuned:
         trial = self._work([(zeros, zeros.clone())])
 
         def one_pass(module: torch.nn.Module) -> Tensor:
-            return forward(module, trial.micro_batches[0], trial.extras, CrossEntropy(), self.compute)[0]
+            return forward(
+                module, trial.micro_batches[0], trial.extras, CrossEntropy(), self.compute
+            )[0]
 
         self._fast = compiled(
-            self.model, True, (rows, tokens), self.compute, self.model.compile_groups(), one_pass=one_pass
+            self.model,
+            True,
+            (rows, tokens),
+            self.compute,
+            self.model.compile_groups(),
+            one_pass=one_pass,
         )
 
     def step(self, passes: Sequence[tuple[Tensor, Tensor]]) -> float:
         """The loss of one step; each pass has inputs and targets, int64 (B, T) each, one document a row."""
-        return update(self._fast, self._optimizers, self._work(passes), self._scale, self.compute, self._spikes).loss
+        return update(
+            self._fast,
+            self._optimizers,
+            self._work(passes),
+            self._scale,
+            self.compute,
+            self._spikes,
+        ).loss
 
     def _work(self, passes: Sequence[tuple[Tensor, Tensor]]) -> dataloader.Step:
         tokens = sum(targets.numel() for _, targets in passes) * self.compute.world_size

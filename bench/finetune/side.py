@@ -25,7 +25,9 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     from nanochat import device
     from nanochat.models.qwen.config import QwenConfig
 
-    tuned = Tuned(QwenConfig(**task["shape"]), task["rank"], task["targets"], device.compute_init("cpu"))
+    tuned = Tuned(
+        QwenConfig(**task["shape"]), task["rank"], task["targets"], device.compute_init("cpu")
+    )
     tuned.model.checkpoints = task["checkpoints"]
     if task["compile"]:
         tuned.compile(task["rows"], task["tokens"])
@@ -46,7 +48,9 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
     if task["rank"]:
         import peft
 
-        about = peft.LoraConfig(r=task["rank"], lora_alpha=ALPHA, target_modules=task["targets"], task_type="CAUSAL_LM")
+        about = peft.LoraConfig(
+            r=task["rank"], lora_alpha=ALPHA, target_modules=task["targets"], task_type="CAUSAL_LM"
+        )
         model = peft.get_peft_model(model, about)
         if task["checkpoints"]:
             model.enable_input_require_grads()

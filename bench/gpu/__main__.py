@@ -65,22 +65,42 @@ def shape_of(cfg: Config) -> GPTConfig:
 
 def measure(side: str, cfg: Config) -> dict[str, Any]:
     """Run one side in its own process; a failure is a UserError with the last lines it printed."""
-    task = {"side": side, "shape": shape_for(side, shape_of(cfg)), "rows": cfg.rows, "passes": cfg.passes,
-            "steps": cfg.steps, "compile": cfg.compile, "fp8": cfg.fp8, "device": cfg.device_type}  # fmt: skip
+    task = {
+        "side": side,
+        "shape": shape_for(side, shape_of(cfg)),
+        "rows": cfg.rows,
+        "passes": cfg.passes,
+        "steps": cfg.steps,
+        "compile": cfg.compile,
+        "fp8": cfg.fp8,
+        "device": cfg.device_type,
+    }
     home = cfg.upstream.resolve() if side == "upstream" and cfg.upstream else ROOT
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    alone = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": cfg.device_type}
-    eager = {} if cfg.compile else {"TORCHDYNAMO_DISABLE": "1"}  # upstream decorates its optimizer with torch.compile
+    eager = (
+        {} if cfg.compile else {"TORCHDYNAMO_DISABLE": "1"}
+    )  # upstream decorates its optimizer with torch.compile
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(
             [sys.executable, str(ROOT / "bench" / "gpu" / "side.py"), json.dumps(task)],
-            cwd=home, env={**alone, **own, **eager}, stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
+            cwd=home,
+            env={**alone, **own, **eager},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         errors.seek(0)
         words = [line for line in errors.read().splitlines() if line.strip()][-5:]
-    raise UserError(f"{side} ended with code {done.returncode}; its last lines:\n  " + "\n  ".join(words))
+    raise UserError(
+        f"{side} ended with code {done.returncode}; its last lines:\n  " + "\n  ".join(words)
+    )
 
 
 def figures(cfg: Config, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -88,10 +108,19 @@ def figures(cfg: Config, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str
     tokens = cfg.rows * cfg.passes * cfg.max_seq_len
     with torch.device("meta"):
         flops = GPT(shape_of(cfg)).flops_per_token()
-    result: dict[str, Any] = {"benchmark": "gpu", "depth": cfg.depth, "compiled": cfg.compile, "fp8": cfg.fp8}
+    result: dict[str, Any] = {
+        "benchmark": "gpu",
+        "depth": cfg.depth,
+        "compiled": cfg.compile,
+        "fp8": cfg.fp8,
+    }
     own = [told for side, told in runs if side == "ours"]
     peak = own[0]["peak_flops"]
-    result |= {"device": own[0]["device"], "attention": own[0]["attention"], "tokens_per_step": tokens}
+    result |= {
+        "device": own[0]["device"],
+        "attention": own[0]["attention"],
+        "tokens_per_step": tokens,
+    }
     speeds: dict[str, float] = {}
     for side, prefix in (("ours", ""), ("upstream", "upstream_")):
         if told := [told for name, told in runs if name == side]:
@@ -123,9 +152,11 @@ def main(cfg: Config) -> None:
     for side in sides:
         told = measure(side, cfg)
         runs.append((side, told))
-        log(f"{side:<10}{1000 * median(told['seconds']):>9.1f} ms per step, first step done after "
+        log(
+            f"{side:<10}{1000 * median(told['seconds']):>9.1f} ms per step, first step done after "
             f"{told['start']:.0f} s, {told['memory'] / 1e9:.1f} GB, attention: {told['attention']}, "
-            f"loss {told['loss']:.3f}")  # fmt: skip
+            f"loss {told['loss']:.3f}"
+        )
     print(json.dumps(figures(cfg, runs)), flush=True)
 
 

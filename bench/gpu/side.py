@@ -50,9 +50,13 @@ def ours(task: dict[str, Any]) -> Side:
     model = on_meta(shape, compute, task["fp8"])
     model.to_empty(device=compute.device)
     model.init_weights()
-    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
+    optimizers = Optimizers(
+        model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
+    )
     wanted = None if task["compile"] else False  # None: compile where it works
-    fast = compiling.compiled(model, wanted, (task["rows"], shape.sequence_len), compute, model.compile_groups())
+    fast = compiling.compiled(
+        model, wanted, (task["rows"], shape.sequence_len), compute, model.compile_groups()
+    )
     scale = LossScale.start(compute, {})
 
     def step(batches: Batches) -> float:
@@ -66,7 +70,9 @@ def ours(task: dict[str, Any]) -> Side:
 
 def _multiplies_in_fp8(module: torch.nn.Module, name: str) -> bool:
     """Whether upstream's base_train, given --fp8, lets a module multiply in FP8: if it is a large matrix."""
-    sides = (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else (0, 0)
+    sides = (
+        (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else (0, 0)
+    )
     return min(sides) >= 128 and not any(side % 16 for side in sides)
 
 
@@ -78,7 +84,9 @@ def upstream(task: dict[str, Any]) -> Side:
     torch.set_float32_matmul_precision("high")
     where = torch.device(task["device"])
     with torch.device("meta"):
-        model: Any = GPT(GPTConfig(**task["shape"]))  # upstream's class, which the type checker cannot see
+        model: Any = GPT(
+            GPTConfig(**task["shape"])
+        )  # upstream's class, which the type checker cannot see
     model.to_empty(device=where)
     model.init_weights()
     optimizer = model.setup_optimizer(
@@ -99,7 +107,11 @@ def upstream(task: dict[str, Any]) -> Side:
         model.zero_grad(set_to_none=True)
         return loss.item()
 
-    return Side(step, "FlashAttention 3" if getattr(flash_attention, "USE_FA3", False) else "torch's own", {})
+    return Side(
+        step,
+        "FlashAttention 3" if getattr(flash_attention, "USE_FA3", False) else "torch's own",
+        {},
+    )
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
@@ -128,8 +140,14 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
             module.synchronize()
         seconds.append(time.perf_counter() - begin)
     memory = module.max_memory_allocated() if module is not None else 0
-    return {"seconds": seconds[WARMUP:], "loss": loss, "memory": memory, "start": started + seconds[0],
-            "attention": side.attention, **side.about}  # fmt: skip
+    return {
+        "seconds": seconds[WARMUP:],
+        "loss": loss,
+        "memory": memory,
+        "start": started + seconds[0],
+        "attention": side.attention,
+        **side.about,
+    }
 
 
 def main() -> None:

@@ -62,8 +62,19 @@ EPOCHS = 4  # more passes over the rows than this would measure how a model lear
 PIECE = 10_000  # characters
 HELD_OUT = 128  # rows
 # What base_train's flags can change in such a run; the other flags set other sizes, data and files.
-APPLIED = ("unembedding_lr", "embedding_lr", "matrix_lr", "matrix_optimizer", "scalar_lr", "weight_decay",
-           "warmup_steps", "warmdown_ratio", "final_lr_frac", "bigram_rows", "offset_layers")  # fmt: skip
+APPLIED = (
+    "unembedding_lr",
+    "embedding_lr",
+    "matrix_lr",
+    "matrix_optimizer",
+    "scalar_lr",
+    "weight_decay",
+    "warmup_steps",
+    "warmdown_ratio",
+    "final_lr_frac",
+    "bigram_rows",
+    "offset_layers",
+)
 
 
 @dataclass(frozen=True)
@@ -126,14 +137,18 @@ def refuse(message: str) -> UserError:
 def check(cfg: Config) -> None:
     """Raise UserError for flags that cannot be measured."""
     if cfg.quick and (cfg.upstream or cfg.baseline or cfg.variants):
-        raise refuse("--quick compares ours with AdamW alone; leave out --quick, or --upstream, --baseline, --variants")
+        raise refuse(
+            "--quick compares ours with AdamW alone; leave out --quick, or --upstream, --baseline, --variants"
+        )
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
     for flag in ("texts", "depths", "steps", "seeds", "stretch", "scales"):
         given = getattr(cfg, flag)
         least = 0 if flag == "seeds" else 1 if flag in ("depths", "steps") else None
         if not given or len(set(given)) < len(given):
-            raise refuse(f"--{flag} must be one or more different values, got {' '.join(map(str, given)) or 'none'}")
+            raise refuse(
+                f"--{flag} must be one or more different values, got {' '.join(map(str, given)) or 'none'}"
+            )
         if flag != "texts" and (min(given) <= 0 if least is None else min(given) < least):
             rule = "above 0" if least is None else f"at least {least}"
             raise refuse(f"--{flag} must be {rule}, got {' '.join(map(str, given))}")
@@ -142,7 +157,9 @@ def check(cfg: Config) -> None:
             f"--megabytes must be one or two numbers above 0, got {' '.join(map('{:g}'.format, cfg.megabytes))}"
         )
     if len(cfg.stretch) < 2 and len(cfg.steps) < 2:
-        raise refuse("a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to --steps")
+        raise refuse(
+            "a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to --steps"
+        )
     if "documents" in cfg.texts and cfg.corpus is None and not cfg.quick:
         raise refuse(
             "--texts documents needs --corpus DIR, a folder made by `python -m bench.corpus DIR`; or give --texts code"
@@ -153,14 +170,18 @@ def entry(words: str, ours: Variant) -> Entry:
     """A variant of ours from NAME=FLAGS; UserError if the name, a flag or the checkout cannot be used."""
     name, _, rest = words.partition("=")
     if not re.fullmatch(r"[a-z0-9_]+", name) or name in ("ours", "upstream"):
-        raise refuse(f"--variants takes NAME=FLAGS with a name of small letters, digits and _, got {words!r}")
+        raise refuse(
+            f"--variants takes NAME=FLAGS with a name of small letters, digits and _, got {words!r}"
+        )
     flags, checkout = [], None
     for flag in rest.split():
         key, _, value = flag.removeprefix("--").partition("=")
         if key == "checkout" and value:
             checkout = Path(value)
             if missing := [part for part in (*OURS, LOOP) if not (checkout / part).exists()]:
-                raise refuse(f"variant {name}: {checkout} is no checkout of this repository: it has no {missing[0]}")
+                raise refuse(
+                    f"variant {name}: {checkout} is no checkout of this repository: it has no {missing[0]}"
+                )
         elif flag.startswith("--") and value and key.replace("-", "_") in APPLIED:
             flags.append(f"--{key.replace('-', '_')}={value}")
         else:
@@ -168,14 +189,18 @@ def entry(words: str, ours: Variant) -> Entry:
                 f"variant {name} may have the flags --checkout=DIR and --{'=, --'.join(APPLIED)}=, got {flag!r}"
             )
     if not flags and checkout is None:
-        raise refuse(f"variant {name} changes nothing; give at least one flag, such as {name}=--matrix_lr=0.03")
+        raise refuse(
+            f"variant {name} changes nothing; give at least one flag, such as {name}=--matrix_lr=0.03"
+        )
     return Entry(name, replace(ours, flags=tuple(flags), checkout=checkout))
 
 
 def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
     """The baseline, and what is compared with it; `compiled`: whether upstream is, where ours may need no compiler."""
     if cfg.quick:
-        return Entry("adamw", replace(ours, flags=("--matrix_optimizer=adamw",))), [Entry("ours", ours)]
+        return Entry("adamw", replace(ours, flags=("--matrix_optimizer=adamw",))), [
+            Entry("ours", ours)
+        ]
     known = {"ours": Entry("ours", ours)}
     if cfg.upstream is not None:
         known["upstream"] = Entry("upstream", replace(ours, side="upstream", compiled=compiled))
@@ -187,7 +212,9 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
     name = cfg.baseline or ("upstream" if cfg.upstream is not None else "")
     if name not in known:
         asked = f"got {name}" if name else "none was given"
-        raise refuse(f"--baseline must be one of {', '.join(known)}, {asked}; upstream needs --upstream DIR")
+        raise refuse(
+            f"--baseline must be one of {', '.join(known)}, {asked}; upstream needs --upstream DIR"
+        )
     others = [one for one in known.values() if one.name not in (name, "upstream")]
     if not others:
         raise refuse(f"nothing is compared with the baseline {name}; give --variants NAME=FLAGS")
@@ -201,15 +228,20 @@ def documents(folder: Path | None, megabytes: Sequence[float]) -> Text:
     parts, wanted = [], {"english": megabytes[0], "chinese": megabytes[-1]}
     for kind, size in wanted.items():
         whole = corpus.read_kind(folder, kind)
-        pieces = dict.fromkeys(text[at : at + PIECE] for text in whole for at in range(0, len(text), PIECE))
-        spoken = [piece for piece in pieces if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece)]
+        pieces = dict.fromkeys(
+            text[at : at + PIECE] for text in whole for at in range(0, len(text), PIECE)
+        )
+        spoken = [
+            piece for piece in pieces if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece)
+        ]
         random.Random(0).shuffle(spoken)
         sizes = list(accumulate(len(piece.encode()) for piece in spoken))
         if not sizes or sizes[-1] < 1e6 * size:
             raise UserError(
                 f"{folder / kind}.txt must hold {size:g} MB of text in the language, got "
-                f"{sizes[-1] / 1e6 if sizes else 0:.1f} MB; make a larger corpus with python -m bench.corpus", 2
-            )  # fmt: skip
+                f"{sizes[-1] / 1e6 if sizes else 0:.1f} MB; make a larger corpus with python -m bench.corpus",
+                2,
+            )
         parts.append(spoken[: bisect_left(sizes, 1e6 * size) + 1])
     mixed = [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
     each = " and ".join(f"{size:g} MB of {kind.capitalize()}" for kind, size in wanted.items())
@@ -219,9 +251,15 @@ def documents(folder: Path | None, megabytes: Sequence[float]) -> Text:
 def rows_of(text: str, cfg: Config, sizes: Sizes, folder: Path, longest: int) -> Path:
     """The folder with the rows of a text, made if it is missing; UserError (code 2) if its rows are those of another
     text, or too few for the longest run."""
-    found = standard_library(500_000 if cfg.quick else None) if text == "code" else documents(cfg.corpus, cfg.megabytes)
+    found = (
+        standard_library(500_000 if cfg.quick else None)
+        if text == "code"
+        else documents(cfg.corpus, cfg.megabytes)
+    )
     made_of = read_json(folder / ABOUT).get("text_sha256") if (folder / ABOUT).exists() else None
-    if made_of is None:  # there are no rows, or those of an earlier version, which did not say what they are made of
+    if (
+        made_of is None
+    ):  # there are no rows, or those of an earlier version, which did not say what they are made of
         log(f"making rows of {found.about}")
         make_rows(folder, sizes.vocab_size, sizes.length, found)
     elif made_of != found.sha256:
@@ -238,7 +276,9 @@ def rows_of(text: str, cfg: Config, sizes: Sizes, folder: Path, longest: int) ->
             f"{longest:,} steps reads none more than {EPOCHS} times, got {max(train, 0):,}; give a larger text, or "
             "fewer --steps or a smaller --stretch"
         )
-    log(f"{text}: {about['rows']:,} rows, {read / train:.2f} passes in the longest run; {about['text']}")
+    log(
+        f"{text}: {about['rows']:,} rows, {read / train:.2f} passes in the longest run; {about['text']}"
+    )
     return folder
 
 
@@ -260,20 +300,38 @@ class Figure:
 
 
 def measure_one(
-    text: str, depth: int, plan: Plan, baseline: Entry, others: Sequence[Entry], cfg: Config, runs: Runs
+    text: str,
+    depth: int,
+    plan: Plan,
+    baseline: Entry,
+    others: Sequence[Entry],
+    cfg: Config,
+    runs: Runs,
 ) -> tuple[list[Figure], list[Line]]:
     """Train everything on one text at one depth, seed after seed, and compare."""
 
     def one(who: Entry, steps: int, seed: int) -> Run:
         return Run(text, depth, who, replace(plan, horizon=steps, seed=seed))
 
-    factors = {steps: tuned(runs, one(baseline, steps, cfg.seeds[0]), cfg.scales) if cfg.search else cfg.scales[0]
-               for steps in sorted(cfg.steps)}  # fmt: skip
-    lengths = sorted({round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(cfg.steps))
-    scale_of = {n: factors[max((s for s in factors if s <= n), default=min(factors))] for n in lengths}
+    factors = {
+        steps: tuned(runs, one(baseline, steps, cfg.seeds[0]), cfg.scales)
+        if cfg.search
+        else cfg.scales[0]
+        for steps in sorted(cfg.steps)
+    }
+    lengths = sorted(
+        {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(cfg.steps)
+    )
+    scale_of = {
+        n: factors[max((s for s in factors if s <= n), default=min(factors))] for n in lengths
+    }
     base: dict[int, list[Result]] = {n: [] for n in lengths}
-    own: dict[tuple[str, int], list[Result]] = {(who.name, n): [] for who in others for n in cfg.steps}
-    for seed in cfg.seeds:  # sides alternate, so that a busy hour of the machine does not fall on one of them
+    own: dict[tuple[str, int], list[Result]] = {
+        (who.name, n): [] for who in others for n in cfg.steps
+    }
+    for seed in (
+        cfg.seeds
+    ):  # sides alternate, so that a busy hour of the machine does not fall on one of them
         for n in lengths:
             base[n].append(runs(one(baseline, n, seed).scaled(scale_of[n])))
             if n in cfg.steps:
@@ -282,17 +340,34 @@ def measure_one(
     found = []
     for (name, n), results in own.items():
         over = {
-            cost: multiplier([r.point(cost) for r in results],
-                             [[base[m][i].point(cost) for m in lengths] for i in range(len(cfg.seeds))])
+            cost: multiplier(
+                [r.point(cost) for r in results],
+                [[base[m][i].point(cost) for m in lengths] for i in range(len(cfg.seeds))],
+            )
             for cost in ("flops", "seconds")
-        }  # fmt: skip
+        }
         apart = [r.end - b.end for r, b in zip(results, base[n], strict=True)]
         error = stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None
-        found.append(Figure(text, depth, n, name, fmean(r.end for r in results), fmean(b.end for b in base[n]),
-                            fmean(apart), error, over["flops"], over["seconds"], scale_of[n]))  # fmt: skip
+        found.append(
+            Figure(
+                text,
+                depth,
+                n,
+                name,
+                fmean(r.end for r in results),
+                fmean(b.end for b in base[n]),
+                fmean(apart),
+                error,
+                over["flops"],
+                over["seconds"],
+                scale_of[n],
+            )
+        )
     panel = f"{text}, d{depth}"
     lines = [line(panel, baseline.name, list(base.values()))]
-    lines += [line(panel, who.name, [own[who.name, n] for n in sorted(cfg.steps)]) for who in others]
+    lines += [
+        line(panel, who.name, [own[who.name, n] for n in sorted(cfg.steps)]) for who in others
+    ]
     return found, lines
 
 
@@ -301,20 +376,34 @@ def line(panel: str, name: str, lengths: Sequence[Sequence[Result]]) -> Line:
     ends = []
     for results in lengths:
         bits = [result.end for result in results]
-        ends.append((results[0].flops[-1], fmean(bits), stdev(bits) / len(bits) ** 0.5 if len(bits) > 1 else 0.0))
-    curves = [list(zip(r.flops, r.bits_per_byte, strict=True)) for results in lengths for r in results]
+        ends.append(
+            (
+                results[0].flops[-1],
+                fmean(bits),
+                stdev(bits) / len(bits) ** 0.5 if len(bits) > 1 else 0.0,
+            )
+        )
+    curves = [
+        list(zip(r.flops, r.bits_per_byte, strict=True)) for results in lengths for r in results
+    ]
     return Line(panel, name, ends, curves)
 
 
 def table(figures: Sequence[Figure], baseline: str) -> str:
     """One line per figure."""
-    lines = [f"{'text, depth, steps':<26}{'variant':<12}{'bits/byte':>10}{baseline:>10}{'difference':>19}"
-             f"{'multiplier, FLOPs':>20}{'CPU seconds':>18}{'rates':>8}"]  # fmt: skip
+    lines = [
+        f"{'text, depth, steps':<26}{'variant':<12}{'bits/byte':>10}{baseline:>10}{'difference':>19}"
+        f"{'multiplier, FLOPs':>20}{'CPU seconds':>18}{'rates':>8}"
+    ]
     for f in figures:
         error = "" if f.difference_error is None else f" ± {f.difference_error:.4f}"
-        flops, seconds = ("no slope" if part is None else part.words for part in (f.flops, f.seconds))
-        lines.append(f"{f'{f.text}, d{f.depth}, {f.steps}':<26}{f.name:<12}{f.bits_per_byte:>10.4f}{f.baseline:>10.4f}"
-                     f"{f'{f.difference:+.4f}{error}':>19}{flops:>20}{seconds:>18}{f'x{f.scale:g}':>8}")  # fmt: skip
+        flops, seconds = (
+            "no slope" if part is None else part.words for part in (f.flops, f.seconds)
+        )
+        lines.append(
+            f"{f'{f.text}, d{f.depth}, {f.steps}':<26}{f.name:<12}{f.bits_per_byte:>10.4f}{f.baseline:>10.4f}"
+            f"{f'{f.difference:+.4f}{error}':>19}{flops:>20}{seconds:>18}{f'x{f.scale:g}':>8}"
+        )
     return "\n".join(lines)
 
 
@@ -331,7 +420,9 @@ def main(cfg: Config) -> None:
         log(f"nothing is compiled: {missing}")
     dtype = compute.platform.best_dtype()[0]
     unneeded = compute.operations.needs_no_compiler(HEAD_DIM, dtype)
-    ours = Variant("ours", str(dtype).removeprefix("torch."), compiled=not (missing or unneeded or cfg.quick))
+    ours = Variant(
+        "ours", str(dtype).removeprefix("torch."), compiled=not (missing or unneeded or cfg.quick)
+    )
     baseline, others = entries(cfg, ours, not missing)
     with tempfile.TemporaryDirectory() as temporary:
         default = Path(temporary) if cfg.quick else base_dir() / "multiplier"
@@ -341,9 +432,20 @@ def main(cfg: Config) -> None:
 def measure(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry], out: Path) -> None:
     """Train and compare at every depth and on every text; the figures and the picture are written to `out`."""
     longest = max(round(steps * stretch) for steps in cfg.steps for stretch in (1.0, *cfg.stretch))
-    named = {"code": "code", "documents": f"documents-{'+'.join(map('{:g}'.format, cfg.megabytes))}MB"}
-    rows = {text: rows_of(text, cfg, sizes, out / "rows" / f"{named[text]}-{sizes.vocab_size}-{sizes.length}", longest)
-            for text in cfg.texts}  # fmt: skip
+    named = {
+        "code": "code",
+        "documents": f"documents-{'+'.join(map('{:g}'.format, cfg.megabytes))}MB",
+    }
+    rows = {
+        text: rows_of(
+            text,
+            cfg,
+            sizes,
+            out / "rows" / f"{named[text]}-{sizes.vocab_size}-{sizes.length}",
+            longest,
+        )
+        for text in cfg.texts
+    }
     peer = cfg.upstream.resolve() if cfg.upstream else None
     figures: list[Figure] = []
     lines: list[Line] = []
@@ -352,19 +454,34 @@ def measure(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry],
         runs.folder.mkdir(parents=True, exist_ok=True)
         for depth in sorted(cfg.depths):
             for text in cfg.texts:
-                plan = Plan(sizes.shape(depth), rows[text], sizes.rows_per_step, 0, 0, 0, held_out=sizes.held_out)
+                plan = Plan(
+                    sizes.shape(depth),
+                    rows[text],
+                    sizes.rows_per_step,
+                    0,
+                    0,
+                    0,
+                    held_out=sizes.held_out,
+                )
                 found, drawn = measure_one(text, depth, plan, baseline, others, cfg, runs)
                 figures += found
                 lines += drawn
                 progress.say(table(found, baseline.name))
-    log(f"{len(cfg.seeds)} seeds; multipliers with their standard errors over seeds; ?: beyond the baseline's curve")
+    log(
+        f"{len(cfg.seeds)} seeds; multipliers with their standard errors over seeds; ?: beyond the baseline's curve"
+    )
     log(table(figures, baseline.name))
     name = "-".join([baseline.name, *(who.name for who in others)])
     picture = out / f"{name}.png"
     draw(lines, picture)
-    result: dict[str, Any] = {"benchmark": "multiplier", "baseline": baseline.name, "seeds": list(cfg.seeds),
-                              "trained": runs.trained, "picture": str(picture),
-                              "figures": [asdict(figure) for figure in figures]}  # fmt: skip
+    result: dict[str, Any] = {
+        "benchmark": "multiplier",
+        "baseline": baseline.name,
+        "seeds": list(cfg.seeds),
+        "trained": runs.trained,
+        "picture": str(picture),
+        "figures": [asdict(figure) for figure in figures],
+    }
     write_json(out / f"{name}.json", result)
     print(json.dumps(result), flush=True)
 
@@ -372,7 +489,9 @@ def measure(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry],
 def total_of(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry]) -> float:
     """The GFLOPs of all runs, if the search for the baseline's factor needs one more run than it begins with, and three
     at least: the best one and its neighbours."""
-    lengths = {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(cfg.steps)
+    lengths = {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(
+        cfg.steps
+    )
     tried = max(len(cfg.scales) + 1, 3) - 1  # the best one is the first seed's run
     searched = tried * sum(cfg.steps) if baseline.variant.side == "upstream" and cfg.search else 0
     steps = searched + len(cfg.seeds) * (sum(lengths) + len(others) * sum(cfg.steps))

@@ -69,7 +69,9 @@ def cost_to_reach(points: Sequence[Point], goal: float) -> Cost | None:
         ((a, b) for a, b in pairwise(curve) if b.bits_per_byte <= goal <= a.bits_per_byte),
         (curve[0], curve[1]) if goal > curve[0].bits_per_byte else (curve[-2], curve[-1]),
     )
-    slope = math.log(after.cost / before.cost) / math.log(before.bits_per_byte / after.bits_per_byte)
+    slope = math.log(after.cost / before.cost) / math.log(
+        before.bits_per_byte / after.bits_per_byte
+    )
     amount = before.cost * (before.bits_per_byte / goal) ** slope
     return Cost(amount, not curve[-1].bits_per_byte <= goal <= curve[0].bits_per_byte)
 
@@ -82,7 +84,9 @@ def interval(multipliers: Sequence[float], extrapolated: bool) -> Interval:
         return Interval(mean, None, None, None, extrapolated)
     error = stdev(logs) / math.sqrt(len(logs))
     reach = T95[min(len(logs) - 2, len(T95) - 1)] * error
-    return Interval(mean, mean * error, mean * math.exp(-reach), mean * math.exp(reach), extrapolated)
+    return Interval(
+        mean, mean * error, mean * math.exp(-reach), mean * math.exp(reach), extrapolated
+    )
 
 
 def multiplier(ours: Sequence[Point], baseline: Sequence[Sequence[Point]]) -> Interval | None:

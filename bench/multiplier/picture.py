@@ -14,7 +14,9 @@ class Line:
 
     panel: str
     name: str
-    ends: list[tuple[float, float, float]]  # FLOPs, mean and standard error of bits per byte, one for each length
+    ends: list[
+        tuple[float, float, float]
+    ]  # FLOPs, mean and standard error of bits per byte, one for each length
     curves: list[list[tuple[float, float]]]  # (FLOPs, bits per byte) along each run
 
 
@@ -34,11 +36,19 @@ def draw(lines: Sequence[Line], path: Path) -> None:
                 axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.15)
             flops, bits, errors = zip(*line.ends, strict=True)
             axes.errorbar(flops, bits, errors, color=colour, marker="o", capsize=3, label=line.name)
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs of training", ylabel="bits per byte", title=panel)
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="FLOPs of training",
+            ylabel="bits per byte",
+            title=panel,
+        )
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             ticks(FuncFormatter(lambda value, _: f"{value:.2g}"))
         # A panel may span less than a power of ten, where there would be no label: the runs' own lengths are labels.
-        axes.set_xticks(sorted({end[0] for line in lines if line.panel == panel for end in line.ends}))
+        axes.set_xticks(
+            sorted({end[0] for line in lines if line.panel == panel for end in line.ends})
+        )
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(True, which="both", alpha=0.2)

@@ -24,11 +24,19 @@ from nanochat.runtime.progress import Progress
 
 MEASURED = 4  # times that a run measures the held-out rows, the last time at its end
 TURN = 20  # steps between two reports of progress
-KEEP = 100  # steps after which a run is saved, so that one which was stopped loses no more than these
+KEEP = (
+    100  # steps after which a run is saved, so that one which was stopped loses no more than these
+)
 GIGA = 1e9
 # The files and folders that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
-OURS = ("nanochat/gpt.py", "nanochat/nn", "nanochat/train", "nanochat/platforms/cpu", "nanochat/platforms/host.py",
-        "scripts/base_train.py")  # fmt: skip
+OURS = (
+    "nanochat/gpt.py",
+    "nanochat/nn",
+    "nanochat/train",
+    "nanochat/platforms/cpu",
+    "nanochat/platforms/host.py",
+    "scripts/base_train.py",
+)
 APART = "nanochat/train/rl"  # no run of this benchmark samples replies
 UPSTREAM = ("nanochat",)
 LOOP = "bench/train/side.py"
@@ -60,13 +68,17 @@ class Run:
     @property
     def flops(self) -> float:
         """FLOPs of the whole run."""
-        return float(flops_per_token(self.plan.shape) * self.plan.rows_per_step * self.plan.shape.sequence_len) * (
-            self.steps
-        )
+        return float(
+            flops_per_token(self.plan.shape)
+            * self.plan.rows_per_step
+            * self.plan.shape.sequence_len
+        ) * (self.steps)
 
     def scaled(self, scale: float) -> "Run":
         """The same run with another factor on upstream's learning rates."""
-        return replace(self, entry=replace(self.entry, variant=replace(self.entry.variant, scale=scale)))
+        return replace(
+            self, entry=replace(self.entry, variant=replace(self.entry.variant, scale=scale))
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,9 @@ class Result:
     settings: dict[str, Any]
     parameters: int
     flops: list[float]  # up to each measurement
-    seconds: list[float]  # CPU seconds of the steps up to each measurement, without compiling and measuring
+    seconds: list[
+        float
+    ]  # CPU seconds of the steps up to each measurement, without compiling and measuring
     bits_per_byte: list[float]  # of the held-out rows
     losses: list[float]  # of each step, in nats per token
     torch: str
@@ -112,7 +126,10 @@ class Plain(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         self.generic_visit(node)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             node.body = node.body[1:]
         return node
 
@@ -128,7 +145,9 @@ def plain(source: str, python: bool) -> str:
 def code_of(folder: Path, parts: Iterable[str]) -> str:
     """A hash of source files, and of all sources in folders, that ignores comments, docstrings and layout."""
     digest = hashlib.sha256()
-    for path in (path for part in parts for path in [folder / part, *sorted((folder / part).rglob("*"))]):
+    for path in (
+        path for part in parts for path in [folder / part, *sorted((folder / part).rglob("*"))]
+    ):
         if path.suffix in SOURCES and folder / APART not in path.parents:
             source = plain(path.read_text(encoding="utf-8"), path.suffix == ".py")
             digest.update(f"{path.relative_to(folder)}\n{source}\n".encode())
@@ -139,7 +158,10 @@ def number_format(dtype: str) -> dict[str, Any]:
     """What decides, besides the code, how our side computes on this machine: NANOCHAT_KERNELS, and whether products are
     rounded more coarsely than to `dtype`, which NANOCHAT_INT8 or the processor decides."""
     kernels = kernels_asked("auto")
-    return {"kernels": kernels, "coarser": bool(Cpu().operations(kernels).coarser(getattr(torch, dtype)))}
+    return {
+        "kernels": kernels,
+        "coarser": bool(Cpu().operations(kernels).coarser(getattr(torch, dtype))),
+    }
 
 
 def settings(run: Run, peer: Path | None) -> dict[str, Any]:
@@ -153,7 +175,10 @@ def settings(run: Run, peer: Path | None) -> dict[str, Any]:
         computed = {"code": code_of(peer, UPSTREAM) + code_of(ROOT, (LOOP,))}
     else:
         home = variant.checkout or ROOT
-        computed = {"code": code_of(home, OURS) + code_of(home, (LOOP,)), **number_format(variant.dtype)}
+        computed = {
+            "code": code_of(home, OURS) + code_of(home, (LOOP,)),
+            **number_format(variant.dtype),
+        }
     return {
         "text": run.text,
         "rows": read_json(plan.rows / ABOUT)["sha256"],
@@ -186,7 +211,10 @@ class Runs:
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         side = "upstream" if run.entry.variant.side == "upstream" else run.entry.name
         scale = f"-x{run.entry.variant.scale:g}" if side == "upstream" else ""
-        return self.folder / f"{run.text}-d{run.depth}-{run.steps}-{side}{scale}-seed{run.plan.seed}-{digest}.json"
+        return (
+            self.folder
+            / f"{run.text}-d{run.depth}-{run.steps}-{side}{scale}-seed{run.plan.seed}-{digest}.json"
+        )
 
     def __call__(self, run: Run) -> Result:
         """The result of a run, from its file or by training."""
@@ -200,14 +228,18 @@ class Runs:
             write_json(path, asdict(result))
             kept.unlink(missing_ok=True)
             self.trained += 1
-            self.progress.say(f"{path.name}: {result.end:.4f} bits per byte, {result.seconds[-1]:.1f} CPU s")
+            self.progress.say(
+                f"{path.name}: {result.end:.4f} bits per byte, {result.seconds[-1]:.1f} CPU s"
+            )
         self._seen.add(path)
         return result
 
     def _train(self, run: Run, kept: Path) -> Result:
         """Train a run from its start, or from where `kept` saved it."""
         share = run.flops / run.steps
-        stops = sorted({round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)} - {0})
+        stops = sorted(
+            {round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)} - {0}
+        )
         course = Course()
         with workers([run.entry.variant], run.plan, self.peer) as (worker,):
             ready = worker.answer()

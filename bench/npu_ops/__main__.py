@@ -61,30 +61,53 @@ def count(task: Task, checkout: Path | None = None) -> dict[str, Any]:
     A process that fails is a UserError with the last lines it printed.
     """
     own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_DTYPE", "NANOCHAT_DEVICE", "NANOCHAT_KERNELS")
+    unset = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "NANOCHAT_DTYPE",
+        "NANOCHAT_DEVICE",
+        "NANOCHAT_KERNELS",
+    )
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
     asked = json.dumps({name: value for name, value in vars(task).items() if name != "chip"})
     if checkout is None:
         own |= {"PYTHONPATH": str(ROOT)} | ({"TASK_QUEUE_ENABLE": "1"} if task.graphs else {})
-        side, what = [sys.executable, "-m", "bench.npu_ops.side", asked], f"with --kernels {task.kernels}"
+        side, what = (
+            [sys.executable, "-m", "bench.npu_ops.side", asked],
+            f"with --kernels {task.kernels}",
+        )
     else:
         own |= port_environment(checkout)
-        side, what = [sys.executable, str(ROOT / "bench/npu_ops/port.py"), asked], f"the step of {checkout}"
+        side, what = (
+            [sys.executable, str(ROOT / "bench/npu_ops/port.py"), asked],
+            f"the step of {checkout}",
+        )
     command = [sys.executable, "-m", "tests.emulated_npu", "--chip", task.chip, "--", *side]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(
-            command, cwd=ROOT, env={**inherited, **own}, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=ROOT,
+            env={**inherited, **own},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         errors.seek(0)
         words = [line for line in errors.read().splitlines() if line.strip()][-5:]
-    raise UserError(f"counting {what} failed with code {done.returncode}; its last lines:\n  " + "\n  ".join(words))
+    raise UserError(
+        f"counting {what} failed with code {done.returncode}; its last lines:\n  "
+        + "\n  ".join(words)
+    )
 
 
 def port_environment(checkout: Path) -> dict[str, str]:
     """The environment in which a checkout's own `nanochat` is imported, uncompiled and in bf16."""
-    settings = checkout / "configs/global.yaml"  # one port reads its settings from the file that a variable names
+    settings = (
+        checkout / "configs/global.yaml"
+    )  # one port reads its settings from the file that a variable names
     return {
         "PYTHONPATH": str(checkout.resolve()),
         "TORCHDYNAMO_DISABLE": "1",
@@ -109,14 +132,18 @@ def vector_only(name: str) -> bool:
     return name not in MATMULS and "attention" not in name
 
 
-def per_layer(deep: Mapping[str, Any], shallow: Mapping[str, Any], layers: int, *phases: str) -> float:
+def per_layer(
+    deep: Mapping[str, Any], shallow: Mapping[str, Any], layers: int, *phases: str
+) -> float:
     """How many operators each of the `layers` additional layers adds."""
     return (operators(deep, *phases) - operators(shallow, *phases)) / layers
 
 
 def extra(counts: Mapping[str, Any]) -> tuple[int, int, int]:
     """Synchronisations and copies beyond those that every step needs, and operators that fell back to the CPU."""
-    copies = Counter(counts["copies"]) - Counter({"host to device": BATCH_COPIES, "device to host": LOG_READS})
+    copies = Counter(counts["copies"]) - Counter(
+        {"host to device": BATCH_COPIES, "device to host": LOG_READS}
+    )
     return (
         sum(counts["synchronisations"].values()) - LOG_READS,
         copies.total(),
@@ -139,7 +166,9 @@ def beside(fused: Mapping[str, Any], port: Mapping[str, Any], length: int) -> di
     }
 
 
-def against_table(fused: Mapping[str, Any], ports: Mapping[str, Mapping[str, Any]], length: int) -> str:
+def against_table(
+    fused: Mapping[str, Any], ports: Mapping[str, Mapping[str, Any]], length: int
+) -> str:
     """One line for our side and for each port: operators by phase, kB of vector operators a token, host syncs."""
     wide = max(12, *(len(name) + 2 for name in ports))
     columns = (*PHASES, "operators", "ours of it", "kB a token", "ours of it", "host syncs")
@@ -148,8 +177,13 @@ def against_table(fused: Mapping[str, Any], ports: Mapping[str, Mapping[str, Any
         said = beside(fused, counts, length)
         cells = [str(operators(counts, phase)) for phase in PHASES]
         cells += [str(said["operators"]), f"{said['ours_of_operators']:.3f}"]
-        cells += [str(said["vector_bytes_per_token"] // 1000), f"{said['ours_of_vector_bytes']:.3f}"]
-        lines.append(name.ljust(wide) + "".join(cell.rjust(12) for cell in (*cells, str(said["host_syncs"]))))
+        cells += [
+            str(said["vector_bytes_per_token"] // 1000),
+            f"{said['ours_of_vector_bytes']:.3f}",
+        ]
+        lines.append(
+            name.ljust(wide) + "".join(cell.rjust(12) for cell in (*cells, str(said["host_syncs"])))
+        )
     return "\n".join(lines)
 
 
@@ -157,7 +191,8 @@ def names_of(checkouts: Sequence[Path]) -> dict[str, Path]:
     """The checkouts by the names of their folders, or by their whole paths where two folders have one name."""
     short = [folder.resolve().name for folder in checkouts]
     return {
-        name if short.count(name) == 1 else str(folder): folder for name, folder in zip(short, checkouts, strict=True)
+        name if short.count(name) == 1 else str(folder): folder
+        for name, folder in zip(short, checkouts, strict=True)
     }
 
 
@@ -199,9 +234,13 @@ def table(fused: Mapping[str, Any], plain: Mapping[str, Any], length: int) -> st
                 ours, theirs = operators(fused, *phases), operators(plain, *phases)
                 most = sum((Counter(fused[p]) for p in phases), Counter()).most_common(5)
             else:
-                ours, theirs = (vector_bytes(side, *phases) // 1000 // length for side in (fused, plain))
+                ours, theirs = (
+                    vector_bytes(side, *phases) // 1000 // length for side in (fused, plain)
+                )
                 moved = sum((Counter(fused["bytes"][p]) for p in phases), Counter())
-                vector = {name: n // 1000 // length for name, n in moved.items() if vector_only(name)}
+                vector = {
+                    name: n // 1000 // length for name, n in moved.items() if vector_only(name)
+                }
                 most = Counter(vector).most_common(5)
             words = ", ".join(f"{name} {n}" for name, n in most)
             lines.append(f"{phase:<12}{ours:>8}{theirs:>8}{ours / max(theirs, 1):>8.2f}   {words}")
@@ -238,26 +277,36 @@ def main(cfg: Config) -> None:
     fused = count(task)
     plain = count(Task("plain", cfg.depth, width, vocab_size, cfg.chip))
     captured = count(Task("auto", cfg.depth, width, vocab_size, cfg.chip, graphs=True))
-    log(f"one step of {cfg.depth} layers with {width} channels on 1 x {LENGTH} tokens, on an emulated {cfg.chip}")
+    log(
+        f"one step of {cfg.depth} layers with {width} channels on 1 x {LENGTH} tokens, on an emulated {cfg.chip}"
+    )
     log(table(fused, plain, LENGTH))
     for side, counts in (("fused", fused), ("plain", plain)):
-        log(f"{side}: waits {counts['synchronisations']}, copies {counts['copies']}, "
-            f"unsupported {counts['unsupported']}")  # fmt: skip
+        log(
+            f"{side}: waits {counts['synchronisations']}, copies {counts['copies']}, "
+            f"unsupported {counts['unsupported']}"
+        )
     result = figures(fused, plain, captured, task)
-    log(f"with graphs: {operators(captured)} launches, {sum(captured['captured'].values())} more in the graphs")
+    log(
+        f"with graphs: {operators(captured)} launches, {sum(captured['captured'].values())} more in the graphs"
+    )
     if checkouts:
         ports = {name: count(task, folder) for name, folder in checkouts.items()}
         log(against_table(fused, ports, LENGTH))
         for name, counts in ports.items():
-            log(f"{name}: waits {counts['synchronisations']}, copies {counts['copies']}, "
-                f"unsupported {counts['unsupported']}, weights cast for the emulator {counts['casts']}")  # fmt: skip
+            log(
+                f"{name}: waits {counts['synchronisations']}, copies {counts['copies']}, "
+                f"unsupported {counts['unsupported']}, weights cast for the emulator {counts['casts']}"
+            )
         result["against"] = {name: beside(fused, counts, LENGTH) for name, counts in ports.items()}
     if cfg.layers:
         shallow = count(Task("auto", cfg.depth - 4, width, vocab_size, cfg.chip))
         model = per_layer(fused, shallow, 4, "forward", "backward")
         step = per_layer(fused, shallow, 4, "optimizer")
         rest = operators(fused, "forward", "backward") - model * cfg.depth
-        log(f"each layer adds {model} operators to a pass and {step} to the optimizer; a pass has {rest} others")
+        log(
+            f"each layer adds {model} operators to a pass and {step} to the optimizer; a pass has {rest} others"
+        )
         result |= {"per_layer": model, "per_pass": rest, "optimizer_per_layer": step}
     print(json.dumps(result), flush=True)
 

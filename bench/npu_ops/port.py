@@ -64,13 +64,19 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     from nanochat.gpt import GPT, GPTConfig
 
     if not hasattr(GPT, "setup_optimizer"):
-        raise SystemExit("the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest")
+        raise SystemExit(
+            "the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest"
+        )
     torch.set_num_threads(1)
     device, heads = torch.device("npu", 0), task["width"] // 128
     shape: Any = GPTConfig(
-        sequence_len=task["length"], vocab_size=task["vocab_size"], n_layer=task["depth"], n_head=heads,
-        n_kv_head=heads, n_embd=task["width"],
-    )  # fmt: skip
+        sequence_len=task["length"],
+        vocab_size=task["vocab_size"],
+        n_layer=task["depth"],
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=task["width"],
+    )
     with torch.device("meta"):
         model: Any = GPT(shape)
     model.to_empty(device=device)

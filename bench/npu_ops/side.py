@@ -31,7 +31,9 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         row = torch.randint(0, shape.vocab_size, (1, shape.sequence_len + 1), generator=generator)
         parts = (row[:, :-1].contiguous(), row[:, 1:].contiguous())
-        self.micro_batches: Sequence[tuple[Tensor, ...]] = [tuple(device.pin(part, compute) for part in parts)]
+        self.micro_batches: Sequence[tuple[Tensor, ...]] = [
+            tuple(device.pin(part, compute) for part in parts)
+        ]
         self.num_targets = shape.sequence_len
 
 
@@ -39,9 +41,15 @@ def shape_of(task: dict[str, Any]) -> GPTConfig:
     """The model that base_train makes of this depth and width."""
     heads, pairs = task["width"] // 128, table_rows("auto", task["vocab_size"])
     return GPTConfig(
-        task["length"], task["vocab_size"], task["depth"], heads, heads, task["width"],
-        bigram_rows=pairs, offset_layers=task["depth"],
-    )  # fmt: skip
+        task["length"],
+        task["vocab_size"],
+        task["depth"],
+        heads,
+        heads,
+        task["width"],
+        bigram_rows=pairs,
+        offset_layers=task["depth"],
+    )
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +64,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
     model.init_weights()
     model.to(compute.device)
-    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
+    optimizers = Optimizers(
+        model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
+    )
     scale = LossScale.start(compute, {})
     passes: nn.Module = model
     with log.record() as captured:
@@ -86,7 +96,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     with log.record() as seen:
         outcome = update(passes, optimizers, batch, scale, compute)
     if outcome.skipped:
-        raise RuntimeError(f"the counted step was skipped: loss {outcome.loss}, norm {outcome.grad_norm}")
+        raise RuntimeError(
+            f"the counted step was skipped: loss {outcome.loss}, norm {outcome.grad_norm}"
+        )
     optimizer = sum((part.operators for part in parts), Counter())
     optimizer_bytes = sum((part.bytes_by_phase["forward"] for part in parts), Counter())
     moved = {**seen.bytes_by_phase, "optimizer": optimizer_bytes}

@@ -24,7 +24,9 @@ from nanochat.device import Compute
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.runtime.parallel import Sharding
 
-TUNED = 2 * 2 * 6 * 512  # tokens of a step: two ranks take two passes of six rows, as the guides' settings have it
+TUNED = (
+    2 * 2 * 6 * 512
+)  # tokens of a step: two ranks take two passes of six rows, as the guides' settings have it
 
 
 def share_of_ideal(one: Sequence[list[Timed]], many: Sequence[list[Timed]], of: str) -> float:
@@ -33,8 +35,12 @@ def share_of_ideal(one: Sequence[list[Timed]], many: Sequence[list[Timed]], of: 
     Wall time is the slowest rank's; CPU time is summed over the ranks."""
     ranks = len(many[0])
     if of == "cpu_seconds":
-        return median(step[0].cpu_seconds for step in one) / median(sum(r.cpu_seconds for r in step) for step in many)
-    return median(step[0].seconds for step in one) / (ranks * median(max(r.seconds for r in step) for step in many))
+        return median(step[0].cpu_seconds for step in one) / median(
+            sum(r.cpu_seconds for r in step) for step in many
+        )
+    return median(step[0].seconds for step in one) / (
+        ranks * median(max(r.seconds for r in step) for step in many)
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ def task(cfg: Config, ranks: int, mode: Sharding | None, compiled: bool) -> Task
 
 def compiles(cfg: Config, compute: Compute) -> bool:
     """Whether the step is compiled."""
-    unneeded = cfg.model == "gpt" and compute.operations.needs_no_compiler(D4.head_dim, getattr(torch, Task.dtype))
+    unneeded = cfg.model == "gpt" and compute.operations.needs_no_compiler(
+        D4.head_dim, getattr(torch, Task.dtype)
+    )
     wanted = not unneeded if cfg.compile is None else cfg.compile
     return wanted and not device.compiler_missing(compute)
 
@@ -89,21 +97,42 @@ def main(cfg: Config) -> None:
             group.close()
     one, *pairs = zip(*rounds, strict=True)
     names = ("apart", *modes)
-    speeds = {name: share_of_ideal(one, two, "seconds") for name, two in zip(names, pairs, strict=True)}
-    on_cpu = {name: share_of_ideal(one, two, "cpu_seconds") for name, two in zip(names, pairs, strict=True)}
-    for name, steps in zip(("one rank", *(f"two, {name}" for name in names)), (one, *pairs), strict=True):
+    speeds = {
+        name: share_of_ideal(one, two, "seconds") for name, two in zip(names, pairs, strict=True)
+    }
+    on_cpu = {
+        name: share_of_ideal(one, two, "cpu_seconds")
+        for name, two in zip(names, pairs, strict=True)
+    }
+    for name, steps in zip(
+        ("one rank", *(f"two, {name}" for name in names)), (one, *pairs), strict=True
+    ):
         wall = median(max(timed.seconds for timed in step) for step in steps)
         cpu = median(sum(timed.cpu_seconds for timed in step) for step in steps)
-        log(f"{name:<12}{wall:8.3f} s a step{cpu:8.3f} CPU s{tasks[0].tokens / wall:10,.0f} tokens/s")
+        log(
+            f"{name:<12}{wall:8.3f} s a step{cpu:8.3f} CPU s{tasks[0].tokens / wall:10,.0f} tokens/s"
+        )
     for name in names:
         what = "nothing shared" if name == "apart" else f"--shard={name}"
-        log(f"{what:<14} two ranks reach {speeds[name]:.2f} of twice one rank's speed, {on_cpu[name]:.2f} by CPU time")
-    result = {"benchmark": "ranks", "model": cfg.model, "lora_rank": cfg.lora_rank if cfg.model != "gpt" else None,
-              "compiled": compiled, "two_ranks_of_ideal": speeds, "two_ranks_of_ideal_cpu": on_cpu}  # fmt: skip
+        log(
+            f"{what:<14} two ranks reach {speeds[name]:.2f} of twice one rank's speed, {on_cpu[name]:.2f} by CPU time"
+        )
+    result = {
+        "benchmark": "ranks",
+        "model": cfg.model,
+        "lora_rank": cfg.lora_rank if cfg.model != "gpt" else None,
+        "compiled": compiled,
+        "two_ranks_of_ideal": speeds,
+        "two_ranks_of_ideal_cpu": on_cpu,
+    }
     if cfg.model == "gpt":
-        result["wire_bytes_per_parameter"] = wire = {mode: wire_bytes_per_parameter(mode=mode) for mode in modes}
+        result["wire_bytes_per_parameter"] = wire = {
+            mode: wire_bytes_per_parameter(mode=mode) for mode in modes
+        }
         for mode, sent in wire.items():
-            log(f"--shard={mode:<5} four ranks, two passes: each rank sends {sent:.2f} bytes per parameter and step")
+            log(
+                f"--shard={mode:<5} four ranks, two passes: each rank sends {sent:.2f} bytes per parameter and step"
+            )
     print(json.dumps(result), flush=True)
 
 

@@ -30,9 +30,19 @@ from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
 
 # bench.train and bench.data use this model too. The bytes sent depend on the share of matrices: 43 % of its parameters.
-D4 = GPTConfig(sequence_len=512, vocab_size=4096, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, window_pattern="L")
+D4 = GPTConfig(
+    sequence_len=512,
+    vocab_size=4096,
+    n_layer=4,
+    n_head=4,
+    n_kv_head=4,
+    n_embd=256,
+    window_pattern="L",
+)
 STEP_TOKENS, PASSES = 16384, 2
-Passes = Sequence[tuple[torch.Tensor, torch.Tensor]]  # inputs and targets of each pass, int64 (B, T) each
+Passes = Sequence[
+    tuple[torch.Tensor, torch.Tensor]
+]  # inputs and targets of each pass, int64 (B, T) each
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,9 @@ class Task:
     """What a group of ranks trains."""
 
     ranks: int
-    mode: Sharding | None = "grad"  # None: each rank trains a model of its own, on its share of the tokens
+    mode: Sharding | None = (
+        "grad"  # None: each rank trains a model of its own, on its share of the tokens
+    )
     dtype: str = "bfloat16"
     compiled: bool = False
     shape: GPTConfig | QwenConfig = D4
@@ -80,7 +92,9 @@ class Ranks:
                 pipe.recv()  # the rank is ready: compiled and warmed up
         except EOFError as end:
             self.close()
-            raise UserError(f"a process of {task} ended before its first step; its error is printed above") from end
+            raise UserError(
+                f"a process of {task} ended before its first step; its error is printed above"
+            ) from end
 
     def step(self, count: bool = False) -> list[Timed]:
         """Take one step; the timings by rank. `count` what the ranks send, which no compiled code takes part in."""
@@ -107,12 +121,18 @@ def _rank(rank: int, task: Task, folder: str, pipe: Connection) -> None:
     if task.mode is None:
         meeting = meeting.with_name(f"meeting-{rank}")
         rank, task = 0, replace(task, ranks=1, tokens=task.tokens // task.ranks)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task.ranks),
-                   "NANOCHAT_DTYPE": task.dtype}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(task.ranks),
+        "NANOCHAT_DTYPE": task.dtype,
+    }
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=task.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=task.ranks
+    )
     sys.stdout = sys.stderr  # only the parent prints to standard output
     host.use_compile_cache(base_dir())
     step = training_step(task, device.compute_init("cpu"))
@@ -124,7 +144,13 @@ def _rank(rank: int, task: Task, folder: str, pipe: Connection) -> None:
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
         sent = step(number, asked == "count")
-        pipe.send({"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "wire_bytes": sent})
+        pipe.send(
+            {
+                "seconds": time.perf_counter() - wall,
+                "cpu_seconds": time.process_time() - cpu,
+                "wire_bytes": sent,
+            }
+        )
         number += 1
     device.compute_cleanup()
 
@@ -143,7 +169,9 @@ def training_step(task: Task, compute: Compute) -> Callable[..., float | None]:
 
     def step(number: int, counting: bool = False) -> float | None:
         generator = torch.Generator().manual_seed(number * compute.world_size + compute.rank)
-        cells = torch.randint(0, task.shape.vocab_size, (task.passes, rows, T + 1), generator=generator)
+        cells = torch.randint(
+            0, task.shape.vocab_size, (task.passes, rows, T + 1), generator=generator
+        )
         work = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cells]
         if not counting:  # torch runs no compiled code below a dispatch mode
             take(work)
@@ -155,18 +183,26 @@ def training_step(task: Task, compute: Compute) -> Callable[..., float | None]:
     return step
 
 
-def _pretraining(task: Task, shape: GPTConfig, rows: int, compute: Compute) -> tuple[int, Callable[[Passes], float]]:
+def _pretraining(
+    task: Task, shape: GPTConfig, rows: int, compute: Compute
+) -> tuple[int, Callable[[Passes], float]]:
     """The number of parameters of a GPT, and a function that takes a step as base_train does and returns the loss."""
     model = GPT(shape, compute.dtype, operations=compute.operations)
     model.init_weights()
     count = sum(parameter.numel() for parameter in model.parameters())
     parallel.shard(model, model.shard_groups(), compute, task.mode or "none")
-    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
+    optimizers = Optimizers(
+        model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
+    )
     scale = LossScale()
-    fast = compiling.compiled(model, task.compiled, (rows, shape.sequence_len), compute, model.compile_groups())
+    fast = compiling.compiled(
+        model, task.compiled, (rows, shape.sequence_len), compute, model.compile_groups()
+    )
 
     def take(passes: Passes) -> float:
-        return update(fast, optimizers, dataloader.Step(0, task.tokens, list(passes)), scale, compute).loss
+        return update(
+            fast, optimizers, dataloader.Step(0, task.tokens, list(passes)), scale, compute
+        ).loss
 
     return count, take
 

@@ -25,7 +25,12 @@ from bench.upstream import check_checkout
 from nanochat.common import UserError, log, run
 
 HERE = Path(__file__).resolve().parent
-PARTS = {"sampling": "sampling", "training": "training", "forward": "training", "backward": "training"}  # others: rest
+PARTS = {
+    "sampling": "sampling",
+    "training": "training",
+    "forward": "training",
+    "backward": "training",
+}  # others: rest
 
 Step = Callable[[int], dict[str, float]]
 
@@ -47,11 +52,19 @@ class Peer:
 
     def __init__(self, checkout: Path, shape: Shape, dtype: str):
         # Upstream decorates its optimizer with torch.compile; only the last variable keeps it uncompiled.
-        own = {"PYTHONPATH": str(checkout), "NANOCHAT_DTYPE": dtype, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        own = {
+            "PYTHONPATH": str(checkout),
+            "NANOCHAT_DTYPE": dtype,
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "upstream.py"), shape.name], env={**os.environ, **own}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, str(HERE / "upstream.py"), shape.name],
+            env={**os.environ, **own},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self._line()
 
     def step(self, number: int) -> dict[str, float]:
@@ -67,7 +80,9 @@ class Peer:
         for line in self._process.stdout:
             if line.startswith(("ready", "{")):
                 return line
-        raise UserError(f"the checkout's process ended with code {self._process.wait()}; the lines above say why")
+        raise UserError(
+            f"the checkout's process ended with code {self._process.wait()}; the lines above say why"
+        )
 
     def close(self) -> None:
         """End the process."""
@@ -85,7 +100,9 @@ def measure(sides: dict[str, Step], steps: int) -> dict[str, dict[str, float]]:
                 sums[PARTS.get(part, "rest")] += seconds
             found[name].append(sums)
     return {
-        name: {part: median(one[part] for one in each[1:]) for part in ("sampling", "training", "rest")}
+        name: {
+            part: median(one[part] for one in each[1:]) for part in ("sampling", "training", "rest")
+        }
         for name, each in found.items()
     }
 
@@ -96,7 +113,9 @@ def main(cfg: Config) -> None:
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
     result: dict[str, object] = {"bench": "rl"}
-    log(f"{'shape':<8}{'side':<24}{'sampling':>10}{'training':>10}{'rest':>8}{'CPU s a step':>14}{'tokens/CPU s':>14}")
+    log(
+        f"{'shape':<8}{'side':<24}{'sampling':>10}{'training':>10}{'rest':>8}{'CPU s a step':>14}{'tokens/CPU s':>14}"
+    )
     for shape in (SUMS, GSM8K):
         steps = (2 if shape is SUMS else 1) if cfg.quick else cfg.steps
         sides: dict[str, Step] = {"trees": Ours(shape, True).step, "rows": Ours(shape, False).step}
@@ -112,11 +131,19 @@ def main(cfg: Config) -> None:
                 peer.close()
         for name, parts in measured.items():
             whole = sum(parts.values())
-            log(f"{shape.name:<8}{name:<24}{parts['sampling']:>10.3f}{parts['training']:>10.3f}{parts['rest']:>8.3f}"
-                f"{whole:>14.3f}{shape.tokens / whole:>14,.0f}")  # fmt: skip
-            result[f"{shape.name} {name}"] = {part: round(seconds, 4) for part, seconds in parts.items()}
+            log(
+                f"{shape.name:<8}{name:<24}{parts['sampling']:>10.3f}{parts['training']:>10.3f}{parts['rest']:>8.3f}"
+                f"{whole:>14.3f}{shape.tokens / whole:>14,.0f}"
+            )
+            result[f"{shape.name} {name}"] = {
+                part: round(seconds, 4) for part, seconds in parts.items()
+            }
         if peers:
-            best = min(sum(parts.values()) for name, parts in measured.items() if name.startswith("upstream"))
+            best = min(
+                sum(parts.values())
+                for name, parts in measured.items()
+                if name.startswith("upstream")
+            )
             default = sum(measured["upstream float32"].values())
             result["vs_upstream_default"] = round(default / sum(measured["trees"].values()), 2)
             result["vs_upstream_best"] = round(best / sum(measured["trees"].values()), 2)

@@ -87,14 +87,29 @@ class Ours:
         sampling = Sampling(shape.temperature, 50, shape.reply, seed=number)
         parts.mark("sampling")
         rolled, samples = rollout.roll_out(
-            self.task, range(shape.problems), shape.samples, sampling, shape.pass_rows, self.sampler.model, self.words,
-            self.compute, POLICY, groups=self.groups,
-        )  # fmt: skip
+            self.task,
+            range(shape.problems),
+            shape.samples,
+            sampling,
+            shape.pass_rows,
+            self.sampler.model,
+            self.words,
+            self.compute,
+            POLICY,
+            groups=self.groups,
+        )
         parts.mark("gap")
         rollout.sampler_gap(samples, self.model, self.compute)
         if rolled.num_targets:  # otherwise the step has nothing to learn from
             update(
-                self.model, self.optimizers, rolled, self.scale, self.compute, self.spikes, parts.mark, self.objective
+                self.model,
+                self.optimizers,
+                rolled,
+                self.scale,
+                self.compute,
+                self.spikes,
+                parts.mark,
+                self.objective,
             )
         parts.mark("copy")
         self.sampler.renew(self.model)
@@ -109,7 +124,13 @@ def _model(shape: Shape, compute: Compute) -> GPT:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("c_proj.weight"):  # zero at the start, so that all gradients would be
-                weight.copy_(torch.randn(weight.shape, generator=generator) * model.config.n_embd**-0.5)
+                weight.copy_(
+                    torch.randn(weight.shape, generator=generator) * model.config.n_embd**-0.5
+                )
         head = model.lm_head.weight
-        head.copy_(torch.randn(head.shape, generator=generator) * shape.sharpness * model.config.n_embd**-0.5)
+        head.copy_(
+            torch.randn(head.shape, generator=generator)
+            * shape.sharpness
+            * model.config.n_embd**-0.5
+        )
     return model

@@ -12,13 +12,22 @@ from typing import Any
 
 import torch
 
-sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # behind the checkout, which has no module of this name
+sys.path.append(
+    os.path.dirname(os.path.abspath(__file__))
+)  # behind the checkout, which has no module of this name
 
 
 class Words:
     """A tokenizer for a model that nobody reads; special tokens are the last of the vocabulary."""
 
-    names = ("<|bos|>", "<|assistant_end|>", "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
+    names = (
+        "<|bos|>",
+        "<|assistant_end|>",
+        "<|python_start|>",
+        "<|python_end|>",
+        "<|output_start|>",
+        "<|output_end|>",
+    )
 
     def __init__(self, vocab: int):
         self.vocab = vocab
@@ -65,9 +74,13 @@ class Upstream:
             replies: list[list[int]] = []
             for part in range(shape.samples // shape.pass_rows):
                 found, _ = self.engine.generate_batch(
-                    list(prompt), num_samples=shape.pass_rows, max_tokens=shape.reply, temperature=shape.temperature,
-                    top_k=50, seed=hash((number, at, part)) & 0x7FFFFFFF,
-                )  # fmt: skip
+                    list(prompt),
+                    num_samples=shape.pass_rows,
+                    max_tokens=shape.reply,
+                    temperature=shape.temperature,
+                    top_k=50,
+                    seed=hash((number, at, part)) & 0x7FFFFFFF,
+                )
                 replies += found
             rewards = torch.tensor([right(reply[len(prompt) :], shape) for reply in replies])
             sampled = time.process_time()
@@ -82,8 +95,12 @@ class Upstream:
             self.model.train()
             for first in range(0, len(replies), shape.pass_rows):
                 rows = slice(first, first + shape.pass_rows)
-                logp = -self.model(ids[rows, :-1], targets[rows], loss_reduction="none").view_as(ids[rows, :-1])
-                loss = -(logp * advantages[rows, None]).sum() / (targets[rows] >= 0).sum().clamp(min=1)
+                logp = -self.model(ids[rows, :-1], targets[rows], loss_reduction="none").view_as(
+                    ids[rows, :-1]
+                )
+                loss = -(logp * advantages[rows, None]).sum() / (targets[rows] >= 0).sum().clamp(
+                    min=1
+                )
                 loss.backward()
             seconds["training"] += time.process_time() - sampled
         start = time.process_time()

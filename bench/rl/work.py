@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from functools import cache
 
 VOCAB = 4096
-MODEL = {"sequence_len": 512, "vocab_size": VOCAB, "n_layer": 4, "n_head": 3, "n_kv_head": 3, "n_embd": 192,
-         "window_pattern": "L"}  # fmt: skip
+MODEL = {
+    "sequence_len": 512,
+    "vocab_size": VOCAB,
+    "n_layer": 4,
+    "n_head": 3,
+    "n_kv_head": 3,
+    "n_embd": 192,
+    "window_pattern": "L",
+}
 
 
 @dataclass(frozen=True)

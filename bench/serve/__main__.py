@@ -63,7 +63,10 @@ def check(cfg: Config) -> None:
     if cfg.only_servers and not cfg.against:
         raise UserError("--only_servers needs a server to compare with: add --against", exit_code=2)
     if ("upstream" in cfg.against) != (cfg.upstream is not None):
-        raise UserError("--against upstream and --upstream DIR belong together: give both or neither", exit_code=2)
+        raise UserError(
+            "--against upstream and --upstream DIR belong together: give both or neither",
+            exit_code=2,
+        )
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
     sides.check_installed(cfg.against)
@@ -89,14 +92,18 @@ def engine_figures(cfg: Config) -> dict[str, Any]:
     used = held / best[1, "greedy"] / memory
     log(f"d{depth}, {compute.dtype}, {held / 1e6:,.0f} MB of matrices, one thread")
     for (chats, name), seconds in best.items():
-        log(f"{chats:>3} chats {name:<9} {chats / seconds:9,.1f} tokens per CPU second {1000 * seconds:9.2f} ms a step")
+        log(
+            f"{chats:>3} chats {name:<9} {chats / seconds:9,.1f} tokens per CPU second {1000 * seconds:9.2f} ms a step"
+        )
     log(f"one chat reads {used:.0%} of {memory / 1e9:.1f} GB/s")
     turn = engine.second_turn(model, words, 300 if cfg.quick else 900, 12)
     log(
         f"second turn: {turn.read} of {turn.tokens} tokens read, {turn.seconds:.3f} CPU s; cold {turn.cold_seconds:.3f}"
     )
     small = engine.untrained(2, compute, torch.float32, 2048)
-    same = engine.exact(small, engine.tokenizer(2048), 8 if cfg.quick else 32, 12 if cfg.quick else 24)
+    same = engine.exact(
+        small, engine.tokenizer(2048), 8 if cfg.quick else 32, 12 if cfg.quick else 24
+    )
     log(
         f"fp32 replies: {same.batched} of {same.rows} equal batched and alone, {same.reused} with a prefix hit and cold"
     )
@@ -104,16 +111,23 @@ def engine_figures(cfg: Config) -> dict[str, Any]:
     speeds = adapters.compare(layers, channels, cfg.rank, 2 * steps, 2 * rounds, compute)
     for name, speed in speeds.items():
         share = speed / speeds["base"]
-        log(f"{adapters.ROWS} rows, adapters: {name:<5} {speed:9,.1f} tokens per CPU second, {share:.2f} of the base")
+        log(
+            f"{adapters.ROWS} rows, adapters: {name:<5} {speed:9,.1f} tokens per CPU second, {share:.2f} of the base"
+        )
     return {
-        "depth": depth, "dtype": str(compute.dtype).removeprefix("torch."),
+        "depth": depth,
+        "dtype": str(compute.dtype).removeprefix("torch."),
         "tokens_per_cpu_second": {str(n): round(n / best[n, "greedy"], 1) for n in BATCHES},
         "batch_32_to_1": round(32 * best[1, "greedy"] / best[32, "greedy"], 2),
-        "bandwidth_used": round(used, 3), "second_turn_read": turn.read, "second_turn_tokens": turn.tokens,
+        "bandwidth_used": round(used, 3),
+        "second_turn_read": turn.read,
+        "second_turn_tokens": turn.tokens,
         "second_turn_to_cold": round(turn.seconds / turn.cold_seconds, 3),
         "adapter_rows_per_cpu_second": {name: round(speed, 1) for name, speed in speeds.items()},
-        "rows": same.rows, "batched_equal": same.batched, "prefix_equal": same.reused,
-    }  # fmt: skip
+        "rows": same.rows,
+        "batched_equal": same.batched,
+        "prefix_equal": same.reused,
+    }
 
 
 def main(cfg: Config) -> None:

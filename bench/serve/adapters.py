@@ -21,8 +21,16 @@ BATCHES = {"base": [""], "one": ["a"], "four": ["a", "b", "c", "d"]}
 
 def base(layers: int, channels: int, compute: Compute) -> Qwen:
     """A Qwen3 with random weights, held in the compute dtype."""
-    config = QwenConfig(sequence_len=1024, vocab_size=VOCAB, n_layer=layers, n_head=channels // 64,
-                        n_kv_head=channels // 128, n_embd=channels, n_hidden=3 * channels, head_dim=64)  # fmt: skip
+    config = QwenConfig(
+        sequence_len=1024,
+        vocab_size=VOCAB,
+        n_layer=layers,
+        n_head=channels // 64,
+        n_kv_head=channels // 128,
+        n_embd=channels,
+        n_hidden=3 * channels,
+        head_dim=64,
+    )
     model = Qwen(config, compute.dtype, compute.platform.operations("auto"))
     model.init_weights()
     return model.to(compute.dtype).eval()
@@ -45,17 +53,23 @@ def with_adapters(model: Qwen, rank: int) -> Adapters:
     return Adapters(model, given, model.dtype, model.device)
 
 
-def step_seconds(model: Qwen, adapters: Adapters | None, words: Tokenizer, names: Sequence[str], steps: int) -> float:
+def step_seconds(
+    model: Qwen, adapters: Adapters | None, words: Tokenizer, names: Sequence[str], steps: int
+) -> float:
     """CPU seconds of a decoding step with ROWS rows, whose adapters are the names in turn."""
     engine = Engine(model, words, ROWS, prefill_tokens=1 << 14, adapters=adapters)
     for number, prompt in enumerate(prompts(ROWS, 32, words.vocab_size)):
-        engine.submit(prompt, replace(GREEDY, max_tokens=steps + 8, adapter=names[number % len(names)]))
+        engine.submit(
+            prompt, replace(GREEDY, max_tokens=steps + 8, adapter=names[number % len(names)])
+        )
     for _ in range(3):
         engine.step()
     return cpu_seconds(lambda: [engine.step() for _ in range(steps)]) / steps
 
 
-def compare(layers: int, channels: int, rank: int, steps: int, rounds: int, compute: Compute) -> dict[str, float]:
+def compare(
+    layers: int, channels: int, rank: int, steps: int, rounds: int, compute: Compute
+) -> dict[str, float]:
     """Tokens per CPU second of ROWS rows: of the base, of one adapter, of four adapters in turn. The best rounds."""
     words, model = tokenizer(VOCAB), base(layers, channels, compute)
     bare = base(layers, channels, compute)

@@ -32,14 +32,34 @@ class Upstream:
 
     def __init__(self, folder: Path, tokens: int, errors: Any):
         c = model.SHAPE
-        shape = {"sequence_len": c.sequence_len, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head,
-                 "n_kv_head": c.n_kv_head, "n_embd": c.n_embd}  # fmt: skip
-        command = [sys.executable, str(sides.ROOT / "bench/serve/upstream_side.py"),
-                   json.dumps({"shape": shape, "tokens": tokens})]  # fmt: skip
-        own = {**sides.ONE_THREAD, "PYTHONPATH": str(folder), "NANOCHAT_DTYPE": "bfloat16", "TORCHDYNAMO_DISABLE": "1"}
+        shape = {
+            "sequence_len": c.sequence_len,
+            "vocab_size": c.vocab_size,
+            "n_layer": c.n_layer,
+            "n_head": c.n_head,
+            "n_kv_head": c.n_kv_head,
+            "n_embd": c.n_embd,
+        }
+        command = [
+            sys.executable,
+            str(sides.ROOT / "bench/serve/upstream_side.py"),
+            json.dumps({"shape": shape, "tokens": tokens}),
+        ]
+        own = {
+            **sides.ONE_THREAD,
+            "PYTHONPATH": str(folder),
+            "NANOCHAT_DTYPE": "bfloat16",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         self._errors = errors
-        self.process = subprocess.Popen(command, env={**os.environ, **own}, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=errors, text=True)  # fmt: skip
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
         self.parameters = self._answer()["parameters"]
 
     def _answer(self) -> dict[str, Any]:
@@ -80,7 +100,12 @@ def turn(side: Side, chats: int, tokens: int, number: int, load: Load) -> None:
     ask the same."""
     first = 10_000 * number + 100 * chats
     sent = [
-        streams.body(side.model, [{"role": "user", "content": streams.question(first + chat)}], tokens, **side.fields)
+        streams.body(
+            side.model,
+            [{"role": "user", "content": streams.question(first + chat)}],
+            tokens,
+            **side.fields,
+        )
         for chat in range(ALONE if chats == 1 else chats)
     ]
     before = sides.cpu_seconds(side.pid)
@@ -106,17 +131,28 @@ class Waits:
 
 def waits(side: Side, folder: Path, tokens: int) -> Waits:
     """Measure them on the server of a folder; the slowest of five slots counts."""
-    asked = [streams.body(side.model, [{"role": "user", "content": streams.question(5_000_000 + chat)}], 2 * tokens,
-                          **side.fields) for chat in range(CHATS[-1])]  # fmt: skip
+    asked = [
+        streams.body(
+            side.model,
+            [{"role": "user", "content": streams.question(5_000_000 + chat)}],
+            2 * tokens,
+            **side.fields,
+        )
+        for chat in range(CHATS[-1])
+    ]
     health = asyncio.run(streams.health_while(side.port, asked))
-    long = streams.body(side.model, [{"role": "user", "content": streams.question(1)}], 1500, **side.fields)
+    long = streams.body(
+        side.model, [{"role": "user", "content": streams.question(1)}], 1500, **side.fields
+    )
     slot = max(asyncio.run(streams.leave(side.port, long)) for _ in range(5))
     (word,) = FolderTokenizer(folder, model.SHAPE.vocab_size).encode(" the")
     second = asyncio.run(streams.second_turn(side.port, side.model, word, tokens))
     return Waits(percentile(health, 0.99), slot, second.prompt, second.prompt - second.cached)
 
 
-def compare(against: Sequence[str], folder: Path | None, rounds: int, tokens: int) -> tuple[Loads, Waits, int]:
+def compare(
+    against: Sequence[str], folder: Path | None, rounds: int, tokens: int
+) -> tuple[Loads, Waits, int]:
     """What was measured of ours and of each peer, what clients of ours wait for, and the parameters of the model. The
     sides take turns, and the first turns, which are short, do not count."""
     with contextlib.ExitStack() as stack:
@@ -126,8 +162,14 @@ def compare(against: Sequence[str], folder: Path | None, rounds: int, tokens: in
         if "transformers" in against:
             servers.append(stack.enter_context(sides.transformers(files)))
         if "llama-cpp" in against:
-            servers += [stack.enter_context(sides.llama_cpp(files, name, CHATS[-1])) for name in FORMATS]
-        last = stack.enter_context(upstream(folder, tokens)) if folder is not None and "upstream" in against else None
+            servers += [
+                stack.enter_context(sides.llama_cpp(files, name, CHATS[-1])) for name in FORMATS
+            ]
+        last = (
+            stack.enter_context(upstream(folder, tokens))
+            if folder is not None and "upstream" in against
+            else None
+        )
         loads: Loads = {side.name: {chats: Load() for chats in CHATS} for side in servers}
         for side in servers:
             for chats in CHATS:
@@ -153,15 +195,29 @@ def best(loads: Mapping[str, Mapping[int, Load]], peer: str, chats: int) -> floa
 def figures(loads: Loads, against: Sequence[str]) -> dict[str, Any]:
     """Speeds of every side, and how many times as fast ours is, by the number of chats."""
     mine = loads["ours"]
-    speeds = {name: {str(n): round(load.speed, 1) for n, load in found.items()} for name, found in loads.items()}
-    ratios = {peer: {str(n): round(mine[n].speed / best(loads, peer, n), 2) for n in CHATS} for peer in against}
+    speeds = {
+        name: {str(n): round(load.speed, 1) for n, load in found.items()}
+        for name, found in loads.items()
+    }
+    ratios = {
+        peer: {str(n): round(mine[n].speed / best(loads, peer, n), 2) for n in CHATS}
+        for peer in against
+    }
     firsts = {name: round(found[CHATS[-1]].first_p95, 3) for name, found in loads.items()}
-    return {"served_tokens_per_cpu_second": speeds, "times_as_fast_as": ratios, "first_token_p95_s": firsts}
+    return {
+        "served_tokens_per_cpu_second": speeds,
+        "times_as_fast_as": ratios,
+        "first_token_p95_s": firsts,
+    }
 
 
 def table(loads: Loads) -> str:
     """One line for each side."""
-    lines = [f"{'tokens per CPU second':<22}" + "".join(f"{n:>6} chats" for n in CHATS) + "   TTFT p95 at 32, wall s"]
+    lines = [
+        f"{'tokens per CPU second':<22}"
+        + "".join(f"{n:>6} chats" for n in CHATS)
+        + "   TTFT p95 at 32, wall s"
+    ]
     for name, found in loads.items():
         speeds = "".join(f"{found[n].speed:>12,.1f}" for n in CHATS)
         lines.append(f"{name:<22}{speeds}{found[CHATS[-1]].first_p95:>14.3f}")
@@ -171,13 +227,19 @@ def table(loads: Loads) -> str:
 def run(against: Sequence[str], folder: Path | None, rounds: int, tokens: int) -> dict[str, Any]:
     """Compare, print, and return the figures."""
     loads, waited, parameters = compare(against, folder, rounds, tokens)
-    log(f"{parameters:,} parameters, {tokens} greedy tokens a chat, one thread each, median of {rounds} rounds")
+    log(
+        f"{parameters:,} parameters, {tokens} greedy tokens a chat, one thread each, median of {rounds} rounds"
+    )
     log(table(loads))
     log(
         f"ours with {CHATS[-1]} chats: /health p99 {1e3 * waited.health:.0f} ms; a slot is free "
         f"{1e3 * waited.slot:.0f} ms after its client has left; a second turn reads {waited.read} of {waited.prompt} "
         "tokens"
     )
-    return {**figures(loads, against), "health_p99_ms": round(1e3 * waited.health, 1),
-            "slot_free_ms": round(1e3 * waited.slot, 1), "served_second_turn_tokens": waited.prompt,
-            "served_second_turn_read": waited.read}  # fmt: skip
+    return {
+        **figures(loads, against),
+        "health_p99_ms": round(1e3 * waited.health, 1),
+        "slot_free_ms": round(1e3 * waited.slot, 1),
+        "served_second_turn_tokens": waited.prompt,
+        "served_second_turn_read": waited.read,
+    }

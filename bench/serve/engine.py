@@ -41,21 +41,32 @@ def tokenizer(vocab: int) -> Tokenizer:
     """A tokenizer of single bytes and pairs of bytes: the engine only needs one of the model's size."""
     pairs = (bytes([a, b]) for a in range(256) for b in range(256))
     singles = [bytes([byte]) for byte in range(256)]
-    ranks = [*singles, *(pair for pair, _ in zip(pairs, range(vocab - len(ROLES) - 256), strict=False))]
+    ranks = [
+        *singles,
+        *(pair for pair, _ in zip(pairs, range(vocab - len(ROLES) - 256), strict=False)),
+    ]
     return Tokenizer(ranks, DEFAULT_PATTERN, PATTERNS[DEFAULT_PATTERN])
 
 
 def untrained(depth: int, compute: Compute, dtype: torch.dtype, vocab: int) -> GPT:
     """A model of a depth with the widths of base_train, held in a number format; its weights are random."""
     heads = max(depth // 2, 1)
-    config = GPTConfig(sequence_len=1024, vocab_size=vocab, n_layer=depth, n_head=heads, n_kv_head=heads,
-                       n_embd=128 * heads)  # fmt: skip
+    config = GPTConfig(
+        sequence_len=1024,
+        vocab_size=vocab,
+        n_layer=depth,
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=128 * heads,
+    )
     model = GPT(config, dtype, compute.platform.operations("auto"))
     model.init_weights()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("c_proj.weight") or name.startswith("lm_head"):  # or every token would be equally likely
+            if name.endswith("c_proj.weight") or name.startswith(
+                "lm_head"
+            ):  # or every token would be equally likely
                 weight.copy_(torch.randn(weight.shape, generator=generator) * config.n_embd**-0.5)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
@@ -66,7 +77,11 @@ def untrained(depth: int, compute: Compute, dtype: torch.dtype, vocab: int) -> G
 def weight_bytes(model: GPT) -> int:
     """Bytes of the matrices that one decoding pass reads: all but the tables of embeddings."""
     tables = ("wte", "value_embeds")
-    return sum(p.numel() * p.element_size() for name, p in model.named_parameters() if not name.startswith(tables))
+    return sum(
+        p.numel() * p.element_size()
+        for name, p in model.named_parameters()
+        if not name.startswith(tables)
+    )
 
 
 def bandwidth() -> float:
@@ -85,7 +100,9 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
     """Random prompts, each a few tokens longer than the one before."""
     rng = random.Random(seed)
-    return [[rng.randrange(vocab - len(ROLES)) for _ in range(length + i % 7)] for i in range(count)]
+    return [
+        [rng.randrange(vocab - len(ROLES)) for _ in range(length + i % 7)] for i in range(count)
+    ]
 
 
 def decoding(model: Model, words: Tokenizer, chats: int, steps: int, sampling: Sampling) -> float:
@@ -132,12 +149,18 @@ def second_turn(model: Model, words: Tokenizer, history: int, question: int) -> 
     """Answer a chat of `history` tokens, then its next question; compare with a cold engine."""
     sampling = replace(GREEDY, max_tokens=8)
     engine = Engine(model, words, slots=4)
-    first, more = (prompts(1, length, words.vocab_size, seed)[0] for seed, length in ((3, history), (4, question)))
+    first, more = (
+        prompts(1, length, words.vocab_size, seed)[0]
+        for seed, length in ((3, history), (4, question))
+    )
     (reply,) = engine.generate([first], sampling)
     prompt, one = [*first, *reply.tokens, *more], replace(sampling, max_tokens=1)
     before = engine.prompt_tokens_read
     seconds = cpu_seconds(lambda: engine.generate([prompt], one))
     fresh = Engine(model, words, slots=4)
     return Turn(
-        len(prompt), engine.prompt_tokens_read - before, seconds, cpu_seconds(lambda: fresh.generate([prompt], one))
+        len(prompt),
+        engine.prompt_tokens_read - before,
+        seconds,
+        cpu_seconds(lambda: fresh.generate([prompt], one)),
     )

@@ -19,8 +19,17 @@ from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import PATTERNS
 
-SHAPE = QwenConfig(sequence_len=2048, vocab_size=32_768, n_layer=8, n_embd=512, n_hidden=1024, tied=1, n_head=8,
-                   n_kv_head=4, head_dim=64)  # fmt: skip
+SHAPE = QwenConfig(
+    sequence_len=2048,
+    vocab_size=32_768,
+    n_layer=8,
+    n_embd=512,
+    n_hidden=1024,
+    tied=1,
+    n_head=8,
+    n_kv_head=4,
+    head_dim=64,
+)
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 UNUSED = 13  # rows of the embedding without a token, as published models have some
 TEXT = 10_000_000  # characters: all of it
@@ -35,22 +44,31 @@ class Files:
     parameters: int
 
 
-def make(folder: Path, shape: QwenConfig = SHAPE, formats: tuple[str, ...] = (), text: int = TEXT) -> Files:
+def make(
+    folder: Path, shape: QwenConfig = SHAPE, formats: tuple[str, ...] = (), text: int = TEXT
+) -> Files:
     """Write the model into a folder, and a GGUF file in each of the number formats beside it. The vocabulary
     is trained on `text` characters."""
     here = folder / "model"
     here.mkdir(parents=True)
-    ranks = bpe.train(standard_library(text).documents, shape.vocab_size - len(MARKS) - UNUSED, PATTERNS["qwen2"])
+    ranks = bpe.train(
+        standard_library(text).documents, shape.vocab_size - len(MARKS) - UNUSED, PATTERNS["qwen2"]
+    )
     marks = {mark: len(ranks) + number for number, mark in enumerate(MARKS)}
     ends = [marks["<|im_end|>"], marks["<|endoftext|>"]]
     contents = {
         "config.json": {**published(shape), "eos_token_id": ends[0], "torch_dtype": "bfloat16"},
         "generation_config.json": {"eos_token_id": ends, "pad_token_id": ends[1]},
         "tokenizer.json": json.loads(bpe.huggingface_json(ranks, PATTERNS["qwen2"], marks)),
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-                                  "pad_token": "<|endoftext|>", "model_max_length": shape.sequence_len,
-                                  "clean_up_tokenization_spaces": False, "chat_template": CHATML},
-    }  # fmt: skip
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "model_max_length": shape.sequence_len,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHATML,
+        },
+    }
     for name, content in contents.items():
         write_json(here / name, content)
     model = Qwen(shape)

@@ -23,8 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 START_SECONDS = 180
 TICKS = os.sysconf("SC_CLK_TCK")  # per second, in which the system counts CPU time
 PACKAGES = {"transformers": ("transformers", "uvicorn", "fastapi"), "llama-cpp": ("xllamacpp",)}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
-              "PYTHONPATH": str(ROOT), "NANOCHAT_DEVICE": "cpu"}  # fmt: skip
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
+    "NANOCHAT_DEVICE": "cpu",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,10 @@ def check_installed(against: Sequence[str]) -> None:
     for peer in against:
         for package in PACKAGES.get(peer, ()):
             if importlib.util.find_spec(package) is None:
-                raise UserError(f"{peer} needs {package}: run `{sys.executable} -m pip install {package}`", exit_code=2)
+                raise UserError(
+                    f"{peer} needs {package}: run `{sys.executable} -m pip install {package}`",
+                    exit_code=2,
+                )
 
 
 def family(pid: int) -> list[int]:
@@ -89,11 +98,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(name: str, command: Sequence[str], says: str, **more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def running(
+    name: str, command: Sequence[str], says: str, **more: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a server; gives its process and what the first group of the pattern `says` found in its output. UserError
     with its last lines if it ends before that."""
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD, **more}, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **ONE_THREAD, **more}, stdout=log, stderr=log
+        )
         try:
             deadline = time.monotonic() + START_SECONDS
             while time.monotonic() < deadline and process.poll() is None:
@@ -117,7 +130,14 @@ def running(name: str, command: Sequence[str], says: str, **more: str) -> Iterat
 @contextlib.contextmanager
 def ours(files: Files) -> Iterator[Side]:
     """Our server, as a user starts it."""
-    command = [sys.executable, "-m", "scripts.chat_web", "--headless", "--port=0", f"--model={files.folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.chat_web",
+        "--headless",
+        "--port=0",
+        f"--model={files.folder}",
+    ]
     with running("ours", command, r"http://127\.0\.0\.1:(\d+)(?:.|\n)*Ctrl-C") as (process, port):
         yield Side("ours", int(port), process.pid, files.folder.name, {"ignore_eos": True})
 
@@ -126,9 +146,17 @@ def ours(files: Files) -> Iterator[Side]:
 def transformers(files: Files) -> Iterator[Side]:
     """`transformers serve` with continuous batching."""
     port = free_port()
-    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve",
-               str(files.folder), "--continuous-batching", "--device=cpu", "--dtype=bfloat16",
-               f"--port={port}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        "from transformers.cli.transformers import main; main()",
+        "serve",
+        str(files.folder),
+        "--continuous-batching",
+        "--device=cpu",
+        "--dtype=bfloat16",
+        f"--port={port}",
+    ]
     with running("transformers", command, r"(Application startup complete)") as (process, _):
         yield Side("transformers", port, process.pid, str(files.folder))
 
@@ -138,5 +166,8 @@ def llama_cpp(files: Files, dtype: str, chats: int) -> Iterator[Side]:
     """llama.cpp's server with the GGUF file of a number format, with as many slots as there are chats."""
     task = {"path": str(files.gguf[dtype]), "slots": chats, "length": 512}
     command = [sys.executable, "-m", "bench.serve.llama_side", json.dumps(task)]
-    with running("llama-cpp", command, r"listening on http://127\.0\.0\.1:(\d+)") as (process, port):
+    with running("llama-cpp", command, r"listening on http://127\.0\.0\.1:(\d+)") as (
+        process,
+        port,
+    ):
         yield Side(f"llama-cpp {dtype}", int(port), process.pid, "model", {"ignore_eos": True})

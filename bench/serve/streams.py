@@ -49,7 +49,9 @@ class Load:
     @property
     def speed(self) -> float:
         """Tokens per CPU second in the median round."""
-        return percentile([count / took for count, took in zip(self.tokens, self.seconds, strict=True)], 0.5)
+        return percentile(
+            [count / took for count, took in zip(self.tokens, self.seconds, strict=True)], 0.5
+        )
 
     @property
     def first_p95(self) -> float:
@@ -65,8 +67,14 @@ def question(number: int) -> str:
 
 def body(model: str, messages: Sequence[dict[str, str]], tokens: int, **fields: Any) -> bytes:
     """The body of a greedy chat that streams, with its usage at the end."""
-    asked = {"model": model, "messages": list(messages), "max_tokens": tokens, "temperature": 0, "stream": True,
-             "stream_options": {"include_usage": True}}  # fmt: skip
+    asked = {
+        "model": model,
+        "messages": list(messages),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     return json.dumps({**asked, **fields}).encode()
 
 
@@ -76,7 +84,9 @@ async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     if head.split(b" ", 2)[1] != b"200":
         more = await reader.read(500)
-        raise UserError(f"a server answered {head.split(maxsplit=2)[1].decode()}: {more.decode(errors='replace')}")
+        raise UserError(
+            f"a server answered {head.split(maxsplit=2)[1].decode()}: {more.decode(errors='replace')}"
+        )
     if b"transfer-encoding: chunked" not in head:
         while piece := await reader.read(1 << 16):
             yield piece
@@ -163,5 +173,8 @@ async def second_turn(port: int, model: str, word: int, tokens: int) -> Reply:
     messages = [{"role": "user", "content": question(7_000_001)}]
     more = {"ignore_eos": True, "logit_bias": {str(word): 100}}
     first = await ask(port, body(model, messages, tokens, **more))
-    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": question(7_000_002)}]
+    messages += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": question(7_000_002)},
+    ]
     return await ask(port, body(model, messages, tokens, **more))

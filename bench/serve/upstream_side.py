@@ -60,7 +60,9 @@ def main() -> None:
     about = {"parameters": sum(parameter.numel() for parameter in engine.model.parameters())}
     print(json.dumps(about), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(engine, json.loads(line), task["tokens"])), file=answers, flush=True)
+        print(
+            json.dumps(answer(engine, json.loads(line), task["tokens"])), file=answers, flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ async def rude(port: int, seen: Seen, draw: random.Random) -> None:
     while True:
         name = draw.choice(list(clients.CONDUCTS))
         seen.conducts[name] += 1
-        with contextlib.suppress(OSError, asyncio.TimeoutError):  # the server closed the connection, as it should
+        with contextlib.suppress(
+            OSError, asyncio.TimeoutError
+        ):  # the server closed the connection, as it should
             await clients.CONDUCTS[name](port)
 
 
@@ -100,7 +102,9 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[list[asy
 async def soak(served: Served, seconds: float, count: int) -> dict[str, Any]:
     """Half of the clients chat, half misbehave."""
     seen, port = Seen(), served.port
-    await asyncio.gather(*[clients.chat(port, Requests(), stream=True, tokens=600) for _ in range(WARM)])
+    await asyncio.gather(
+        *[clients.chat(port, Requests(), stream=True, tokens=600) for _ in range(WARM)]
+    )
     some = [polite(port, seen) for _ in range(count - count // 2)]
     others = [rude(port, seen, random.Random(number)) for number in range(count // 2)]
     async with background(watch(served, seen), *some, *others) as tasks:
@@ -113,11 +117,18 @@ async def soak(served: Served, seconds: float, count: int) -> dict[str, Any]:
         log(f"{name:<8} " + " ".join(f"{value!s:>8}" for value in requests.summary().values()))
         for failure, times in requests.failures.items():
             log(f"         failed: {failure}, {times} times")
-    log("misbehaved: " + ", ".join(f"{name} {times}" for name, times in sorted(seen.conducts.items())))
-    return {"clients": count, "seconds": round(seconds),
-            "chats": seen.chats.summary(), "health": seen.health.summary(),
-            "rss_mb": round(seen.memory[-1] / 1e6, 1),
-            "rss_growth_mb": round(growth(seen.memory) / 1e6, 1)}  # fmt: skip
+    log(
+        "misbehaved: "
+        + ", ".join(f"{name} {times}" for name, times in sorted(seen.conducts.items()))
+    )
+    return {
+        "clients": count,
+        "seconds": round(seconds),
+        "chats": seen.chats.summary(),
+        "health": seen.health.summary(),
+        "rss_mb": round(seen.memory[-1] / 1e6, 1),
+        "rss_growth_mb": round(growth(seen.memory) / 1e6, 1),
+    }
 
 
 # --- the siege -----------------------------------------------------------------------------------
@@ -137,7 +148,9 @@ async def probe(port: int, seconds: float | None = None) -> dict[str, Any]:
             await asyncio.sleep(seconds)
         for _ in range(PROBES if seconds is None else 0):
             await clients.chat(port, seen.chats, stream=True)
-    failed = sum(requests.refused + requests.failures.total() for requests in (seen.chats, seen.health))
+    failed = sum(
+        requests.refused + requests.failures.total() for requests in (seen.chats, seen.health)
+    )
     slowest = [round(percentile(requests.seconds, 1), 3) for requests in (seen.health, seen.chats)]
     return {"health": slowest[0], "chat": slowest[1], "failed": failed}
 
@@ -156,10 +169,14 @@ async def siege(served: Served) -> dict[str, Any]:
     def told(phase: str, found: dict[str, Any]) -> None:
         phases[phase] = found
         memory.append(served.memory())
-        log(f"{phase:<34} {found['health']:8.3f} {found['chat']:8.3f} {found['failed']:7} {memory[-1] / 1e6:8.1f}")
+        log(
+            f"{phase:<34} {found['health']:8.3f} {found['chat']:8.3f} {found['failed']:7} {memory[-1] / 1e6:8.1f}"
+        )
 
     log(f"{'':<34} /health  chat (s)  failed  RSS (MB)   slowest of each")
-    await asyncio.gather(*[clients.chat(port, Requests(), stream=True, tokens=600) for _ in range(WARM)])
+    await asyncio.gather(
+        *[clients.chat(port, Requests(), stream=True, tokens=600) for _ in range(WARM)]
+    )
     told("alone", await probe(port))
     async with background(*[clients.idle(port) for _ in range(IDLE)]):
         await asyncio.sleep(1)
@@ -176,18 +193,26 @@ async def siege(served: Served) -> dict[str, Any]:
                     await asyncio.sleep(0)
                     told(f"and {LARGE} large prompts, round {number + 1}", await probe(port))
     told("afterwards", await probe(port))
-    late = max(found["chat"] for found in phases.values() if not math.isnan(found["chat"])) - phases["alone"]["chat"]
-    return {"health_max_s": max(found["health"] for found in phases.values()), "chat_later_s": round(late, 3),
-            "failed": sum(found["failed"] for found in phases.values()),
-            "rss_growth_mb": round((memory[-1] - memory[0]) / 1e6, 1),
-            "rss_max_mb": round(max(memory) / 1e6, 1)}  # fmt: skip
+    late = (
+        max(found["chat"] for found in phases.values() if not math.isnan(found["chat"]))
+        - phases["alone"]["chat"]
+    )
+    return {
+        "health_max_s": max(found["health"] for found in phases.values()),
+        "chat_later_s": round(late, 3),
+        "failed": sum(found["failed"] for found in phases.values()),
+        "rss_growth_mb": round((memory[-1] - memory[0]) / 1e6, 1),
+        "rss_max_mb": round(max(memory) / 1e6, 1),
+    }
 
 
 def main(cfg: Config) -> None:
     """Start the server, put it under load, and print."""
     if cfg.minutes <= 0 or cfg.clients < 2:
         got = f"got {cfg.minutes:g} minutes and {cfg.clients} clients"
-        raise UserError(f"a soak needs some minutes and at least 2 clients, {got}: try --quick", exit_code=2)
+        raise UserError(
+            f"a soak needs some minutes and at least 2 clients, {got}: try --quick", exit_code=2
+        )
     raise_open_files()
     named = {"--source": cfg.source, "--model_tag": cfg.model_tag}
     flags = tuple(f"{flag}={value}" for flag, value in named.items() if value)

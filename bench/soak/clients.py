@@ -22,7 +22,11 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def request(
-    body: bytes = b"", method: str = "POST", path: str = PATH, length: int | None = None, more: str = ""
+    body: bytes = b"",
+    method: str = "POST",
+    path: str = PATH,
+    length: int | None = None,
+    more: str = "",
 ) -> bytes:
     """A request. `length` announces another length than the body has; `more` holds further headers."""
     counted = f"content-length: {len(body) if length is None else length}\r\n"
@@ -51,7 +55,9 @@ def large_prompt(kind: int) -> bytes:
 async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     """The result of some work, or asyncio.TimeoutError. Unlike asyncio.wait_for, it never loses a cancellation."""
     task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # or asyncio complains
+    task.add_done_callback(
+        lambda ended: ended.cancelled() or ended.exception()
+    )  # or asyncio complains
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
@@ -102,12 +108,16 @@ async def ask(port: int, sent: bytes, seen: Requests, complete: bytes = b"") -> 
 async def chat(port: int, seen: Requests, stream: bool, tokens: int = 32) -> None:
     """One chat, streamed or whole."""
     body = question("What is the opposite of hot?", stream=stream, max_tokens=tokens)
-    await ask(port, request(body, more="connection: close\r\n"), seen, b"[DONE]" if stream else b'"usage"')
+    await ask(
+        port, request(body, more="connection: close\r\n"), seen, b"[DONE]" if stream else b'"usage"'
+    )
 
 
 async def health(port: int, seen: Requests) -> None:
     """One look at /health."""
-    await ask(port, request(method="GET", path="/health", more="connection: close\r\n"), seen, b'"ok"')
+    await ask(
+        port, request(method="GET", path="/health", more="connection: close\r\n"), seen, b'"ok"'
+    )
 
 
 # --- how to misbehave ----------------------------------------------------------------------------
@@ -154,7 +164,9 @@ async def not_reading(port: int, tokens: int = 600) -> None:
             writer.write(sent)
             status = (await reader.readexactly(12))[-3:]
             if status == b"200":
-                await asyncio.sleep(HOLD_SECONDS)  # the reader pauses the socket beyond its own small limit
+                await asyncio.sleep(
+                    HOLD_SECONDS
+                )  # the reader pauses the socket beyond its own small limit
         await asyncio.sleep(1)
 
 
@@ -197,10 +209,14 @@ async def nonsense(port: int) -> None:
         request(rb'{"\ud800": 1}'),
         request(b"5\r\nhello\r\n0\r\n\r\n", more="transfer-encoding: chunked\r\n"),
         b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nzzz\r\n",
-        b"POST " + PATH.encode() + b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        b"POST "
+        + PATH.encode()
+        + b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000,
         b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
-        request(question("hi", temperature=1e-50, top_k=0, max_tokens=8), more="connection: close\r\n"),
+        request(
+            question("hi", temperature=1e-50, top_k=0, max_tokens=8), more="connection: close\r\n"
+        ),
     )
     async with connected(port) as (reader, writer):
         writer.write(random.choice(sent))
@@ -209,6 +225,13 @@ async def nonsense(port: int) -> None:
 
 
 CONDUCTS: Mapping[str, Callable[[int], Awaitable[None]]] = {
-    "idle": idle, "slow headers": slow_headers, "slow body": slow_body, "not reading": not_reading, "large": large,
-    "unfinished": unfinished, "leaving": leaving, "endless": endless, "nonsense": nonsense,
-}  # fmt: skip
+    "idle": idle,
+    "slow headers": slow_headers,
+    "slow body": slow_body,
+    "not reading": not_reading,
+    "large": large,
+    "unfinished": unfinished,
+    "leaving": leaving,
+    "endless": endless,
+    "nonsense": nonsense,
+}

@@ -27,7 +27,11 @@ class Requests:
             f"{name}_ms": round(1e3 * percentile(self.seconds, share)) if self.seconds else None
             for name, share in shares.items()
         }
-        counts = {"answered": len(self.seconds), "refused": self.refused, "failed": self.failures.total()}
+        counts = {
+            "answered": len(self.seconds),
+            "refused": self.refused,
+            "failed": self.failures.total(),
+        }
         return {**counts, **times}
 
 

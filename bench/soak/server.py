@@ -23,7 +23,9 @@ from nanochat.train.optim import Optimizers, Rates
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOFT_FILES = 1024  # the soft limit of most systems, which the server raises
-SHAPE = GPTConfig(sequence_len=1024, vocab_size=BYTES + len(ROLES), n_layer=2, n_head=2, n_kv_head=2, n_embd=128)
+SHAPE = GPTConfig(
+    sequence_len=1024, vocab_size=BYTES + len(ROLES), n_layer=2, n_head=2, n_kv_head=2, n_embd=128
+)
 START_SECONDS = 120
 
 
@@ -38,7 +40,9 @@ class Served:
     def memory(self) -> int:
         """The resident memory of the process in bytes."""
         status = Path(f"/proc/{self.pid}/status").read_text()
-        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+        return 1024 * next(
+            int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")
+        )
 
 
 def save_untrained(folder: Path) -> None:
@@ -49,9 +53,19 @@ def save_untrained(folder: Path) -> None:
         model = GPT(SHAPE)
         model.init_weights()
         tokenizer = Tokenizer([bytes([i]) for i in range(BYTES)], "nanochat", PATTERNS["nanochat"])
-        optimizers = Optimizers(model, model.parameter_roles(), SHAPE.n_embd, Rates(), 1.0, torch.float32)
+        optimizers = Optimizers(
+            model, model.parameter_roles(), SHAPE.n_embd, Rates(), 1.0, torch.float32
+        )
         meta = make_meta("sft", SHAPE, {"corpus": "untrained"}, 1, {})
-        save_checkpoint(checkpoint_dir("sft", "soak"), 1, model, optimizers, tokenizer, meta, compute_init("cpu"))
+        save_checkpoint(
+            checkpoint_dir("sft", "soak"),
+            1,
+            model,
+            optimizers,
+            tokenizer,
+            meta,
+            compute_init("cpu"),
+        )
     finally:
         os.environ.pop("NANOCHAT_BASE_DIR")
         if before is not None:
@@ -67,8 +81,17 @@ def serving(flags: tuple[str, ...], untrained: bool) -> Iterator[Served]:
         if untrained:
             save_untrained(folder)
             environment["NANOCHAT_BASE_DIR"] = name
-        command = ["bash", "-c", f'ulimit -S -n {SOFT_FILES}; exec "$@"', "bash",
-                   sys.executable, "-m", "scripts.chat_web", "--port=0", *flags]  # fmt: skip
+        command = [
+            "bash",
+            "-c",
+            f'ulimit -S -n {SOFT_FILES}; exec "$@"',
+            "bash",
+            sys.executable,
+            "-m",
+            "scripts.chat_web",
+            "--port=0",
+            *flags,
+        ]
         with open(log, "wb") as file:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
         try:
@@ -86,4 +109,6 @@ def _port(process: subprocess.Popen[bytes], log: Path) -> int:
             return int(found[1])
         time.sleep(0.1)
     tail = "\n".join(log.read_text().splitlines()[-5:])
-    raise UserError(f"the chat server did not start. It wrote:\n{tail}\nStart it alone: python -m scripts.chat_web")
+    raise UserError(
+        f"the chat server did not start. It wrote:\n{tail}\nStart it alone: python -m scripts.chat_web"
+    )

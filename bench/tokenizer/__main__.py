@@ -27,7 +27,12 @@ from nanochat.tokenizer import cores
 
 QUICK_MB = {"english": 12.0, "chinese": 6.0, "code": 4.0, "others": 3.0}  # of text to choose from
 TRAINED_ON = ("english", "chinese", "code")
-QUICK_TEXTS = ("mixed", "chinese", "russian", "adversarial")  # with --quick, beside all peers except tiktoken
+QUICK_TEXTS = (
+    "mixed",
+    "chinese",
+    "russian",
+    "adversarial",
+)  # with --quick, beside all peers except tiktoken
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ def texts(cfg: Config) -> Path:
     if cfg.corpus is not None:
         if not (cfg.corpus / corpus.ABOUT).exists():
             raise UserError(
-                f"there is no corpus in {cfg.corpus}; make one: python -m bench.corpus {cfg.corpus}", exit_code=2
+                f"there is no corpus in {cfg.corpus}; make one: python -m bench.corpus {cfg.corpus}",
+                exit_code=2,
             )
         return cfg.corpus
     folder = base_dir() / "bench_corpus" / ("quick" if cfg.quick else "whole")
@@ -84,7 +90,11 @@ def texts(cfg: Config) -> Path:
 def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
     """Measure everything, and return the figures for the JSON object."""
     sides, size = Sides(cfg.against, cfg.threads), cfg.size()
-    files = {kind: [str(folder / f"{kind}.txt")] for kind in corpus.KINDS if filled(folder / f"{kind}.txt")}
+    files = {
+        kind: [str(folder / f"{kind}.txt")]
+        for kind in corpus.KINDS
+        if filled(folder / f"{kind}.txt")
+    }
     mixed = [file for kind in TRAINED_ON for file in files.get(kind, ())]
     ranks = work / "mixed.tiktoken"
     trained = training(sides, size, mixed, files.get("chinese", []), ranks)
@@ -92,7 +102,9 @@ def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
     if beside := trained.get("train_vs_rustbpe"):
         result["memory_vs_rustbpe"] = 1 / (beside.ratio("peak") or 1)
 
-    generated = {kind: [str(file)] for kind, file in made.write(work, 0.5 if cfg.quick else 4).items()}
+    generated = {
+        kind: [str(file)] for kind, file in made.write(work, 0.5 if cfg.quick else 4).items()
+    }
     if cfg.quick:
         formulaic = generated.pop("formulaic Chinese")
         generated = {
@@ -100,15 +112,26 @@ def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
             "adversarial": [file for some in generated.values() for file in some],
         }
     named = {"mixed": mixed, **files, **generated}
-    task = {"vocab_size": size.vocab_size, "pattern": NANOCHAT, "ranks": str(ranks),
-            "learned_from": trained["train_vs_rustbpe" if "train_vs_rustbpe" in trained else "train"].task}  # fmt: skip
+    task = {
+        "vocab_size": size.vocab_size,
+        "pattern": NANOCHAT,
+        "ranks": str(ranks),
+        "learned_from": trained[
+            "train_vs_rustbpe" if "train_vs_rustbpe" in trained else "train"
+        ].task,
+    }
     if "tokenizers" in cfg.against:
         task["json"] = str(work / "tokenizer.json")
-        (work / "tokenizer.json").write_text(bpe.huggingface_json(read_ranks(str(ranks)), NANOCHAT, {}))
+        (work / "tokenizer.json").write_text(
+            bpe.huggingface_json(read_ranks(str(ranks)), NANOCHAT, {})
+        )
     encoded = {}
     for peer in cfg.against or [None]:
-        chosen = named if peer is None or peer == "tiktoken" or not cfg.quick else {
-            name: named[name] for name in QUICK_TEXTS if name in named}  # fmt: skip
+        chosen = (
+            named
+            if peer is None or peer == "tiktoken" or not cfg.quick
+            else {name: named[name] for name in QUICK_TEXTS if name in named}
+        )
         if peer == "gigatoken":
             log("gigatoken encodes with GPT-4's pattern")
             found = encode(sides, size, {**task, "pattern": GPT4}, {"mixed": mixed}, peer)
@@ -121,10 +144,15 @@ def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
     if "chinese" in files:
         run_of_han = sides.ask("ours", work="run_of_han", **task, files=files["chinese"])
         result["han_run_vs_text"] = run_of_han["ratio"]
-        log(f"{run_of_han['letters']:,} Han letters in a row: {run_of_han['ratio']:.2f} times text's time per byte")
+        log(
+            f"{run_of_han['letters']:,} Han letters in a row: {run_of_han['ratio']:.2f} times text's time per byte"
+        )
     same = [beside.identical for key, beside in trained.items() if key.endswith("_rustbpe")]
     same += [beside.identical for found in encoded.values() for beside in found.values()]
-    texts = {peer: {name: figures(beside) for name, beside in found.items()} for peer, found in encoded.items()}
+    texts = {
+        peer: {name: figures(beside) for name, beside in found.items()}
+        for peer, found in encoded.items()
+    }
     result = {key: value for key, value in result.items() if value is not None}
     return {**result, "texts": texts, "identical": all(same)}
 
@@ -134,18 +162,30 @@ def filled(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
 
 
-def training(sides: Sides, size: Size, mixed: list[str], chinese: list[str], ranks: Path) -> dict[str, Beside]:
+def training(
+    sides: Sides, size: Size, mixed: list[str], chinese: list[str], ranks: Path
+) -> dict[str, Beside]:
     """Train with each side. The file `ranks` gets the tokens from mixed text, which encoding uses."""
-    task: Task = {"files": mixed, "vocab_size": size.vocab_size, "pattern": NANOCHAT, "most_bytes": None, "ranks": ""}
+    task: Task = {
+        "files": mixed,
+        "vocab_size": size.vocab_size,
+        "pattern": NANOCHAT,
+        "most_bytes": None,
+        "ranks": "",
+    }
     half = {**task, "vocab_size": size.vocab_size // 2}
     found = {}
     if "gigatoken" in sides.against:
         log("gigatoken trains only on whole files, and with its own split pattern")
-        found["train_vs_gigatoken"] = train(sides, replace(size, training_seconds=None), half, "mixed", "gigatoken")
+        found["train_vs_gigatoken"] = train(
+            sides, replace(size, training_seconds=None), half, "mixed", "gigatoken"
+        )
     if "tokenizers" in sides.against:
         found["train_vs_tokenizers"] = train(sides, size, task, "mixed", "tokenizers")
     if chinese and "rustbpe" in sides.against:
-        found["train_zh_vs_rustbpe"] = train(sides, size, {**half, "files": chinese}, "Chinese", "rustbpe")
+        found["train_zh_vs_rustbpe"] = train(
+            sides, size, {**half, "files": chinese}, "Chinese", "rustbpe"
+        )
     with_ranks = {**task, "ranks": str(ranks)}
     if "rustbpe" in sides.against:
         found["train_vs_rustbpe"] = train(sides, size, with_ranks, "mixed", "rustbpe")
@@ -163,7 +203,12 @@ def rounded(value: Any) -> Any:
 
 def main(cfg: Config) -> None:
     """Measure and print."""
-    if cfg.threads < 1 or cfg.size().vocab_size < 1024 or cfg.size().encoding_seconds <= 0 or cfg.repeats < 1:
+    if (
+        cfg.threads < 1
+        or cfg.size().vocab_size < 1024
+        or cfg.size().encoding_seconds <= 0
+        or cfg.repeats < 1
+    ):
         raise UserError(
             "--threads and --repeats must be at least 1, --vocab_size at least 1,024, and --seconds positive, got "
             f"--threads {cfg.threads}, --vocab_size {cfg.size().vocab_size:,}, --seconds {cfg.size().encoding_seconds} "
@@ -172,10 +217,16 @@ def main(cfg: Config) -> None:
         )
     folder = texts(cfg)
     about = read_json(folder / corpus.ABOUT)["kinds"]
-    log(", ".join(f"{kind['bytes'] / 1e6:.1f} MB {name}" for name, kind in about.items()) + f"; {cores()} cores")
+    log(
+        ", ".join(f"{kind['bytes'] / 1e6:.1f} MB {name}" for name, kind in about.items())
+        + f"; {cores()} cores"
+    )
     with tempfile.TemporaryDirectory() as work:
         result = measure(cfg, folder, Path(work))
-    print(json.dumps({"benchmark": "tokenizer", "threads": cfg.threads, **rounded(result)}), flush=True)
+    print(
+        json.dumps({"benchmark": "tokenizer", "threads": cfg.threads, **rounded(result)}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,11 @@ class Beside:
 
     def ratio(self, key: str, ours: str = "ours") -> float | None:
         """The peer's median divided by ours; None if no peer was measured."""
-        return None if self.peer is None else typical(self.answers[self.peer], key) / typical(self.answers[ours], key)
+        return (
+            None
+            if self.peer is None
+            else typical(self.answers[self.peer], key) / typical(self.answers[ours], key)
+        )
 
     @property
     def identical(self) -> bool:
@@ -68,7 +72,9 @@ def train(sides: Sides, size: Size, task: Task, name: str, peer: Peer | None) ->
     answers: dict[str, list[Answer]] = {side: [] for side in both}
     for _ in range(size.repeats):
         for side in both:
-            answers[side].append(ask(side, **{**task, "ranks": task["ranks"] if side == "ours" else ""}))
+            answers[side].append(
+                ask(side, **{**task, "ranks": task["ranks"] if side == "ours" else ""})
+            )
     for side in both:
         some = answers[side]
         log(
@@ -79,15 +85,26 @@ def train(sides: Sides, size: Size, task: Task, name: str, peer: Peer | None) ->
     return Beside(peer, task, answers)
 
 
-def encode(sides: Sides, size: Size, task: Task, texts: dict[str, list[str]], peer: Peer | None) -> dict[str, Beside]:
+def encode(
+    sides: Sides, size: Size, task: Task, texts: dict[str, list[str]], peer: Peer | None
+) -> dict[str, Beside]:
     """Encode files with a peer for a given time, then the same documents with ours, and print a line for each.
 
     `texts` maps names to files. Ours also encodes into numpy arrays, once: beside tiktoken, or alone.
     """
-    ask = partial(sides.ask, work="encode", seconds=size.encoding_seconds, repeats=size.repeats, **task)
+    ask = partial(
+        sides.ask, work="encode", seconds=size.encoding_seconds, repeats=size.repeats, **task
+    )
     first = peer or "ours"
-    answers = {first: ask(first, texts={name: {"files": files, "groups": None} for name, files in texts.items()})}
-    groups = {name: {"files": files, "groups": answers[first][name][0]["groups"]} for name, files in texts.items()}
+    answers = {
+        first: ask(
+            first, texts={name: {"files": files, "groups": None} for name, files in texts.items()}
+        )
+    }
+    groups = {
+        name: {"files": files, "groups": answers[first][name][0]["groups"]}
+        for name, files in texts.items()
+    }
     for side in ("ours",) if peer in ("rustbpe", "tokenizers") else ("ours", "numpy"):
         if side not in answers:
             answers[side] = ask(side, texts=groups)
@@ -99,13 +116,25 @@ def encode(sides: Sides, size: Size, task: Task, texts: dict[str, list[str]], pe
                 f"{spread(some, megabytes_per_second('cold'))} cold {spread(some, megabytes_per_second('warm'))} warm "
                 f"MB/CPU s{1000 * typical(some, 'construction'):>7.1f} ms to construct"
             )
-    return {name: Beside(peer, task, {side: of_side[name] for side, of_side in answers.items()}) for name in texts}
+    return {
+        name: Beside(peer, task, {side: of_side[name] for side, of_side in answers.items()})
+        for name in texts
+    }
 
 
 def figures(beside: Beside) -> dict[str, Any]:
     """What the JSON object says about a text: its bytes, and how many times as fast ours was."""
     bytes_, tokens = (beside.answers["ours"][0][key] for key in ("bytes", "tokens"))
-    ratios = {f"{key}{'' if side == 'ours' else '_numpy'}": beside.ratio(key, side)
-              for side in ("ours", "numpy") if side in beside.answers for key in ("cold", "warm")}  # fmt: skip
+    ratios = {
+        f"{key}{'' if side == 'ours' else '_numpy'}": beside.ratio(key, side)
+        for side in ("ours", "numpy")
+        if side in beside.answers
+        for key in ("cold", "warm")
+    }
     seconds = {side: typical(answers, "construction") for side, answers in beside.answers.items()}
-    return {"bytes": bytes_, "bytes_per_token": bytes_ / max(1, tokens), **ratios, "construction": seconds}
+    return {
+        "bytes": bytes_,
+        "bytes_per_token": bytes_ / max(1, tokens),
+        **ratios,
+        "construction": seconds,
+    }

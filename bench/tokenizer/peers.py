@@ -29,18 +29,24 @@ def peer_folder(peer: str) -> Path:
     wanted = ["--quiet", "--target", str(folder), f"{peer}=={VERSIONS[peer]}"]
     said = ""
     for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
-        result = subprocess.run([sys.executable, "-m", *tool, *wanted], capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-m", *tool, *wanted], capture_output=True, text=True
+        )
         if result.returncode == 0:
             (folder / "done").touch()
             return folder
         said = (result.stderr.strip().splitlines() or [""])[-1]
-    raise UserError(f"{peer} {VERSIONS[peer]} could not be installed into {folder}: {said}. Leave it out of --against")
+    raise UserError(
+        f"{peer} {VERSIONS[peer]} could not be installed into {folder}: {said}. Leave it out of --against"
+    )
 
 
 def our_folder() -> Path:
     """The folder of our rustbpe; UserError if it is missing or only the published one is installed."""
     code = "import rustbpe; rustbpe.Tokenizer.from_ranks; print(rustbpe.__file__)"
-    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=base_dir().anchor)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=base_dir().anchor
+    )
     if found.returncode:
         raise UserError(
             "the rustbpe of this repository is not installed, so there is nothing to measure. Install it with "
@@ -53,12 +59,20 @@ def ask(peer: str, task: Task, folder: Path) -> Answer:
     """Run a task on one side in its own process; a failure is a UserError with the last lines it printed."""
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
     threads = {"RAYON_NUM_THREADS": str(task["threads"])}
-    environment = {**os.environ, **single, **threads, "PYTHONPATH": f"{folder}", "PYTHONSAFEPATH": "1"}
+    environment = {
+        **os.environ,
+        **single,
+        **threads,
+        "PYTHONPATH": f"{folder}",
+        "PYTHONSAFEPATH": "1",
+    }
     command = [sys.executable, str(SIDE), json.dumps({**task, "side": peer})]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
         words = result.stderr.strip().splitlines()[-3:]
-        raise UserError(f"{peer} ended with code {result.returncode}; its last lines:\n  " + "\n  ".join(words))
+        raise UserError(
+            f"{peer} ended with code {result.returncode}; its last lines:\n  " + "\n  ".join(words)
+        )
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -68,7 +82,11 @@ class Sides:
     def __init__(self, against: Sequence[Peer], threads: int):
         self.against, self.threads = against, threads
         ours = our_folder()
-        self.folders = {"ours": ours, "numpy": ours, **{peer: peer_folder(peer) for peer in against}}
+        self.folders = {
+            "ours": ours,
+            "numpy": ours,
+            **{peer: peer_folder(peer) for peer in against},
+        }
 
     def ask(self, peer: str, **task: Any) -> Answer:
         """Run a task on the side of this name."""

@@ -44,7 +44,9 @@ def spread(task: dict[str, Any]) -> list[str]:
     size = sum(Path(file).stat().st_size for file in task["files"])
     every = max(1, round(size / task["most_bytes"]))
     chosen = (text for number, text in enumerate(documents(task["files"])) if number % every == 0)
-    cut = [text[start : start + DOCUMENT] for text in chosen for start in range(0, len(text), DOCUMENT)]
+    cut = [
+        text[start : start + DOCUMENT] for text in chosen for start in range(0, len(text), DOCUMENT)
+    ]
     random.Random(0).shuffle(cut)
     return cut
 
@@ -80,17 +82,22 @@ def train_tokenizers(task: dict[str, Any], texts: Iterable[str]) -> list[bytes]:
     """Train with Hugging Face tokenizers and the same split pattern."""
     tokenizers = importlib.import_module("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(task["pattern"]), "isolated"),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(task["pattern"]), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=task["vocab_size"], show_progress=False,
+        vocab_size=task["vocab_size"],
+        show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(texts, trainer)
     ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [token.encode() for token, _ in ranks]  # bytes are spelled as letters, so only the number is compared
+    return [
+        token.encode() for token, _ in ranks
+    ]  # bytes are spelled as letters, so only the number is compared
 
 
 def train_gigatoken(task: dict[str, Any], _: Iterable[str]) -> list[bytes]:
@@ -102,8 +109,11 @@ def train_gigatoken(task: dict[str, Any], _: Iterable[str]) -> list[bytes]:
 
 
 TRAINERS = {
-    "ours": train_rustbpe, "rustbpe": train_rustbpe, "tokenizers": train_tokenizers, "gigatoken": train_gigatoken,
-}  # fmt: skip
+    "ours": train_rustbpe,
+    "rustbpe": train_rustbpe,
+    "tokenizers": train_tokenizers,
+    "gigatoken": train_gigatoken,
+}
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
@@ -112,9 +122,19 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     `peak` is the peak memory of the whole process in bytes.
     """
     texts = spread(task) if task["most_bytes"] else documents(task["files"])
-    size = sum(len(text.encode()) for text in texts) if isinstance(texts, list) else sum(map(size_of, task["files"]))
+    size = (
+        sum(len(text.encode()) for text in texts)
+        if isinstance(texts, list)
+        else sum(map(size_of, task["files"]))
+    )
     tokens, seconds = timed(lambda: TRAINERS[task["side"]](task, texts))
-    answer = {**seconds, "bytes": size, "peak": peak(), "tokens": len(tokens), "digest": digest(tokens)}
+    answer = {
+        **seconds,
+        "bytes": size,
+        "peak": peak(),
+        "tokens": len(tokens),
+        "digest": digest(tokens),
+    }
     if task["ranks"]:
         write_ranks(Path(task["ranks"]), tokens)
     return answer
@@ -132,7 +152,9 @@ Encode = Callable[[list[str]], Any]  # returns an iterable with the ids of each 
 
 def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
     """Write a vocabulary in tiktoken's format: a line with base64 and rank for each token."""
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    path.write_text(
+        "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+    )
 
 
 def read_ranks(path: str) -> list[bytes]:
@@ -181,7 +203,9 @@ def encoder_tiktoken(ranks: list[bytes], task: dict[str, Any]) -> Encode:
     """Encode with tiktoken, from the same ranks and split pattern."""
     tiktoken = importlib.import_module("tiktoken")
     numbers = {token: rank for rank, token in enumerate(ranks)}
-    encoding = tiktoken.Encoding("bench", pat_str=task["pattern"], mergeable_ranks=numbers, special_tokens={})
+    encoding = tiktoken.Encoding(
+        "bench", pat_str=task["pattern"], mergeable_ranks=numbers, special_tokens={}
+    )
     if task["threads"] == 1:
         return lambda texts: [encoding.encode_ordinary(text) for text in texts]
     return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=task["threads"])
@@ -191,7 +215,9 @@ def encoder_tokenizers(_: list[bytes], task: dict[str, Any]) -> Encode:
     """Encode with Hugging Face tokenizers, from our vocabulary exported as tokenizer.json."""
     tokenizers = importlib.import_module("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(task["json"])
-    return lambda texts: [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    return lambda texts: [
+        found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ]
 
 
 def encoder_gigatoken(_: list[bytes], task: dict[str, Any]) -> Encode:
@@ -202,9 +228,12 @@ def encoder_gigatoken(_: list[bytes], task: dict[str, Any]) -> Encode:
 
 
 ENCODERS: dict[str, Callable[[list[bytes], dict[str, Any]], Encode]] = {
-    "ours": encoder_ours, "numpy": encoder_numpy, "tiktoken": encoder_tiktoken, "tokenizers": encoder_tokenizers,
+    "ours": encoder_ours,
+    "numpy": encoder_numpy,
+    "tiktoken": encoder_tiktoken,
+    "tokenizers": encoder_tokenizers,
     "gigatoken": encoder_gigatoken,
-}  # fmt: skip
+}
 
 
 def constructor(task: dict[str, Any]) -> Callable[[], Encode]:
@@ -247,7 +276,9 @@ def encode(task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def once(make: Callable[[], Encode], groups: list[list[str]], seconds: float | None, warm: bool = True) -> Any:
+def once(
+    make: Callable[[], Encode], groups: list[list[str]], seconds: float | None, warm: bool = True
+) -> Any:
     """Make an encoder and encode the groups with it, or as many as it can in `seconds` CPU seconds."""
     encoder, construction = timed(make)
     rows, spent = [], 0.0
@@ -259,8 +290,15 @@ def once(make: Callable[[], Encode], groups: list[list[str]], seconds: float | N
             break
     again = sum(timed(partial(encoder, group))[1]["cpu"] for group in groups) if warm else 0.0
     size = sum(len(text.encode()) for group in groups[: len(rows)] for text in group)
-    return {"groups": len(rows), "bytes": size, "construction": construction["cpu"],
-            "cold": construction["cpu"] + spent, "encode": spent, "warm": again, **content(rows)}  # fmt: skip
+    return {
+        "groups": len(rows),
+        "bytes": size,
+        "construction": construction["cpu"],
+        "cold": construction["cpu"] + spent,
+        "encode": spent,
+        "warm": again,
+        **content(rows),
+    }
 
 
 def content(rows: Iterable[Any]) -> dict[str, Any]:
@@ -310,7 +348,9 @@ def run_of_han(task: dict[str, Any]) -> dict[str, Any]:
 
 def peak() -> int:
     """The peak memory of this process, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def main() -> None:

@@ -17,7 +17,10 @@ FORMULAS = (
     "{x}市的面积是{a}平方公里，人口约为{b}万人，下辖{c}个区。\n",
     "根据本规定第{a}条第{b}款，申请人应当在{c}日内提交{y}证明。\n",
 )
-FAMILY, THINGS = "王李张刘陈杨赵黄周吴", ("苹果", "铅笔", "居住", "气球", "收入", "书本", "鸡蛋", "身份")
+FAMILY, THINGS = (
+    "王李张刘陈杨赵黄周吴",
+    ("苹果", "铅笔", "居住", "气球", "收入", "书本", "鸡蛋", "身份"),
+)
 
 
 def word(rng: random.Random, shortest: int = 3, longest: int = 12) -> str:
@@ -39,25 +42,41 @@ def random_unicode(rng: random.Random, assigned: str) -> str:
 def formulaic_chinese(rng: random.Random) -> str:
     """A sentence that differs from the others of its form only in numbers and names."""
     a, b = rng.randint(1, 999), rng.randint(1, 999)
-    return rng.choice(FORMULAS).format(a=a, b=b, c=a + b, x=rng.choice(FAMILY), y=rng.choice(THINGS))
+    return rng.choice(FORMULAS).format(
+        a=a, b=b, c=a + b, x=rng.choice(FAMILY), y=rng.choice(THINGS)
+    )
 
 
 def makers() -> dict[str, Callable[[random.Random], str]]:
     """For each kind of text: makes a short part of it."""
-    assigned = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] in "LMNPSZ")
-    known = [word(random.Random(number)) for number in range(2000)]  # few words, so that the cache knows each of them
+    assigned = "".join(
+        c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] in "LMNPSZ"
+    )
+    known = [
+        word(random.Random(number)) for number in range(2000)
+    ]  # few words, so that the cache knows each of them
     return {
         "one letter": one_letter,
         "random Unicode": lambda rng: random_unicode(rng, assigned),
         "no spaces": lambda rng: "".join(rng.choices(known, k=20)),
         "unique words": lambda rng: "".join(f"{word(rng)} " for _ in range(20)),
         "digits": lambda rng: str(rng.getrandbits(400)),
-        "punctuation": lambda rng: "".join(rng.choice(string.punctuation) * rng.randint(1, 40) for _ in range(9)),
+        "punctuation": lambda rng: "".join(
+            rng.choice(string.punctuation) * rng.randint(1, 40) for _ in range(9)
+        ),
         "formulaic Chinese": formulaic_chinese,
     }
 
 
-KINDS = ("one letter", "random Unicode", "no spaces", "unique words", "digits", "punctuation", "formulaic Chinese")
+KINDS = (
+    "one letter",
+    "random Unicode",
+    "no spaces",
+    "unique words",
+    "digits",
+    "punctuation",
+    "formulaic Chinese",
+)
 
 
 def write(folder: Path, megabytes: float) -> dict[str, Path]:

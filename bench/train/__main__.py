@@ -27,7 +27,10 @@ from nanochat.common import UserError, base_dir, log, run
 from nanochat.platforms import host
 
 STEP_TOKENS = 4096
-MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # the pass on which memory is compared; both numbers are upstream's defaults
+MEMORY_LENGTH, MEMORY_ROWS = (
+    2048,
+    32,
+)  # the pass on which memory is compared; both numbers are upstream's defaults
 QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, and trained on in a second
 
 
@@ -64,9 +67,13 @@ def figures(measured: Mapping[Variant, Measured], plan: Plan) -> dict[str, Any]:
         "benchmark": "train",
         "variant": best.name,
         "tokens_per_cpu_second": round(tokens / own.step_seconds, 1),
-        "share_of_matmul_peak": round(flops_per_token(plan.shape) * tokens / (own.step_seconds * peak), 4),
+        "share_of_matmul_peak": round(
+            flops_per_token(plan.shape) * tokens / (own.step_seconds * peak), 4
+        ),
         "matmul_gflops": round(peak / 1e9, 1),
-        "eager_tokens_per_cpu_second": round(tokens / measured[fastest_eager(measured)].step_seconds, 1),
+        "eager_tokens_per_cpu_second": round(
+            tokens / measured[fastest_eager(measured)].step_seconds, 1
+        ),
     }
     if own.compile_seconds:
         result["compile_cpu_seconds"] = round(own.compile_seconds, 1)
@@ -87,7 +94,9 @@ def table(measured: Mapping[Variant, Measured], plan: Plan) -> str:
     ]
     for variant, m in measured.items():
         if variant.side == "matmuls":
-            lines.append(f"{'matmuls ' + variant.dtype:<28}{m.step_seconds:>11.3f}{peak / 1e9:>20.1f} GFLOP/s")
+            lines.append(
+                f"{'matmuls ' + variant.dtype:<28}{m.step_seconds:>11.3f}{peak / 1e9:>20.1f} GFLOP/s"
+            )
             continue
         speed = tokens / m.step_seconds
         share = f"{100 * speed * flops_per_token(plan.shape) / peak:.1f} %"
@@ -134,7 +143,9 @@ def check(cfg: Config) -> None:
     if cfg.steps < 0:
         raise UserError(f"--steps must be at least 0, got {cfg.steps}", exit_code=2)
     if not cfg.scales or min(cfg.scales) <= 0:
-        raise UserError(f"--scales must be one or more numbers above 0, got {cfg.scales}", exit_code=2)
+        raise UserError(
+            f"--scales must be one or more numbers above 0, got {cfg.scales}", exit_code=2
+        )
     if cfg.upstream is None:
         return
     check_checkout("--upstream", cfg.upstream)
@@ -160,7 +171,9 @@ def main(cfg: Config) -> None:
     length, vocab_size = D4.sequence_len, D4.vocab_size
     if cfg.make_rows is not None:
         about = make_rows(cfg.make_rows, vocab_size, length, standard_library())
-        log(f"{about['rows']:,} rows of {about['row_tokens']} tokens in {cfg.make_rows}: {about['text']}")
+        log(
+            f"{about['rows']:,} rows of {about['row_tokens']} tokens in {cfg.make_rows}: {about['text']}"
+        )
         print(json.dumps({"benchmark": "train", **about}))
         return
     torch.set_num_threads(1)
@@ -173,7 +186,9 @@ def main(cfg: Config) -> None:
         if cfg.rows is not None:
             about = check_rows(rows, vocab_size, length)
         else:
-            about = make_rows(rows, vocab_size, length, standard_library(QUICK_TEXT if cfg.quick else None))
+            about = make_rows(
+                rows, vocab_size, length, standard_library(QUICK_TEXT if cfg.quick else None)
+            )
         log(f"{about['rows']:,} rows of {about['row_tokens']} tokens: {about['text']}")
         plan = Plan(D4, rows, STEP_TOKENS // length, cfg.rounds, steps=2)
         if cfg.quick:
@@ -181,12 +196,18 @@ def main(cfg: Config) -> None:
         peer = cfg.upstream.resolve() if cfg.upstream else None
         measured = measure(chosen, plan, peer)
         timed = plan.rounds * plan.steps
-        log(f"4 layers, 256 channels, one thread each, median of {timed} steps of {STEP_TOKENS:,} tokens each")
+        log(
+            f"4 layers, 256 channels, one thread each, median of {timed} steps of {STEP_TOKENS:,} tokens each"
+        )
         log(table(measured, plan))
         result = figures(measured, plan)
         if peer is not None:
-            result |= beside(peer, fastest(measured, "ours"), fastest(measured, "upstream"), cfg, plan)
-    result["wire_bytes_per_parameter"] = round(wire_bytes_per_parameter(), 3)  # counted on four ranks
+            result |= beside(
+                peer, fastest(measured, "ours"), fastest(measured, "upstream"), cfg, plan
+            )
+    result["wire_bytes_per_parameter"] = round(
+        wire_bytes_per_parameter(), 3
+    )  # counted on four ranks
     print(json.dumps(result), flush=True)
 
 
@@ -196,14 +217,19 @@ def beside(peer: Path, ours: Variant, upstream: Variant, cfg: Config, plan: Plan
     if cfg.steps:
         chosen = quality.runs(ours, upstream, cfg.scales)
         learned = quality.learn(chosen, replace(plan, horizon=cfg.steps, warmup=0), peer)
-        log(f"{cfg.steps} steps of {STEP_TOKENS:,} tokens, bits per byte of {plan.held_out} held-out rows")
+        log(
+            f"{cfg.steps} steps of {STEP_TOKENS:,} tokens, bits per byte of {plan.held_out} held-out rows"
+        )
         log(quality.table(learned))
         result |= quality.figures(learned)
     with tempfile.TemporaryDirectory() as temporary:
         shape = replace(plan.shape, sequence_len=MEMORY_LENGTH)
         make_rows(Path(temporary), shape.vocab_size, MEMORY_LENGTH, standard_library())
         return result | quality.memory(
-            ours, upstream, replace(plan, shape=shape, rows=Path(temporary), rows_per_step=MEMORY_ROWS), peer
+            ours,
+            upstream,
+            replace(plan, shape=shape, rows=Path(temporary), rows_per_step=MEMORY_ROWS),
+            peer,
         )
 
 

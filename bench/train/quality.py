@@ -82,14 +82,18 @@ def figures(learned: Mapping[Variant, Learned]) -> dict[str, Any]:
         best = min(theirs, key=lambda run: run.bits_per_byte)
         needed = seconds_to(own, best.bits_per_byte)
         result["bpb_minus_upstream_best"] = round(own.bits_per_byte - best.bits_per_byte, 4)
-        result["time_to_bpb_vs_upstream_best"] = None if needed is None else round(needed / best.seconds, 3)
+        result["time_to_bpb_vs_upstream_best"] = (
+            None if needed is None else round(needed / best.seconds, 3)
+        )
     return result
 
 
 def table(learned: Mapping[Variant, Learned]) -> str:
     """One line per run."""
     lines = [f"{'run':<44}{'CPU s':>9}{'bits per byte':>15}"]
-    lines += [f"{v.name:<44}{run.seconds:>9.1f}{run.bits_per_byte:>15.4f}" for v, run in learned.items()]
+    lines += [
+        f"{v.name:<44}{run.seconds:>9.1f}{run.bits_per_byte:>15.4f}" for v, run in learned.items()
+    ]
     return "\n".join(lines)
 
 

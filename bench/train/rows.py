@@ -18,7 +18,16 @@ from nanochat.dataloader import epoch_order
 from nanochat.tokenizer import Tokenizer
 
 # Folders that are left out: packages that are not Python's own, tests, and tables of numbers or long strings.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "encodings", "pydoc_data", "idlelib"}
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+    "idlelib",
+}
 ROWS, TOKEN_BYTES, ABOUT, SEED = "rows.npy", "token_bytes.npy", "rows.json", 42
 
 
@@ -49,7 +58,10 @@ def standard_library(limit: int | None = None) -> Text:
             documents.append(path.read_text(encoding="utf-8", errors="replace"))
             size += len(documents[-1])
     part = "" if limit is None else f" (the first {len(documents)} files)"
-    return Text(documents, f"the sources of the standard library of Python {platform.python_version()}{part}")
+    return Text(
+        documents,
+        f"the sources of the standard library of Python {platform.python_version()}{part}",
+    )
 
 
 def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[str, Any]:
@@ -64,7 +76,9 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
     stream = np.concatenate([np.array([tokenizer.bos, *ids], np.uint16) for ids in encoded])
     count = len(stream) // (length + 1)
     if not count:
-        raise UserError(f"the text has {len(stream):,} tokens, fewer than one row of {length + 1:,}; give more text")
+        raise UserError(
+            f"the text has {len(stream):,} tokens, fewer than one row of {length + 1:,}; give more text"
+        )
     rows = stream[: count * (length + 1)].reshape(count, length + 1)[epoch_order(count, SEED, 0)]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
@@ -102,5 +116,7 @@ def check_rows(folder: Path, vocab_size: int, length: int) -> dict[str, Any]:
             exit_code=2,
         )
     if sha256_of(folder / ROWS) != about["sha256"]:
-        raise UserError(f"{folder / ROWS} does not match its checksum in {ABOUT}; {make}", exit_code=2)
+        raise UserError(
+            f"{folder / ROWS} does not match its checksum in {ABOUT}; {make}", exit_code=2
+        )
     return about

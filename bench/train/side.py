@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets, int64 (B, T) each
-SHORT_DECAY = 0.05  # Muon's weight decay where only speed is measured: about a short run's, the same for both
+SHORT_DECAY = (
+    0.05  # Muon's weight decay where only speed is measured: about a short run's, the same for both
+)
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,14 @@ def ours(task: dict[str, Any]) -> Side:
     tokens, factor = task["rows_per_step"] * config.sequence_len, 1.0
     rates, first_beta = Rates(weight_decay=SHORT_DECAY), 0.8
     if steps is not None:
-        rates, factor = cfg.for_run(tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
+        rates, factor = (
+            cfg.for_run(tokens, steps, cfg.target_param_data_ratio),
+            schedule.rate_scale(tokens),
+        )
         first_beta = schedule.table_momentum(steps)
-    optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype, first_beta)
+    optimizers = Optimizers(
+        model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype, first_beta
+    )
     start = cpu_seconds()
     fast = compiling.compiled(model, task["compiled"], shape, compute, model.compile_groups())
     compile_seconds = cpu_seconds() - start if task["compiled"] else 0.0
@@ -131,7 +138,9 @@ def ours(task: dict[str, Any]) -> Side:
         optimizers.restored()
 
     parameters = sum(p.numel() for p in model.parameters())
-    return Side(step, lambda batch: model(*batch, "none"), parameters, state, restore, compile_seconds)
+    return Side(
+        step, lambda batch: model(*batch, "none"), parameters, state, restore, compile_seconds
+    )
 
 
 def upstream(task: dict[str, Any]) -> Side:
@@ -143,13 +152,26 @@ def upstream(task: dict[str, Any]) -> Side:
     from nanochat.gpt import GPT, GPTConfig
 
     if not hasattr(GPT, "setup_optimizer"):
-        raise SystemExit("the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest")
+        raise SystemExit(
+            "the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest"
+        )
     shape, steps, scale = task["shape"], task["steps"], task["scale"]
     model: Any = GPT(GPTConfig(**shape))  # upstream's class, which the type checker cannot see
     model.init_weights()
-    decay = SHORT_DECAY if steps is None else upstream_decay(shape, task["rows_per_step"] * shape["sequence_len"])
-    rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}  # its defaults
-    optimizer = model.setup_optimizer(**{k: scale * rate for k, rate in rates.items()}, weight_decay=decay)
+    decay = (
+        SHORT_DECAY
+        if steps is None
+        else upstream_decay(shape, task["rows_per_step"] * shape["sequence_len"])
+    )
+    rates = {
+        "unembedding_lr": 0.008,
+        "embedding_lr": 0.3,
+        "matrix_lr": 0.02,
+        "scalar_lr": 0.5,
+    }  # its defaults
+    optimizer = model.setup_optimizer(
+        **{k: scale * rate for k, rate in rates.items()}, weight_decay=decay
+    )
     base = [group["lr"] for group in optimizer.param_groups]
     fast = torch.compile(model, dynamic=False) if task["compiled"] else model
 
@@ -207,8 +229,12 @@ def matmuls(task: dict[str, Any]) -> Side:
     def filled(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    sizes = [(width, width, 4 * layers), (width, 4 * width, layers), (4 * width, width, layers),
-             (width, shape["vocab_size"], 1)]  # fmt: skip
+    sizes = [
+        (width, width, 4 * layers),
+        (width, 4 * width, layers),
+        (4 * width, width, layers),
+        (width, shape["vocab_size"], 1),
+    ]
     work = [(filled(tokens, i), filled(o, i), filled(tokens, o), count) for i, o, count in sizes]
 
     def step(number: int, batch: Batch) -> float:
@@ -220,7 +246,9 @@ def matmuls(task: dict[str, Any]) -> Side:
         return 0.0
 
     parameters = sum(w.numel() * count for _, w, _, count in work)
-    return Side(step, lambda batch: torch.zeros(batch[1].shape), parameters, dict, lambda saved: None)
+    return Side(
+        step, lambda batch: torch.zeros(batch[1].shape), parameters, dict, lambda saved: None
+    )
 
 
 def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any]], None]) -> None:
@@ -258,14 +286,25 @@ def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any
         return seconds, losses
 
     _, first = take(task["warmup"])
-    reply({"ready": True, "parameters": side.parameters, "losses": first, "compile_seconds": side.compile_seconds})
+    reply(
+        {
+            "ready": True,
+            "parameters": side.parameters,
+            "losses": first,
+            "compile_seconds": side.compile_seconds,
+        }
+    )
     for line in requests:
         request = json.loads(line)
         if request == "bpb":
             reply({"bpb": bits_per_byte(side, held_out, token_bytes, task["rows_per_step"])})
             continue
         if isinstance(request, dict):
-            about = keep(request["keep"], request["about"]) if "keep" in request else resume(request["resume"])
+            about = (
+                keep(request["keep"], request["about"])
+                if "keep" in request
+                else resume(request["resume"])
+            )
             reply({"about": about})
             continue
         seconds, losses = take(request)
@@ -278,7 +317,11 @@ def main() -> None:
     """Print answers to standard output; whatever either nanochat prints is sent to standard error instead."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    serve(json.loads(sys.argv[1]), sys.stdin, lambda answer: print(json.dumps(answer), file=answers, flush=True))
+    serve(
+        json.loads(sys.argv[1]),
+        sys.stdin,
+        lambda answer: print(json.dumps(answer), file=answers, flush=True),
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ class Variant:
     @property
     def name(self) -> str:
         factor = f", rates x{self.scale:g}" if self.scale != 1 else ""
-        given = "".join(f" {flag}" for flag in self.flags) + (f" of {self.checkout}" if self.checkout else "")
+        given = "".join(f" {flag}" for flag in self.flags) + (
+            f" of {self.checkout}" if self.checkout else ""
+        )
         return f"{self.side} {'compiled' if self.compiled else 'eager'} {self.dtype}{factor}{given}"
 
 
@@ -49,10 +51,16 @@ class Plan:
     rounds: int
     steps: int  # steps of each variant per round
     warmup: int = 3  # untimed steps before the first round
-    horizon: int | None = None  # steps of a run that follows the side's schedule; None: constant rates, for timing
+    horizon: int | None = (
+        None  # steps of a run that follows the side's schedule; None: constant rates, for timing
+    )
     held_out: int = HELD_OUT  # rows at the end of the file that nothing trains on
-    seed: int | None = None  # of the weights and of the rows' order; None: seed 42, and the order of the file
-    pass_rows: int | None = None  # rows of a pass of our side; None: one pass computes the whole step, as upstream's do
+    seed: int | None = (
+        None  # of the weights and of the rows' order; None: seed 42, and the order of the file
+    )
+    pass_rows: int | None = (
+        None  # rows of a pass of our side; None: one pass computes the whole step, as upstream's do
+    )
 
     @property
     def epochs(self) -> float:
@@ -67,7 +75,9 @@ def flops_per_token(shape: GPTConfig) -> int:
     31.46 million for D4. The number depends on the shape alone, so it is the same for our side and for upstream's."""
     layers, width = shape.n_layer, shape.n_embd
     matrices = 12 * layers * width**2 + shape.vocab_size * width
-    return 6 * matrices + 12 * width * sum(min(window, shape.sequence_len) for window in shape.windows)
+    return 6 * matrices + 12 * width * sum(
+        min(window, shape.sequence_len) for window in shape.windows
+    )
 
 
 @dataclass
@@ -78,7 +88,9 @@ class Measured:
     losses: list[float]
     seconds: list[float] = field(default_factory=list)  # CPU seconds of each step
     peak_bytes: int = 0
-    compile_seconds: float = 0.0  # CPU seconds before the first step, with those of the compiler's processes
+    compile_seconds: float = (
+        0.0  # CPU seconds before the first step, with those of the compiler's processes
+    )
 
     @property
     def step_seconds(self) -> float:
@@ -111,7 +123,11 @@ class Worker:
         home = peer if variant.side == "upstream" and peer is not None else own_root
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": variant.dtype}
-        alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        alone = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
         # Upstream decorates its optimizer with torch.compile; only this variable keeps it uncompiled.
         eager = {} if variant.compiled else {"TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
@@ -132,7 +148,9 @@ class Worker:
         code = self._process.wait()
         self._errors.seek(0)
         words = [words for words in self._errors.read().splitlines() if words.strip()][-5:]
-        raise UserError(f"{self.variant.name} ended with code {code}; its last lines:\n  " + "\n  ".join(words))
+        raise UserError(
+            f"{self.variant.name} ended with code {code}; its last lines:\n  " + "\n  ".join(words)
+        )
 
     def ask(self, steps: int) -> dict[str, Any]:
         """Take `steps` steps; the answer has their CPU seconds and losses, and the peak memory in bytes."""
@@ -172,21 +190,29 @@ def workers(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> Itera
     with contextlib.ExitStack() as stack:
         started = []
         for variant in variants:
-            errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            errors = stack.enter_context(
+                tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+            )
             started.append(Worker(variant, plan, peer, errors))
             stack.callback(started[-1].close)
         yield started
 
 
-def measure(variants: Sequence[Variant], plan: Plan, peer: Path | None = None) -> dict[Variant, Measured]:
+def measure(
+    variants: Sequence[Variant], plan: Plan, peer: Path | None = None
+) -> dict[Variant, Measured]:
     """Let the variants take turns of `plan.steps` steps, for `plan.rounds` rounds."""
     with workers(variants, plan, peer) as started:
         measured = {}
         for worker in started:
             ready = worker.answer()
             compiling = ready["compile_seconds"]
-            measured[worker.variant] = Measured(ready["parameters"], ready["losses"], compile_seconds=compiling)
-            log(f"ready: {worker.variant.name}{f', compiled in {compiling:.1f} CPU s' if compiling else ''}")
+            measured[worker.variant] = Measured(
+                ready["parameters"], ready["losses"], compile_seconds=compiling
+            )
+            log(
+                f"ready: {worker.variant.name}{f', compiled in {compiling:.1f} CPU s' if compiling else ''}"
+            )
         for _ in range(plan.rounds):
             for worker in started:
                 result, so_far = worker.ask(plan.steps), measured[worker.variant]

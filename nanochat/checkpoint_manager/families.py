@@ -16,10 +16,21 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
 # No model of this project is larger, and a shape from a file must not be able to ask for all memory.
-LARGEST = {"sequence_len": 1 << 20, "vocab_size": 1 << 24, "n_layer": 1_000, "n_head": 1 << 12, "n_kv_head": 1 << 12,
-           "n_embd": 1 << 17, "n_hidden": 1 << 20, "head_dim": 1 << 12, "delta_key_heads": 1 << 12,
-           "delta_value_heads": 1 << 12, "delta_key_dim": 1 << 12, "delta_value_dim": 1 << 12,
-           "delta_width": 1 << 6}  # fmt: skip
+LARGEST = {
+    "sequence_len": 1 << 20,
+    "vocab_size": 1 << 24,
+    "n_layer": 1_000,
+    "n_head": 1 << 12,
+    "n_kv_head": 1 << 12,
+    "n_embd": 1 << 17,
+    "n_hidden": 1 << 20,
+    "head_dim": 1 << 12,
+    "delta_key_heads": 1 << 12,
+    "delta_value_heads": 1 << 12,
+    "delta_key_dim": 1 << 12,
+    "delta_value_dim": 1 << 12,
+    "delta_width": 1 << 6,
+}
 MAY_BE_ZERO = {
     "bigram_rows": 1 << 30,
     "offset_layers": 1_000,
@@ -63,12 +74,17 @@ def _fits(name: str, value: Any) -> bool:
 def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
     """The configuration that a file describes. UserError, which names the file `where`, if a value has a wrong type or
     is out of bounds."""
-    if "key_offset" in shape:  # of a checkpoint of 2026-11-24, whose layers all had an offset, or none
+    if (
+        "key_offset" in shape
+    ):  # of a checkpoint of 2026-11-24, whose layers all had an offset, or none
         rest = {name: value for name, value in shape.items() if name != "key_offset"}
         shape = rest | {"offset_layers": shape.get("n_layer") if shape["key_offset"] else 0}
     names = {field.name for field in fields(kind)}
-    wrong = [f"{name} is {reprlib.repr(value)}" for name, value in shape.items()
-             if name not in names or not _fits(name, value)]  # fmt: skip
+    wrong = [
+        f"{name} is {reprlib.repr(value)}"
+        for name, value in shape.items()
+        if name not in names or not _fits(name, value)
+    ]
     if wrong:
         raise UserError(
             f"{where} describes no model that this version can build: {', '.join(wrong[:3])}, and the limits are "
@@ -78,7 +94,9 @@ def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Sh
     return kind(**shape)
 
 
-def build(meta: Mapping[str, Any], values: Mapping[str, parallel.Rows], compute: Compute, where: str) -> GPT:
+def build(
+    meta: Mapping[str, Any], values: Mapping[str, parallel.Rows], compute: Compute, where: str
+) -> GPT:
     """A model of the family and shape that the meta.json `where` names, on the host, without weights yet.
 
     `values` are the parameters that it will get. They are compared first, so that no shape costs more memory than its
@@ -102,7 +120,9 @@ def on_meta(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool = False) 
     """A model of a shape that takes no memory yet: call to_empty(), then init_weights() or load its parameters. With
     `fp8` it trains in FP8; UserError where the device or the family cannot."""
     with torch.device("meta"):
-        model = FAMILIES[family_of(shape)].model(shape, dtype=compute.dtype, operations=compute.operations)
+        model = FAMILIES[family_of(shape)].model(
+            shape, dtype=compute.dtype, operations=compute.operations
+        )
     if fp8:
         compute.platform.use_fp8(model)
     return model

@@ -17,8 +17,16 @@ from nanochat.common import UserError, fsync_path, read_json, sha256_of, to_json
 
 FORMAT = 1
 # What meta.json must hold, and what of a resumed run's state and program it may hold, with the types.
-NEEDED = {"step": int, "steps": int, "stage": str, "tokenizer_hash": str, "files": dict, "model": dict, "config": dict,
-          "state": dict}  # fmt: skip
+NEEDED = {
+    "step": int,
+    "steps": int,
+    "stage": str,
+    "tokenizer_hash": str,
+    "files": dict,
+    "model": dict,
+    "config": dict,
+    "state": dict,
+}
 OPTIONAL = {"family": str, "made_with": dict, "base": dict, "lora": dict}
 STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
 CODE = {"code": dict, "other_code": dict}
@@ -107,7 +115,9 @@ def prune(folder: Path, keep: int, newest: int) -> None:
         try:
             delete(step_dir(folder, old))
         except OSError as failure:
-            warn(f"{step_dir(folder, old)} could not be removed ({failure}); training continues: delete it yourself")
+            warn(
+                f"{step_dir(folder, old)} could not be removed ({failure}); training continues: delete it yourself"
+            )
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
@@ -127,7 +137,9 @@ def set_aside(folder: Path, after: int) -> Path | None:
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).exists():
             shutil.copy2(folder / name, target)
-    for step in reversed(later):  # after a kill in between, a run resumes from the older steps that are left
+    for step in reversed(
+        later
+    ):  # after a kill in between, a run resumes from the older steps that are left
         os.rename(step_dir(folder, step), step_dir(target, step))
     fsync_path(target)
     fsync_path(folder)
@@ -152,9 +164,18 @@ def verify(folder: Path, training: bool = True) -> str:
     try:
         meta = read_json(folder / "meta.json")
         digest = meta.pop("sha256", None)  # steps of early versions do not have it
-        files = {name: (int(known["bytes"]), known["sha256"]) for name, known in meta["files"].items()}
+        files = {
+            name: (int(known["bytes"]), known["sha256"]) for name, known in meta["files"].items()
+        }
         right = digest is None or digest == _digest(meta)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:  # not in our format
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as failure:  # not in our format
         return f"meta.json cannot be read ({failure.__cause__ or failure!r})"
     if not right:
         return "meta.json has a wrong SHA-256"
@@ -173,7 +194,11 @@ def verify(folder: Path, training: bool = True) -> str:
     try:
         with ThreadPoolExecutor(HASHERS) as pool:
             digests = pool.map(sha256_of, (folder / name for name in files))
-            wrong = [name for name, digest in zip(files, digests, strict=True) if digest != files[name][1]]
+            wrong = [
+                name
+                for name, digest in zip(files, digests, strict=True)
+                if digest != files[name][1]
+            ]
     except OSError as failure:
         return f"{failure.filename or 'a file'} cannot be read ({failure.strerror})"
     if wrong:
@@ -221,7 +246,9 @@ def weights_hash(meta: dict[str, Any]) -> str:
 
 
 def _damaged(where: Path, why: str) -> UserError:
-    return UserError(f"{where / 'meta.json'} is damaged ({why}): delete {where} to use the step before it")
+    return UserError(
+        f"{where / 'meta.json'} is damaged ({why}): delete {where} to use the step before it"
+    )
 
 
 def _wrong_types(meta: dict[str, Any], step: int) -> str:
@@ -243,6 +270,10 @@ def _wrong_types(meta: dict[str, Any], step: int) -> str:
         if odd := [value for value in values if type(value) not in (int, float)]:
             return f"its {name!r} holds {reprlib.repr(odd[0])}, expected a number"
     for name, known in meta["files"].items():
-        if not (isinstance(known, dict) and type(known.get("bytes")) is int and type(known.get("sha256")) is str):
+        if not (
+            isinstance(known, dict)
+            and type(known.get("bytes")) is int
+            and type(known.get("sha256")) is str
+        ):
             return f"its file {reprlib.repr(name)} is described by {reprlib.repr(known)}"
     return ""

@@ -7,7 +7,15 @@ from typing import Any, cast
 import torch
 
 from nanochat.checkpoint_manager.families import build, held_in
-from nanochat.checkpoint_manager.files import ADAPTER, MODEL, read_meta, step_dir, steps, verify, weights_hash
+from nanochat.checkpoint_manager.files import (
+    ADAPTER,
+    MODEL,
+    read_meta,
+    step_dir,
+    steps,
+    verify,
+    weights_hash,
+)
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
@@ -32,7 +40,9 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
             if not problem:
                 found = step
                 break
-            warn(f"{step_dir(folder, step)} is damaged: {problem}; falling back to the step before it")
+            warn(
+                f"{step_dir(folder, step)} is damaged: {problem}; falling back to the step before it"
+            )
     found = parallel.agree(found, compute)
     return None if found < 0 else found
 
@@ -41,11 +51,15 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer in a folder: our own, or that of a published model whose embedding has `vocab_size` rows."""
     path = folder / "tokenizer.json"
     if path.is_file() and "added_tokens" in read_json(path):
-        return cast(Tokenizer, FolderTokenizer(folder, vocab_size))  # it has the members that a model's user needs
+        return cast(
+            Tokenizer, FolderTokenizer(folder, vocab_size)
+        )  # it has the members that a model's user needs
     return Tokenizer.load(folder)
 
 
-def _over_base(meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None) -> Qwen:
+def _over_base(
+    meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
+) -> Qwen:
     """The published model that an adapter was trained on, in `dtype`, with an adapter that has no values yet. UserError
     if that model is gone or is not the one it was."""
     base = Path(meta["base"]["folder"])
@@ -81,7 +95,9 @@ class Loaded:
         return weights_hash(self.meta)
 
 
-def load_published(folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None) -> Loaded:
+def load_published(
+    folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None
+) -> Loaded:
     """Load a model as its publisher gives it, with the adapter of a folder merged into it, ready for inference.
 
     `dtype` is the number format of matrices and tables (default: the compute dtype). UserError if files are missing,
@@ -96,11 +112,17 @@ def load_published(folder: Path, adapter: Path | None, compute: Compute, dtype: 
         merge(model)
         tag, mark = f"{tag} + {adapter.name}", f"{mark} {sha256_of(adapter / ADAPTER)}"
     meta = {"files": {MODEL: {"sha256": mark}}, "config": {"corpus": None}}
-    return Loaded(model.eval(), load_tokenizer(folder, model.config.vocab_size), meta, PUBLISHED, tag, 0)
+    return Loaded(
+        model.eval(), load_tokenizer(folder, model.config.vocab_size), meta, PUBLISHED, tag, 0
+    )
 
 
 def load_model(
-    stage: str | None, tag: str | None, step: int | None, compute: Compute, dtype: torch.dtype | None = None
+    stage: str | None,
+    tag: str | None,
+    step: int | None,
+    compute: Compute,
+    dtype: torch.dtype | None = None,
 ) -> Loaded:
     """Load a whole model, on this rank's device and in eval mode, for inference or as the start of the next stage.
 

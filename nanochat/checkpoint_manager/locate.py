@@ -14,8 +14,13 @@ from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, 
 from nanochat.common import CONTROL, UserError, base_dir, visible
 
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
-MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl",
-           "tune": "scripts.finetune"}  # fmt: skip
+MADE_BY = {
+    "base": "scripts.base_train",
+    "mid": "scripts.mid_train",
+    "sft": "scripts.chat_sft",
+    "rl": "scripts.chat_rl",
+    "tune": "scripts.finetune",
+}
 
 LONGEST_TAG = 200  # bytes, of the 255 that a file's name may have: other names are made from tags
 
@@ -69,7 +74,9 @@ def _none(stage: str | None, tag: str | None) -> UserError:
     under = f" with tag {tag}" if tag else ""
     maker = MADE_BY[stage or "base"]
     known = [f"{name} {visible(folder.name)}" for name, folder in _candidates(None, None)]
-    there = f", which holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else ""
+    there = (
+        f", which holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else ""
+    )
     return UserError(
         f"{what}{under} in {base_dir()}{there}. Make one with `python -m {maker}`, or run the whole pipeline with "
         "`bash speedrun.sh`.",
@@ -123,7 +130,11 @@ def _saved_at(folder: Path, step: int) -> float:
         told = read_meta(folder, step).get("saved_at")
     except UserError:  # loading the step will say what is wrong
         told = None
-    return told if isinstance(told, int | float) else (step_dir(folder, step) / "meta.json").stat().st_mtime
+    return (
+        told
+        if isinstance(told, int | float)
+        else (step_dir(folder, step) / "meta.json").stat().st_mtime
+    )
 
 
 @dataclass(frozen=True)
@@ -152,12 +163,17 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
             )
     if step is None or step not in steps(folder):
         raise UserError(
-            f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}; name one of them", exit_code=2
+            f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}; name one of them",
+            exit_code=2,
         )
     meta = read_meta(folder, step)
     digest = weights_hash(meta)
     return Parent(
-        stage, folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"]
+        stage,
+        folder.name,
+        step,
+        f"{stage} {folder.name} step {step} {digest[:16]}",
+        meta["config"]["corpus"],
     )
 
 

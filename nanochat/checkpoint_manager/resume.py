@@ -30,7 +30,11 @@ LOCK, LOCK_SECONDS = ".lock", 10.0  # a training that was killed may take second
 
 
 def finished(
-    folder: Path, settings: RunSettings, compute: Compute, reported: bool = True, start: Start = "auto"
+    folder: Path,
+    settings: RunSettings,
+    compute: Compute,
+    reported: bool = True,
+    start: Start = "auto",
 ) -> bool:
     """Whether this stage was trained and measured to its end with these settings, and `reported`; logs it if so.
 
@@ -75,10 +79,13 @@ def _lock(folder: Path, compute: Compute) -> None:
                 return None  # a file system without locks
             if time.monotonic() > given_up:
                 raise UserError(
-                    tr("{folder} is training already: another command trains there, and two would break each other's "
-                       "checkpoints. Stop that command or wait until it ends. To train at the same time, give another "
-                       "name", folder=folder)
-                ) from failure  # fmt: skip
+                    tr(
+                        "{folder} is training already: another command trains there, and two would break each other's "
+                        "checkpoints. Stop that command or wait until it ends. To train at the same time, give another "
+                        "name",
+                        folder=folder,
+                    )
+                ) from failure
         time.sleep(0.1)
 
 
@@ -91,7 +98,9 @@ def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
     found = 0
     if compute.main and start != "none":
         for step in reversed(steps(folder) if start == "auto" else [start]):
-            with contextlib.suppress(UserError, OSError):  # resume_stage() says what is wrong with a damaged step
+            with contextlib.suppress(
+                UserError, OSError
+            ):  # resume_stage() says what is wrong with a damaged step
                 row = read_meta(folder, step)["state"].get("row", 0)
                 found = row // step if type(row) is int and step else 0
                 break
@@ -107,9 +116,16 @@ class Resumed:
 
 
 def resume_stage(
-    folder: Path, model: nn.Module, optimizers: Optimizers, settings: RunSettings, compute: Compute, data: str = "",
-    start: Start = "auto", other_code: bool = False, plan: tuple[int, int] | None = None,
-) -> Resumed:  # fmt: skip
+    folder: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    settings: RunSettings,
+    compute: Compute,
+    data: str = "",
+    start: Start = "auto",
+    other_code: bool = False,
+    plan: tuple[int, int] | None = None,
+) -> Resumed:
     """Load a checkpoint into model and optimizers: the newest undamaged one ("auto"), or the step that `start` names.
 
     Without a checkpoint, or for "none", the stage starts at step 0 without state. Later steps are set aside unless
@@ -130,8 +146,13 @@ def resume_stage(
         if plan is not None:
             same_run.check_plan(folder, meta, *plan)
     if start != "auto" and compute.main and (place := set_aside(folder, step or 0)):
-        log(tr("the steps after {step:,} were moved to {place}; delete that folder when you no longer need them",
-               step=step or 0, place=place))  # fmt: skip
+        log(
+            tr(
+                "the steps after {step:,} were moved to {place}; delete that folder when you no longer need them",
+                step=step or 0,
+                place=place,
+            )
+        )
     barrier(compute)
     if not step:
         return Resumed(0, {})
@@ -155,11 +176,15 @@ def _named(folder: Path, start: int | str, compute: Compute) -> int:
     if compute.world_size > 1:
         dist.broadcast_object_list(problem, src=0)
     if problem[0]:
-        raise UserError(f"--resume={start}: {step_dir(folder, int(start))} is damaged: {problem[0]}. Name another step")
+        raise UserError(
+            f"--resume={start}: {step_dir(folder, int(start))} is damaged: {problem[0]}. Name another step"
+        )
     return int(start)
 
 
-def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
+def restore(
+    folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None
+) -> dict[str, Any]:
     """Load parameters into a model of any sharding, and optimizer state if optimizers are given; return meta.json."""
     where = step_dir(folder, step)
     parallel.load_whole(model, read_parameters(where))
@@ -207,5 +232,7 @@ def _fill(path: Path, wanted: State, missing: dict[str, int]) -> None:
             held = part.get_tensor(name)
             low, high = max(begin, first), min(begin + held.shape[0], first + target.shape[0])
             if low < high:
-                target[low - first : high - first] = held[low - begin : high - begin].to(target.device)
+                target[low - first : high - first] = held[low - begin : high - begin].to(
+                    target.device
+                )
                 missing[name] -= high - low

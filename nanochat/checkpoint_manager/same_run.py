@@ -26,7 +26,9 @@ CODE = ("code", "other_code")  # hashes of the files that a program has loaded, 
 def free_flags(config: type[Any]) -> frozenset[str]:
     """The names of a configuration's flags that do not change what is learned: those of type Free[...]."""
     hints = typing.get_type_hints(config, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ()))
+    return frozenset(
+        name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ())
+    )
 
 
 @dataclass(frozen=True)
@@ -44,31 +46,47 @@ class RunSettings:
     @staticmethod
     def of(flags: Any, **facts: Any) -> "RunSettings":
         """The settings of a configuration: a dataclass in which flags of type Free[...] are free."""
-        defaults = {flag.name: flag.default for flag in fields(flags) if flag.default is not MISSING}
+        defaults = {
+            flag.name: flag.default for flag in fields(flags) if flag.default is not MISSING
+        }
         return RunSettings({**settings(flags), **facts}, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """What differs from the settings that a checkpoint keeps, in words, without free flags."""
         names = sorted(({*saved, *self.values}) - self.free)
-        then = {name: saved.get(name, BEFORE_FLAGS.get(name, self.defaults.get(name))) for name in names}
+        then = {
+            name: saved.get(name, BEFORE_FLAGS.get(name, self.defaults.get(name))) for name in names
+        }
         now = {name: self.values.get(name, self.defaults.get(name)) for name in names}
-        return [f"{'--' + name if name in self.defaults else name}: {then[name]} before, {now[name]} now"
-                for name in names if then[name] != now[name]]  # fmt: skip
+        return [
+            f"{'--' + name if name in self.defaults else name}: {then[name]} before, {now[name]} now"
+            for name in names
+            if then[name] != now[name]
+        ]
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
     """What a checkpoint keeps of the program that wrote it."""
-    return {"code": fingerprint.loaded(), "other_code": fingerprint.not_loaded(), "torch": torch.__version__,
-            "device": compute.device_type, "number format": str(compute.dtype).removeprefix("torch.")}  # fmt: skip
+    return {
+        "code": fingerprint.loaded(),
+        "other_code": fingerprint.not_loaded(),
+        "torch": torch.__version__,
+        "device": compute.device_type,
+        "number format": str(compute.dtype).removeprefix("torch."),
+    }
 
 
 def check_settings(folder: Path, meta: Mapping[str, Any], wanted: RunSettings) -> None:
     """Refuse to resume with settings other than those the run started with."""
     if changed := wanted.changes(meta["config"]):
         raise UserError(
-            tr("{folder} was begun with other settings ({changes}). Give the same settings to resume, {instead}",
-               folder=folder, changes="; ".join(changed), instead=_instead(meta))
-        )  # fmt: skip
+            tr(
+                "{folder} was begun with other settings ({changes}). Give the same settings to resume, {instead}",
+                folder=folder,
+                changes="; ".join(changed),
+                instead=_instead(meta),
+            )
+        )
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
@@ -77,31 +95,51 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
     if known != data and meta["step"] < meta["steps"]:
         corpus = meta["config"].get("corpus")
         raise UserError(
-            tr("{folder} was begun on other data: the rows of corpus {corpus} were {before} and are {now} now, so step "
-               "{step:,} of {steps:,} would mix the two. Put the old corpus back to resume, {instead}", folder=folder,
-               corpus=corpus, before=known, now=data, step=meta["step"], steps=meta["steps"], instead=_instead(meta))
-        )  # fmt: skip
+            tr(
+                "{folder} was begun on other data: the rows of corpus {corpus} were {before} and are {now} now, so step "
+                "{step:,} of {steps:,} would mix the two. Put the old corpus back to resume, {instead}",
+                folder=folder,
+                corpus=corpus,
+                before=known,
+                now=data,
+                step=meta["step"],
+                steps=meta["steps"],
+                instead=_instead(meta),
+            )
+        )
 
 
 def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
     """Refuse to resume with another number of steps, or of rows or problems in a step: the run would repeat or skip
     data, and its learning rate would jump."""
     row = meta["state"].get("row")
-    then = row / meta["step"] if type(row) is int else per_step  # checkpoints of early versions have no row
+    then = (
+        row / meta["step"] if type(row) is int else per_step
+    )  # checkpoints of early versions have no row
     if (meta["steps"], then) != (steps, per_step):
         raise UserError(
-            tr("{folder} was begun with {steps:,} steps of {then:,.10g} rows or problems, but this start would make "
-               "{steps_now:,} steps of {now:,}. Resume on the number of devices and with the version of nanochat that "
-               "the run began with, {instead}", folder=folder, steps=meta["steps"], then=then, steps_now=steps,
-               now=per_step, instead=_instead(meta))
-        )  # fmt: skip
+            tr(
+                "{folder} was begun with {steps:,} steps of {then:,.10g} rows or problems, but this start would make "
+                "{steps_now:,} steps of {now:,}. Resume on the number of devices and with the version of nanochat that "
+                "the run began with, {instead}",
+                folder=folder,
+                steps=meta["steps"],
+                then=then,
+                steps_now=steps,
+                now=per_step,
+                instead=_instead(meta),
+            )
+        )
 
 
 def _instead(meta: Mapping[str, Any]) -> str:
     """How to start without the checkpoints that are there."""
     flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"
-    return tr("give another name with {flag} to start a run beside it, or give --resume=none to start again, which "
-              "moves these checkpoints aside.", flag=flag)  # fmt: skip
+    return tr(
+        "give another name with {flag} to start a run beside it, or give --resume=none to start again, which "
+        "moves these checkpoints aside.",
+        flag=flag,
+    )
 
 
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
@@ -115,23 +153,40 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
     before, now = meta.get("made_with", {}), made_with(compute)
     changed = _changed_files(before, now) if "code" in before else []
     if changed and not accepted:
-        more = tr("; and {count} more files", count=len(changed) - NAMED) if len(changed) > NAMED else ""
+        more = (
+            tr("; and {count} more files", count=len(changed) - NAMED)
+            if len(changed) > NAMED
+            else ""
+        )
         raise UserError(
-            tr("the code has changed since {folder} was saved at step {step:,} ({changes}), so the run would not be "
-               "the same. Put the files back to resume exactly, give --other_code to resume with the code as it is "
-               "now, {instead}", folder=folder, step=meta["step"], changes="; ".join(changed[:NAMED]) + more,
-               instead=_instead(meta))
-        )  # fmt: skip
-    others = [f"{name} {before[name]} before, {value} now" for name, value in now.items()
-              if name not in CODE and before.get(name, value) != value]  # fmt: skip
+            tr(
+                "the code has changed since {folder} was saved at step {step:,} ({changes}), so the run would not be "
+                "the same. Put the files back to resume exactly, give --other_code to resume with the code as it is "
+                "now, {instead}",
+                folder=folder,
+                step=meta["step"],
+                changes="; ".join(changed[:NAMED]) + more,
+                instead=_instead(meta),
+            )
+        )
+    others = [
+        f"{name} {before[name]} before, {value} now"
+        for name, value in now.items()
+        if name not in CODE and before.get(name, value) != value
+    ]
     if changed:
         others.insert(0, f"{len(changed)} changed files")
     if others:
-        warn(f"{folder} resumes with {'; '.join(others)}: the rest of the run will not repeat bit for bit")
+        warn(
+            f"{folder} resumes with {'; '.join(others)}: the rest of the run will not repeat bit for bit"
+        )
 
 
 def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The files that either program has loaded and that are not the same, with both hashes."""
     then, here = ({**made.get("other_code", {}), **made["code"]} for made in (before, now))
-    return [f"{name} {then.get(name, 'missing')} before, {here.get(name, 'missing')} now"
-            for name in sorted({*before["code"], *now["code"]}) if then.get(name) != here.get(name)]  # fmt: skip
+    return [
+        f"{name} {then.get(name, 'missing')} before, {here.get(name, 'missing')} now"
+        for name in sorted({*before["code"], *now["code"]})
+        if then.get(name) != here.get(name)
+    ]

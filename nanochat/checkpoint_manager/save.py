@@ -15,7 +15,16 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from nanochat.checkpoint_manager import same_run
-from nanochat.checkpoint_manager.files import ADAPTER, FORMAT, MODEL, prune, publish, seal, step_dir, write_meta
+from nanochat.checkpoint_manager.files import (
+    ADAPTER,
+    FORMAT,
+    MODEL,
+    prune,
+    publish,
+    seal,
+    step_dir,
+    write_meta,
+)
 from nanochat.checkpoint_manager.huggingface import adapter
 from nanochat.checkpoint_manager.parts import model as parameter_files
 from nanochat.checkpoint_manager.parts.held import Held, Optimizers
@@ -42,7 +51,13 @@ class Step:
 
     @staticmethod
     def of(
-        folder: Path, number: int, model: nn.Module, tokenizer: Tokenizer, meta: dict[str, Any], keep: int, files: Files
+        folder: Path,
+        number: int,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        meta: dict[str, Any],
+        keep: int,
+        files: Files,
     ) -> "Step":
         """A step as it is now: what training does to `meta` from here on does not count. Every rank must call this."""
         facts = adapter.facts(model) if meta.get("lora") else {}
@@ -58,9 +73,12 @@ def refuse_parts_of_adapter(files: Files) -> None:
     """UserError (code 2) if an adapter is asked to be written by every rank."""
     if files == "per_rank":
         raise UserError(
-            tr("--checkpoint_files=per_rank is for whole models, but this run trains an adapter, which is small and "
-               "which other programs read as one file. Leave --checkpoint_files out"), exit_code=2,
-        )  # fmt: skip
+            tr(
+                "--checkpoint_files=per_rank is for whole models, but this run trains an adapter, which is small and "
+                "which other programs read as one file. Leave --checkpoint_files out"
+            ),
+            exit_code=2,
+        )
 
 
 def save_checkpoint(
@@ -79,7 +97,11 @@ def save_checkpoint(
     Training stands still meanwhile; parts.background.Saver writes beside it. See write_step().
     """
     start = time.monotonic()
-    write_step(Step.of(folder, step, model, tokenizer, meta, keep, files), Held.of(model, optimizers), compute)
+    write_step(
+        Step.of(folder, step, model, tokenizer, meta, keep, files),
+        Held.of(model, optimizers),
+        compute,
+    )
     return time.monotonic() - start
 
 
@@ -95,12 +117,21 @@ def write_step(step: Step, held: Held, compute: Compute, group: Any = None) -> N
             step.temporary.mkdir(parents=True)
     with _together(step.temporary, compute, group):
         mine = _write_files(step, held, compute, group)
-    hashes = {name: value for part in _gathered(mine, compute, group) for name, value in part.items()}
+    hashes = {
+        name: value for part in _gathered(mine, compute, group) for name, value in part.items()
+    }
     with _together(step.temporary, compute, group):
         if compute.main:
-            record = {"format": FORMAT, "step": step.number, "saved_at": time.time(), "world_size": compute.world_size,
-                      "tokenizer_hash": step.tokenizer.hash, "files": hashes, "made_with": same_run.made_with(compute),
-                      **step.meta}  # fmt: skip
+            record = {
+                "format": FORMAT,
+                "step": step.number,
+                "saved_at": time.time(),
+                "world_size": compute.world_size,
+                "tokenizer_hash": step.tokenizer.hash,
+                "files": hashes,
+                "made_with": same_run.made_with(compute),
+                **step.meta,
+            }
             write_meta(step.temporary, record)
             publish(step.temporary, step_dir(step.folder, step.number))
     if compute.main:
@@ -147,13 +178,19 @@ def _write_files(step: Step, held: Held, compute: Compute, group: Any) -> Hashes
     """
     folder, lora = step.temporary, step.meta.get("lora")
     name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
-    with ThreadPoolExecutor(1) as beside:  # one thread hashes each file, and hashing is slower than a fast disk
+    with ThreadPoolExecutor(
+        1
+    ) as beside:  # one thread hashes each file, and hashing is slower than a fast disk
         state = beside.submit(_write_state, folder / name, held)
         if lora:
             whole = folder / ADAPTER
-            hashes = parameter_files.write_whole(whole, held.parameters, compute, group, adapter.PREFIX, step.facts)
+            hashes = parameter_files.write_whole(
+                whole, held.parameters, compute, group, adapter.PREFIX, step.facts
+            )
         elif parameter_files.in_one_file(held.parameters, step.files):
-            hashes = parameter_files.write_whole(folder / MODEL, held.parameters, compute, group, "", {})
+            hashes = parameter_files.write_whole(
+                folder / MODEL, held.parameters, compute, group, "", {}
+            )
         else:
             hashes = parameter_files.write_rows(folder, held.parameters, compute)
     hashes[name] = state.result()

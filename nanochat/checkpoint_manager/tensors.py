@@ -17,7 +17,13 @@ from torch import Tensor
 from nanochat.common import UserError
 
 # The formats that we write -> their names in the header (huggingface.co/docs/safetensors).
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
 BLOCK = 1 << 24  # bytes per write: large for a disk, small compared with a tensor
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -27,7 +33,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped into memory. UserError if it is no such file or holds no fractions."""
     try:
         tensors = load_file(path)
-    except (SafetensorError, OSError, ValueError, KeyError) as failure:  # KeyError: a format that torch does not have
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+    ) as failure:  # KeyError: a format that torch does not have
         raise UserError(
             f"{path} is not a whole safetensors file ({failure}): delete its folder to use the step before it, or copy "
             "the file again"
@@ -55,7 +66,9 @@ class TensorFile:
         self._flushed: Future[None] | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - held until close()
         try:
-            path.chmod(path.parent.stat().st_mode & 0o666)  # users who may read the folder may read the file
+            path.chmod(
+                path.parent.stat().st_mode & 0o666
+            )  # users who may read the folder may read the file
             self._write(memoryview(self._header(metadata or {})))
         except BaseException:
             self.abandon()
@@ -67,7 +80,11 @@ class TensorFile:
         for name in self.names:
             dtype, shape = self._shapes[name]
             begin, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            header[name] = {
+                "dtype": NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -79,7 +96,11 @@ class TensorFile:
             self._next += 1
         expected = self.names[self._next - 1]
         dtype, shape = self._shapes[expected]
-        fits = tensor.dtype == dtype and tuple(tensor.shape[1:]) == shape[1:] and tensor.numel() <= self._missing
+        fits = (
+            tensor.dtype == dtype
+            and tuple(tensor.shape[1:]) == shape[1:]
+            and tensor.numel() <= self._missing
+        )
         assert name == expected and (fits or not shape), (name, expected, tensor.shape)
         self._missing -= tensor.numel()
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -94,7 +115,9 @@ class TensorFile:
                 done = 0
                 while done < len(block):
                     done += self._file.write(block[done:])
-                if self._flushed is None or self._flushed.done():  # so that close() has little left to flush
+                if (
+                    self._flushed is None or self._flushed.done()
+                ):  # so that close() has little left to flush
                     self._check_flushed()
                     self._flushed = self._helpers.submit(os.fsync, self._file.fileno())
         except OSError as failure:
@@ -124,15 +147,19 @@ class TensorFile:
         self._file.close()
 
 
-def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def shapes_of(
+    tensors: Iterable[tuple[str, Tensor]],
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The formats and shapes that a TensorFile needs. A sharded tensor counts with its whole shape."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    metadata: Mapping[str, str] | None = None,
     beat: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write a whole file; return its hash and size for meta.json. `beat` is called before each tensor. OSError if the
     disk refuses a write."""
     file = TensorFile(path, shapes_of(tensors.items()), metadata)

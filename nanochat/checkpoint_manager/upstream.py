@@ -25,9 +25,21 @@ from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 
 # Name of a parameter -> the day since which every checkpoint of HEAD has had it, newest first.
-SINCE = {"smear_gate.weight": "2026-03-14", "value_embeds.": "2026-01-17", "resid_lambdas": "2026-01-11"}
+SINCE = {
+    "smear_gate.weight": "2026-03-14",
+    "value_embeds.": "2026-01-17",
+    "resid_lambdas": "2026-01-11",
+}
 # The fields of upstream's GPTConfig. Ours has more, whose defaults describe upstream's models.
-FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+FIELDS = (
+    "sequence_len",
+    "vocab_size",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "window_pattern",
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +64,15 @@ def read(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
     found = sorted(int(name) for name in names if name.isdecimal())
     if not found:
         raise UserError(
-            f"{folder} has no model_NNNNNN.pt: name a folder such as base_checkpoints/d20 of karpathy/nanochat", 2
+            f"{folder} has no model_NNNNNN.pt: name a folder such as base_checkpoints/d20 of karpathy/nanochat",
+            2,
         )
     step = found[-1] if step is None else step
     if step not in found:
-        raise UserError(f"{folder} has steps {', '.join(map(str, found))}, not {step}: name one of them", exit_code=2)
+        raise UserError(
+            f"{folder} has steps {', '.join(map(str, found))}, not {step}: name one of them",
+            exit_code=2,
+        )
     stages = {f"{name}_checkpoints": stage for stage, name in STAGES.items()}
     stage = stages.get(folder.resolve().parent.name)
     if stage is None:
@@ -70,7 +86,8 @@ def read(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
     shape = meta.get("model_config") if isinstance(meta, dict) else None
     if not isinstance(shape, dict):
         raise UserError(
-            f"{about} is missing or has no model_config: copy the file again, since it describes the model", 2
+            f"{about} is missing or has no model_config: copy the file again, since it describes the model",
+            2,
         )
     tensors = _tensors(folder / f"model_{step:06d}.pt")
     _refuse_older(folder, tensors, shape)
@@ -84,7 +101,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as failure:  # an edge: torch's reader raises many kinds of errors on a damaged or foreign file
         reason = str(failure).splitlines()[0]
-        raise UserError(f"{path} cannot be read as plain tensors ({reason}): copy the file again") from failure
+        raise UserError(
+            f"{path} cannot be read as plain tensors ({reason}): copy the file again"
+        ) from failure
     # A tensor that repeats its rows may be far larger than its file.
     whole = isinstance(state, Mapping) and all(
         isinstance(one, Tensor) and one.is_contiguous() for one in state.values()
@@ -99,7 +118,10 @@ def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[st
     """Raise a UserError that says how old the checkpoint is, if its model differs from HEAD's."""
     for name, since in SINCE.items():
         if not any(key.startswith(name) for key in tensors):
-            oldest = next((date for key, date in SINCE.items() if any(k.startswith(key) for k in tensors)), None)
+            oldest = next(
+                (date for key, date in SINCE.items() if any(k.startswith(key) for k in tensors)),
+                None,
+            )
             age = f"of {oldest} or later" if oldest else "of 2025"
             raise UserError(
                 f"{folder} is {age}: it has no {name.rstrip('.')}, which karpathy/nanochat has had since {since}, so "
@@ -138,12 +160,27 @@ def convert(theirs: Upstream, corpus: str) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        files = {"model.safetensors": write_tensors(theirs.tensors, temporary / "model.safetensors")}
+        files = {
+            "model.safetensors": write_tensors(theirs.tensors, temporary / "model.safetensors")
+        }
         theirs.tokenizer.save(temporary)
         files["tokenizer.json"] = seal(temporary / "tokenizer.json")
-        meta = make_meta(theirs.stage, shape, {"corpus": corpus, "converted": "karpathy/nanochat"}, theirs.step, {})
-        record = {"format": FORMAT, "step": theirs.step, "saved_at": time.time(), "world_size": 1,
-                  "tokenizer_hash": theirs.tokenizer.hash, "files": files, **meta}  # fmt: skip
+        meta = make_meta(
+            theirs.stage,
+            shape,
+            {"corpus": corpus, "converted": "karpathy/nanochat"},
+            theirs.step,
+            {},
+        )
+        record = {
+            "format": FORMAT,
+            "step": theirs.step,
+            "saved_at": time.time(),
+            "world_size": 1,
+            "tokenizer_hash": theirs.tokenizer.hash,
+            "files": files,
+            **meta,
+        }
         write_meta(temporary, record)
         publish(temporary, final)
     finally:
@@ -157,7 +194,9 @@ def convert(theirs: Upstream, corpus: str) -> Path:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read the vocabulary of a pickled tiktoken.Encoding from its mergeable ranks, without running the pickle."""
     if not path.exists():
-        raise UserError(f"there is no tokenizer at {path}: name its folder with --tokenizer", exit_code=2)
+        raise UserError(
+            f"there is no tokenizer at {path}: name its folder with --tokenizer", exit_code=2
+        )
     try:
         check_regular(path)
         state = cast(dict[str, Any], plain(path.read_bytes()))
@@ -165,7 +204,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
         order = sorted(ranks, key=ranks.__getitem__)
         expected = {f"<|{role}|>": len(order) + i for i, role in enumerate(ROLES)}
         if [ranks[token] for token in order] != list(range(len(order))) or specials != expected:
-            raise ValueError("its token numbers differ from the numbers in karpathy/nanochat's tokenizers")
+            raise ValueError(
+                "its token numbers differ from the numbers in karpathy/nanochat's tokenizers"
+            )
         regex = state["pat_str"]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, StopIteration) as failure:
         raise UserError(
@@ -189,7 +230,11 @@ def plain(data: bytes) -> Any:
     memo: dict[int, Any] = {}
 
     def since_mark() -> list[Any]:
-        place = len(stack) - 1 - next(i for i, item in enumerate(reversed(stack)) if isinstance(item, _Mark))
+        place = (
+            len(stack)
+            - 1
+            - next(i for i, item in enumerate(reversed(stack)) if isinstance(item, _Mark))
+        )
         items = stack[place + 1 :]
         del stack[place:]
         return items
@@ -202,8 +247,18 @@ def plain(data: bytes) -> Any:
             return stack.pop()
         elif name == "MARK":
             stack.append(_Mark())
-        elif name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
-                      "BININT", "BININT1", "BININT2", "LONG1"):  # fmt: skip
+        elif name in (
+            "SHORT_BINUNICODE",
+            "BINUNICODE",
+            "BINUNICODE8",
+            "SHORT_BINBYTES",
+            "BINBYTES",
+            "BINBYTES8",
+            "BININT",
+            "BININT1",
+            "BININT2",
+            "LONG1",
+        ):
             stack.append(argument)
         elif name in ("EMPTY_DICT", "EMPTY_TUPLE"):
             stack.append({} if name == "EMPTY_DICT" else ())

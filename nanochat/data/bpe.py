@@ -38,7 +38,10 @@ def rustbpe() -> Any:
 
         rustbpe.Tokenizer  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018  # no stubs in 0.1.0
         return rustbpe
-    except (ImportError, AttributeError) as missing:  # AttributeError: in a checkout, `import` finds the source folder
+    except (
+        ImportError,
+        AttributeError,
+    ) as missing:  # AttributeError: in a checkout, `import` finds the source folder
         raise UserError(
             f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Install everything with "
             "`bash setup_env.sh` and `source .venv/bin/activate`, then type the same command again."
@@ -56,12 +59,17 @@ def own() -> Any | None:
 
 
 def train(
-    texts: Iterable[str], tokens: int, regex: str, progress: Callable[[str, int], None] | None = None
+    texts: Iterable[str],
+    tokens: int,
+    regex: str,
+    progress: Callable[[str, int], None] | None = None,
 ) -> list[bytes]:
     """Learn up to `tokens` tokens, including the 256 single bytes, and return their bytes in the order learned."""
     trainer = rustbpe().Tokenizer()
     if own() is None:  # said here, once in a run, and not by every stage that encodes
-        log("the published rustbpe is installed: training takes about ten times as long, and tiktoken encodes")
+        log(
+            "the published rustbpe is installed: training takes about ten times as long, and tiktoken encodes"
+        )
     more = {"progress": progress} if progress is not None and own() is not None else {}
     trainer.train_from_iterator(texts, tokens, pattern=regex, **more)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
@@ -94,7 +102,9 @@ class Own:
         tokens, ends = self._batch(self._tokenizer.batch_encode_numpy, texts, threads)
         return tokens, np.diff(ends.astype(np.int64), prepend=0)
 
-    def _batch(self, encode: Callable[[Sequence[str], int], Any], texts: Sequence[str], threads: int) -> Any:
+    def _batch(
+        self, encode: Callable[[Sequence[str], int], Any], texts: Sequence[str], threads: int
+    ) -> Any:
         try:
             return encode(texts, threads)
         except UnicodeEncodeError:
@@ -139,7 +149,9 @@ def for_tiktoken(ranks: Sequence[bytes], regex: str, specials: dict[str, int]) -
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
     """The content of a tiktoken file: one line per token, with its bytes in base64 and its number."""
-    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
+    return "".join(
+        f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks)
+    )
 
 
 def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
@@ -157,7 +169,9 @@ def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
                 break
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) != 2 or not all(part in numbers for part in parts):
-            raise ValueError(f"token {rank} is not made of two earlier tokens: the vocabulary is damaged")
+            raise ValueError(
+                f"token {rank} is not made of two earlier tokens: the vocabulary is damaged"
+            )
         found.append((parts[0], parts[1]))
     return found
 
@@ -178,15 +192,29 @@ def huggingface_json(ranks: Sequence[bytes], regex: str, specials: dict[str, int
         return "".join(letters[byte] for byte in token)
 
     def byte_level(**more: bool) -> dict[str, Any]:
-        return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False, **more}
+        return {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+            **more,
+        }
 
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": number, "content": text, **flags} for text, number in specials.items()],
+        "added_tokens": [
+            {"id": number, "content": text, **flags} for text, number in specials.items()
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level()]},
         "post_processor": None,

@@ -72,7 +72,9 @@ class _Walk:
         if self.nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _Refused
         if isinstance(node, ast.BinOp):
-            result = _binary(node.op, self.value(node.left, depth + 1), self.value(node.right, depth + 1))
+            result = _binary(
+                node.op, self.value(node.left, depth + 1), self.value(node.right, depth + 1)
+            )
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             result = -self.value(node.operand, depth + 1)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd):
@@ -91,7 +93,12 @@ class _Walk:
     def count(self, node: ast.Call) -> int:
         """'text'.count('t'); both texts must be literals."""
         method = node.func
-        if not isinstance(method, ast.Attribute) or method.attr != "count" or len(node.args) != 1 or node.keywords:
+        if (
+            not isinstance(method, ast.Attribute)
+            or method.attr != "count"
+            or len(node.args) != 1
+            or node.keywords
+        ):
             raise _Refused
         self.nodes += 2
         return _text(method.value).count(_text(node.args[0]))
@@ -123,7 +130,9 @@ def _show(value: Fraction) -> str:
     """A value without an exponent: exact if it is whole, else with ten significant digits and at least two decimals."""
     if value.denominator == 1:
         return str(value.numerator)
-    sign, value = ("-", -value) if value < 0 else ("", value)  # so that -x rounds to the same digits as x
+    sign, value = (
+        ("-", -value) if value < 0 else ("", value)
+    )  # so that -x rounds to the same digits as x
     digits_before_point = len(str(int(value))) if value >= 1 else 0
     decimals = max(2, SIGNIFICANT_DIGITS - digits_before_point)
     while value < 1 and value * 10**decimals < 10 ** (SIGNIFICANT_DIGITS - 1):

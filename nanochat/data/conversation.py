@@ -58,7 +58,9 @@ def system(text: str) -> Message:
 
 def assistant(*parts: str | Part) -> Message:
     """An assistant turn from texts and parts, in order."""
-    return Message("assistant", tuple(Part("text", part) if isinstance(part, str) else part for part in parts))
+    return Message(
+        "assistant", tuple(Part("text", part) if isinstance(part, str) else part for part in parts)
+    )
 
 
 def chat(question: str, *answer: str | Part) -> Conversation:

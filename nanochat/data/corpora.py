@@ -58,16 +58,26 @@ def resolve(data: str | None) -> Corpus:
             _warn_if_older(there[0])
             return there[0]
         if there:
-            raise UserError(tr("there are several corpora ({names}); choose one with --data, such as --data {first}",
-                               names=names, first=quote(there[0].name)), 2)  # fmt: skip
+            raise UserError(
+                tr(
+                    "there are several corpora ({names}); choose one with --data, such as --data {first}",
+                    names=names,
+                    first=quote(there[0].name),
+                ),
+                2,
+            )
         raise UserError(
-            tr("there is no training data in {folder}. Make some with one of\n"
-               "  {tinyworld}    # small, made on this machine, no network\n"
-               "  {fineweb}                # FineWeb-Edu, about 100 MB a shard\n"
-               "and then train its tokenizer with\n  python -m scripts.tok_train",
-               folder=base_dir() / "base_data", tinyworld=MAKE_TINYWORLD, fineweb=MAKE_FINEWEB),
+            tr(
+                "there is no training data in {folder}. Make some with one of\n"
+                "  {tinyworld}    # small, made on this machine, no network\n"
+                "  {fineweb}                # FineWeb-Edu, about 100 MB a shard\n"
+                "and then train its tokenizer with\n  python -m scripts.tok_train",
+                folder=base_dir() / "base_data",
+                tinyworld=MAKE_TINYWORLD,
+                fineweb=MAKE_FINEWEB,
+            ),
             exit_code=2,
-        )  # fmt: skip
+        )
     for corpus in there:
         if corpus.name == data:
             _warn_if_older(corpus)
@@ -78,14 +88,38 @@ def resolve(data: str | None) -> Corpus:
             return imported[0]
         if imported:
             names = " and ".join(c.name for c in imported)
-            raise UserError(f"{data} was imported as {names}; choose one with --data {quote(imported[0].name)}", 2)
-        raise UserError(tr("{data} is not imported yet. Import it with: {command}", data=data,
-                           command=f"python -m nanochat.dataset --data {quote(data)}"), 2)  # fmt: skip
+            raise UserError(
+                f"{data} was imported as {names}; choose one with --data {quote(imported[0].name)}",
+                2,
+            )
+        raise UserError(
+            tr(
+                "{data} is not imported yet. Import it with: {command}",
+                data=data,
+                command=f"python -m nanochat.dataset --data {quote(data)}",
+            ),
+            2,
+        )
     make = "python -m nanochat.dataset --data DIR"
-    make = MAKE_TINYWORLD if data == "tinyworld" else SOURCES[data].make(8) if data in SOURCES else make
-    have = tr("the corpora here are {names}", names=names) if names else tr("there is no corpus yet")
-    raise UserError(tr("there is no corpus or folder {data!r}; {have}. Make it with: {make}", data=data, have=have,
-                       make=make), exit_code=2)  # fmt: skip
+    make = (
+        MAKE_TINYWORLD
+        if data == "tinyworld"
+        else SOURCES[data].make(8)
+        if data in SOURCES
+        else make
+    )
+    have = (
+        tr("the corpora here are {names}", names=names) if names else tr("there is no corpus yet")
+    )
+    raise UserError(
+        tr(
+            "there is no corpus or folder {data!r}; {have}. Make it with: {make}",
+            data=data,
+            have=have,
+            make=make,
+        ),
+        exit_code=2,
+    )
 
 
 def _warn_if_older(corpus: Corpus) -> None:
@@ -108,10 +142,16 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
     missing = [name for name in about.get("shards", {}) if not (corpus.folder / name).exists()]
     if missing:
         raise UserError(
-            tr("{count} of {all} shards of {corpus} are missing, the first is {first}. Get them with: {make}",
-               count=len(missing), all=len(about["shards"]), corpus=corpus.name, first=missing[0], make=make),
+            tr(
+                "{count} of {all} shards of {corpus} are missing, the first is {first}. Get them with: {make}",
+                count=len(missing),
+                all=len(about["shards"]),
+                corpus=corpus.name,
+                first=missing[0],
+                make=make,
+            ),
             exit_code=2,
-        )  # fmt: skip
+        )
     if len(paths) < 2:
         raise UserError(
             f"a corpus needs at least two shards, one for training and one for validation; {corpus.folder} has "

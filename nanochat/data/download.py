@@ -22,7 +22,9 @@ from nanochat.data.sources.hub import how_to_be_admitted
 from nanochat.data.sources.locks import held, open_known
 
 CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
-RESERVE = 1 << 30  # bytes of the disk that stay free while a server sends a file without saying how large it is
+RESERVE = (
+    1 << 30
+)  # bytes of the disk that stay free while a server sends a file without saying how large it is
 SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
 
 
@@ -125,7 +127,9 @@ def fetch_all(
                 return
 
     # Daemon threads, so that Ctrl-C does not wait for a stalled connection.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(missing)))]
+    threads = [
+        threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(missing)))
+    ]
     done = {}
     try:
         for thread in threads:
@@ -142,9 +146,13 @@ def fetch_all(
     return [done[remote.path] for remote in missing]
 
 
-def probe_size(url: str, headers: dict[str, str], patience: Patience | None = None, hint: str = "") -> int | None:
+def probe_size(
+    url: str, headers: dict[str, str], patience: Patience | None = None, hint: str = ""
+) -> int | None:
     """The size of a remote file in bytes; None if the server does not say. UserError as for `fetch_all`."""
-    transfer = _Transfer(headers, patience or Patience(), hint, lambda _: None, lambda _: None, lambda _: None)
+    transfer = _Transfer(
+        headers, patience or Patience(), hint, lambda _: None, lambda _: None, lambda _: None
+    )
 
     def ask() -> int | None:
         with _request(url, transfer, {}) as response:
@@ -179,7 +187,9 @@ def part_size(path: Path) -> int:
 
 
 def _fetch(remote: Remote, transfer: _Transfer) -> Fetched:
-    return _retrying(lambda: _attempt(remote, transfer), lambda: part_size(remote.path), remote.url, transfer)
+    return _retrying(
+        lambda: _attempt(remote, transfer), lambda: part_size(remote.path), remote.url, transfer
+    )
 
 
 def _retrying(attempt: Callable, progress: Callable[[], int], url: str, transfer: _Transfer):
@@ -193,7 +203,11 @@ def _retrying(attempt: Callable, progress: Callable[[], int], url: str, transfer
             failures = 1 if progress() > before else failures + 1
             if failures >= (patience.attempts if transfer.reached else patience.attempts_unreached):
                 tries = f"{failures} attempts" if failures > 1 else "1 attempt"
-                kept = f" The {progress():,} bytes that arrived are kept as a .part file." if progress() else ""
+                kept = (
+                    f" The {progress():,} bytes that arrived are kept as a .part file."
+                    if progress()
+                    else ""
+                )
                 raise UserError(
                     f"could not download {url}: {problem} ({tries}).{kept} {transfer.hint}".rstrip()
                 ) from problem
@@ -231,7 +245,9 @@ def _fetch_rest(remote: Remote, transfer: _Transfer) -> Fetched:
             if response.status_code == 416 and total != offset:
                 raise _start_over(f, transfer, "the part on disk does not belong to the file")
             if response.status_code != 416:
-                if offset and response.status_code == 200:  # the server knows no ranges, or the file has changed
+                if (
+                    offset and response.status_code == 200
+                ):  # the server knows no ranges, or the file has changed
                     _empty(f, transfer)
                 elif response.status_code == 206 and _first_byte(response) != offset:
                     raise _start_over(f, transfer, "the server sent a range that was not asked for")
@@ -242,7 +258,9 @@ def _fetch_rest(remote: Remote, transfer: _Transfer) -> Fetched:
         f.flush()
         os.fsync(f.fileno())
         if promised and sha256_of(part) != promised:
-            raise _start_over(f, transfer, f"the downloaded file does not have the promised SHA-256 {promised}")
+            raise _start_over(
+                f, transfer, f"the downloaded file does not have the promised SHA-256 {promised}"
+            )
         try:
             transfer.check(part)
         except UserError:  # no further attempt would help
@@ -256,7 +274,9 @@ def _fetch_rest(remote: Remote, transfer: _Transfer) -> Fetched:
     return Fetched(remote.path, size, promised)
 
 
-def _receive(response: requests.Response, f: BinaryIO, total: int | None, transfer: _Transfer) -> None:
+def _receive(
+    response: requests.Response, f: BinaryIO, total: int | None, transfer: _Transfer
+) -> None:
     """Append the bytes of a response to the part."""
     most = f.tell() + shutil.disk_usage(f.name).free - RESERVE if total is None else total
     try:
@@ -287,8 +307,14 @@ def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests
     """Open a response with status 200, 206 or 416. Any other status raises _Retry (wait) or UserError (give up)."""
     everything = {"Accept-Encoding": "identity", **transfer.headers, **headers}
     try:
-        response = requests.get(url, headers=everything, stream=True, timeout=transfer.patience.stall_seconds)
-    except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema) as e:
+        response = requests.get(
+            url, headers=everything, stream=True, timeout=transfer.patience.stall_seconds
+        )
+    except (
+        requests.exceptions.InvalidURL,
+        requests.exceptions.InvalidSchema,
+        requests.exceptions.MissingSchema,
+    ) as e:
         raise UserError(f"{url!r} is not a web address: {e}. {transfer.hint}".rstrip()) from e
     except requests.RequestException as failure:
         raise _Retry(_words(failure)) from failure
@@ -300,7 +326,9 @@ def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests
     if status in (408, 429) or status >= 500:
         raise _Retry(f"the server answered {status} {response.reason}", _retry_after(response))
     why = f"could not download {url}: the server answered {status} {response.reason}."
-    raise UserError(f"{why} {how_to_be_admitted(url) if status in (401, 403) else transfer.hint}".rstrip())
+    raise UserError(
+        f"{why} {how_to_be_admitted(url) if status in (401, 403) else transfer.hint}".rstrip()
+    )
 
 
 # --- headers and notes ---------------------------------------------------------------------------

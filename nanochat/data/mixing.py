@@ -9,7 +9,9 @@ from nanochat.data.corpora import Corpus, corpora, existing, resolve
 
 EXAMPLE = "--data web:0.7,books:0.3"
 LONGEST = 255  # bytes in the name of a folder
-FINEST = 1_000_000  # the largest sum of shares; with a larger one, counts of rows could overflow 64 bits
+FINEST = (
+    1_000_000  # the largest sum of shares; with a larger one, counts of rows could overflow 64 bits
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,10 @@ class Data:
         """The name of the corpus, or all names with their shares, such as web:7,books:3. `--data` accepts both."""
         if len(self.corpora) == 1:
             return self.corpora[0].name
-        return ",".join(f"{corpus.name}:{share}" for corpus, share in zip(self.corpora, self.shares, strict=True))
+        return ",".join(
+            f"{corpus.name}:{share}"
+            for corpus, share in zip(self.corpora, self.shares, strict=True)
+        )
 
     @property
     def vocabulary(self) -> str:
@@ -43,20 +48,29 @@ def resolve_data(data: str | None) -> Data:
     Weights are positive numbers and need not add up to 1; without weights all corpora count the same. None means the
     only corpus. UserError (code 2) if a corpus does not exist or a weight cannot be read.
     """
-    known = data is None or any(corpus.name == data for corpus in corpora()) or existing(data) is not None
+    known = (
+        data is None
+        or any(corpus.name == data for corpus in corpora())
+        or existing(data) is not None
+    )
     if known or not ({",", ":"} & set(data or "")):
         return Data((resolve(data),))
     assert data is not None
     named = [_weighted(one.strip(), data) for one in data.split(",")]
     if len(named) < 2:
-        raise UserError(f"a mixture needs at least two corpora, as in {EXAMPLE}, got {data!r}", exit_code=2)
+        raise UserError(
+            f"a mixture needs at least two corpora, as in {EXAMPLE}, got {data!r}", exit_code=2
+        )
     if len({weight is None for _, weight in named}) > 1:
-        raise UserError(f"give a weight to every corpus, as in {EXAMPLE}, or to none, got {data!r}", exit_code=2)
+        raise UserError(
+            f"give a weight to every corpus, as in {EXAMPLE}, or to none, got {data!r}", exit_code=2
+        )
     chosen = tuple(resolve(name) for name, _ in named)
     names = [corpus.name for corpus in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
-            f"{twice[0]} is named twice in {data!r}; give it once, with the sum of its weights", exit_code=2
+            f"{twice[0]} is named twice in {data!r}; give it once, with the sum of its weights",
+            exit_code=2,
         )
     if len(",".join(names).encode()) > LONGEST:
         raise UserError(
@@ -78,7 +92,10 @@ def _weighted(text: str, data: str) -> tuple[str, Fraction | None]:
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not name or value <= 0:
-        raise UserError(f"a weight must be a number above 0, as in {EXAMPLE}, got {text!r} in {data!r}", exit_code=2)
+        raise UserError(
+            f"a weight must be a number above 0, as in {EXAMPLE}, got {text!r} in {data!r}",
+            exit_code=2,
+        )
     return name, value
 
 

@@ -24,7 +24,9 @@ FEW = 1_000  # with fewer documents exactly this share is held out; in a larger 
 LARGE = 1 << 28  # bytes; what unpacks to more must not be packed better than any text
 PACKED = 1_000  # times; zstd packs prose about 3 times
 BATCH_CHARACTERS = 1 << 24  # in a list of documents, unless a single one is longer
-VALIDATION_CHARACTERS = 20_000_000  # enough for a stable figure; further held-out documents go to training instead
+VALIDATION_CHARACTERS = (
+    20_000_000  # enough for a stable figure; further held-out documents go to training instead
+)
 
 
 def shard_name(number: int) -> str:
@@ -47,10 +49,19 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise _unreadable(path, str(failure.__cause__)) from failure
     if not isinstance(about, dict):
         raise _unreadable(path, "it is not an object")
-    for name, kind in (("make", str), ("kind", str), ("source", str), ("characters", dict), ("shards", dict)):
+    for name, kind in (
+        ("make", str),
+        ("kind", str),
+        ("source", str),
+        ("characters", dict),
+        ("shards", dict),
+    ):
         if not isinstance(about.get(name, kind()), kind):
             raise _unreadable(path, f"its {name!r} is {reprlib.repr(about[name])}")
-    if not all(isinstance(known, dict) and "/" not in name for name, known in about.get("shards", {}).items()):
+    if not all(
+        isinstance(known, dict) and "/" not in name
+        for name, known in about.get("shards", {}).items()
+    ):
         raise _unreadable(path, "its shards are not described by name")
     return about
 
@@ -79,7 +90,10 @@ class _Writer:
         self._rows.append(text)
         self.documents += 1
         self.characters += len(text)
-        if len(self._rows) == ROWS_PER_GROUP or self._in_shard + len(self._rows) == self.rows_per_shard:
+        if (
+            len(self._rows) == ROWS_PER_GROUP
+            or self._in_shard + len(self._rows) == self.rows_per_shard
+        ):
             self._flush()
         if self._in_shard == self.rows_per_shard:
             self.close()
@@ -92,7 +106,11 @@ class _Writer:
             self.paths.append(self.folder / f"{self.prefix}{len(self.paths):05d}")
             # Documents differ, so a dictionary would save nothing, and its page has no checksum.
             self._file = pq.ParquetWriter(
-                self.paths[-1], table.schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+                self.paths[-1],
+                table.schema,
+                compression="zstd",
+                use_dictionary=False,
+                write_page_checksum=True,
             )
         self._file.write_table(table)
         self._in_shard += len(self._rows)
@@ -109,7 +127,10 @@ class _Writer:
 
 
 def write_shards(
-    folder: Path, documents: Iterable[str], rows_per_shard: int = ROWS_PER_SHARD, about: dict[str, Any] | None = None
+    folder: Path,
+    documents: Iterable[str],
+    rows_per_shard: int = ROWS_PER_SHARD,
+    about: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write a corpus: training shards, one shard of held-out documents, and corpus.json, whose content is returned.
 
@@ -125,7 +146,9 @@ def write_shards(
         train = _Writer(temporary, "train-", rows_per_shard)
         held_out = _Writer(temporary, "val-", rows_per_shard)
         for text, chosen in _split(documents):
-            full = held_out.characters >= VALIDATION_CHARACTERS or held_out.documents >= rows_per_shard
+            full = (
+                held_out.characters >= VALIDATION_CHARACTERS or held_out.documents >= rows_per_shard
+            )
             (held_out if chosen and not full else train).add(text)
         train.close()
         held_out.close()
@@ -238,7 +261,9 @@ def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
         head, at = data[at], at + 1
         count, at = (head >> 4, at) if head < 0xF0 else _number(data, at)
         values, of = [], head & 0x0F
-        for _ in range(count):  # every element takes a byte, so a wrong count ends at the end of the data
+        for _ in range(
+            count
+        ):  # every element takes a byte, so a wrong count ends at the end of the data
             value, at = _value(data, at, _BYTE if of in (_TRUE, _FALSE) else of)
             values.append(value)
         return values, at
@@ -306,7 +331,9 @@ def read_column(path: Path, column: str, size: int = 1_000) -> Iterator[list[Any
             values = batch.column(0)
             if isinstance(values, pa.DictionaryArray):
                 used = values.indices.unique()
-                texts = dict(zip(used.to_pylist(), values.dictionary.take(used).to_pylist(), strict=True))
+                texts = dict(
+                    zip(used.to_pylist(), values.dictionary.take(used).to_pylist(), strict=True)
+                )
                 yield from _short_lists([texts[number] for number in values.indices.to_pylist()])
             else:
                 yield values.to_pylist()
@@ -338,7 +365,9 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
         for texts in read_column(path, COLUMN, size):
             yield [text for text in texts if text]
     except (pa.ArrowException, OSError, ValueError) as failure:
-        raise _damaged(path, str(failure).splitlines()[0] if str(failure) else repr(failure)) from failure
+        raise _damaged(
+            path, str(failure).splitlines()[0] if str(failure) else repr(failure)
+        ) from failure
 
 
 def count_rows(path: Path) -> int:
@@ -380,4 +409,6 @@ def _damaged(path: Path, why: str) -> UserError:
     make = about.get("make", "python -m nanochat.dataset ...")
     # A downloaded shard can be fetched again alone; shards that were made here are made again together.
     broken = path if about.get("kind") == "download" else path.parent
-    return UserError(f"the shard {path} is damaged: {why}. Fix it with: rm -r {quote(str(broken))} && {make}")
+    return UserError(
+        f"the shard {path} is damaged: {why}. Fix it with: rm -r {quote(str(broken))} && {make}"
+    )

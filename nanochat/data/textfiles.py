@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 from nanochat.common import UserError, log, parse_json
 from nanochat.data.shards import read_column
 
-END_OF_TEXT = "<|endoftext|>"  # the line between two documents in the .txt files of published data sets
+END_OF_TEXT = (
+    "<|endoftext|>"  # the line between two documents in the .txt files of published data sets
+)
 LONG_TXT = 20_000  # characters; a longer .txt document is split at the next blank line
 
 
@@ -50,7 +52,9 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     except UserError:
         raise
     except (pa.ArrowException, OSError, ValueError) as failure:
-        raise UserError(f"{path} cannot be read: {failure}. Get the file again or leave it out.") from failure
+        raise UserError(
+            f"{path} cannot be read: {failure}. Get the file again or leave it out."
+        ) from failure
 
 
 def _holds_text(kind: pa.DataType) -> bool:
@@ -58,7 +62,12 @@ def _holds_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return _holds_text(kind.value_type)
     is_view = getattr(pa.types, "is_string_view", lambda _: False)  # from pyarrow 16 on
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind) or is_view(kind)
+    return (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_null(kind)
+        or is_view(kind)
+    )
 
 
 def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -111,11 +120,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _no_column(where: object, column: str, names: list[str]) -> UserError:
     fields = ", ".join(names) or "none"
-    return UserError(f"{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column", 2)
+    return UserError(
+        f"{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column", 2
+    )
 
 
 def _no_text(where: object, column: str, kind: str, others: list[str]) -> UserError:
     fields = f"its fields with text: {', '.join(others) or 'none'}"
     return UserError(
-        f"{where}: {column!r} must be text, got {kind}; {fields}. Choose one with --text_column, or fix the file", 2
+        f"{where}: {column!r} must be text, got {kind}; {fields}. Choose one with --text_column, or fix the file",
+        2,
     )

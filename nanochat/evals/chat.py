@@ -26,7 +26,9 @@ READ_AHEAD = 4096  # prompt tokens to prefill between two decoding passes: no re
 Judged = TypeVar("Judged")
 Advance = Callable[[float], None]
 Heard = Callable[[int, list[Part], float], None]  # called with problem, reply and grade
-Keep = Callable[[int, Mapping[str, Any]], None]  # called with problem and record, by the rank that asked the problem
+Keep = Callable[
+    [int, Mapping[str, Any]], None
+]  # called with problem and record, by the rank that asked the problem
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Score:
     high: float
     baseline: float  # accuracy of guessing a letter; 0 for written replies
     too_long: int  # problems that do not fit into the context; they count as wrong
-    grades: tuple[tuple[float, ...], ...]  # one tuple per problem, in the order of the task, one grade per sample
+    grades: tuple[
+        tuple[float, ...], ...
+    ]  # one tuple per problem, in the order of the task, one grade per sample
 
     @property
     def accuracy(self) -> float:
@@ -89,7 +93,9 @@ def evaluate(
         )
     samples = 1 if task.kind == "choice" else samples
     mine = range(compute.rank, total, compute.world_size)
-    room = model.config.sequence_len - (0 if task.kind == "choice" else 1)  # a written reply needs a position
+    room = model.config.sequence_len - (
+        0 if task.kind == "choice" else 1
+    )  # a written reply needs a position
     grades: dict[int, list[float]] = {}
     with parallel.together(task.name, compute):
         prompts = {i: _prompt(task, i, tokenizer, room) for i in mine}
@@ -98,8 +104,19 @@ def evaluate(
             if task.kind == "choice":
                 grades = _choose(task, fitting, model, tokenizer, batch_size, compute, keep)
             else:
-                grades = _write(task, fitting, model, tokenizer, sampling, samples, batch_size, compute, heard, keep,
-                                graphs)  # fmt: skip
+                grades = _write(
+                    task,
+                    fitting,
+                    model,
+                    tokenizer,
+                    sampling,
+                    samples,
+                    batch_size,
+                    compute,
+                    heard,
+                    keep,
+                    graphs,
+                )
     signals.check(compute)  # ranks measure at their own pace, and stop together
     too_long = sum(len(prompt) > room for prompt in prompts.values())
     table = [0.0] * (total * samples)
@@ -109,7 +126,9 @@ def evaluate(
     *table, guesses, too_long = parallel.total([*table, guesses, too_long], compute)
     rows = tuple(tuple(table[i * samples : (i + 1) * samples]) for i in range(total))
     right = sum(max(row) for row in rows)
-    return Score(task.name, right, total, *wilson(right, total), guesses / total, int(too_long), rows)
+    return Score(
+        task.name, right, total, *wilson(right, total), guesses / total, int(too_long), rows
+    )
 
 
 def _prompt(task: Task, i: int, tokenizer: Tokenizer, room: int) -> list[int]:
@@ -119,7 +138,9 @@ def _prompt(task: Task, i: int, tokenizer: Tokenizer, room: int) -> list[int]:
     for _ in range(getattr(task, "shots", 0)):
         if len(tokens) <= room or len(conversation.messages) < 4:
             break
-        conversation = Conversation(conversation.messages[2:])  # an example is a question and an answer
+        conversation = Conversation(
+            conversation.messages[2:]
+        )  # an example is a question and an answer
         tokens = tokenizer.render_prompt(conversation)
     return tokens
 
@@ -157,7 +178,9 @@ def _choose(
     """Grade the letter of each problem that is likeliest as the first token of the reply."""
     letters = {i: task.letters(i) for i in prompts}
     rows = [
-        PromptRow(i, [*prompts[i], _letter(tokenizer, one)], len(prompts[i])) for i in prompts for one in letters[i]
+        PromptRow(i, [*prompts[i], _letter(tokenizer, one)], len(prompts[i]))
+        for i in prompts
+        for one in letters[i]
     ]
     with progress(task.name, len(rows), "choices", compute) as advance:
         scored = score_rows(model, rows, tokenizer.bos, rows_per_batch=batch_size, done=advance)
@@ -169,8 +192,16 @@ def _choose(
         grades[i] = [task.grade(i, answer)]
         if keep:
             expected = task[i].messages[-1].text
-            about = {"id": identify(task, i), "prompt": prompts[i], "expected": expected, "answer": answer}
-            keep(i, {**about, "grade": grades[i][0], "logprobs": dict(zip(of, logprobs, strict=True))})
+            about = {
+                "id": identify(task, i),
+                "prompt": prompts[i],
+                "expected": expected,
+                "answer": answer,
+            }
+            keep(
+                i,
+                {**about, "grade": grades[i][0], "logprobs": dict(zip(of, logprobs, strict=True))},
+            )
     return grades
 
 
@@ -224,7 +255,11 @@ def _write(
         if heard:
             heard(i, parts, grade)
         if keep:
-            about = {"id": identify(task, i), "prompt": list(prompts[i]), "expected": words(task[i].messages[-1].parts)}
+            about = {
+                "id": identify(task, i),
+                "prompt": list(prompts[i]),
+                "expected": words(task[i].messages[-1].parts),
+            }
             keep(i, {**about, "answer": words(parts), "grade": grade})
     return grades
 
@@ -233,22 +268,31 @@ class Generator(Protocol):
     """Completes every prompt `samples` times, as an Engine does; equal replies to a prompt may be one object."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int = 1,
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        samples: int = 1,
         done: Callable[[int, Completion], None] | None = None,
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
 
 def generate_and_judge(
-    engine: Generator, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int,
-    judge: Callable[[int, Sequence[int]], Judged], done: Callable[[], None],
-) -> tuple[list[Completion], list[Judged]]:  # fmt: skip
+    engine: Generator,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    samples: int,
+    judge: Callable[[int, Sequence[int]], Judged],
+    done: Callable[[], None],
+) -> tuple[list[Completion], list[Judged]]:
     """Every prompt's `samples` replies, prompt by prompt, and what `judge` says of each.
 
     `judge` gets the number of the prompt and the tokens of the reply, once for each object. It runs in a thread of its
     own, while other replies are still written. `done` is called after every reply.
     """
     judged: dict[int, Future[Judged]] = {}
-    alike: dict[int, Future[Judged]] = {}  # by the identity of the reply, which `completions` keeps alive
+    alike: dict[
+        int, Future[Judged]
+    ] = {}  # by the identity of the reply, which `completions` keeps alive
     pool = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
     def finished(at: int, reply: Completion) -> None:
@@ -289,7 +333,11 @@ def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
     """The confidence interval of a share, by default of 95 % (Wilson 1927). It also holds near 0 and 1."""
     share = right / total
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    half = (
+        z
+        / (1 + z * z / total)
+        * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    )
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -312,7 +360,9 @@ def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
             f"pass@k needs 1 <= k <= samples, got k = {k} and {min(map(len, grades))} samples: ask for more samples"
         )
     wrong = [sum(grade < 1 for grade in row) for row in grades]
-    return fmean(1 - math.comb(w, k) / math.comb(len(row), k) for w, row in zip(wrong, grades, strict=True))
+    return fmean(
+        1 - math.comb(w, k) / math.comb(len(row), k) for w, row in zip(wrong, grades, strict=True)
+    )
 
 
 def chat_core(figures: Iterable[tuple[float, float]]) -> float:

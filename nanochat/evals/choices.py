@@ -59,7 +59,9 @@ class ChoiceScore:
         )
 
 
-def rows_of(question: int, context: str, choices: Sequence[str], tokenizer: Tokenizer) -> list[PromptRow]:
+def rows_of(
+    question: int, context: str, choices: Sequence[str], tokenizer: Tokenizer
+) -> list[PromptRow]:
     """A row for each choice after a context and a space, tokenised as lm-evaluation-harness does.
 
     Context and choice are encoded as one text; the tokens after those of the context alone are scored. Spaces at the
@@ -74,7 +76,10 @@ def rows_of(question: int, context: str, choices: Sequence[str], tokenizer: Toke
 def pick(scores: Sequence[Likelihood], choices: Sequence[str]) -> tuple[int, int, int]:
     """The likeliest choice by log-probability, by log-probability per byte, and per token; the first of equals."""
     plain = [one.logprob for one in scores]
-    by_bytes = [one.logprob / max(len(choice.encode()), 1) for one, choice in zip(scores, choices, strict=True)]
+    by_bytes = [
+        one.logprob / max(len(choice.encode()), 1)
+        for one, choice in zip(scores, choices, strict=True)
+    ]
     by_tokens = [one.logprob / one.tokens for one in scores]
     return plain.index(max(plain)), by_bytes.index(max(by_bytes)), by_tokens.index(max(by_tokens))
 
@@ -105,7 +110,10 @@ def evaluate_choices(
     """
     total = len(task) if limit is None else min(limit, len(task))
     if total < 1:
-        raise UserError(f"{task.name} has no question to evaluate, got a limit of {limit} on {len(task)} questions", 2)
+        raise UserError(
+            f"{task.name} has no question to evaluate, got a limit of {limit} on {len(task)} questions",
+            2,
+        )
     mine, room = range(compute.rank, total, compute.world_size), model.config.sequence_len
     right, fewer, too_long = [0, 0, 0], 0, 0
     with parallel.together(task.name, compute):
@@ -125,20 +133,37 @@ def evaluate_choices(
         for i, some in rows.items():
             scores = [next(found) for _ in some]
             picked = pick(scores, asked[i].choices)
-            right = [count + (one == asked[i].answer) for count, one in zip(right, picked, strict=True)]
+            right = [
+                count + (one == asked[i].answer) for count, one in zip(right, picked, strict=True)
+            ]
             if records:
                 records.add(i, _record(identify(task, i), asked[i], some, scores, picked))
-    *shares, guesses, fewer, too_long = parallel.total([*map(float, right), guesses, fewer, too_long], compute)
+    *shares, guesses, fewer, too_long = parallel.total(
+        [*map(float, right), guesses, fewer, too_long], compute
+    )
     acc, by_bytes, by_tokens = (share / total for share in shares)
-    score = ChoiceScore(task.name, acc, by_bytes, by_tokens, total, *wilson(shares[0], total), guesses / total,
-                        int(fewer), int(too_long))  # fmt: skip
+    score = ChoiceScore(
+        task.name,
+        acc,
+        by_bytes,
+        by_tokens,
+        total,
+        *wilson(shares[0], total),
+        guesses / total,
+        int(fewer),
+        int(too_long),
+    )
     if records:
         records.finish(asdict(score))
     return score
 
 
 def _record(
-    name: str, asked: Cloze, rows: Sequence[PromptRow], scores: Sequence[Likelihood], picked: tuple[int, int, int]
+    name: str,
+    asked: Cloze,
+    rows: Sequence[PromptRow],
+    scores: Sequence[Likelihood],
+    picked: tuple[int, int, int],
 ) -> dict[str, Any]:
     """The record of a question; `prompt` is what all choices have before them."""
     return {
@@ -148,5 +173,8 @@ def _record(
         "answer": asked.choices[picked[0]],
         "answer_by_bytes": asked.choices[picked[1]],
         "answer_by_tokens": asked.choices[picked[2]],
-        "logprobs": [[choice, one.logprob, one.tokens] for choice, one in zip(asked.choices, scores, strict=True)],
+        "logprobs": [
+            [choice, one.logprob, one.tokens]
+            for choice, one in zip(asked.choices, scores, strict=True)
+        ],
     }

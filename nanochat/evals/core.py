@@ -17,7 +17,16 @@ from typing import Any
 
 import yaml
 
-from nanochat.common import UserError, base_dir, check_regular, fsync_path, log, parse_json, sha256_of, warn
+from nanochat.common import (
+    UserError,
+    base_dir,
+    check_regular,
+    fsync_path,
+    log,
+    parse_json,
+    sha256_of,
+    warn,
+)
 from nanochat.data import download
 from nanochat.device import Compute
 from nanochat.evals.likelihood import PromptRow, score_rows
@@ -29,7 +38,11 @@ from nanochat.tokenizer import Tokenizer
 MOST_SHOTS = 100
 YAML_BYTES = 1 << 20  # of the largest core.yaml that is read; the published one has 3 kB
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-MOST_PACKED, MOST_UNPACKED, MOST_FILES = 500_000_000, 2_000_000_000, 1_000  # the published one: 162 MB packed
+MOST_PACKED, MOST_UNPACKED, MOST_FILES = (
+    500_000_000,
+    2_000_000_000,
+    1_000,
+)  # the published one: 162 MB packed
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234  # equal to upstream's
 PROBLEMS_AT_ONCE = 256  # problems to render, tokenise and sort by length together
 
@@ -83,7 +96,11 @@ def find_bundle(given: str | Path | None = None) -> Path | None:
         return folder
     if given is None and not folder.exists():
         return None
-    hint = "Delete it, then use --download" if given is None else "Name the folder that holds it with --eval_bundle"
+    hint = (
+        "Delete it, then use --download"
+        if given is None
+        else "Name the folder that holds it with --eval_bundle"
+    )
     raise UserError(f"{folder} is not an eval bundle: it has no core.yaml. {hint}", exit_code=2)
 
 
@@ -91,9 +108,7 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     """Download the published bundle (162 MB) to <base>/eval_bundle, whole or not at all. Call it on one rank only."""
     base = base_dir()
     target, archive = base / "eval_bundle", base / "eval_bundle.zip"
-    hint = (
-        f"On a machine with network, download {url}, and unpack it here as {target}, or give --eval_bundle its folder"
-    )
+    hint = f"On a machine with network, download {url}, and unpack it here as {target}, or give --eval_bundle its folder"
 
     def check(path: Path) -> None:
         if not zipfile.is_zipfile(path):
@@ -103,8 +118,12 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     if size and size > MOST_PACKED:
         raise UserError(f"{url} has {size:,} bytes; the bundle has at most {MOST_PACKED:,}. {hint}")
     log(f"downloading {url}")
-    download.fetch_all([download.Remote(url, archive)], patience=patience, hint=hint, check=check, say=log)
-    log(f"{archive.name}: SHA-256 {sha256_of(archive)}")  # the publisher promises none; compare it between machines
+    download.fetch_all(
+        [download.Remote(url, archive)], patience=patience, hint=hint, check=check, say=log
+    )
+    log(
+        f"{archive.name}: SHA-256 {sha256_of(archive)}"
+    )  # the publisher promises none; compare it between machines
     with tempfile.TemporaryDirectory(dir=base, prefix=".eval_bundle-") as folder:
         with zipfile.ZipFile(archive) as packed:
             files = packed.infolist()
@@ -130,9 +149,13 @@ def _read_yaml(path: Path) -> Any:
     check_regular(path, YAML_BYTES)
     text, depth = path.read_text(encoding="utf-8"), 0
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > 20 or isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"line {event.start_mark.line + 1} of {path.name} is nested too deeply or has an alias")
+            raise ValueError(
+                f"line {event.start_mark.line + 1} of {path.name} is nested too deeply or has an alias"
+            )
     return yaml.safe_load(text)
 
 
@@ -154,7 +177,15 @@ def read_bundle(folder: Path) -> list[IclTask]:
             )
             for entry in listed
         ]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, AttributeError) as broken:
+    except (
+        OSError,
+        yaml.YAMLError,
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+    ) as broken:
         raise UserError(
             f"the eval bundle in {folder} differs from the published one ({broken!r}): replace it with a fresh copy of "
             f"{BUNDLE_URL}"
@@ -189,10 +220,14 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
                 missing = [field for field in FIELDS[task.kind] if field not in problem]
                 if missing or (options and problem["gold"] not in range(len(problem[options]))):
                     raise ValueError(
-                        f"{', '.join(missing)} missing" if missing else "gold is not the index of an option"
+                        f"{', '.join(missing)} missing"
+                        if missing
+                        else "gold is not the index of an option"
                     )
             except (ValueError, TypeError) as broken:
-                raise UserError(f"{task.path}, line {n}: {broken}. Correct the line, or replace the file") from broken
+                raise UserError(
+                    f"{task.path}, line {n}: {broken}. Correct the line, or replace the file"
+                ) from broken
             problems.append(problem)
     random.Random(SHUFFLE_SEED).shuffle(problems)
     problems = problems[:limit]
@@ -226,10 +261,14 @@ def render(task: IclTask, problem: dict[str, Any], examples: Sequence[dict[str, 
     """The prompts of a problem: one per option, or, for language modeling, without and with the continuation."""
     shown = "".join(_example(task, example) for example in examples)
     if task.kind == "multiple_choice":
-        return [f"{shown}{problem['query']}{task.delimiter}{choice}" for choice in problem["choices"]]
+        return [
+            f"{shown}{problem['query']}{task.delimiter}{choice}" for choice in problem["choices"]
+        ]
     if task.kind == "schema":
         contexts = problem["context_options"]
-        return [f"{shown}{context}{task.delimiter}{problem['continuation']}" for context in contexts]
+        return [
+            f"{shown}{context}{task.delimiter}{problem['continuation']}" for context in contexts
+        ]
     question = f"{shown}{problem['context'].strip()}{task.delimiter}"
     # Strip the delimiter's space: with the continuation, that space is part of the continuation's first token.
     return [question.strip(), f"{question}{problem['continuation']}"]
@@ -237,7 +276,10 @@ def render(task: IclTask, problem: dict[str, Any], examples: Sequence[dict[str, 
 
 def common_prefix(rows: list[list[int]]) -> int:
     """The number of tokens that all rows have in common at the start."""
-    shortest, longest = min(rows), max(rows)  # in lexicographic order, so every other row lies between these
+    shortest, longest = (
+        min(rows),
+        max(rows),
+    )  # in lexicographic order, so every other row lies between these
     for i, (a, b) in enumerate(zip(shortest, longest, strict=False)):
         if a != b:
             return i
@@ -252,7 +294,9 @@ def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[Prompt
     """
     if kind == "schema":
         same = common_prefix([tokens[::-1] for tokens in prompts])
-        return [PromptRow(question, tokens, max(1, len(tokens) - max(1, same))) for tokens in prompts]
+        return [
+            PromptRow(question, tokens, max(1, len(tokens) - max(1, same))) for tokens in prompts
+        ]
     start = common_prefix(prompts)
     scored = prompts[1:] if kind == "language_modeling" else prompts
     return [PromptRow(question, tokens, max(1, min(start, len(tokens) - 1))) for tokens in scored]
@@ -293,10 +337,15 @@ def judge(
             some = [rows[i] for i in group]
             about = {"id": number, "prompt": some[0].tokens[: min(row.start for row in some)]}
             if greedy:
-                records.add(number, {**about, "expected": problems[number]["continuation"], "right": right[-1]})
+                records.add(
+                    number,
+                    {**about, "expected": problems[number]["continuation"], "right": right[-1]},
+                )
             else:
                 logprobs = [[scores[i].logprob, scores[i].tokens] for i in group]
-                records.add(number, {**about, "expected": gold, "answer": answer, "logprobs": logprobs})
+                records.add(
+                    number, {**about, "expected": gold, "answer": answer, "logprobs": logprobs}
+                )
     return right
 
 

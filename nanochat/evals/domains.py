@@ -21,9 +21,19 @@ from nanochat.tokenizer import Tokenizer
 SUMS = 0.2  # the share of digits and signs of arithmetic above which a text counts as sums
 _SUM = re.compile(r"[0-9+*/=×÷<>-]")
 # First word of a character's Unicode name -> the language that its script stands for.
-SCRIPTS = {"CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "LATIN": "latin", "CYRILLIC": "cyrillic",
-           "ARABIC": "arabic", "GREEK": "greek",
-           "HEBREW": "hebrew", "THAI": "thai", "DEVANAGARI": "devanagari"}  # fmt: skip
+SCRIPTS = {
+    "CJK": "zh",
+    "HIRAGANA": "ja",
+    "KATAKANA": "ja",
+    "HANGUL": "ko",
+    "LATIN": "latin",
+    "CYRILLIC": "cyrillic",
+    "ARABIC": "arabic",
+    "GREEK": "greek",
+    "HEBREW": "hebrew",
+    "THAI": "thai",
+    "DEVANAGARI": "devanagari",
+}
 READ_CHARACTERS = 2_000  # of a document, to find its domain
 
 
@@ -62,7 +72,12 @@ def _documents(data: Data) -> Iterable[tuple[str, str]]:
 
 
 def evaluate_domains(
-    model: Model, tokenizer: Tokenizer, data: Data, tokens: int, tokens_per_batch: int, compute: Compute
+    model: Model,
+    tokenizer: Tokenizer,
+    data: Data,
+    tokens: int,
+    tokens_per_batch: int,
+    compute: Compute,
 ) -> dict[str, Loss]:
     """The loss in each domain of the first `tokens` tokens of the validation split, by name; ranks share the rows.
 
@@ -83,10 +98,14 @@ def evaluate_domains(
     names = sorted({name for name, _ in rows})
     sums = {name: [0.0, 0.0, 0.0] for name in names}  # nats, tokens, bytes
     mine = rows[compute.rank :: compute.world_size]
-    scored = score_rows(model, [row for _, row in mine], tokenizer.bos, tokens_per_batch) if mine else []
+    scored = (
+        score_rows(model, [row for _, row in mine], tokenizer.bos, tokens_per_batch) if mine else []
+    )
     for (name, row), one in zip(mine, scored, strict=True):
         size = float(lengths[row.tokens[1:]].sum())
-        sums[name] = [a + b for a, b in zip(sums[name], (-one.logprob, one.tokens, size), strict=True)]
+        sums[name] = [
+            a + b for a, b in zip(sums[name], (-one.logprob, one.tokens, size), strict=True)
+        ]
     flat = parallel.total([value for name in names for value in sums[name]], compute)
     losses = {}
     for name, (nats, count, size) in zip(names, zip(*[iter(flat)] * 3, strict=True), strict=True):

@@ -36,7 +36,9 @@ class Likelihood:
         return -self.logprob / self.tokens
 
 
-def batches(lengths: Sequence[int], tokens_per_batch: int | None, rows_per_batch: int | None) -> Iterator[list[int]]:
+def batches(
+    lengths: Sequence[int], tokens_per_batch: int | None, rows_per_batch: int | None
+) -> Iterator[list[int]]:
     """Indices of rows of similar length, batch by batch, the longest first, so that memory runs out at once or never.
 
     A padded batch has at most `tokens_per_batch` positions and `rows_per_batch` rows; None means no limit.
@@ -74,9 +76,14 @@ def _families(passes: Sequence[_Pass], rows: Sequence[PromptRow]) -> list[tuple[
         questions.setdefault(rows[one.rows[0]].question, []).append(one)
     families: list[tuple[int, list[_Pass]]] = []
     for some in questions.values():
-        scored = min(rows[i].start for one in some for i in one.rows)  # its prediction must come after the common part
+        scored = min(
+            rows[i].start for one in some for i in one.rows
+        )  # its prediction must come after the common part
         most = min(scored - 1, *(len(one.tokens) - 1 for one in some))
-        low, high = min(one.tokens for one in some), max(one.tokens for one in some)  # any other lies between these
+        low, high = (
+            min(one.tokens for one in some),
+            max(one.tokens for one in some),
+        )  # any other lies between these
         alike = next((i for i in range(most) if low[i] != high[i]), max(most, 0))
         if alike * (len(some) - 1) >= LEAST_SHARED:
             families.append((alike, some))
@@ -86,11 +93,15 @@ def _families(passes: Sequence[_Pass], rows: Sequence[PromptRow]) -> list[tuple[
 
 
 def _batches(
-    families: Sequence[tuple[int, list[_Pass]]], tokens_per_batch: int | None, rows_per_batch: int | None
+    families: Sequence[tuple[int, list[_Pass]]],
+    tokens_per_batch: int | None,
+    rows_per_batch: int | None,
 ) -> Iterator[tuple[list[int], list[_Pass]]]:
     """How many tokens were read before of each pass, and the passes, batch by batch: first those that share their
     beginnings, then the others. The longest come first, and a batch is limited as in batches()."""
-    sharing = sorted((one for one in families if one[0]), key=lambda one: -max(len(p.tokens) for p in one[1]))
+    sharing = sorted(
+        (one for one in families if one[0]), key=lambda one: -max(len(p.tokens) for p in one[1])
+    )
     while sharing:
         longest, taken, slots = max(len(one.tokens) for one in sharing[0][1]), 0, 0
         while taken < len(sharing):
@@ -102,7 +113,10 @@ def _batches(
                 break
             taken += 1
         some, sharing = sharing[:taken], sharing[taken:]
-        yield [alike for alike, passes in some for _ in passes], [one for _, passes in some for one in passes]
+        yield (
+            [alike for alike, passes in some for _ in passes],
+            [one for _, passes in some for one in passes],
+        )
     alone = [passes[0] for alike, passes in families if not alike]
     for batch in batches([len(one.tokens) for one in alone], tokens_per_batch, rows_per_batch):
         yield [0] * len(batch), [alone[i] for i in batch]
@@ -138,17 +152,25 @@ def score_rows(
 
 
 def _losses(
-    model: Model, branches: Branches, before: Sequence[int], passes: Sequence[_Pass], rows: Sequence[PromptRow],
+    model: Model,
+    branches: Branches,
+    before: Sequence[int],
+    passes: Sequence[_Pass],
+    rows: Sequence[PromptRow],
     greedy: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The loss in nats of every scored token of a batch, row after row: float64 on the host."""
     states = branches.hidden([one.tokens for one in passes], before)  # (B, T, C)
     longest = states.size(1)
-    places: list[Tensor] = []  # in the flattened batch: positions whose hidden states predict the scored tokens
+    places: list[
+        Tensor
+    ] = []  # in the flattened batch: positions whose hidden states predict the scored tokens
     targets: list[int] = []
     for b, (one, read) in enumerate(zip(passes, before, strict=True)):
         for i in one.rows:
-            places.append(torch.arange(rows[i].start - 1, len(rows[i].tokens) - 1) - read + b * longest)
+            places.append(
+                torch.arange(rows[i].start - 1, len(rows[i].tokens) - 1) - read + b * longest
+            )
             targets += rows[i].tokens[rows[i].start :]
     wanted = torch.tensor(targets).to(model.device)
     hidden = states.flatten(0, 1)[torch.cat(places).to(model.device)]  # (N, C)
@@ -156,10 +178,16 @@ def _losses(
         parts = []
         for i in range(0, len(wanted), HEAD_ROWS):
             most, places_of = model.logits(hidden[i : i + HEAD_ROWS]).max(dim=-1)
-            parts.append(torch.where(most.isfinite(), (places_of != wanted[i : i + HEAD_ROWS]).to(most.dtype), most))
+            parts.append(
+                torch.where(
+                    most.isfinite(), (places_of != wanted[i : i + HEAD_ROWS]).to(most.dtype), most
+                )
+            )
         values = torch.cat(parts).cpu().double()
     else:
         values = model.token_losses(hidden, wanted).cpu().double()
     if not values.isfinite().all():
-        raise UserError("the model's loss is not finite, so its training has diverged: evaluate an earlier step")
+        raise UserError(
+            "the model's loss is not finite, so its training has diverged: evaluate an earlier step"
+        )
     return values

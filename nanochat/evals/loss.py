@@ -61,9 +61,15 @@ def evaluate_loss(
         for inputs, targets, *more in step.micro_batches:
             of_target = torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0)  # (B, T)
             text = torch.where(of_target > 0, targets, -1)  # the loss of a target of -1 is 0 nats
-            extras = {name: to_device(value, compute) for name, value in zip(step.extras, more, strict=True)}
+            extras = {
+                name: to_device(value, compute)
+                for name, value in zip(step.extras, more, strict=True)
+            }
             losses = model(
-                to_device(inputs, compute), to_device(text, compute), reduction="none", **model_arguments(extras)
+                to_device(inputs, compute),
+                to_device(text, compute),
+                reduction="none",
+                **model_arguments(extras),
             )
             row_nats.append(losses.float().sum(dim=1))
             tokens += int((of_target > 0).sum())
@@ -75,7 +81,9 @@ def evaluate_loss(
             "no text to measure bits per byte on: the rows to evaluate hold only special tokens. Evaluate more tokens "
             "(--eval_tokens or --split_tokens), or prepare more validation data"
         )
-    return Loss(nats / (math.log(2) * all_bytes), nats / all_tokens, int(all_tokens), int(all_bytes))
+    return Loss(
+        nats / (math.log(2) * all_bytes), nats / all_tokens, int(all_tokens), int(all_bytes)
+    )
 
 
 def bits_per_byte(
@@ -103,10 +111,13 @@ def evaluate_split(
         tokens = platform.split_tokens
     if device_batch_size == "auto":
         per_pass = platform.pass_tokens
-        device_batch_size = platform.evaluation_rows if per_pass is None else max(per_pass // length, 1)
+        device_batch_size = (
+            platform.evaluation_rows if per_pass is None else max(per_pass // length, 1)
+        )
     if tokens < 1 or device_batch_size < 1:
         raise UserError(
-            f"split_tokens and device_batch_size must be at least 1, got {tokens} and {device_batch_size}", exit_code=2
+            f"split_tokens and device_batch_size must be at least 1, got {tokens} and {device_batch_size}",
+            exit_code=2,
         )
     rows = dataloader.split_rows(data, tokenizer, split, length)
     steps = dataloader.one_pass(rows, tokens, device_batch_size, compute)

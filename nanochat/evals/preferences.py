@@ -29,7 +29,9 @@ class PreferenceLoss:
     chunks, and the logits never exist at once.
     """
 
-    beta: float = 0.1  # how far the model is held to the reference: a smaller beta lets it move further
+    beta: float = (
+        0.1  # how far the model is held to the reference: a smaller beta lets it move further
+    )
     label_smoothing: float = 0.0  # the share of pairs that may be the wrong way round (cDPO)
     sft_weight: float = 0.0  # of the preferred answer's loss in nats per token, which is added (RPO, arXiv 2404.19733)
     figures: tuple[str, ...] = ("accuracy", "margin", "chosen_reward")
@@ -37,18 +39,32 @@ class PreferenceLoss:
     def __post_init__(self) -> None:
         rules = (
             ("beta of DPO", self.beta, self.beta > 0, "above 0"),
-            ("label smoothing of DPO", self.label_smoothing, 0 <= self.label_smoothing < 0.5, "from 0 to below 0.5"),
-            ("weight of the preferred answers' own loss", self.sft_weight, self.sft_weight >= 0, "0 or above"),
+            (
+                "label smoothing of DPO",
+                self.label_smoothing,
+                0 <= self.label_smoothing < 0.5,
+                "from 0 to below 0.5",
+            ),
+            (
+                "weight of the preferred answers' own loss",
+                self.sft_weight,
+                self.sft_weight >= 0,
+                "0 or above",
+            ),
         )
         for name, value, fits, rule in rules:
             if not fits:
                 raise UserError(f"the {name} must be {rule}, got {value}", 2)
 
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+    def __call__(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
+    ) -> Tensor:
         """The sums over the pairs of a batch of PairRows: of the loss, of the pairs with a margin above 0, of the
         margins, and of beta * log p / p_ref of preferred answers, (4,)."""
         references = extras["references"]
-        scores, lengths = answer_scores(model, inputs, targets, extras["documents"], references.size(1))
+        scores, lengths = answer_scores(
+            model, inputs, targets, extras["documents"], references.size(1)
+        )
         rewards = self.beta * (scores - references)  # (B, P, 2)
         margin, there = rewards[..., 0] - rewards[..., 1], lengths[..., 0] > 0
         smooth = self.label_smoothing
@@ -75,7 +91,9 @@ def answer_scores(
     return scores.unflatten(1, (pairs, 2)), own.sum(dim=2).unflatten(1, (pairs, 2))
 
 
-def add_references(rows: PairRows, model: nn.Module, identity: str, batch_rows: int, compute: Compute) -> None:
+def add_references(
+    rows: PairRows, model: nn.Module, identity: str, batch_rows: int, compute: Compute
+) -> None:
     """Give the pairs of `rows` the log-probabilities of their answers under the model, which is not trained yet.
 
     They are computed once, in one pass over the rows, and kept beside the tokens: a run that resumes needs no reference
@@ -107,7 +125,9 @@ def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
         why = f"it holds {found.shape} values of {found.dtype}, expected {shape}"
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as failure:
         why = str(failure)
-    warn(f"the reference's log-probabilities in {path} cannot be used and are computed again: {why}")
+    warn(
+        f"the reference's log-probabilities in {path} cannot be used and are computed again: {why}"
+    )
     return None
 
 
@@ -122,8 +142,12 @@ def _score(rows: PairRows, model: nn.Module, batch_rows: int, compute: Compute) 
             begin = first + compute.rank * batch_rows
             own = np.arange(begin, min(begin + batch_rows, count))
             # A sharded model needs every rank in every pass, so a rank without a row of its own reads the first one.
-            inputs, targets, documents, references = rows.batch(own if len(own) else np.zeros(1, np.int64))
-            inputs, targets, documents = (to_device(one, compute) for one in (inputs, targets, documents))
+            inputs, targets, documents, references = rows.batch(
+                own if len(own) else np.zeros(1, np.int64)
+            )
+            inputs, targets, documents = (
+                to_device(one, compute) for one in (inputs, targets, documents)
+            )
             scores, _ = answer_scores(model, inputs, targets, documents, references.size(1))
             for row, of_row in zip(own, scores.cpu().numpy(), strict=len(own) > 0):
                 start, end = rows.pair_starts[row : row + 2]
@@ -136,4 +160,6 @@ def _score(rows: PairRows, model: nn.Module, batch_rows: int, compute: Compute) 
 
 def _sum(values: np.ndarray, compute: Compute) -> np.ndarray:
     """The sum over all ranks of values that one rank has and the others have as 0, so that no bit changes."""
-    return np.array(parallel.total(values.ravel().tolist(), compute), np.float32).reshape(values.shape)
+    return np.array(parallel.total(values.ravel().tolist(), compute), np.float32).reshape(
+        values.shape
+    )

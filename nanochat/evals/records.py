@@ -57,14 +57,22 @@ class Records:
     def finish(self, score: Mapping[str, Any]) -> None:
         """Write the answers of all ranks with their score. Every rank must call this."""
         if self._compute.world_size > 1:
-            write_atomic(self._part, "".join(to_json([number, line]) + "\n" for number, line in self._lines))
+            write_atomic(
+                self._part, "".join(to_json([number, line]) + "\n" for number, line in self._lines)
+            )
             device.barrier(self._compute)
         if self._compute.main:
             for rank in range(1, self._compute.world_size):
                 part = self._part.with_name(self._part.name.removesuffix("0") + str(rank))
-                self._lines += [(number, line) for number, line in map(parse_json, part.read_bytes().splitlines())]
+                self._lines += [
+                    (number, line)
+                    for number, line in map(parse_json, part.read_bytes().splitlines())
+                ]
             self._lines.sort(key=lambda line: line[0])
-            lines = [{"about": self._about, "score": dict(score)}, *(line for _, line in self._lines)]
+            lines = [
+                {"about": self._about, "score": dict(score)},
+                *(line for _, line in self._lines),
+            ]
             write_atomic(self.path, "".join(to_json(line) + "\n" for line in lines))
             log(f"answers: {self.path}")
         device.barrier(self._compute)

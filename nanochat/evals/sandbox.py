@@ -99,7 +99,10 @@ def _remove_entries(folder: int) -> str | None:
 def _some_entries(folder: int) -> list[tuple[str, bool]]:
     """Names in an open folder, at most ENTRIES of them, and whether each is a folder."""
     with os.scandir(folder) as entries:
-        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in itertools.islice(entries, ENTRIES)]
+        return [
+            (entry.name, entry.is_dir(follow_symlinks=False))
+            for entry in itertools.islice(entries, ENTRIES)
+        ]
 
 
 def _execute(program: str, seconds: float, memory: int, isolated: bool) -> tuple[int, str]:
@@ -113,9 +116,17 @@ def _execute(program: str, seconds: float, memory: int, isolated: bool) -> tuple
         given = stack.enter_context(tempfile.TemporaryFile())
         given.write(program.encode("utf-8", "surrogatepass"))
         given.seek(0)
-        folder = os.path.realpath(folder)  # the kernel's list of mounts names it without symbolic links
-        wish = {"isolated": isolated, "seconds": seconds, "memory": memory, "root": folder, "parent": os.getpid(),
-                "calls": filter_for()}  # fmt: skip
+        folder = os.path.realpath(
+            folder
+        )  # the kernel's list of mounts names it without symbolic links
+        wish = {
+            "isolated": isolated,
+            "seconds": seconds,
+            "memory": memory,
+            "root": folder,
+            "parent": os.getpid(),
+            "calls": filter_for(),
+        }
         process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(wish)],
@@ -164,10 +175,14 @@ def tier(unsafe_exec: bool = False) -> str:
     example with an object that equals everything. A pass is worth something only for programs that try to be right.
     """
     if not sys.platform.startswith("linux"):
-        raise UserError("running model-written code needs Linux: leave HumanEval out on this machine")
+        raise UserError(
+            "running model-written code needs Linux: leave HumanEval out on this machine"
+        )
     reason = _no_namespaces()
     if reason is None:
-        log("code execution: namespaces (no network, no files of this machine, limited time and memory)")
+        log(
+            "code execution: namespaces (no network, no files of this machine, limited time and memory)"
+        )
         return "namespaces"
     if not unsafe_exec:
         raise UserError(
@@ -184,7 +199,9 @@ def tier(unsafe_exec: bool = False) -> str:
     return "limits"
 
 
-def run_program(program: str, seconds: float = 5.0, memory: int = MEMORY, unsafe_exec: bool = False) -> ProgramResult:
+def run_program(
+    program: str, seconds: float = 5.0, memory: int = MEMORY, unsafe_exec: bool = False
+) -> ProgramResult:
     """Run a Python program (standard library only) in the strongest sandbox. It passes if it runs to its last line.
 
     `seconds` limits both wall and CPU time; `memory` is the limit of the address space in bytes. A program that ends

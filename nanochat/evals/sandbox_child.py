@@ -29,10 +29,22 @@ FILE = 1 << 20  # bytes of the largest file that a program may write
 NOBODY = 65534
 
 # <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+)
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
-MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 1024, 2048, 4096, 16384, 1 << 18, 1 << 21
+MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = (
+    1024,
+    2048,
+    4096,
+    16384,
+    1 << 18,
+    1 << 21,
+)
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 # <linux/filter.h>, <linux/seccomp.h>: load a word, jump if equal, jump if at least, return
@@ -42,7 +54,13 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_dat
 X32 = 1 << 30  # the first number of the x32 calls, a second set of numbers on x86_64
 # <linux/landlock.h>
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
-LANDLOCK_RIGHTS = (0, 13, 14, 15, 15)  # rights over files that versions 1 to 4 know; later ones know 16
+LANDLOCK_RIGHTS = (
+    0,
+    13,
+    14,
+    15,
+    15,
+)  # rights over files that versions 1 to 4 know; later ones know 16
 LANDLOCK_READ = 1 << 2 | 1 << 3  # files and folders
 # In a user namespace, a remount must keep these options of the original mount.
 KEPT = {
@@ -65,7 +83,14 @@ def call(name: str, *arguments: Any) -> None:
 
 def prctl(option: int, value: int) -> None:
     """Set a property of this process."""
-    call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    call(
+        "prctl",
+        option,
+        ctypes.c_ulong(value),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    )
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
@@ -100,7 +125,9 @@ def enter_namespaces() -> bool:
     do not bind the kernel's own root, so root becomes nobody first.
     """
     own = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    os.chdir(sys.base_prefix)  # while this process is still root: nobody may not be able to pass a folder above it
+    os.chdir(
+        sys.base_prefix
+    )  # while this process is still root: nobody may not be able to pass a folder above it
     if os.getuid() == 0:
         with contextlib.suppress(OSError):
             call("unshare", own)
@@ -133,7 +160,9 @@ def build_root(root: str) -> None:
             mount(source, inside, None, MS_BIND | MS_REC)
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         where, options = line.split()[4:6]
-        where = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), where)  # a space appears as \040
+        where = re.sub(
+            r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), where
+        )  # a space appears as \040
         if where.startswith(root + "/"):
             kept = sum(KEPT.get(option, 0) for option in options.split(","))
             mount("none", where, None, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
@@ -149,12 +178,17 @@ def build_root(root: str) -> None:
 
 def hold_library() -> None:
     """Reach Python's library through open folders: nobody may not be able to pass a folder above it, such as /root."""
-    held = {folder: f"/proc/self/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}"
-            for folder in sys.path if os.path.isdir(folder)}  # fmt: skip
+    held = {
+        folder: f"/proc/self/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}"
+        for folder in sys.path
+        if os.path.isdir(folder)
+    }
     sys.path[:] = [held.get(folder, folder) for folder in sys.path]
     for module in tuple(sys.modules.values()):
         for i, path in enumerate(getattr(module, "__path__", ())):
-            module.__path__[i] = next((held[one] + path[len(one) :] for one in held if path.startswith(one)), path)
+            module.__path__[i] = next(
+                (held[one] + path[len(one) :] for one in held if path.startswith(one)), path
+            )
 
 
 def confine(root: str) -> None:
@@ -168,7 +202,10 @@ def confine(root: str) -> None:
         return
     every = (1 << (LANDLOCK_RIGHTS[version] if version < len(LANDLOCK_RIGHTS) else 16)) - 1
     rules = libc.syscall(LANDLOCK_CREATE_RULESET, struct.pack("Q", every), ctypes.c_size_t(8), 0)
-    for folder, rights in ((root, every), *((folder, LANDLOCK_READ) for folder in library() if os.path.isdir(folder))):
+    for folder, rights in (
+        (root, every),
+        *((folder, LANDLOCK_READ) for folder in library() if os.path.isdir(folder)),
+    ):
         inside = os.open(folder, os.O_PATH)
         call("syscall", LANDLOCK_ADD_RULE, rules, 1, struct.pack("=Qi", rights, inside), 0)
         os.close(inside)
@@ -186,13 +223,27 @@ def drop_rights() -> None:
 def refuse_calls(architecture: int, denied: list[int], own: list[int], zero: list[int]) -> None:
     """Let the kernel refuse system calls (seccomp): those in `denied`, and unless their first argument is this process
     or 0, those in `own` and `zero`. Calls of another architecture, such as the 32-bit ones of x86, kill the process."""
-    code = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER),
-            (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE)]  # fmt: skip
+    code = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 1, 0, architecture),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER),
+        (AT_LEAST, 0, 1, X32),
+        (RETURN, 0, 0, REFUSE),
+    ]
     for number in denied:
         code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    for number, only in (*((number, os.getpid()) for number in own), *((number, 0) for number in zero)):
-        code += [(EQUAL, 0, 4, number), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 1, 0, only), (RETURN, 0, 0, REFUSE),
-                 (RETURN, 0, 0, ALLOW)]  # fmt: skip
+    for number, only in (
+        *((number, os.getpid()) for number in own),
+        *((number, 0) for number in zero),
+    ):
+        code += [
+            (EQUAL, 0, 4, number),
+            (LOAD, 0, 0, FIRST_ARGUMENT),
+            (EQUAL, 1, 0, only),
+            (RETURN, 0, 0, REFUSE),
+            (RETURN, 0, 0, ALLOW),
+        ]
     code.append((RETURN, 0, 0, ALLOW))
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(filters))
@@ -229,7 +280,9 @@ def run_program(program: bytes) -> None:
     """Run a program, and return only if it reached its last line."""
     leave, ended = os._exit, False  # kept here, because the program may replace os._exit
     try:
-        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # running it is the purpose of this file
+        exec(
+            compile(program, "<program>", "exec"), {"__name__": "__main__"}
+        )  # running it is the purpose of this file
         ended = True
     except BaseException:  # including SystemExit: a program that leaves early has not passed
         traceback.print_exc()
@@ -262,7 +315,9 @@ def supervise(child: int, told: socket.socket, seconds: float) -> int:
     return PASSED if said[:32] == said[32:] else FAILED
 
 
-def main(isolated: bool, seconds: float, memory: int, root: str, parent: int, calls: dict[str, Any]) -> None:
+def main(
+    isolated: bool, seconds: float, memory: int, root: str, parent: int, calls: dict[str, Any]
+) -> None:
     """Fork. The supervisor exits with the verdict; the program's process returns at the program's end."""
     die_with_parent()
     if os.getppid() != parent:
@@ -273,7 +328,9 @@ def main(isolated: bool, seconds: float, memory: int, root: str, parent: int, ca
     told, teller = socket.socketpair()
     try:
         renamed = isolated and enter_namespaces()
-        prctl(PR_SET_DUMPABLE, 0)  # a program of the same user must not reach the supervisor's memory
+        prctl(
+            PR_SET_DUMPABLE, 0
+        )  # a program of the same user must not reach the supervisor's memory
         if child := os.fork():
             teller.close()
             told.shutdown(socket.SHUT_WR)  # so that the program's standard input is empty

@@ -46,7 +46,9 @@ def load(cfg: Config) -> Loaded:
     """The model that the flags name, on the host, with its adapter merged. UserError if the flags do not go together or
     the model cannot be loaded."""
     if cfg.model is None and cfg.adapter is not None:
-        raise UserError("--adapter belongs to a published model: name its folder with --model", exit_code=2)
+        raise UserError(
+            "--adapter belongs to a published model: name its folder with --model", exit_code=2
+        )
     if cfg.model is not None and (cfg.source or cfg.model_tag or cfg.step is not None):
         raise UserError(
             "--model names a published model, and --source, --model_tag and --step one that was trained here: give "
@@ -67,7 +69,10 @@ def main(cfg: Config) -> None:
     """Load a model, export it, and say how it is loaded."""
     target = cfg.target.expanduser()
     if target.exists():
-        raise UserError(f"{target} exists already: name another {'file' if cfg.format == 'gguf' else 'folder'}", 2)
+        raise UserError(
+            f"{target} exists already: name another {'file' if cfg.format == 'gguf' else 'folder'}",
+            2,
+        )
     loaded = load(cfg)
     about = f"exported stage {loaded.stage}, tag {loaded.tag}, step {loaded.step:,} to {target}"
     if cfg.format == "gguf":

@@ -90,7 +90,10 @@ def write(path: Path, metadata: Mapping[str, Value], tensors: Sequence[Planned])
         file.write(_header(metadata, tensors))
         for planned in tensors:
             value = planned.make().detach().cpu().contiguous()
-            assert (tuple(value.shape), value.dtype) == (planned.shape, planned.dtype), (planned.name, value.shape)
+            assert (tuple(value.shape), value.dtype) == (planned.shape, planned.dtype), (
+                planned.name,
+                value.shape,
+            )
             data = value.view(torch.uint8).numpy().data
             file.write(data)
             file.write(_padding(data.nbytes))

@@ -53,14 +53,23 @@ OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokenizer in the format of the `tokenizers` library; it puts the BOS token in front of every text."""
-    specials = {tokenizer.decode([tokenizer.special(role)]): tokenizer.special(role) for role in ROLES}
+    specials = {
+        tokenizer.decode([tokenizer.special(role)]): tokenizer.special(role) for role in ROLES
+    }
     ranks = [tokenizer.decode_bytes([number]) for number in range(min(specials.values()))]
     bos = tokenizer.decode([tokenizer.bos])
     begin = {"SpecialToken": {"id": bos, "type_id": 0}}
     text, more = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
-    marks = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, begin, more],
-             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}  # fmt: skip
-    return {**json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials)), "post_processor": marks}
+    marks = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, begin, more],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
+    }
+    return {
+        **json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials)),
+        "post_processor": marks,
+    }
 
 
 def known(loaded: Loaded) -> bool:
@@ -75,33 +84,61 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
     if isinstance(tokenizer, FolderTokenizer):
         marks = {"eos_token_id": tokenizer.special("assistant_end"), "torch_dtype": dtype}
         begin = tokenizer.named("bos_token")
-        return {"config.json": {**published(shape), **marks, **({} if begin is None else {"bos_token_id": begin})}}
+        return {
+            "config.json": {
+                **published(shape),
+                **marks,
+                **({} if begin is None else {"bos_token_id": begin}),
+            }
+        }
     bos, end = (tokenizer.decode([tokenizer.special(role)]) for role in ("bos", "assistant_end"))
-    ends = [tokenizer.special("assistant_end"), tokenizer.bos]  # the ends of a reply and of a document
+    ends = [
+        tokenizer.special("assistant_end"),
+        tokenizer.bos,
+    ]  # the ends of a reply and of a document
     marks = {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0], "torch_dtype": dtype}
     cached = {} if known(loaded) else {"use_cache": False}
-    config = {"architectures": ["NanochatForCausalLM"], "model_type": "nanochat_ascend",
-              "auto_map": {"AutoConfig": "modeling_nanochat.NanochatConfig",
-                           "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM"},
-              "tie_word_embeddings": False, **asdict(shape)}  # fmt: skip
+    config = {
+        "architectures": ["NanochatForCausalLM"],
+        "model_type": "nanochat_ascend",
+        "auto_map": {
+            "AutoConfig": "modeling_nanochat.NanochatConfig",
+            "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM",
+        },
+        "tie_word_embeddings": False,
+        **asdict(shape),
+    }
     return {
         "config.json": {**(published(shape) if known(loaded) else config), **marks, **cached},
-        "generation_config.json": {"bos_token_id": tokenizer.bos, "eos_token_id": ends, "pad_token_id": ends[0],
-                                   **cached},
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": end,
-                                  "pad_token": end, "model_max_length": shape.sequence_len, "padding_side": "left",
-                                  "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
-                                  # Transformers 4 would add token_type_ids, which generate() then refuses.
-                                  "model_input_names": ["input_ids", "attention_mask"]},
+        "generation_config.json": {
+            "bos_token_id": tokenizer.bos,
+            "eos_token_id": ends,
+            "pad_token_id": ends[0],
+            **cached,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": end,
+            "pad_token": end,
+            "model_max_length": shape.sequence_len,
+            "padding_side": "left",
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+            # Transformers 4 would add token_type_ids, which generate() then refuses.
+            "model_input_names": ["input_ids", "attention_mask"],
+        },
         "tokenizer.json": tokenizer_json(tokenizer),
-    }  # fmt: skip
+    }
 
 
 def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A parameter in a number format. UserError if it has values that the format cannot hold."""
     value = parameter.detach().to(dtype)
     if not value.isfinite().all():
-        raise UserError(f"{name} has values that {dtype} cannot hold. Export with --dtype bfloat16 or --dtype float32")
+        raise UserError(
+            f"{name} has values that {dtype} cannot hold. Export with --dtype bfloat16 or --dtype float32"
+        )
     return value
 
 
@@ -116,11 +153,20 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
             write_json(temporary / name, content)
         trust, code = ("", "") if known(loaded) else (", trust_remote_code=True", OWN_CODE)
         more = CALCULATOR if isinstance(loaded.tokenizer, Tokenizer) else ""
-        about = README.format(name=folder.name, stage=loaded.stage, tag=loaded.tag, step=loaded.step, trust=trust,
-                              code=code, more=more)  # fmt: skip
+        about = README.format(
+            name=folder.name,
+            stage=loaded.stage,
+            tag=loaded.tag,
+            step=loaded.step,
+            trust=trust,
+            code=code,
+            more=more,
+        )
         write_atomic(temporary / "README.md", about)
         if not known(loaded):
             write_atomic(temporary / MODELLING.name, MODELLING.read_bytes())
         wanted = device.DTYPES[dtype]
-        tensors = {name: converted(name, value, wanted) for name, value in loaded.model.named_parameters()}
+        tensors = {
+            name: converted(name, value, wanted) for name, value in loaded.model.named_parameters()
+        }
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})

@@ -16,16 +16,31 @@ from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
-OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-         "lm_head.weight": "output.weight"}  # fmt: skip
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 INNER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
 WITHOUT_WEIGHT = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
 
 
@@ -46,20 +61,30 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
     """What llama.cpp has to know of the shape."""
     name, c = architecture(config), config
     values: dict[str, Value] = {
-        "context_length": c.sequence_len, "embedding_length": c.n_embd, "block_count": c.n_layer,
-        "feed_forward_length": c.n_hidden, "attention.head_count": c.n_head, "attention.head_count_kv": c.n_kv_head,
-        "attention.key_length": c.head_dim, "attention.value_length": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.norm_eps, "rope.freq_base": c.rope_theta,
-        "rope.dimension_count": c.rotated, "vocab_size": c.vocab_size,
-    }  # fmt: skip
+        "context_length": c.sequence_len,
+        "embedding_length": c.n_embd,
+        "block_count": c.n_layer,
+        "feed_forward_length": c.n_hidden,
+        "attention.head_count": c.n_head,
+        "attention.head_count_kv": c.n_kv_head,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        "rope.freq_base": c.rope_theta,
+        "rope.dimension_count": c.rotated,
+        "vocab_size": c.vocab_size,
+    }
     if name == "qwen35":
         pairs = c.rotated // 2  # dealt in turn to time, height and width, which are equal in texts
         values |= {
             "rope.dimension_sections": [-(-(pairs - first) // 3) for first in range(3)] + [0],
-            "ssm.conv_kernel": c.delta_width, "ssm.state_size": c.delta_key_dim, "ssm.group_count": c.delta_key_heads,
-            "ssm.time_step_rank": c.delta_value_heads, "ssm.inner_size": c.delta_value_heads * c.delta_value_dim,
+            "ssm.conv_kernel": c.delta_width,
+            "ssm.state_size": c.delta_key_dim,
+            "ssm.group_count": c.delta_key_heads,
+            "ssm.time_step_rank": c.delta_value_heads,
+            "ssm.inner_size": c.delta_value_heads * c.delta_value_dim,
             "attention.recurrent_layers": [kind == "D" for kind in c.kinds],
-        }  # fmt: skip
+        }
     return {f"{name}.{key}": value for key, value in values.items()}
 
 
@@ -114,7 +139,11 @@ def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[Planned]:
 
     for name, parameter in model.named_parameters():
         single = parameter.dim() != 2  # vectors, and the few numbers of convolutions
-        shape = (parameter.size(0), parameter.size(2)) if parameter.dim() == 3 else tuple(parameter.shape)
+        shape = (
+            (parameter.size(0), parameter.size(2))
+            if parameter.dim() == 3
+            else tuple(parameter.shape)
+        )
         kept = torch.float32 if single else dtype
         yield Planned(_name(name, model.config), shape, kept, maker(name, parameter, kept))
 

@@ -14,16 +14,21 @@ from nanochat.tokenizer import PATTERNS, Tokenizer
 # Beyond ASCII one letter differs, for published models too: llama.cpp does not take the long s (U+017F) for an s.
 SPLITS = {
     PATTERNS["qwen2"]: "qwen2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+":
-        "qwen2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+": "qwen35",
-}  # fmt: skip
+}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 # What a model of the tokenizers library may ask for and llama.cpp does not do -> the values that mean "no".
-ABSENT = {"dropout": (None, 0, 0.0), "byte_fallback": (None, False), "ignore_merges": (None, False),
-          "fuse_unk": (None, False), "unk_token": (None,), "continuing_subword_prefix": (None, ""),
-          "end_of_word_suffix": (None, "")}  # fmt: skip
+ABSENT = {
+    "dropout": (None, 0, 0.0),
+    "byte_fallback": (None, False),
+    "ignore_merges": (None, False),
+    "fuse_unk": (None, False),
+    "unk_token": (None,),
+    "continuing_subword_prefix": (None, ""),
+    "end_of_word_suffix": (None, ""),
+}
 
 
 def _refused(why: str) -> UserError:
@@ -45,8 +50,16 @@ def _split_name(content: Mapping[str, Any]) -> str:
     if content.get("normalizer") not in (None, {"type": "NFC"}):
         raise _refused(f"it normalises texts by {content['normalizer']!r}")
     steps = before.get("pretokenizers", [before])
-    shape = [(one.get("type"), one.get("behavior"), one.get("invert"), one.get("add_prefix_space"),
-              one.get("use_regex")) for one in steps]  # fmt: skip
+    shape = [
+        (
+            one.get("type"),
+            one.get("behavior"),
+            one.get("invert"),
+            one.get("add_prefix_space"),
+            one.get("use_regex"),
+        )
+        for one in steps
+    ]
     if shape != [("Split", "Isolated", False, None, None), ("ByteLevel", None, None, False, False)]:
         raise _refused("it does not split texts by one regular expression alone")
     regex = steps[0]["pattern"].get("Regex")
@@ -63,10 +76,19 @@ def _tokens(content: Mapping[str, Any], rows: int) -> dict[str, Value]:
         tokens[number], kinds[number] = text, NORMAL
     for token in content["added_tokens"]:
         number = int(token["id"])
-        tokens[number], kinds[number] = token["content"], CONTROL if token["special"] else USER_DEFINED
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
+        tokens[number], kinds[number] = (
+            token["content"],
+            CONTROL if token["special"] else USER_DEFINED,
+        )
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]
+    ]
     name = "tokenizer.ggml"
-    return {f"{name}.tokens": tokens, f"{name}.token_type": kinds, **({f"{name}.merges": merges} if merges else {})}
+    return {
+        f"{name}.tokens": tokens,
+        f"{name}.token_type": kinds,
+        **({f"{name}.merges": merges} if merges else {}),
+    }
 
 
 def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:

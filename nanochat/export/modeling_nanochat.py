@@ -49,7 +49,11 @@ class NanochatConfig(PretrainedConfig):
     ) -> None:
         self.sequence_len, self.vocab_size = sequence_len, vocab_size
         self.n_layer, self.n_head, self.n_kv_head, self.n_embd = n_layer, n_head, n_kv_head, n_embd
-        self.window_pattern, self.bigram_rows, self.offset_layers = window_pattern, bigram_rows, offset_layers
+        self.window_pattern, self.bigram_rows, self.offset_layers = (
+            window_pattern,
+            bigram_rows,
+            offset_layers,
+        )
         self.use_cache = False
         super().__init__(**{"tie_word_embeddings": False, **rest, "use_cache": False})
 
@@ -96,10 +100,16 @@ class _Attention(nn.Module):
         self.c_v = nn.Linear(config.n_embd, kv_dim, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         gated = config.has_value_embedding(layer)
-        self.ve_gate = nn.Linear(VALUE_GATE_CHANNELS, config.n_kv_head, bias=False) if gated else None
+        self.ve_gate = (
+            nn.Linear(VALUE_GATE_CHANNELS, config.n_kv_head, bias=False) if gated else None
+        )
 
-    def forward(self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, seen: Tensor, real: Tensor) -> Tensor:
-        q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.c_q, self.c_k, self.c_v))  # (B, T, H, D)
+    def forward(
+        self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, seen: Tensor, real: Tensor
+    ) -> Tensor:
+        q, k, v = (
+            m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.c_q, self.c_k, self.c_v)
+        )  # (B, T, H, D)
         q, k = (_norm(_rotate(one, cos, sin)) * QK_SCALE for one in (q, k))
         if self.offset:  # the slowly turning half of a key is that of the token before
             own, earlier = (keys.unflatten(-1, (2, 2, -1)) for keys in (k, _shifted(k, real)))
@@ -147,12 +157,17 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         kv_dim = config.n_kv_head * (config.n_embd // config.n_head)
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
-        tables = {str(i): nn.Embedding(config.padded_vocab, kv_dim) for i in range(config.n_layer)
-                  if config.has_value_embedding(i)}  # fmt: skip
+        tables = {
+            str(i): nn.Embedding(config.padded_vocab, kv_dim)
+            for i in range(config.n_layer)
+            if config.has_value_embedding(i)
+        }
         self.value_embeds = nn.ModuleDict(tables)
         self.h = nn.ModuleList([_Block(config, i) for i in range(config.n_layer)])
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab, bias=False)
-        self.bigrams = nn.Embedding(config.bigram_rows, config.n_embd) if config.bigram_rows else None
+        self.bigrams = (
+            nn.Embedding(config.bigram_rows, config.n_embd) if config.bigram_rows else None
+        )
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
         self.smear_gate = nn.Linear(SMEAR_CHANNELS, 1, bias=False)
@@ -175,19 +190,25 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         """The normed hidden states (B, T, C); `real` (B, T) is True for tokens and False for padding."""
         config, T = self.config, idx.size(1)
         dtype, head_dim = self.wte.weight.dtype, config.n_embd // config.n_head
-        frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=idx.device) / head_dim)
+        frequency = ROTARY_BASE ** (
+            -torch.arange(0, head_dim, 2, dtype=torch.float32, device=idx.device) / head_dim
+        )
         angle = torch.outer(torch.arange(T, dtype=torch.float32, device=idx.device), frequency)
         cos, sin = (table.to(dtype)[None, :, None] for table in (angle.cos(), angle.sin()))
         place = torch.arange(T, device=idx.device)
         causal = place[:, None] >= place[None]
-        itself = place[:, None] == place[None]  # a row of padding sees itself: softmax over no keys is NaN
+        itself = (
+            place[:, None] == place[None]
+        )  # a row of padding sees itself: softmax over no keys is NaN
         seen = (causal & real[:, None, None, :]) | itself  # (B, 1, T, T)
 
         x = _norm(self.wte(idx))
         gate = self.smear_lambda.to(dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
         x = x + gate * _shifted(x, real)
         if self.bigrams is not None:  # of each token and the one before, by a hash
-            rows = (_shifted(idx, real) * BIGRAM_FACTORS[0] + idx * BIGRAM_FACTORS[1]) % self.config.bigram_rows
+            rows = (
+                _shifted(idx, real) * BIGRAM_FACTORS[0] + idx * BIGRAM_FACTORS[1]
+            ) % self.config.bigram_rows
             x = x + self.bigrams(rows)
         x0 = middle = x
         for i, block in enumerate(cast(list[Any], list(self.h))):
@@ -207,12 +228,18 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         **_: Any,
     ) -> CausalLMOutput:
         """Softcapped fp32 logits (B, T, V) and, with labels, the mean loss in nats."""
-        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        real = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask.bool()
+        )
         raw = self.lm_head(self._hidden(input_ids, real))[..., : self.config.vocab_size]
         logits = SOFTCAP * torch.tanh(raw.float() / SOFTCAP)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+            )
         return CausalLMOutput(loss=loss, logits=logits)  # pyright: ignore[reportArgumentType]
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]

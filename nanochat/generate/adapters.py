@@ -37,7 +37,13 @@ class _Rows:
 class Adapters:
     """The adapters of a model, by name. Outside of rows() the model computes without any."""
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Adapter], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Adapter],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         """Gives every matrix of the model that an adapter changes the halves of all adapters, in `dtype`. Ranks may
         differ; the smaller ones are padded with zeros."""
         self._numbers = {"": NONE} | {name: number for number, name in enumerate(given)}
@@ -46,7 +52,9 @@ class Adapters:
         self._rows: _Rows | None = None
         self._last: tuple[tuple[int, ...], _Rows] | None = None
         self._fixed: dict[int, _Rows] = {}
-        changed = {name.rpartition(".lora_")[0] for adapter in given.values() for name in adapter.values}
+        changed = {
+            name.rpartition(".lora_")[0] for adapter in given.values() for name in adapter.values
+        }
         for name, matrix in model.named_modules():
             if name in changed and isinstance(matrix, Linear):
                 matrix.several = self._halves(name, matrix, list(given.values())).add
@@ -60,7 +68,10 @@ class Adapters:
         """The number of an adapter; NONE for "". UserError for an unknown name."""
         if name not in self._numbers:
             known = f"has {', '.join(map(repr, self.names))}" if self.names else "has none"
-            raise UserError(f"there is no adapter {name!r}: this model {known}. Ask for another one, or for none", 2)
+            raise UserError(
+                f"there is no adapter {name!r}: this model {known}. Ask for another one, or for none",
+                2,
+            )
         return self._numbers[name]
 
     @contextlib.contextmanager
@@ -89,7 +100,9 @@ class Adapters:
 
     def _placed(self, numbers: tuple[int, ...]) -> _Rows:
         index = torch.tensor(numbers)
-        mask = (index[:, None] == torch.arange(self._count).repeat_interleave(self._rank)).to(self._dtype)
+        mask = (index[:, None] == torch.arange(self._count).repeat_interleave(self._rank)).to(
+            self._dtype
+        )
         has = (index > NONE).to(self._dtype)[:, None, None]
         only = numbers[0] if len(set(numbers)) == 1 else None
         return _Rows(
@@ -120,7 +133,9 @@ class _Halves:
     first: Tensor  # (N, R, inputs)
     second: Tensor  # (N, R, outputs)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:  # (B, T, inputs), (B, T, outputs) -> (B, T, outputs)
+    def add(
+        self, x: Tensor, y: Tensor
+    ) -> Tensor:  # (B, T, inputs), (B, T, outputs) -> (B, T, outputs)
         """What the matrix gives for `x`, which is `y`, with what each row's adapter adds."""
         rows = self.adapters.current
         if rows is None:

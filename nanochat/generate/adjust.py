@@ -40,9 +40,11 @@ class History:
         """The distinct tokens, what is taken from the logit of each, and the repetition penalty."""
         size, s = len(self._places), self._sampling
         counts = self._counts[:size]
-        return self._tokens[:size], counts * s.frequency_penalty + (counts > 0) * s.presence_penalty, (
-            s.repetition_penalty
-        )  # fmt: skip
+        return (
+            self._tokens[:size],
+            counts * s.frequency_penalty + (counts > 0) * s.presence_penalty,
+            (s.repetition_penalty),
+        )
 
     def added(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, and what is added to the logit of each."""
@@ -52,7 +54,9 @@ class History:
         return np.concatenate((self._biased, self._ends)), np.concatenate((self._biases, waiting))
 
 
-def adjuster(histories: Sequence[History | None], masks: Mapping[int, bytes]) -> Callable[[Tensor], None] | None:
+def adjuster(
+    histories: Sequence[History | None], masks: Mapping[int, bytes]
+) -> Callable[[Tensor], None] | None:
     """What to do to the logits (B, V) of rows with these histories, and of rows that have a mask of a grammar; None if
     nothing is to be done."""
     counted = [(row, history) for row, history in enumerate(histories) if history is not None]
@@ -76,7 +80,9 @@ def _penalise(logits: Tensor, counted: Sequence[tuple[int, History]]) -> None:
     seen = [(row, *history.seen()) for row, history in counted]
     places = np.concatenate([row * V + tokens for row, tokens, _, _ in seen])
     taken = np.concatenate([minus for _, _, minus, _ in seen]).astype(np.float32)
-    factors = np.concatenate([np.full(len(tokens), factor, np.float32) for _, tokens, _, factor in seen])
+    factors = np.concatenate(
+        [np.full(len(tokens), factor, np.float32) for _, tokens, _, factor in seen]
+    )
     if len(places):
         index, minus, factor = (_on(array, logits.device) for array in (places, taken, factors))
         before = flat[index]

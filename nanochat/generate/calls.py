@@ -19,7 +19,10 @@ class Calls:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._expression: list[int] | None = None  # tokens of the open call
-        self._opens, self._closes = tokenizer.special("python_start"), tokenizer.special("python_end")
+        self._opens, self._closes = (
+            tokenizer.special("python_start"),
+            tokenizer.special("python_end"),
+        )
 
     def copy(self) -> "Calls":
         """The same open call, for a second reply that begins like this one."""
@@ -42,5 +45,9 @@ class Calls:
             answer = calculate(self._tokenizer.decode(self._expression))
             self._expression = None
             text = self._tokenizer.encode(FAILED if answer is None else answer)
-            return [self._tokenizer.special("output_start"), *text, self._tokenizer.special("output_end")]
+            return [
+                self._tokenizer.special("output_start"),
+                *text,
+                self._tokenizer.special("output_end"),
+            ]
         return []

@@ -13,7 +13,9 @@ BROKEN = (
     "the model gives NaN instead of probabilities: its weights are damaged, or its numbers are too "
     "large for this format. Try --dtype float32, or name another step or model"
 )
-Alternatives = tuple[tuple[int, float], ...]  # the likeliest tokens, each with its log-probability, likeliest first
+Alternatives = tuple[
+    tuple[int, float], ...
+]  # the likeliest tokens, each with its log-probability, likeliest first
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,18 @@ class Event:
     # schema takes too much work or the model is `broken`: the reply is not complete.
     finish: Finish | None
     alternatives: Alternatives = ()  # as many as Sampling.logprobs asks for
-    reused: int = 0  # on the first token: how many tokens of the prompt did not have to be read again
-    prompt: Sequence[Scored] = ()  # on the first token, if asked for: every token of the prompt but the first
+    reused: int = (
+        0  # on the first token: how many tokens of the prompt did not have to be read again
+    )
+    prompt: Sequence[
+        Scored
+    ] = ()  # on the first token, if asked for: every token of the prompt but the first
     # What to show, where the request has stop strings: text that may begin a stop string is held back. None: decode
     # the token.
     parts: tuple[Part, ...] | None = None
-    matched: str | int | None = None  # the stop string or stop token of the request that ended the reply
+    matched: str | int | None = (
+        None  # the stop string or stop token of the request that ended the reply
+    )
 
     @property
     def broken(self) -> bool:

@@ -28,7 +28,9 @@ def rounded(count: int, most: int) -> int:
 class DecodeGraphs:
     """The captured decoding steps of a model over a cache. The results of a step are overwritten by the next step."""
 
-    def __init__(self, model: Model, cache: Cache, platform: Platform, adapters: Adapters | None = None):
+    def __init__(
+        self, model: Model, cache: Cache, platform: Platform, adapters: Adapters | None = None
+    ):
         """`platform` is the device's, which can capture. `adapters` are those that rows may have."""
         self.model, self.cache, self.platform, self.adapters = model, cache, platform, adapters
         self.replays = 0
@@ -42,7 +44,9 @@ class DecodeGraphs:
         """The rows and keys of the steps that are captured, and whether any row has an adapter."""
         return list(self._graphs)
 
-    def step(self, tokens: Sequence[int], held: Sequence[int], numbers: Sequence[int]) -> Tensor | None:  # (B, V) fp32
+    def step(
+        self, tokens: Sequence[int], held: Sequence[int], numbers: Sequence[int]
+    ) -> Tensor | None:  # (B, V) fp32
         """Feed a token to each of the first B slots, and return the logits of the tokens after them. `held` is how many
         tokens every slot of the cache holds, `numbers` are the rows' adapters. None, and nothing was done, if a slot
         that only pads the step is full."""
@@ -76,7 +80,9 @@ class DecodeGraphs:
 
         def work() -> None:
             tokens = self._tokens[:rows]
-            hidden = self.model.hidden(tokens, Cached(self.cache, tokens, slice(0, rows), keys=keys))
+            hidden = self.model.hidden(
+                tokens, Cached(self.cache, tokens, slice(0, rows), keys=keys)
+            )
             found[:] = [self.model.logits(hidden[:, 0])]
 
         work()

@@ -54,10 +54,16 @@ class Passes:
         return logits
 
     def _decoded(self, held: Sequence[Request | None], count: int) -> Tensor:  # (count, V) fp32
-        pieces = [request.tokens[request.cached : request.cached + 1] for request in held[:count] if request]
+        pieces = [
+            request.tokens[request.cached : request.cached + 1]
+            for request in held[:count]
+            if request
+        ]
         if self.graphs is not None:
             tokens = [request.cached if request else 0 for request in held]
-            logits = self.graphs.step([token for (token,) in pieces], tokens, self._numbers(held[:count]))
+            logits = self.graphs.step(
+                [token for (token,) in pieces], tokens, self._numbers(held[:count])
+            )
             if logits is not None:
                 self.count += 1
                 return logits
@@ -73,9 +79,13 @@ class Passes:
             wider = 1 << (T - 1).bit_length()
             T = wider if max(tokens[first : first + B]) + wider <= self.length else T
             B = min(1 << (B - 1).bit_length(), len(held) - first)
-            if max(tokens[first : first + B]) + T > self.length:  # a slot that only pads has no room for the pass
+            if (
+                max(tokens[first : first + B]) + T > self.length
+            ):  # a slot that only pads has no room for the pass
                 B = len(pieces)
-        spare = B - len(pieces)  # a padding row claims one token of its slot; the slot's state is restored below
+        spare = B - len(
+            pieces
+        )  # a padding row claims one token of its slot; the slot's state is restored below
         fresh = [*map(len, pieces), *[1] * spare]
         if T == 1:
             table = [*pieces, *[[0]] * spare]
@@ -107,18 +117,28 @@ class Passes:
             return [NONE] * len(rows)
         return [adapters.number(request.sampling.adapter) if request else NONE for request in rows]
 
-    def score(self, hidden: Tensor, requests: Sequence[Request], pieces: Sequence[Sequence[int]]) -> None:
+    def score(
+        self, hidden: Tensor, requests: Sequence[Request], pieces: Sequence[Sequence[int]]
+    ) -> None:
         """Give the requests that asked for them the log-probabilities of the tokens after each token of their pieces.
 
         `hidden` is what run() returned for these pieces.
         """
-        asking = [row for row, request in enumerate(requests) if request.sampling.prompt_logprobs is not None]
+        asking = [
+            row
+            for row, request in enumerate(requests)
+            if request.sampling.prompt_logprobs is not None
+        ]
         if not asking:
             return
         T = hidden.size(1)
-        places = torch.tensor([row * T + place for row in asking for place in range(len(pieces[row]))])
+        places = torch.tensor(
+            [row * T + place for row in asking for place in range(len(pieces[row]))]
+        )
         wanted = [
-            token for row in asking for token in requests[row].tokens[requests[row].cached + 1 :][: len(pieces[row])]
+            token
+            for row in asking
+            for token in requests[row].tokens[requests[row].cached + 1 :][: len(pieces[row])]
         ]
         count = max(requests[row].sampling.prompt_logprobs or 0 for row in asking)
         scored = iter(self._scored(hidden.flatten(0, 1), places, wanted, count))
@@ -126,9 +146,13 @@ class Passes:
             most = requests[row].sampling.prompt_logprobs or 0
             for _ in pieces[row]:
                 token = next(scored)
-                requests[row].scores.append(Scored(token.token, token.logprob, token.alternatives[:most]))
+                requests[row].scores.append(
+                    Scored(token.token, token.logprob, token.alternatives[:most])
+                )
 
-    def _scored(self, hidden: Tensor, places: Tensor, wanted: Sequence[int], count: int) -> list[Scored]:
+    def _scored(
+        self, hidden: Tensor, places: Tensor, wanted: Sequence[int], count: int
+    ) -> list[Scored]:
         """The log-probability of each wanted token after the hidden state at its place, and `count` alternatives."""
         found: list[Scored] = []
         device = hidden.device

@@ -7,7 +7,15 @@ from nanochat.data.conversation import Kind, Part
 from nanochat.tokenizer import Tokenizer
 
 _OPENS: dict[str, Kind] = {"python_start": "python", "output_start": "python_output"}
-_CLOSES = ("bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_end", "output_end")
+_CLOSES = (
+    "bos",
+    "user_start",
+    "user_end",
+    "assistant_start",
+    "assistant_end",
+    "python_end",
+    "output_end",
+)
 
 
 class TextStream:
@@ -18,7 +26,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._marks: dict[int, Kind] = {tokenizer.special(role): kind for role, kind in _OPENS.items()}
+        self._marks: dict[int, Kind] = {
+            tokenizer.special(role): kind for role, kind in _OPENS.items()
+        }
         self._marks |= {tokenizer.special(role): "text" for role in _CLOSES}
         self._marks |= dict.fromkeys(tokenizer.stops, "text")
         self._kind: Kind = "text"

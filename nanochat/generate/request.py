@@ -30,8 +30,12 @@ class Request:
     grammar: Grammar | None = None
     cached: int = 0  # how many of the tokens are in the cache
     reused: int = 0  # how many of these were copied or kept from another request
-    scores: list[Scored] = field(default_factory=list)  # of the prompt from its second token on, if asked for
-    states: dict[int, list[Tensor]] = field(default_factory=dict)  # the slot's states after so many tokens
+    scores: list[Scored] = field(
+        default_factory=list
+    )  # of the prompt from its second token on, if asked for
+    states: dict[int, list[Tensor]] = field(
+        default_factory=dict
+    )  # the slot's states after so many tokens
     used: int = 0  # when the slot was last of use, for eviction
 
     @property
@@ -48,7 +52,9 @@ class Request:
 def check(prompt: Sequence[int], sampling: Sampling, length: int, vocab: int) -> None:
     """UserError if the prompt is empty or leaves no room for a reply, or if a token is not in the vocabulary."""
     if not prompt:
-        raise UserError("the prompt is empty: it must have at least one token. Pass a text to answer.")
+        raise UserError(
+            "the prompt is empty: it must have at least one token. Pass a text to answer."
+        )
     if len(prompt) >= length:
         raise UserError(
             f"the prompt is too long: it has {len(prompt)} tokens, the context holds {length}, and the "

@@ -22,7 +22,8 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     """How many tokens two lists have in common at the start."""
     if a[:LEAST] != b[:LEAST]:
         return next(
-            (i for i, (x, y) in enumerate(zip(a[:LEAST], b[:LEAST], strict=False)) if x != y), min(len(a), len(b))
+            (i for i, (x, y) in enumerate(zip(a[:LEAST], b[:LEAST], strict=False)) if x != y),
+            min(len(a), len(b)),
         )
     low, high = 0, min(len(a), len(b))
     while low < high:  # a[:low] and b[:low] are equal
@@ -40,7 +41,9 @@ class Rows:
     def __init__(self, cache: Cache, slots: int, rows: int):
         """At most `slots` requests are in flight; the cache has `rows` slots, at least as many."""
         self.cache, self.slots = cache, slots
-        self.held: list[Request | None] = [None] * rows  # by slot; behind the active ones: what others left
+        self.held: list[Request | None] = [
+            None
+        ] * rows  # by slot; behind the active ones: what others left
         self.active = 0
         self._clock = itertools.count(1)
 
@@ -56,26 +59,37 @@ class Rows:
 
     def ready(self) -> int:
         """How many requests are ready to decode; they hold the first slots."""
-        return next((slot for slot, request in enumerate(self.running) if request.prefilling), self.active)
+        return next(
+            (slot for slot, request in enumerate(self.running) if request.prefilling), self.active
+        )
 
     # --- common prefixes -------------------------------------------------------------------------
 
     def _usable(self, request: Request, other: Request) -> int:
         """How many tokens of the request's prompt need not be read again if it has what the other one's slot holds."""
-        if request.tokens[:LEAST] != other.tokens[:LEAST] or request.sampling.adapter != other.sampling.adapter:
+        if (
+            request.tokens[:LEAST] != other.tokens[:LEAST]
+            or request.sampling.adapter != other.sampling.adapter
+        ):
             return 0
         length = min(common_prefix(request.tokens, other.tokens), other.cached, request.prompt - 1)
         if request.sampling.prompt_logprobs is not None:
             if request.sampling.prompt_logprobs != other.sampling.prompt_logprobs:
                 return 0
-            length = min(length - 1, len(other.scores))  # the score of the next token is not the same
+            length = min(
+                length - 1, len(other.scores)
+            )  # the score of the next token is not the same
         if length != other.cached and not self.cache.cuts_anywhere:
             length = max((tokens for tokens in other.states if tokens <= length), default=0)
         return length if length >= LEAST else 0
 
     def _best(self, request: Request, slots: Iterable[int]) -> tuple[int, int]:
         """The slot with the longest usable prefix, and that prefix's length; 0 if there is none."""
-        lengths = [(slot, self._usable(request, other)) for slot in slots if (other := self.held[slot]) is not None]
+        lengths = [
+            (slot, self._usable(request, other))
+            for slot in slots
+            if (other := self.held[slot]) is not None
+        ]
         return max(lengths, key=lambda pair: pair[1], default=(0, 0))
 
     def remember(self, requests: Iterable[Request]) -> None:
@@ -89,7 +103,9 @@ class Rows:
         """Copy to a prefilling request's slot what a request in flight has read of the same prefix since."""
         request = self.held[slot]
         assert request is not None
-        source, length = self._best(request, (other for other in range(self.active) if other != slot))
+        source, length = self._best(
+            request, (other for other in range(self.active) if other != slot)
+        )
         if length > request.cached:
             self._copy_prefix(source, slot, request, length)
 
@@ -119,7 +135,9 @@ class Rows:
                 self.cache.restore(slice(slot, slot + 1), other.states[length])
         request.reused += length - request.cached
         request.cached, request.scores = length, other.scores[:length]
-        request.states = {tokens: state for tokens, state in other.states.items() if tokens <= length}
+        request.states = {
+            tokens: state for tokens, state in other.states.items() if tokens <= length
+        }
 
     # --- coming and going ------------------------------------------------------------------------
 
@@ -127,11 +145,15 @@ class Rows:
         """Give a slot to a request, with the longest prefix of its prompt that any slot holds."""
         first, behind = self.active, range(self.active, len(self.held))
         source, length = self._best(request, range(len(self.held)))
-        oldest = min(behind, key=lambda slot: left.used if (left := self.held[slot]) is not None else 0)
+        oldest = min(
+            behind, key=lambda slot: left.used if (left := self.held[slot]) is not None else 0
+        )
         lost = victim.cached if (victim := self.held[oldest]) is not None else 0
         other = self.held[source] if length else None
         if other is not None and source >= first and other.cached - length <= lost:
-            self._swap(source, first)  # cutting the other one off loses less than giving the oldest slot away
+            self._swap(
+                source, first
+            )  # cutting the other one off loses less than giving the oldest slot away
             self._cut(first, request, other, length)
         else:
             self._drop(oldest)
@@ -173,7 +195,9 @@ class Rows:
         """Keep the states of a slot that has reached a border or the end of its prompt, if they cannot be cut."""
         request = self.held[slot]
         assert request is not None
-        if not self.cache.cuts_anywhere and (request.cached % BORDER == 0 or not request.prefilling):
+        if not self.cache.cuts_anywhere and (
+            request.cached % BORDER == 0 or not request.prefilling
+        ):
             request.states[request.cached] = self.cache.kept(slice(slot, slot + 1))
             while len(request.states) > MOST_STATES:
                 request.states.pop(next(iter(request.states)))

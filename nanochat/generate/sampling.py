@@ -17,17 +17,27 @@ from nanochat.nn.operations import Operations
 COLDEST = 1e-5  # below this temperature, draws are greedy: fp32 holds no quotient of logits by a smaller number
 UNBOUNDED = 3e38  # the largest temperature: fp32 holds no more
 MOST_ALTERNATIVES = 20  # likeliest tokens that can be reported beside a token
-MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings or stop tokens of a request; characters of a stop string
+MOST_STOPS, LONGEST_STOP = (
+    16,
+    256,
+)  # stop strings or stop tokens of a request; characters of a stop string
 MOST_BIASES, MOST_BIAS = 1024, 100.0  # tokens with a bias in a request; size of a bias
 # Settings that are numbers, with the least and the largest value.
 RANGES = (
-    ("temperature", 0, UNBOUNDED), ("top_p", 1e-6, 1), ("min_p", 0, 1), ("repetition_penalty", 1e-3, 1e3),
-    ("presence_penalty", -100, 100), ("frequency_penalty", -100, 100), ("min_tokens", 0, 1 << 31),
+    ("temperature", 0, UNBOUNDED),
+    ("top_p", 1e-6, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 1e-3, 1e3),
+    ("presence_penalty", -100, 100),
+    ("frequency_penalty", -100, 100),
+    ("min_tokens", 0, 1 << 31),
     ("logprobs", 0, MOST_ALTERNATIVES),
-)  # fmt: skip
+)
 ALL = 2.0  # a top_p that no sum of probabilities reaches, rounding included
 ARGMAX_GROUP = 256  # logits whose largest is found together
-UNIFORM_BITS = 23  # few enough that uniform() times a positive fp32 value always stays below that value
+UNIFORM_BITS = (
+    23  # few enough that uniform() times a positive fp32 value always stays below that value
+)
 
 
 @dataclass(frozen=True)
@@ -42,17 +52,25 @@ class Sampling:
     max_tokens: int = 256
     seed: int = 42
     top_p: float = 1.0  # sample from the fewest likeliest tokens that have this probability together, after top_k
-    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest one's probability
-    repetition_penalty: float = 1.0  # divides logits above 0, multiplies others; of tokens in prompt or reply
+    min_p: float = (
+        0.0  # leave out tokens less likely than this share of the likeliest one's probability
+    )
+    repetition_penalty: float = (
+        1.0  # divides logits above 0, multiplies others; of tokens in prompt or reply
+    )
     presence_penalty: float = 0.0  # taken from the logits of tokens in the reply
-    frequency_penalty: float = 0.0  # taken from the logits of tokens in the reply, once for each occurrence
+    frequency_penalty: float = (
+        0.0  # taken from the logits of tokens in the reply, once for each occurrence
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()  # token, and what is added to its logit
     stop: tuple[str, ...] = ()  # strings that end the reply; the reply's text ends before them
     stop_tokens: tuple[int, ...] = ()  # tokens that end the reply, beside the model's end marks
     min_tokens: int = 0  # tokens of the reply before an end mark or a stop may end it
     ignore_eos: bool = False  # go on after the model's end marks
     logprobs: int = 0  # likeliest tokens to report beside every sampled token
-    prompt_logprobs: int | None = None  # report the prompt's log-probabilities, with so many likeliest tokens
+    prompt_logprobs: int | None = (
+        None  # report the prompt's log-probabilities, with so many likeliest tokens
+    )
     schema: str | None = None  # JSON schema that the reply must meet, as JSON text
     adapter: str = ""  # name of the engine's adapter that the model has for this request; "": none
 
@@ -60,7 +78,11 @@ class Sampling:
         for name, low, high in RANGES:
             value = getattr(self, name)
             if not low <= value <= high:
-                least = f"from {low:,g} to {high:,g}" if high < UNBOUNDED else f"finite and at least {low:g}"
+                least = (
+                    f"from {low:,g} to {high:,g}"
+                    if high < UNBOUNDED
+                    else f"finite and at least {low:g}"
+                )
                 raise UserError(f"{name} must be {least}, got {value}", exit_code=2)
         if self.top_k is not None and self.top_k < 1:
             raise UserError(
@@ -71,15 +93,24 @@ class Sampling:
             raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}", exit_code=2)
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MOST_ALTERNATIVES:
             raise UserError(
-                f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {self.prompt_logprobs}", exit_code=2
+                f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {self.prompt_logprobs}",
+                exit_code=2,
             )
-        for name, most in (("stop", MOST_STOPS), ("stop_tokens", MOST_STOPS), ("logit_bias", MOST_BIASES)):
+        for name, most in (
+            ("stop", MOST_STOPS),
+            ("stop_tokens", MOST_STOPS),
+            ("logit_bias", MOST_BIASES),
+        ):
             if len(getattr(self, name)) > most:
-                raise UserError(f"{name} has at most {most} entries, got {len(getattr(self, name)):,}", exit_code=2)
+                raise UserError(
+                    f"{name} has at most {most} entries, got {len(getattr(self, name)):,}",
+                    exit_code=2,
+                )
         for stop in self.stop:
             if not 0 < len(stop) <= LONGEST_STOP:
                 raise UserError(
-                    f"a stop string has from 1 to {LONGEST_STOP} characters, got one of {len(stop):,}", exit_code=2
+                    f"a stop string has from 1 to {LONGEST_STOP} characters, got one of {len(stop):,}",
+                    exit_code=2,
                 )
         for token, bias in self.logit_bias:
             if not -MOST_BIAS <= bias <= MOST_BIAS:
@@ -97,13 +128,18 @@ class Sampling:
     def adjusts(self) -> bool:
         """Whether logits must be changed before a token is chosen."""
         return bool(
-            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
             or self.min_tokens
-        )  # fmt: skip
+        )
 
 
 def chat_drawing(
-    corpus: str | None, temperature: float | Literal["auto"] = "auto", min_p: float | Literal["auto"] = "auto"
+    corpus: str | None,
+    temperature: float | Literal["auto"] = "auto",
+    min_p: float | Literal["auto"] = "auto",
 ) -> Drawing:
     """How chats with a model of a corpus draw: as asked for, and, where that is auto, as suits the model."""
     suits = traits(corpus).chats
@@ -136,7 +172,8 @@ def choose(
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
-    adjust: Callable[[Tensor], None] | None = None,  # changes logits in place before tokens are chosen
+    adjust: Callable[[Tensor], None]
+    | None = None,  # changes logits in place before tokens are chosen
     operations: Operations | None = None,  # of the model that made the logits
 ) -> Choice:
     """One token per row.
@@ -151,11 +188,16 @@ def choose(
     logits.index_fill_(1, banned, float("-inf"))
     # tokens to sample from; 0 = greedy
     tops = [min(s.top_k or V, V) if s.temperature >= COLDEST else 0 for s in samplings]
-    rows = [(u, s.temperature if top else 1.0, top) for u, s, top in zip(uniforms, samplings, tops, strict=True)]
+    rows = [
+        (u, s.temperature if top else 1.0, top)
+        for u, s, top in zip(uniforms, samplings, tops, strict=True)
+    ]
     settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
     if any(s.min_p and top for s, top in zip(samplings, tops, strict=True)):
         _leave_out_unlikely(logits, settings, samplings)
-    nuclei = [s.top_p if top and s.top_p < 1 else ALL for s, top in zip(samplings, tops, strict=True)]
+    nuclei = [
+        s.top_p if top and s.top_p < 1 else ALL for s, top in zip(samplings, tops, strict=True)
+    ]
     choice = likeliest(logits) if 0 in tops else None
     if widest := max((top for top in tops if top < V), default=0):
         drawn = _draw_top(logits, settings, widest, len(set(tops)) == 1, nuclei)
@@ -164,7 +206,11 @@ def choose(
         drawn = _draw(logits, settings[:, 1:2], settings[:, 0])
         choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
     assert choice is not None
-    sorting = [row for row, (top, nucleus) in enumerate(zip(tops, nuclei, strict=True)) if top == V and nucleus != ALL]
+    sorting = [
+        row
+        for row, (top, nucleus) in enumerate(zip(tops, nuclei, strict=True))
+        if top == V and nucleus != ALL
+    ]
     if sorting:  # a nucleus of the whole vocabulary needs every token in order, so only these rows pay for it
         index = torch.tensor(sorting).to(logits.device, non_blocking=True)
         drawn = _draw_top(logits[index], settings[index], V, True, [nuclei[row] for row in sorting])
@@ -176,7 +222,9 @@ def choose_among(
     logits: Tensor,  # (R, V) fp32, overwritten where tokens are banned
     rows: Sequence[int],  # the row of each reply
     sampling: Sampling,  # of all replies
-    uniforms: Sequence[float],  # one number in [0, 1) for each reply; unused where the temperature is 0
+    uniforms: Sequence[
+        float
+    ],  # one number in [0, 1) for each reply; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
     operations: Operations | None = None,  # of the model that made the logits
 ) -> tuple[list[int], list[float]]:
@@ -191,7 +239,11 @@ def choose_among(
         choice = likeliest(logits)[index]
     else:
         below = torch.tensor(uniforms).to(logits.device, non_blocking=True)
-        top, tokens = logits.topk(min(sampling.top_k or V, V), dim=1) if (sampling.top_k or V) < V else (logits, None)
+        top, tokens = (
+            logits.topk(min(sampling.top_k or V, V), dim=1)
+            if (sampling.top_k or V) < V
+            else (logits, None)
+        )
         place = _draw(top, sampling.temperature, below, index)
         choice = place if tokens is None else tokens[index, place]
     both = torch.stack((choice.int(), likelihood.of(choice, index).view(torch.int32))).cpu()
@@ -209,21 +261,31 @@ def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
         return logits.argmax(dim=1)
     groups = logits.view(B, -1, ARGMAX_GROUP)
     group = groups.amax(dim=2).argmax(dim=1)  # (B,)
-    within = groups.gather(1, group[:, None, None].expand(-1, 1, ARGMAX_GROUP)).squeeze(1).argmax(dim=1)
+    within = (
+        groups.gather(1, group[:, None, None].expand(-1, 1, ARGMAX_GROUP)).squeeze(1).argmax(dim=1)
+    )
     return group * ARGMAX_GROUP + within
 
 
 class _Likelihood:
     """The log-probabilities of tokens at temperature 1. Made before the logits are changed."""
 
-    def __init__(self, logits: Tensor, operations: Operations | None, whole: bool = False):  # (R, V)
+    def __init__(
+        self, logits: Tensor, operations: Operations | None, whole: bool = False
+    ):  # (R, V)
         """`whole`: all of `rows` are asked for, or logits of tokens that may be chosen will change."""
-        self._totals = None if whole or operations is None else operations.log_totals(logits)  # (R,)
+        self._totals = (
+            None if whole or operations is None else operations.log_totals(logits)
+        )  # (R,)
         self.rows = torch.log_softmax(logits, dim=1) if self._totals is None else logits  # (R, V)
 
     def of(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:  # (B,), (B,) -> (B,)
         """The log-probability of each token in its row; None: token b is in row b."""
-        values = self.rows.gather(1, tokens[:, None]).squeeze(1) if rows is None else self.rows[rows, tokens]
+        values = (
+            self.rows.gather(1, tokens[:, None]).squeeze(1)
+            if rows is None
+            else self.rows[rows, tokens]
+        )
         if self._totals is None:
             return values
         return values - (self._totals if rows is None else self._totals[rows])
@@ -234,10 +296,19 @@ def _fetch(choice: Tensor, likelihood: _Likelihood, count: int) -> Choice:
     tokens, values = choice[:, None], likelihood.of(choice)[:, None]
     if count:
         most = likelihood.rows.topk(min(count, likelihood.rows.size(1)), dim=1)
-        tokens, values = torch.cat((tokens, most.indices), dim=1), torch.cat((values, most.values), dim=1)
-    both = torch.stack((tokens.int(), values.view(torch.int32))).cpu()  # logprobs as bits, so one copy is enough
+        tokens, values = (
+            torch.cat((tokens, most.indices), dim=1),
+            torch.cat((values, most.values), dim=1),
+        )
+    both = torch.stack(
+        (tokens.int(), values.view(torch.int32))
+    ).cpu()  # logprobs as bits, so one copy is enough
     ids, floats = both[0].tolist(), both[1].view(torch.float32).tolist()
-    pairs = [tuple(zip(of[1:], at[1:], strict=True)) for of, at in zip(ids, floats, strict=True)] if count else []
+    pairs = (
+        [tuple(zip(of[1:], at[1:], strict=True)) for of, at in zip(ids, floats, strict=True)]
+        if count
+        else []
+    )
     return Choice([of[0] for of in ids], [at[0] for at in floats], pairs or [()] * len(ids))
 
 

@@ -44,7 +44,9 @@ class StoppedReply:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
         self._stream, self._text = TextStream(tokenizer), StopText(stops)
 
-    def push(self, token: int, last: bool, armed: bool = True) -> tuple[tuple[Part, ...], str | None]:
+    def push(
+        self, token: int, last: bool, armed: bool = True
+    ) -> tuple[tuple[Part, ...], str | None]:
         """Add a token; return the parts that can be shown and the stop string if the text has reached one.
 
         With `last` the reply ends here, and nothing stays held back. Unless `armed`, stop strings pass as text.

@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-GROUP_BYTES = 2**23  # of the fp32 attention weights of a block of queries, for the heads computed together
+GROUP_BYTES = (
+    2**23
+)  # of the fp32 attention weights of a block of queries, for the heads computed together
 
 
 def _query_blocks(T: int, window: int) -> list[tuple[slice, slice]]:
     """About four blocks of queries, each with the keys that its queries see: few, since each block is compiled by
     itself."""
     size = max(-(-T // 512) * 128, 128)
-    return [(slice(i, min(i + size, T)), slice(max(i - window, 0), min(i + size, T))) for i in range(0, T, size)]
+    return [
+        (slice(i, min(i + size, T)), slice(max(i - window, 0), min(i + size, T)))
+        for i in range(0, T, size)
+    ]
 
 
 def _block_scores(
@@ -50,12 +55,23 @@ def _forward(
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, gradient: Tensor, window: int, hidden: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    gradient: Tensor,
+    window: int,
+    hidden: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients with respect to q, k and v, from the gradient of `out`; the weights are recomputed."""
     scale = q.size(-1) ** -0.5
     along = (gradient.float() * out.float()).sum(dim=-1, keepdim=True)  # (N, T, 1)
-    q_grads, k_grad, v_grad = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+    q_grads, k_grad, v_grad = (
+        [],
+        torch.zeros_like(k, dtype=torch.float32),
+        torch.zeros_like(v, dtype=torch.float32),
+    )
     for queries, keys in _query_blocks(q.size(1), window):
         weights = torch.exp(_block_scores(q, k, queries, keys, window, hidden) - sums[:, queries])
         by_weight = torch.bmm(gradient[:, queries], v[:, keys].mT).float() - along[:, queries]
@@ -77,15 +93,22 @@ def _grouped(
 ) -> list[Tensor]:
     """Do `work` on a few heads at a time, so that their weights stay in the caches of a CPU."""
     N, T = tensors[0].shape[:2]
-    size = max(GROUP_BYTES // (4 * T * max(-(-T // 512) * 128, 128)), 1)  # by the largest block of _query_blocks
+    size = max(
+        GROUP_BYTES // (4 * T * max(-(-T // 512) * 128, 128)), 1
+    )  # by the largest block of _query_blocks
     if size >= N:
         return list(_fast(work)(*tensors, window, hidden))
-    parts = [_fast(work)(*(tensor[i : i + size] for tensor in tensors), window, hidden) for i in range(0, N, size)]
+    parts = [
+        _fast(work)(*(tensor[i : i + size] for tensor in tensors), window, hidden)
+        for i in range(0, N, size)
+    ]
     return [torch.cat(of_groups) for of_groups in zip(*parts, strict=True)]
 
 
 @torch.library.custom_op("nanochat::blocked_attention", mutates_args=())
-def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, window: int, hidden: float) -> tuple[Tensor, Tensor]:
+def _opaque_forward(
+    q: Tensor, k: Tensor, v: Tensor, window: int, hidden: float
+) -> tuple[Tensor, Tensor]:
     out, sums = _grouped(_forward, (q, k, v), window, hidden)
     return out, sums
 
@@ -97,7 +120,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, window: int, hidden: float) -> tuple[Tens
 
 @torch.library.custom_op("nanochat::blocked_attention_backward", mutates_args=())
 def _opaque_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, gradient: Tensor, window: int, hidden: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    gradient: Tensor,
+    window: int,
+    hidden: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_grad, k_grad, v_grad = _grouped(_backward, (q, k, v, out, sums, gradient), window, hidden)
     return q_grad, k_grad, v_grad
@@ -105,7 +135,14 @@ def _opaque_backward(
 
 @_opaque_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, gradient: Tensor, window: int, hidden: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    gradient: Tensor,
+    window: int,
+    hidden: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -145,4 +182,8 @@ class BlockedAttention(torch.autograd.Function):
 def ungrouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """A key head and a value head for every query head."""
     group = q.size(2) // k.size(2)
-    return (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)) if group > 1 else (k, v)
+    return (
+        (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2))
+        if group > 1
+        else (k, v)
+    )

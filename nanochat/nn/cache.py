@@ -74,7 +74,9 @@ class Cache:
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
         """Make each target slot hold the first `tokens` tokens of what its source slot held before."""
         here = self.positions.device
-        read, write = (torch.tensor(slots).to(here, non_blocking=True) for slots in (sources, targets))
+        read, write = (
+            torch.tensor(slots).to(here, non_blocking=True) for slots in (sources, targets)
+        )
         for entries in (self.k, self.v):
             held = entries[:, :, : tokens + self.begun]
             held.index_copy_(1, write, held.index_select(1, read))
@@ -111,5 +113,7 @@ def zeros_on_demand(shape: Sequence[int], device: torch.device, dtype: torch.dty
     size = math.prod(shape) * dtype.itemsize
     if not size or not torch.empty(0, device=device).is_cpu:
         return torch.zeros(shape, device=device, dtype=dtype)
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    )
     return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=dtype).view(shape)

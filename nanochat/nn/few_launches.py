@@ -88,14 +88,18 @@ class _Narrow(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         whole, narrow = grads[0], grads[1].flatten(0, -2)
         few = slice(0, weight.size(1))
-        whole.flatten(0, -2)[:, few].addmm_(narrow, weight)  # nobody else holds the gradient of the view given above
+        whole.flatten(0, -2)[:, few].addmm_(
+            narrow, weight
+        )  # nobody else holds the gradient of the view given above
         return whole, narrow.mT @ x.flatten(0, -2)[:, few]
 
 
 def narrow(
     x: Tensor,  # (B, T, C) contiguous
     weight: Tensor,  # (H, few) in x's dtype
-) -> tuple[Tensor, Tensor]:  # x itself, to be used instead of x from here on by one operator, and (B, T, H)
+) -> tuple[
+    Tensor, Tensor
+]:  # x itself, to be used instead of x from here on by one operator, and (B, T, H)
     """The product of a small matrix and the first channels of x, without copies in either direction."""
     return _Narrow.apply(x, weight)  # type: ignore[no-any-return]
 
@@ -177,7 +181,11 @@ def _chunk_loss(
     slope.scatter_(1, index, chance - 1)
     gradient = torch.ops.aten.tanh_backward(slope, squashed).to(x.dtype)
     share = scale[:, None].to(x.dtype)
-    return -chance.log_().squeeze(1).dot(scale), (gradient @ head).mul_(share), gradient.mT @ (x * share)
+    return (
+        -chance.log_().squeeze(1).dot(scale),
+        (gradient @ head).mul_(share),
+        gradient.mT @ (x * share),
+    )
 
 
 class _Loss(torch.autograd.Function):
@@ -185,12 +193,21 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, vocab: int, chunk: int, hidden: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        vocab: int,
+        chunk: int,
+        hidden: float,
     ) -> Tensor:
         head, x_grads, weight_grad, losses = weight.to(x.dtype), [], torch.empty(0), []
         for i in range(0, x.size(0), chunk):
             part = slice(i, i + chunk)
-            loss, to_x, to_head = _chunk_loss(x[part], head, targets[part], scale[part], vocab, hidden)
+            loss, to_x, to_head = _chunk_loss(
+                x[part], head, targets[part], scale[part], vocab, hidden
+            )
             losses.append(loss)
             x_grads.append(to_x)
             # a sum of many chunks needs fp32
@@ -203,7 +220,11 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         upstream = grads[0].reshape(1)  # not a scalar, so that a product with bf16 is fp32
-        return x_grad * upstream.to(x_grad.dtype), (weight_grad * upstream).to(ctx.dtype), *[None] * 5
+        return (
+            x_grad * upstream.to(x_grad.dtype),
+            (weight_grad * upstream).to(ctx.dtype),
+            *[None] * 5,
+        )
 
 
 def chunked_loss(

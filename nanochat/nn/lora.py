@@ -19,7 +19,15 @@ class LoraConfig:
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0  # the share of a matrix's inputs that the adapter does not see in training
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     stabilised: bool = False  # scale by alpha / sqrt(rank), which keeps high ranks learning (rsLoRA, arXiv 2312.03732)
 
     def __post_init__(self) -> None:
@@ -30,7 +38,9 @@ class LoraConfig:
                 exit_code=2,
             )
         if not 0 <= self.dropout < 1:
-            raise UserError(f"the dropout of an adapter must be at least 0 and below 1, got {self.dropout}", 2)
+            raise UserError(
+                f"the dropout of an adapter must be at least 0 and below 1, got {self.dropout}", 2
+            )
 
     @property
     def scale(self) -> float:
@@ -61,7 +71,9 @@ class Linear(nn.Linear):
         self.lora_A: nn.Linear | None = None
         self.lora_B: nn.Linear | None = None
         self.lora = LoraConfig()
-        self.packed: Multiply | None = None  # multiplies in place of the weight, see int8.py, hold()
+        self.packed: Multiply | None = (
+            None  # multiplies in place of the weight, see int8.py, hold()
+        )
         # From inputs (B, T, inputs) and what the matrix gives for them: the same with the adapter of each row.
         self.several: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -91,7 +103,9 @@ class Linear(nn.Linear):
         """Whether there is no adapter."""
         return self.several is None and self.lora_A is None
 
-    def adapted(self, input: Tensor, y: Tensor) -> Tensor:  # (..., inputs), (..., outputs) -> (..., outputs)
+    def adapted(
+        self, input: Tensor, y: Tensor
+    ) -> Tensor:  # (..., inputs), (..., outputs) -> (..., outputs)
         """What the matrix gives for `input`, which is `y`, with what its adapter adds."""
         dtype = input.dtype
         if self.several is not None:
@@ -111,7 +125,11 @@ class Joined:
 
     def __init__(self, matrices: Sequence[Linear], multiply: Multiply):
         """`multiply` multiplies with all of them, as joined() makes it."""
-        self._matrices, self._sizes, self.multiply = matrices, [matrix.out_features for matrix in matrices], multiply
+        self._matrices, self._sizes, self.multiply = (
+            matrices,
+            [matrix.out_features for matrix in matrices],
+            multiply,
+        )
 
     @staticmethod
     def of(matrices: Sequence[Linear], pack: Pack, dtype: torch.dtype) -> "Joined | None":
@@ -143,8 +161,12 @@ def matches(name: str, targets: Sequence[str]) -> bool:
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Freeze the model and give every target an adapter without values. UserError if a target matches no matrix."""
-    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    unknown = [target for target in config.targets if not any(matches(name, [target]) for name in matrices)]
+    matrices = {
+        name: module for name, module in model.named_modules() if isinstance(module, Linear)
+    }
+    unknown = [
+        target for target in config.targets if not any(matches(name, [target]) for name in matrices)
+    ]
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in matrices})
         raise UserError(

@@ -39,14 +39,20 @@ def token_losses(
     return _token_losses(x, weight, targets, vocab, chunk, capped)
 
 
-def _token_losses(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, capped: bool) -> Tensor:
+def _token_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, capped: bool
+) -> Tensor:
     weight = weight.to(x.dtype)
     scores = softcap if capped else Tensor.float
     losses = [
-        F.cross_entropy(scores(F.linear(x[i : i + chunk], weight)[:, :vocab]), targets[i : i + chunk],
-                        ignore_index=-1, reduction="none")
+        F.cross_entropy(
+            scores(F.linear(x[i : i + chunk], weight)[:, :vocab]),
+            targets[i : i + chunk],
+            ignore_index=-1,
+            reduction="none",
+        )
         for i in range(0, x.size(0), chunk)
-    ]  # fmt: skip
+    ]
     return torch.cat(losses)
 
 
@@ -63,7 +69,9 @@ def _chunk_loss(
     No logit is above SOFTCAP or below -SOFTCAP, so the softmax needs no search for the largest: nothing overflows, and
     no sum is 0.
     """
-    squashed = 2 * torch.sigmoid(F.linear(x, weight).float() * (2 / SOFTCAP)) - 1  # a cheaper tanh, see softcap()
+    squashed = (
+        2 * torch.sigmoid(F.linear(x, weight).float() * (2 / SOFTCAP)) - 1
+    )  # a cheaper tanh, see softcap()
     logits = SOFTCAP * squashed
     if vocab < weight.size(0):  # the padded rows of the head stand for no token
         logits = logits.masked_fill(torch.arange(weight.size(0), device=x.device) >= vocab, hidden)
@@ -72,7 +80,9 @@ def _chunk_loss(
     index = targets.clamp_min(0)[:, None]
     nll = (total.log() + SOFTCAP - logits.gather(1, index)).squeeze(1)
     one_hot = torch.arange(weight.size(0), device=x.device)[None] == index
-    slope = (1 - squashed * squashed) * scale[:, None]  # the derivative of the softcap, times the token's weight
+    slope = (1 - squashed * squashed) * scale[
+        :, None
+    ]  # the derivative of the softcap, times the token's weight
     gradient = (exponent / total - one_hot.to(exponent.dtype)) * slope
     return (nll * scale).sum(), gradient.to(x.dtype)
 
@@ -111,7 +121,9 @@ def _loss_and_gradients(
     """The weighted loss, (), and its gradients with respect to x, and to the weight unless the head is frozen."""
     head = weight.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
-    weight_grad = None if frozen else torch.zeros_like(weight, dtype=torch.float32)  # a sum of many chunks
+    weight_grad = (
+        None if frozen else torch.zeros_like(weight, dtype=torch.float32)
+    )  # a sum of many chunks
     x_grads = []
     for i in range(0, x.size(0), chunk):
         part, wanted, shares = x[i : i + chunk], targets[i : i + chunk], scale[i : i + chunk]
@@ -138,7 +150,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, capped: bool
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, targets)
         ctx.how = vocab, chunk, float("-inf"), capped, not ctx.needs_input_grad[1]
         return _token_losses(x, weight, targets, vocab, chunk, capped)
@@ -202,4 +214,6 @@ def chunked_loss(
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
-    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden, capped, fused, multiply)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(
+        x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden, capped, fused, multiply
+    )  # type: ignore[no-any-return]

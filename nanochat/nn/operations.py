@@ -48,12 +48,20 @@ class Operations:
 
     name = "torch's own"
     loss_chunk = 1024  # tokens whose logits exist at the same time
-    loss_logits = 1 << 25  # logits that exist at the same time where a vocabulary is large, 128 MB in fp32
-    capped_logits = 1 << 27  # logits that are softcapped at the same time where the loss of each token is wanted
+    loss_logits = (
+        1 << 25
+    )  # logits that exist at the same time where a vocabulary is large, 128 MB in fp32
+    capped_logits = (
+        1 << 27
+    )  # logits that are softcapped at the same time where the loss of each token is wanted
     skips_masked = False  # whether the head leaves out tokens without a target, which makes the host wait for the count
     hidden_score = float("-inf")  # a score that no softmax sees; some chips have no inf
-    shape_grain = 1  # shapes are rounded up to a multiple of this; above 1, a new shape costs a compilation
-    launches_are_dear = False  # whether one operator over many tensors is much cheaper than one for each
+    shape_grain = (
+        1  # shapes are rounded up to a multiple of this; above 1, a new shape costs a compilation
+    )
+    launches_are_dear = (
+        False  # whether one operator over many tensors is much cheaper than one for each
+    )
     fewest_launches = False  # whether to save operators where that changes how results are rounded
 
     def __init__(self, stacks_matrices: bool = True):
@@ -91,7 +99,9 @@ class Operations:
         if x.is_cpu:
             return lambda: x
         device, host = x.device, torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        host.copy_(x.detach(), non_blocking=True)  # nothing waits: the copy back comes later in the same stream
+        host.copy_(
+            x.detach(), non_blocking=True
+        )  # nothing waits: the copy back comes later in the same stream
         return lambda: host.to(device, non_blocking=True)
 
     def norm(self, x: Tensor) -> Tensor:
@@ -108,11 +118,18 @@ class Operations:
         return weighted_norm(x, weight, epsilon)
 
     def rotary_tables(
-        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
+        self,
+        length: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary embedding (RoFormer, arXiv 2104.09864), as rotary() reads them: here
         (length, D/2) each."""
-        frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        frequency = base ** (
+            -torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        )
         angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -145,7 +162,9 @@ class Operations:
         k = self.norm(self.rotary(k, cos, sin)) * sharpen
         return q, k, v
 
-    def cast_together(self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype) -> list[list[Tensor]] | None:
+    def cast_together(
+        self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype
+    ) -> list[list[Tensor]] | None:
         """The matrices of all layers in the compute dtype, one for each unit; None: every use casts its own."""
         return None
 
@@ -159,7 +178,8 @@ class Operations:
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
         sharpen: float,
-        made: Sequence[Tensor] | None = None,  # the matrices as one, and the gate's, from cast_together()
+        made: Sequence[Tensor]
+        | None = None,  # the matrices as one, and the gate's, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """As heads(), and each head of a value gains 3 sigmoid(gate) times the value embedding."""
         q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen)
@@ -179,19 +199,25 @@ class Operations:
     def smear(
         self,
         x: Tensor,  # (B, T, C)
-        before: Tensor | None,  # (B, T, C) x of the token before each token; None: the rows of x are whole sequences
+        before: Tensor
+        | None,  # (B, T, C) x of the token before each token; None: the rows of x are whole sequences
         gate: nn.Module,  # from the first channels of x to (B, T, 1)
         most: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
         """x plus a gated part of the token before: most sigmoid(gate) times it."""
         before = shifted(x) if before is None else before
-        return x + most.to(x.dtype) * torch.sigmoid(gate(x[..., : cast(int, gate.in_features)])) * before
+        return (
+            x
+            + most.to(x.dtype) * torch.sigmoid(gate(x[..., : cast(int, gate.in_features)])) * before
+        )
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
         """Keys of whole sequences, half of each from the token before; see previous.with_offset."""
         return with_offset(k, shifted(k))
 
-    def backout(self, x: Tensor, middle: Tensor, share: Tensor) -> Tensor:  # (B, T, C) twice, (1,) fp32
+    def backout(
+        self, x: Tensor, middle: Tensor, share: Tensor
+    ) -> Tensor:  # (B, T, C) twice, (1,) fp32
         """x without a share of what it was in the middle of the network."""
         return x - share.to(x.dtype) * middle
 
@@ -235,7 +261,9 @@ class Operations:
         """See loss.softcap."""
         return loss.softcap(logits)
 
-    def token_losses(self, x: Tensor, head: Tensor, targets: Tensor, vocab: int) -> Tensor:  # (N,) fp32
+    def token_losses(
+        self, x: Tensor, head: Tensor, targets: Tensor, vocab: int
+    ) -> Tensor:  # (N,) fp32
         """See loss.token_losses."""
         chunk = min(self.loss_chunk, max(self.capped_logits // vocab, 16))
         return loss.token_losses(x, head, targets, vocab, chunk)
@@ -256,7 +284,15 @@ class Operations:
         x, targets, weights = self.with_targets(x, targets, weights)
         fused, multiply = self.fused_loss(x), self.training_logits(x, head)
         return loss.chunked_loss(
-            x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score, fused=fused, multiply=multiply
+            x,
+            head,
+            targets,
+            vocab,
+            weights,
+            self.loss_chunk,
+            self.hidden_score,
+            fused=fused,
+            multiply=multiply,
         )
 
     def with_targets(
@@ -276,7 +312,9 @@ class Operations:
         kept = wanted.logical_not().int().argsort(stable=True)[:count]
         return x[kept], targets[kept], None if weights is None else weights[kept]
 
-    def training_logits(self, x: Tensor, head: Tensor) -> Multiply | None:  # (N, C), (V', C) fp32 master
+    def training_logits(
+        self, x: Tensor, head: Tensor
+    ) -> Multiply | None:  # (N, C), (V', C) fp32 master
         """What multiplies with the head in training, where fused_loss() takes part; None: torch does."""
         return None
 
@@ -366,7 +404,8 @@ class Operations:
         v: Tensor,  # (B, K, Hkv, D)
         fresh: Sequence[int],  # of each row, how many of the T tokens are real
         ends: Sequence[int],  # of each row, how many keys it holds
-        last: Tensor | None,  # (B, W + 1) places of the last keys of each row; given where there is one query
+        last: Tensor
+        | None,  # (B, W + 1) places of the last keys of each row; given where there is one query
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-HIDDEN = -3e4  # a score that no fp16 softmax sees, and that stays finite when another score is added to it
+HIDDEN = (
+    -3e4
+)  # a score that no fp16 softmax sees, and that stays finite when another score is added to it
 
 
 class Kept:
@@ -32,7 +34,9 @@ class Kept:
         if is_compiling():
             return make()
         if key not in self._tensors:
-            with torch.inference_mode(False):  # a tensor made while sampling must serve training too
+            with torch.inference_mode(
+                False
+            ):  # a tensor made while sampling must serve training too
                 self._tensors[key] = make()
             if len(self._tensors) > self.most:
                 self._tensors.popitem(last=False)
@@ -51,7 +55,10 @@ class Masks:
         """(W, 2W) bool: query r of a block sees keys r .. r + W of the block before and its own, W + 1 keys."""
 
         def make() -> Tensor:
-            offset = torch.arange(2 * window, device=device)[None] - torch.arange(window, device=device)[:, None]
+            offset = (
+                torch.arange(2 * window, device=device)[None]
+                - torch.arange(window, device=device)[:, None]
+            )
             return (offset >= 0) & (offset <= window)
 
         return self.bands.get((window, device), make)
@@ -86,20 +93,26 @@ def attend(
         return _causal(q, k, v, scale, grouped, masks, finite).transpose(1, 2)
     W = window
     blocks = -(-T // W)
-    if pad := blocks * W - T:  # padded keys come after every real query, so that causality hides them
+    if (
+        pad := blocks * W - T
+    ):  # padded keys come after every real query, so that causality hides them
         q, k, v = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v))
     first = _causal(q[:, :, :W], k[:, :, :W], v[:, :, :W], scale, grouped, masks, finite)
 
     def later(x: Tensor) -> Tensor:  # blocks 1.. as a batch: (B * (blocks - 1), H, W, D)
         return x[:, :, W:].unflatten(2, (blocks - 1, W)).transpose(1, 2).flatten(0, 1)
 
-    def pairs(x: Tensor) -> Tensor:  # each later block behind the one before it: (B * (blocks - 1), H, 2W, D)
+    def pairs(
+        x: Tensor,
+    ) -> Tensor:  # each later block behind the one before it: (B * (blocks - 1), H, 2W, D)
         x = x.unflatten(2, (blocks, W))
         return torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
 
     seen = masks.band(W, q.device)
     mask = scores(seen, q.dtype) if finite else seen
-    rest = F.scaled_dot_product_attention(later(q), pairs(k), pairs(v), attn_mask=mask, scale=scale, enable_gqa=grouped)
+    rest = F.scaled_dot_product_attention(
+        later(q), pairs(k), pairs(v), attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
     rest = rest.unflatten(0, (B, blocks - 1)).transpose(1, 2).flatten(2, 3)  # (B, H, T - W, D)
     return torch.cat((first, rest), dim=2)[:, :, :T].transpose(1, 2)
 
@@ -114,9 +127,13 @@ def masked(
 ) -> Tensor:  # (B, T, H, D)
     """Attention of queries over the keys that a mask lets them see."""
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale, enable_gqa=k.size(2) != q.size(2),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        scale=scale,
+        enable_gqa=k.size(2) != q.size(2),
         attn_mask=scores(mask, q.dtype) if finite else mask,
-    )  # fmt: skip
+    )
     return out.transpose(1, 2)
 
 
@@ -135,11 +152,17 @@ def one_query(
     B, _, H, D = q.shape
     J = k.size(2)
     own = torch.eye(J, dtype=q.dtype, device=q.device).view(1, J, 1, J, 1)
-    spread = q.unflatten(2, (J, -1)).squeeze(1).transpose(2, 3)[:, :, :, None] * own  # (B, Hkv, D, Hkv, H / Hkv)
-    products = torch.bmm(k.flatten(2), spread.reshape(B, J * D, H)).transpose(1, 2).float()  # (B, H, K)
+    spread = (
+        q.unflatten(2, (J, -1)).squeeze(1).transpose(2, 3)[:, :, :, None] * own
+    )  # (B, Hkv, D, Hkv, H / Hkv)
+    products = (
+        torch.bmm(k.flatten(2), spread.reshape(B, J * D, H)).transpose(1, 2).float()
+    )  # (B, H, K)
     products.mul_(D**-0.5 if scale is None else scale).masked_fill_(~mask[:, 0], float("-inf"))
     y = torch.bmm(products.softmax(dim=2).to(v.dtype), v.flatten(2))  # (B, H, Hkv * D)
-    return y.view(B, J, H // J, J, D).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(B, 1, H, D)
+    return (
+        y.view(B, J, H // J, J, D).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(B, 1, H, D)
+    )
 
 
 def by_products(
@@ -153,7 +176,9 @@ def by_products(
     B, T, H, D = q.shape
     hidden = scores(mask, q.dtype).expand(B, H, T, k.size(1)).flatten(0, 1)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * H, T, D)
-    shares = torch.baddbmm(hidden, q, k.mT, alpha=D**-0.5 if scale is None else scale).softmax(dim=2)
+    shares = torch.baddbmm(hidden, q, k.mT, alpha=D**-0.5 if scale is None else scale).softmax(
+        dim=2
+    )
     return torch.bmm(shares, v).unflatten(0, (B, H)).transpose(1, 2)
 
 
@@ -182,6 +207,8 @@ def _causal(
     finite: bool,
 ) -> Tensor:  # (B, H, T, D)
     if not finite:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
     mask = masks.lower_triangle(q.size(2), q.device, q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)

@@ -17,7 +17,10 @@ from torch.compiler import is_compiling
 from nanochat.common import UserError
 from nanochat.nn.together import Embedding
 
-FACTORS = (2654435, 40503)  # of the token before and of the token: odd, so that no row of a power of two is left out
+FACTORS = (
+    2654435,
+    40503,
+)  # of the token before and of the token: odd, so that no row of a power of two is left out
 
 
 class Bigrams(Embedding):
@@ -27,10 +30,14 @@ class Bigrams(Embedding):
 
     def __init__(self, rows: int, channels: int):
         if rows < 1:
-            raise UserError(f"bigram_rows must be at least 1, or 0 for none, got {rows}", exit_code=2)
+            raise UserError(
+                f"bigram_rows must be at least 1, or 0 for none, got {rows}", exit_code=2
+            )
         super().__init__(rows, channels)
 
-    def forward(self, before: Tensor, input: Tensor) -> Tensor:  # (B, T) token ids each -> (B, T, C)
+    def forward(
+        self, before: Tensor, input: Tensor
+    ) -> Tensor:  # (B, T) token ids each -> (B, T, C)
         """The embedding of every token `input` with the token `before` it; 0 stands for no token."""
         rows = (before * FACTORS[0] + input * FACTORS[1]) % self.num_embeddings
         return F.embedding(rows, self.weight, sparse=self.sparse and not is_compiling())

@@ -12,9 +12,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-Unit = tuple[nn.Parameter, ...]  # parameters that are used as one matrix, with their rows below one another
+Unit = tuple[
+    nn.Parameter, ...
+]  # parameters that are used as one matrix, with their rows below one another
 Multiply = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
-Product = Callable[[Tensor, Tensor], Tensor]  # (..., inputs), (outputs, inputs) fp32 master -> (..., outputs)
+Product = Callable[
+    [Tensor, Tensor], Tensor
+]  # (..., inputs), (outputs, inputs) fp32 master -> (..., outputs)
 Pack = Callable[[Tensor], Multiply]  # makes the function that multiplies with a weight
 
 
@@ -72,7 +76,9 @@ def as_stack(tensors: Sequence[Tensor]) -> Tensor:  # (K, *shape)
     first, size = tensors[0], tensors[0].numel()
     start, where = first.storage_offset(), first.untyped_storage().data_ptr()
     side_by_side = all(
-        t.is_contiguous() and t.untyped_storage().data_ptr() == where and t.storage_offset() == start + i * size
+        t.is_contiguous()
+        and t.untyped_storage().data_ptr() == where
+        and t.storage_offset() == start + i * size
         for i, t in enumerate(tensors)
     )
     if not side_by_side:
@@ -99,7 +105,9 @@ class _Cast(torch.autograd.Function):
     """Casts all parameters, and all their gradients back, with one operator for each shape and direction."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, units: Sequence[int], *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, dtype: torch.dtype, units: Sequence[int], *parameters: nn.Parameter
+    ) -> tuple[Tensor, ...]:
         ctx.units, ctx.groups = units, _by_shape(parameters)
         ctx.parameters = parameters
         cast_to: dict[nn.Parameter, Tensor] = {}
@@ -140,6 +148,8 @@ def _below_one_another(parts: Sequence[Tensor]) -> Tensor:
 def cast_together(layers: Sequence[Sequence[Unit]], dtype: torch.dtype) -> list[list[Tensor]]:
     """Every unit of every layer as one matrix of a format, differentiably; made once a pass instead of at every use."""
     units = [unit for layer in layers for unit in layer]
-    made = _Cast.apply(dtype, [len(unit) for unit in units], *(parameter for unit in units for parameter in unit))
+    made = _Cast.apply(
+        dtype, [len(unit) for unit in units], *(parameter for unit in units for parameter in unit)
+    )
     rest = iter(cast(tuple[Tensor, ...], made))
     return [[next(rest) for _ in layer] for layer in layers]

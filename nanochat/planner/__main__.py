@@ -77,7 +77,10 @@ class Config:
 
 def told(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
     """The reasons for a plan, in one or two lines."""
-    name, fit = f"{chip.name} x {plan.ranks}", f"{plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
+    name, fit = (
+        f"{chip.name} x {plan.ranks}",
+        f"{plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB",
+    )
     needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {amount(plan.disk, 'B')} of disk for all stages"
     if plan.step is None or rates is None:
         return (
@@ -114,7 +117,16 @@ def tuning_of(cfg: Config, folder: Path, chip: Chip, ranks: int) -> Tuning:
     shape = read_config(folder.expanduser(), cfg.max_length)
     lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
     recomputes = cfg.checkpoint_activations or cfg.offload_activations
-    return Tuning(shape, lora, cfg.device_batch_size, False, recomputes, cfg.offload_activations, cfg.shard, ranks)
+    return Tuning(
+        shape,
+        lora,
+        cfg.device_batch_size,
+        False,
+        recomputes,
+        cfg.offload_activations,
+        cfg.shard,
+        ranks,
+    )
 
 
 def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) -> None:

@@ -12,7 +12,10 @@ from nanochat.platforms.base import Chip
 
 FORMAT, VERSION = "nanochat card bench", 1
 NAME = "card_bench.json"
-NETWORK, SERVER = 25e9, 8  # of a card that no table knows: 200 Gbit/s to other servers, eight cards in one
+NETWORK, SERVER = (
+    25e9,
+    8,
+)  # of a card that no table knows: 200 Gbit/s to other servers, eight cards in one
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ def _problem(held: Any) -> str:
             if not isinstance(value, str) or len(value) > 100 or not value.isprintable():
                 return f"{field.name} must be a short text, got {str(value)[:40]!r}"
             continue
-        number = isinstance(value, int if field.type is int else int | float) and not isinstance(value, bool)
+        number = isinstance(value, int if field.type is int else int | float) and not isinstance(
+            value, bool
+        )
         if not number or not math.isfinite(value) or value <= 0:
             return f"{field.name} must be a number above 0, got {str(value)[:40]!r}"
     return ""

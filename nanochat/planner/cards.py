@@ -43,19 +43,21 @@ class Rating:
 # 200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200. PCIe cards have slower links, which these rows do not
 # describe. A chip without a row here, such as the 950, is not rated: it is planned by its memory alone.
 SECOND = Rating(1.6e12, 196e9, 25e9, 8, 0.87)
-RATINGS: Mapping[str, Rating] = MappingProxyType({
-    "910A": Rating(1.2e12, 30e9, 12.5e9, 8, 0.80),
-    "910B1": SECOND,
-    "910B2": SECOND,
-    "910B2C": SECOND,
-    "910B3": SECOND,
-    "910B4": replace(SECOND, memory=0.8e12),
-    "910B4-1": SECOND,
-    "910C": replace(SECOND, server=16),
-    "A100": Rating(2.0e12, 300e9, 25e9, 8, 0.869),
-    "H100": Rating(3.35e12, 450e9, 50e9, 8, 0.803),
-    "H200": Rating(4.8e12, 450e9, 50e9, 8, 0.803),
-})  # fmt: skip
+RATINGS: Mapping[str, Rating] = MappingProxyType(
+    {
+        "910A": Rating(1.2e12, 30e9, 12.5e9, 8, 0.80),
+        "910B1": SECOND,
+        "910B2": SECOND,
+        "910B2C": SECOND,
+        "910B3": SECOND,
+        "910B4": replace(SECOND, memory=0.8e12),
+        "910B4-1": SECOND,
+        "910C": replace(SECOND, server=16),
+        "A100": Rating(2.0e12, 300e9, 25e9, 8, 0.869),
+        "H100": Rating(3.35e12, 450e9, 50e9, 8, 0.803),
+        "H200": Rating(4.8e12, 450e9, 50e9, 8, 0.803),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -79,5 +81,13 @@ def rates_of(chip: Chip) -> Rates | None:
         return None
     peak = 1e12 * chip.tflops
     matmul = SHAPES * rating.best * peak
-    return Rates(matmul, FULL * matmul, ATTENTION * peak, VECTOR * rating.memory, LINK * rating.link,
-                 LINK * rating.network, LAUNCH_SECONDS, rating.server)  # fmt: skip
+    return Rates(
+        matmul,
+        FULL * matmul,
+        ATTENTION * peak,
+        VECTOR * rating.memory,
+        LINK * rating.link,
+        LINK * rating.network,
+        LAUNCH_SECONDS,
+        rating.server,
+    )

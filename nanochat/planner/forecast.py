@@ -36,7 +36,13 @@ from nanochat.train.optim import OneRate, Optimizers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHALLOW = 8  # layers, so many that the largest sum comes at the same moment as in a deep model
-OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # the step must not join these ranks
+OF_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # the step must not join these ranks
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,9 @@ class Tuning:
     shard: parallel.Sharding = "grad"
     ranks: int = 1
     dtype: str = "bfloat16"  # to compute in
-    on_host: bool = False  # whether the device is the host itself, so that nothing can be moved to its memory
+    on_host: bool = (
+        False  # whether the device is the host itself, so that nothing can be moved to its memory
+    )
 
     @property
     def offloads(self) -> bool:
@@ -72,11 +80,20 @@ def forecast(tuning: Tuning) -> Memory:
     """The memory that a step takes on each card. UserError if the step cannot be run, with the reason."""
     task = json.dumps({**asdict(tuning), "shape": asdict(tuning.shape)})
     kept = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHER}
-    own = {"NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": "float32", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    own = {
+        "NANOCHAT_DEVICE": "cpu",
+        "NANOCHAT_DTYPE": "float32",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "nanochat.planner.forecast", task]
-    done = subprocess.run(command, env=kept | own, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        command, env=kept | own, capture_output=True, text=True, errors="replace", check=False
+    )
     if done.returncode:
-        reason = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["it said nothing"]
+        reason = [line for line in done.stderr.splitlines() if line.strip()][-1:] or [
+            "it said nothing"
+        ]
         raise UserError(f"the memory of a step could not be forecast: {reason[0]}")
     return Memory(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -92,7 +109,9 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and not device.is_sharded(leaf):  # a DTensor's own storage is its local tensor
+            if isinstance(leaf, Tensor) and not device.is_sharded(
+                leaf
+            ):  # a DTensor's own storage is its local tensor
                 self.enter(leaf.untyped_storage())
         return made
 
@@ -151,7 +170,9 @@ def prepared(tuning: Tuning, compute: Compute) -> Qwen:
 
 def optimizers_of(model: Qwen, compute: Compute) -> Optimizers:
     """The optimizers of fine-tuning; their memory does not depend on the rate."""
-    return Optimizers(model, model.parameter_roles(), model.config.n_embd, OneRate(1e-4), 1.0, compute.dtype)
+    return Optimizers(
+        model, model.parameter_roles(), model.config.n_embd, OneRate(1e-4), 1.0, compute.dtype
+    )
 
 
 def take_step(tuning: Tuning, model: Qwen, optimizers: Optimizers) -> None:
@@ -180,11 +201,15 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
 
 def of_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     """What count() says of a model, from two shallower ones where it is deep: every layer of a kind adds as much."""
-    compute = replace(compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=_Imagined())
+    compute = replace(
+        compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=_Imagined()
+    )
     if tuning.ranks > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=tuning.ranks)
+        torch.distributed.init_process_group(
+            "fake", store=FakeStore(), rank=0, world_size=tuning.ranks
+        )
     layers, period = tuning.shape.n_layer, len(tuning.shape.layers)
     few = -(-SHALLOW // period) * period
     more = few + max(few // 2 // period, 1) * period
@@ -193,18 +218,23 @@ def of_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     if layers <= more or layers % period:
         return count(tuning, compute, ledger)
     less, deeper = (
-        count(replace(tuning, shape=replace(tuning.shape, n_layer=n)), compute, ledger) for n in (few, more)
+        count(replace(tuning, shape=replace(tuning.shape, n_layer=n)), compute, ledger)
+        for n in (few, more)
     )
     left = (layers - more) / (more - few)
-    held, peak = (value + round(left * (value - before)) for before, value in
-                  ((less.held, deeper.held), (less.peak, deeper.peak)))  # fmt: skip
+    held, peak = (
+        value + round(left * (value - before))
+        for before, value in ((less.held, deeper.held), (less.peak, deeper.peak))
+    )
     return Memory(held, peak)
 
 
 def main() -> None:
     """Count what the first argument asks for, and print the result as JSON."""
     task = json.loads(sys.argv[1])
-    lora = task["lora"] and LoraConfig(**{**task["lora"], "targets": tuple(task["lora"]["targets"])})
+    lora = task["lora"] and LoraConfig(
+        **{**task["lora"], "targets": tuple(task["lora"]["targets"])}
+    )
     tuning = Tuning(**{**task, "shape": QwenConfig(**task["shape"]), "lora": lora})
     print(json.dumps(asdict(of_all_layers(tuning, device.compute_init("cpu")))))
 

@@ -17,7 +17,9 @@ PRESET_TOKENS, PRESET_RANKS = {12: 262_144}, (1, 2, 4, 8, 16)
 
 # How far a prediction may be off, in percent. published.py compares the roofline with five runs; the rest is judgement.
 OF_PUBLISHED = 15  # cards and programs that somebody has timed
-OF_COUNTED = 25  # programs of this project, whose bytes were counted and whose kernels nobody has timed
+OF_COUNTED = (
+    25  # programs of this project, whose bytes were counted and whose kernels nobody has timed
+)
 BETWEEN_SERVERS = 15  # more, as no run on several servers was published
 
 
@@ -57,17 +59,23 @@ def batch_of(size: Size, ranks: int) -> int:
     if ranks in PRESET_RANKS and (fixed := PRESET_TOKENS.get(size.shape.n_layer)):
         return fixed
     unit = size.shape.sequence_len * ranks
-    tokens = schedule.batch_tokens(RATIO * size.scaling, RATIO * schedule.REFERENCE_SCALING_PARAMETERS)
+    tokens = schedule.batch_tokens(
+        RATIO * size.scaling, RATIO * schedule.REFERENCE_SCALING_PARAMETERS
+    )
     return max(round(tokens / unit), 1) * unit
 
 
 def check_trains(chip: Chip) -> None:
     """Raise UserError if a kind of card cannot train."""
     if not chip.trains:
-        raise UserError(f"{chip.name} cards are for inference only: train elsewhere, then chat here")
+        raise UserError(
+            f"{chip.name} cards are for inference only: train elsewhere, then chat here"
+        )
 
 
-def plan_of(size: Size, chip: Chip, ranks: int, batch: int, rates: Rates | None, measured: bool = False) -> Plan:
+def plan_of(
+    size: Size, chip: Chip, ranks: int, batch: int, rates: Rates | None, measured: bool = False
+) -> Plan:
     """Plan a run on `ranks` cards with `batch` tokens a step. UserError if the cards cannot train or share the step.
 
     Without `rates` the plan is by memory alone. `measured`: the rates come from the reader's own cards.
@@ -92,8 +100,15 @@ def plan_of(size: Size, chip: Chip, ranks: int, batch: int, rates: Rates | None,
         if chip.tflops:
             mfu = step.tokens_per_second * size.flops_per_token / (ranks * chip.tflops * 1e12)
     return Plan(
-        size, ranks, fit, rows, passes, tokens,
+        size,
+        ranks,
+        fit,
+        rows,
+        passes,
+        tokens,
         memory=sizes.memory_of(rows, size.shape, size.parameters, shards),
         disk=disk.of_speedrun(size.shape.n_layer, tokens, size.saved, size.shape.vocab_size),
-        step=step, mfu=mfu, within=uncertainty(rates, ranks, measured) if rates else 0,
-    )  # fmt: skip
+        step=step,
+        mfu=mfu,
+        within=uncertainty(rates, ranks, measured) if rates else 0,
+    )

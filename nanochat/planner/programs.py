@@ -12,7 +12,16 @@ from nanochat.planner.work import Program, Traffic
 
 # What --kernels auto uses: fused operators on cards that have them.
 FUSED = Program(
-    Traffic(stream=247, ends=149, logits=55, head=0.012, matrix=11, table=16, matrix_step=106, table_step=32),
+    Traffic(
+        stream=247,
+        ends=149,
+        logits=55,
+        head=0.012,
+        matrix=11,
+        table=16,
+        matrix_step=106,
+        table_step=32,
+    ),
     layer_operators=47.5,
     pass_operators=101,
     step_operators=225,
@@ -20,17 +29,30 @@ FUSED = Program(
 # What --kernels plain uses: torch's own operators, one after the other. Counted for upstream's model, without pairs and
 # offset keys: the published runs train that.
 PLAIN = Program(
-    Traffic(stream=774, ends=297, logits=126, head=0.01, matrix=24, table=16, matrix_step=260, table_step=32),
+    Traffic(
+        stream=774,
+        ends=297,
+        logits=126,
+        head=0.01,
+        matrix=24,
+        table=16,
+        matrix_step=260,
+        table_step=32,
+    ),
     layer_operators=163.5,
     pass_operators=152,
     step_operators=1130,
 )
 # Cards without fused attention: blocks of matmuls, whose scores go through memory. Counted at 2,048 tokens a row.
-CHUNKED = replace(FUSED, traffic=replace(FUSED.traffic, stream=2070), layer_operators=259, pass_operators=122)
+CHUNKED = replace(
+    FUSED, traffic=replace(FUSED.traffic, stream=2070), layer_operators=259, pass_operators=122
+)
 # torch.compile: every element-wise chain reads and writes its tensors once. Counted by hand: 40 bytes forward and 85
 # backward for each token, layer and channel, and 16 for each logit; graphs replace most launches.
 COMPILED = Program(
-    Traffic(stream=125, ends=100, logits=16, head=0, matrix=18, table=8, matrix_step=60, table_step=32),
+    Traffic(
+        stream=125, ends=100, logits=16, head=0, matrix=18, table=8, matrix_step=60, table_step=32
+    ),
     layer_operators=10,
     pass_operators=20,
     step_operators=100,

@@ -79,7 +79,11 @@ def exchange(size: Size, ranks: int, rates: Rates, program: Program) -> float:
     """
     shards = min(ranks, rates.server)
     servers = math.ceil(ranks / shards)
-    within = (shards - 1) / shards * (program.sent * size.parameters + program.muon_sent * size.matrices / shards)
+    within = (
+        (shards - 1)
+        / shards
+        * (program.sent * size.parameters + program.muon_sent * size.matrices / shards)
+    )
     between = (servers - 1) / servers * (8 * size.parameters + 2 * size.matrices) / shards
     return within / rates.link + between / rates.network
 
@@ -87,7 +91,10 @@ def exchange(size: Size, ranks: int, rates: Rates, program: Program) -> float:
 def step_of(size: Size, rows: int, passes: int, ranks: int, rates: Rates, program: Program) -> Step:
     """A step of `passes` passes of `rows` rows on each of `ranks` cards."""
     shards = min(ranks, rates.server)
-    computed = muon_flops(size) / ranks / rates.matmul + program.traffic.of_step(size) / shards / rates.vector
+    computed = (
+        muon_flops(size) / ranks / rates.matmul
+        + program.traffic.of_step(size) / shards / rates.vector
+    )
     return Step(
         one_pass=pass_of(size, rows, rates, program),
         passes=passes,

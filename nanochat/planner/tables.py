@@ -33,12 +33,20 @@ def cells(plan: Plan, chip: Chip) -> list[str]:
     speed = ["-", "-", "-"]
     if plan.step is not None and plan.hours is not None:
         mfu = "-" if plan.mfu is None else f"{100 * plan.mfu:.0f} %"
-        speed = [f"{rounded(plan.step.tokens_per_second)} ± {plan.within} %", mfu, f"{plan.hours:,.1f}"]
+        speed = [
+            f"{rounded(plan.step.tokens_per_second)} ± {plan.within} %",
+            mfu,
+            f"{plan.hours:,.1f}",
+        ]
     return [str(plan.rows), *speed, f"{plan.memory / 2**30:.0f}", f"{plan.disk / 1e9:,.0f}"]
 
 
 def of_plans(
-    chips: Iterable[Chip], cards: Iterable[int], depths: Iterable[int], vocab_size: int, measured: dict[str, Rates]
+    chips: Iterable[Chip],
+    cards: Iterable[int],
+    depths: Iterable[int],
+    vocab_size: int,
+    measured: dict[str, Rates],
 ) -> str:
     """Every run of some depths on some cards. `measured` has the rates of chips that were measured, by name."""
     rows = []
@@ -47,10 +55,23 @@ def of_plans(
         for ranks in cards:
             for depth in depths:
                 size = size_of(depth, vocab_size)
-                plan = plan_of(size, chip, ranks, batch_of(size, ranks), rates, chip.name in measured)
+                plan = plan_of(
+                    size, chip, ranks, batch_of(size, ranks), rates, chip.name in measured
+                )
                 rows.append([chip.name, str(ranks), f"d{depth}", *cells(plan, chip)])
     return markdown(
-        ["chip", "cards", "depth", "rows", "predicted tokens/s", "MFU", "hours", "GiB a card", "GB of disk"], rows
+        [
+            "chip",
+            "cards",
+            "depth",
+            "rows",
+            "predicted tokens/s",
+            "MFU",
+            "hours",
+            "GiB a card",
+            "GB of disk",
+        ],
+        rows,
     )
 
 
@@ -61,7 +82,10 @@ def of_rows(chips: Iterable[Chip], depths: Iterable[int], vocabularies: Sequence
         found = []
         for depth in depths:
             models = (size_of(depth, vocab_size) for vocab_size in vocabularies)
-            fit = (sizes.rows_that_fit(chip.memory_gib * 2**30, size.shape, size.parameters) for size in models)
+            fit = (
+                sizes.rows_that_fit(chip.memory_gib * 2**30, size.shape, size.parameters)
+                for size in models
+            )
             found.append(" / ".join(map(str, fit)))
         rows.append([chip.name, f"{chip.memory_gib:g}", *found])
     return markdown(["chip", "GiB", *(f"d{depth}" for depth in depths)], rows)
@@ -70,12 +94,22 @@ def of_rows(chips: Iterable[Chip], depths: Iterable[int], vocabularies: Sequence
 def of_published() -> str:
     """What the roofline says of the runs that others have published."""
     rows = [
-        [run.who, f"d{run.depth}", f"{run.ranks} x {run.card}", rounded(run.tokens_per_second),
-         f"{100 * run.mfu(run.tokens_per_second):.1f} %", rounded(run.predicted()),
-         f"{100 * run.mfu(run.predicted()):.1f} %", f"{100 * run.off:+.1f} %"]
+        [
+            run.who,
+            f"d{run.depth}",
+            f"{run.ranks} x {run.card}",
+            rounded(run.tokens_per_second),
+            f"{100 * run.mfu(run.tokens_per_second):.1f} %",
+            rounded(run.predicted()),
+            f"{100 * run.mfu(run.predicted()):.1f} %",
+            f"{100 * run.off:+.1f} %",
+        ]
         for run in RUNS
-    ]  # fmt: skip
-    table = markdown(["who", "depth", "cards", "published tokens/s", "MFU", "predicted tokens/s", "MFU", "off"], rows)
+    ]
+    table = markdown(
+        ["who", "depth", "cards", "published tokens/s", "MFU", "predicted tokens/s", "MFU", "off"],
+        rows,
+    )
     fitted = f"{len(FITTED)} constant was" if len(FITTED) == 1 else f"{len(FITTED)} constants were"
     return (
         f"{table}\n\n{fitted} fitted to these {len(RUNS)} runs; the root mean square of the errors is "

@@ -17,7 +17,9 @@ from nanochat.train.fit.memory import SHARE, reachable
 SHORTEST = 256  # tokens of a row; the search for a setting that fits goes no lower
 # A step whose rough upper bound stays below this share of the memory is not forecast, which takes seconds.
 PLAIN = 0.5
-ROUGH = 80  # bytes for each token, layer and channel, twice what the largest of the known models takes
+ROUGH = (
+    80  # bytes for each token, layer and channel, twice what the largest of the known models takes
+)
 
 
 def flags_of(tuning: Tuning) -> str:
@@ -55,30 +57,44 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
         tuning = replace(tuning, shard="full")
         yield tuning
     while tuning.shape.sequence_len >= 2 * SHORTEST:
-        tuning = replace(tuning, shape=replace(tuning.shape, sequence_len=tuning.shape.sequence_len // 2))
+        tuning = replace(
+            tuning, shape=replace(tuning.shape, sequence_len=tuning.shape.sequence_len // 2)
+        )
         yield tuning
     if tuning.lora is None:
         yield replace(tuning, lora=LoraConfig())
 
 
-def nearest(tuning: Tuning, budget: float, of: Callable[[Tuning], Memory] = forecast) -> Tuning | None:
+def nearest(
+    tuning: Tuning, budget: float, of: Callable[[Tuning], Memory] = forecast
+) -> Tuning | None:
     """The first of the remedies that fits into `budget` bytes; None if none does."""
     return next((less for less in remedies(tuning) if of(less).peak <= budget), None)
 
 
-def refusal(tuning: Tuning, memory: Memory, budget: float, of: Callable[[Tuning], Memory] = forecast) -> UserError:
+def refusal(
+    tuning: Tuning, memory: Memory, budget: float, of: Callable[[Tuning], Memory] = forecast
+) -> UserError:
     """The error for a step that does not fit, with the nearest setting that does."""
     fits = nearest(tuning, budget, of)
     if fits is None:
-        next_step = tr("No setting of one row and {tokens} tokens fits: take a smaller model, or more cards with "
-                       "--shard=full.", tokens=SHORTEST)  # fmt: skip
+        next_step = tr(
+            "No setting of one row and {tokens} tokens fits: take a smaller model, or more cards with "
+            "--shard=full.",
+            tokens=SHORTEST,
+        )
     else:
         next_step = tr("The nearest setting that fits: {flags}", flags=flags_of(fits))
     return UserError(
-        tr("a step of fine-tuning would take {peak} of each card, and {budget} are there ({flags}). {next_step}",
-           peak=amount(memory.peak, "B"), budget=amount(budget, "B"), flags=flags_of(tuning), next_step=next_step),
+        tr(
+            "a step of fine-tuning would take {peak} of each card, and {budget} are there ({flags}). {next_step}",
+            peak=amount(memory.peak, "B"),
+            budget=amount(budget, "B"),
+            flags=flags_of(tuning),
+            next_step=next_step,
+        ),
         exit_code=2,
-    )  # fmt: skip
+    )
 
 
 def _surely_fits(tuning: Tuning, model: Qwen, budget: float) -> bool:
@@ -87,15 +103,23 @@ def _surely_fits(tuning: Tuning, model: Qwen, budget: float) -> bool:
     trained = sum(parameter.numel() for _, parameter in parallel.trained(model))
     frozen = model.parameter_counts()["total"] - trained
     widest = max(c.n_embd, c.n_hidden / 2)
-    bound = 24 * trained + 4 * frozen + ROUGH * tokens * c.n_layer * widest + 12 * 1024 * c.vocab_size
+    bound = (
+        24 * trained + 4 * frozen + ROUGH * tokens * c.n_layer * widest + 12 * 1024 * c.vocab_size
+    )
     return bound < PLAIN * budget
 
 
-def check_fits(tuning: Tuning, model: Qwen, compute: Compute, of: Callable[[Tuning], Memory] = forecast) -> None:
+def check_fits(
+    tuning: Tuning, model: Qwen, compute: Compute, of: Callable[[Tuning], Memory] = forecast
+) -> None:
     """UserError, before any weights are loaded, if a step would not fit the memory of a card; it names the nearest
     setting that does. Every rank must call this. The model may still be on meta."""
-    shared = parallel.ranks_per_host(compute) if compute.platform.is_host else 1  # ranks in one memory
-    there = parallel.least(int(reachable(compute) / shared), compute)  # other processes may hold more of one card
+    shared = (
+        parallel.ranks_per_host(compute) if compute.platform.is_host else 1
+    )  # ranks in one memory
+    there = parallel.least(
+        int(reachable(compute) / shared), compute
+    )  # other processes may hold more of one card
     budget = SHARE * there
     if _surely_fits(tuning, model, budget):
         return
@@ -103,10 +127,14 @@ def check_fits(tuning: Tuning, model: Qwen, compute: Compute, of: Callable[[Tuni
     if compute.main:  # forecasts are processes that take seconds, and are the same for every rank
         refused = _refused(tuning, budget, there, of)
     if not parallel.agree(int(refused is None), compute):
-        raise refused or UserError("the step does not fit the memory; rank 0 says what would", exit_code=2)
+        raise refused or UserError(
+            "the step does not fit the memory; rank 0 says what would", exit_code=2
+        )
 
 
-def _refused(tuning: Tuning, budget: float, there: int, of: Callable[[Tuning], Memory]) -> UserError | None:
+def _refused(
+    tuning: Tuning, budget: float, there: int, of: Callable[[Tuning], Memory]
+) -> UserError | None:
     """The error for a step that does not fit, or None, having logged what the step takes."""
     try:
         memory = of(tuning)
@@ -115,8 +143,10 @@ def _refused(tuning: Tuning, budget: float, there: int, of: Callable[[Tuning], M
         return None
     if memory.peak > budget:
         return refusal(tuning, memory, budget, of)
-    log(f"memory: {amount(memory.peak, 'B')} of each card's {amount(there, 'B')} (forecast); weights, masters and "
-        f"moments are {amount(memory.held, 'B')} of that")  # fmt: skip
+    log(
+        f"memory: {amount(memory.peak, 'B')} of each card's {amount(there, 'B')} (forecast); weights, masters and "
+        f"moments are {amount(memory.held, 'B')} of that"
+    )
     return None
 
 
@@ -125,7 +155,9 @@ def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
     memory, there = forecast(tuning), chip.memory_gib * 2**30
     if memory.peak > SHARE * there:
         raise refusal(tuning, memory, SHARE * there)
-    words = (f"{chip.name} x {tuning.ranks}: a step of {name} takes {amount(memory.peak, 'B')} of each card's "
-             f"{amount(there, 'B')}; weights, masters and moments are {amount(memory.held, 'B')} of that")  # fmt: skip
+    words = (
+        f"{chip.name} x {tuning.ranks}: a step of {name} takes {amount(memory.peak, 'B')} of each card's "
+        f"{amount(there, 'B')}; weights, masters and moments are {amount(memory.held, 'B')} of that"
+    )
     print(words, file=sys.stderr)
     print(flags_of(tuning))

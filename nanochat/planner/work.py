@@ -34,22 +34,33 @@ class Size:
 
 
 @cache
-def size_of(depth: int, vocab_size: int, window_pattern: str = "SSSL", upstream: bool = False) -> Size:
+def size_of(
+    depth: int, vocab_size: int, window_pattern: str = "SSSL", upstream: bool = False
+) -> Size:
     """The model of a depth with upstream's context of 2,048, as base_train makes it, or as upstream does."""
     if depth < 1 or vocab_size < 1:
-        raise UserError(f"depth and vocab_size must be at least 1, got {depth} and {vocab_size}", exit_code=2)
+        raise UserError(
+            f"depth and vocab_size must be at least 1, got {depth} and {vocab_size}", exit_code=2
+        )
     head = 128 if depth >= 8 else 64
     dim = -(-depth * 64 // head) * head
     pairs, offset = (0, 0) if upstream else (table_rows("auto", vocab_size), depth)
-    shape = GPTConfig(2048, vocab_size, depth, dim // head, dim // head, dim, window_pattern, pairs, offset)
+    shape = GPTConfig(
+        2048, vocab_size, depth, dim // head, dim // head, dim, window_pattern, pairs, offset
+    )
     with torch.device("meta"):
         model = GPT(shape)
     counts = model.parameter_counts()
     tables = sum(counts.get(role, 0) for role in ("embedding", "value_embedding", "bigram"))
     return Size(
-        shape, model.flops_per_token(), counts["matrix"], tables, counts["total"],
-        counts["scaling"], saved_bytes(model, Rates()),
-    )  # fmt: skip
+        shape,
+        model.flops_per_token(),
+        counts["matrix"],
+        tables,
+        counts["total"],
+        counts["scaling"],
+        saved_bytes(model, Rates()),
+    )
 
 
 @dataclass(frozen=True)
@@ -86,8 +97,12 @@ class Program:
     pass_operators: float  # launched in one pass, outside of the layers
     step_operators: float  # launched by the optimizer
     sent: float = 6.0  # bytes for each parameter that a card sends in a step: 2 gathered, 4 reduced
-    muon_sent: float = 4.0  # bytes for each matrix entry that its owner exchanges in a step: momentum and update
-    shortest: int = 0  # attention computes at least this many keys before its own, whatever the window
+    muon_sent: float = (
+        4.0  # bytes for each matrix entry that its owner exchanges in a step: momentum and update
+    )
+    shortest: int = (
+        0  # attention computes at least this many keys before its own, whatever the window
+    )
     full: float = 0.0  # the share of the matmuls that runs in fp32
 
 

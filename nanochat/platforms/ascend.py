@@ -39,13 +39,17 @@ class Ascend(Platform):
             return "torch_npu is not installed"
         try:
             version = metadata.version("torch_npu")
-        except metadata.PackageNotFoundError:  # built from source, without metadata: as torch's own release
+        except (
+            metadata.PackageNotFoundError
+        ):  # built from source, without metadata: as torch's own release
             version = torch.__version__
         if why := ascend_environment.prepare_loading(version):
             return f"torch_npu could not be loaded: {why}"
         try:
             usable = importlib.import_module("torch_npu").npu.is_available()
-        except Exception as failure:  # the edge to a foreign library, which raises anything; the reason is shown
+        except (
+            Exception
+        ) as failure:  # the edge to a foreign library, which raises anything; the reason is shown
             return f"torch_npu could not be loaded: {ascend_errors.cannot_load(str(failure) or repr(failure))}"
         return "" if usable else "torch_npu loaded, but sees no NPU"
 
@@ -55,19 +59,32 @@ class Ascend(Platform):
         why = self.unavailable() if file else ""
         if not why:
             return ""
-        return tr("this host has NPUs ({file}), but they cannot be used: {why}. Type source setup_ascend.sh, then "
-                  "python check_npu.py. To use the CPU instead, set NANOCHAT_DEVICE=cpu or give --device_type=cpu.",
-                  file=file, why=why)  # fmt: skip
+        return tr(
+            "this host has NPUs ({file}), but they cannot be used: {why}. Type source setup_ascend.sh, then "
+            "python check_npu.py. To use the CPU instead, set NANOCHAT_DEVICE=cpu or give --device_type=cpu.",
+            file=file,
+            why=why,
+        )
 
     @cached_property
     def chip(self) -> AscendChip:
         """The chip by its SoC version. What the table does not say, torch_npu and the device are asked."""
         soc = int(self.module.get_soc_version())
         chip = chip_of(soc) or AscendChip(
-            f"SoC {soc}", (soc,), bool(self.module.is_bf16_supported()), "listed", 0, "not known", 0,
+            f"SoC {soc}",
+            (soc,),
+            bool(self.module.is_bf16_supported()),
+            "listed",
+            0,
+            "not known",
+            0,
             saturates=not self.module.utils.is_support_inf_nan(),
-        )  # fmt: skip
-        return chip if chip.memory_gib else replace(chip, memory_gib=self.module.mem_get_info()[1] / 2**30)
+        )
+        return (
+            chip
+            if chip.memory_gib
+            else replace(chip, memory_gib=self.module.mem_get_info()[1] / 2**30)
+        )
 
     def chips(self) -> Sequence[AscendChip]:
         """Every chip whose peak is known, so that one can plan for it elsewhere."""
@@ -84,7 +101,9 @@ class Ascend(Platform):
         """The refusal of bf16 on a chip without bf16."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
-        return tr("NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16")
+        return tr(
+            "NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16"
+        )
 
     def cannot_open(self, failure: str) -> str:
         """Why the card could not be opened, and what may help."""
@@ -128,13 +147,19 @@ class Ascend(Platform):
             return ascend_kernels.AscendPlain(stacks_matrices=False, saturates=chip.saturates)
         operators = NEEDS.get(chip.kernels, chip.operators)
         if chip_of(chip.socs[0]) is None:
-            log(f"{chip.name} is not in the table of chips, so its operators are tried (--kernels plain uses none)")
-            operators = ascend_operators.try_operators(torch.device(self.name, self.index), self.best_dtype()[0])
+            log(
+                f"{chip.name} is not in the table of chips, so its operators are tried (--kernels plain uses none)"
+            )
+            operators = ascend_operators.try_operators(
+                torch.device(self.name, self.index), self.best_dtype()[0]
+            )
         if asked == "fused" and ascend_operators.ATTENTION not in operators:
             raise UserError(
-                tr("--kernels fused was asked for, but a {chip} has no fused attention for training; use auto",
-                   chip=chip.name)
-            )  # fmt: skip
+                tr(
+                    "--kernels fused was asked for, but a {chip} has no fused attention for training; use auto",
+                    chip=chip.name,
+                )
+            )
         if lacking := ascend_kernels.missing(operators):
             raise UserError(
                 f"torch_npu lacks {', '.join(lacking)}, which a {chip.name} computes with; "
@@ -179,19 +204,32 @@ class Ascend(Platform):
 
     def peak_flops(self) -> tuple[float, str] | None:
         """The dense peak of a chip whose peak is published or estimated."""
-        return (self.chip.tflops * 1e12, f"{self.chip.name}, {self.chip.source} dense") if self.chip.tflops else None
+        return (
+            (self.chip.tflops * 1e12, f"{self.chip.name}, {self.chip.source} dense")
+            if self.chip.tflops
+            else None
+        )
 
     def graphs_missing(self) -> str:
         """What the chip, torch_npu or the environment lacks."""
         if self.chip is not None and self.chip.kernels != "fused":
-            return tr("a {chip} captures no graphs; the second generation (910B, 910C) does", chip=self.chip.name)
+            return tr(
+                "a {chip} captures no graphs; the second generation (910B, 910C) does",
+                chip=self.chip.name,
+            )
         if not hasattr(self.module, "make_graphed_callables"):
             return tr("this torch_npu has no make_graphed_callables; install a newer one")
-        if ascend_kernels.missing(("npu_fusion_attention_v3",)):  # torch's own attention calls it too where it exists
-            return tr("the attention of this torch_npu cannot be captured; 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 and "
-                      "2.10.0 are the first releases with npu_fusion_attention_v3, for CANN 9.0")  # fmt: skip
+        if ascend_kernels.missing(
+            ("npu_fusion_attention_v3",)
+        ):  # torch's own attention calls it too where it exists
+            return tr(
+                "the attention of this torch_npu cannot be captured; 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 and "
+                "2.10.0 are the first releases with npu_fusion_attention_v3, for CANN 9.0"
+            )
         if os.environ.get("TASK_QUEUE_ENABLE") == "2":
-            return tr("TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export TASK_QUEUE_ENABLE=1")
+            return tr(
+                "TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export TASK_QUEUE_ENABLE=1"
+            )
         return ""
 
     def new_graph(self) -> Any:

@@ -34,8 +34,19 @@ class AscendChip:
 OPERATORS_950 = ("npu_fusion_attention", "npu_add_rms_norm", "npu_apply_rotary_pos_emb")
 
 CHIPS = (
-    AscendChip("910A", tuple(range(100, 105)), False, "chunked", 256, "data sheet, fp16", 32, saturates=True),
-    AscendChip("310P", tuple(range(200, 206)), False, "inference", 70, "estimate, fp16", 24, trains=False),
+    AscendChip(
+        "910A",
+        tuple(range(100, 105)),
+        False,
+        "chunked",
+        256,
+        "data sheet, fp16",
+        32,
+        saturates=True,
+    ),
+    AscendChip(
+        "310P", tuple(range(200, 206)), False, "inference", 70, "estimate, fp16", 24, trains=False
+    ),
     AscendChip("910B1", (220,), True, "fused", 379, "estimate from cores and clock, bf16", 64),
     AscendChip("910B2", (221,), True, "fused", 376, "data sheet, bf16", 64),
     AscendChip("910B2C", (222,), True, "fused", 354, "estimate from cores and clock, bf16", 64),
@@ -43,9 +54,13 @@ CHIPS = (
     AscendChip("910B4", (224,), True, "fused", 280, "data sheet, bf16", 32),
     AscendChip("910B4-1", (225,), True, "fused", 270, "estimate from cores and clock, bf16", 64),
     # torch_npu says of every SoC from 220 on that it has bf16, of this inference chip too; CANN's pages list fp16 only.
-    AscendChip("310B", tuple(range(240, 244)), False, "listed", 0, "none is published", 0, trains=False),
+    AscendChip(
+        "310B", tuple(range(240, 244)), False, "listed", 0, "none is published", 0, trains=False
+    ),
     AscendChip("910C", tuple(range(250, 257)), True, "fused", 376, "data sheet, bf16, one die", 64),
-    AscendChip("950", (260,), True, "listed", 0, "none is published for bf16", 0, operators=OPERATORS_950),
+    AscendChip(
+        "950", (260,), True, "listed", 0, "none is published for bf16", 0, operators=OPERATORS_950
+    ),
 )
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without end
 BLOCK = 32  # ports that a job's collectives take from HCCL_IF_BASE_PORT on: 16 before CANN 8.5
-FIRST_BLOCK, LAST_BLOCK = 61008, 65504  # above the ports that Linux hands out by itself (32768-60999)
+FIRST_BLOCK, LAST_BLOCK = (
+    61008,
+    65504,
+)  # above the ports that Linux hands out by itself (32768-60999)
 
 
 # The first patch of each minor of torch_npu in which PYTORCH_ALLOC_CONF is read (TorchNPU 26.2 with torch 2.10 or
@@ -23,7 +26,9 @@ def allocator_variable(torch_npu: str) -> str:
     number, patch = re.match(r"(\d+)\.(\d+)", torch_npu), re.search(r"post(\d+)", torch_npu)
     major, minor = (int(number[1]), int(number[2])) if number else (0, 0)
     post = int(patch[1]) if patch else 0
-    torchs = (major, minor) >= (2, 13) or post >= FIRST_WITH_TORCHS_NAME.get((major, minor), post + 1)
+    torchs = (major, minor) >= (2, 13) or post >= FIRST_WITH_TORCHS_NAME.get(
+        (major, minor), post + 1
+    )
     return ALLOCATORS[0 if torchs else 1]
 
 
@@ -65,7 +70,9 @@ def card_file(environ: Mapping[str, str] = os.environ) -> str:
     ASCEND_ROOT_PREFIX names the root folder of a fake host in tests.
     """
     cards = Path(environ.get("ASCEND_ROOT_PREFIX", "") + "/dev").glob("davinci[0-9]*")
-    return str(min((path for path in cards if path.name.removeprefix("davinci").isdigit()), default=""))
+    return str(
+        min((path for path in cards if path.name.removeprefix("davinci").isdigit()), default="")
+    )
 
 
 def port_taken(port: int) -> bool:

@@ -67,7 +67,9 @@ class AscendChunked(AscendPlain):
     loss_chunk = 2048
     fewest_launches = True
 
-    def cast_together(self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype) -> list[list[Tensor]] | None:
+    def cast_together(
+        self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype
+    ) -> list[list[Tensor]] | None:
         """See Operations.cast_together. Without gradients parameters mostly have the compute dtype already."""
         return cast_together(layers, dtype) if torch.is_grad_enabled() else None
 
@@ -87,7 +89,9 @@ class AscendChunked(AscendPlain):
         made = torch.cat([weight.to(x.dtype) for weight in weights]) if made is None else made
         both = F.linear(x, made).unflatten(-1, (-1, head_dim))
         qk, v = both.split((counts[0] + counts[1], counts[2]), dim=2)
-        q, k = self.sharpened(self.norm(self.rotary(qk, cos, sin)), sharpen).split((counts[0], counts[1]), dim=2)
+        q, k = self.sharpened(self.norm(self.rotary(qk, cos, sin)), sharpen).split(
+            (counts[0], counts[1]), dim=2
+        )
         return q, k, v
 
     def gated_heads(
@@ -119,18 +123,26 @@ class AscendChunked(AscendPlain):
     def offset_keys(self, k: Tensor) -> Tensor:
         """See Operations.offset_keys."""
         shape, dtype, device = (k.size(0), 1, k.size(2), 2, k.size(3) // 4), k.dtype, k.device
-        none = self.kept.get(("zeros", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device))
+        none = self.kept.get(
+            ("zeros", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device)
+        )
         return few_launches.offset_keys(k, none)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""
         dtype, device = x.dtype, x.device
-        zero = self.kept.get(("zero", dtype, device), lambda: torch.zeros((), dtype=dtype, device=device))
+        zero = self.kept.get(
+            ("zero", dtype, device), lambda: torch.zeros((), dtype=dtype, device=device)
+        )
         return few_launches.squared_relu(x, zero)
 
-    def loss(self, x: Tensor, head: Tensor, targets: Tensor, vocab: int, weights: Tensor | None) -> Tensor:
+    def loss(
+        self, x: Tensor, head: Tensor, targets: Tensor, vocab: int, weights: Tensor | None
+    ) -> Tensor:
         """See Operations.loss."""
-        return few_launches.chunked_loss(x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score)
+        return few_launches.chunked_loss(
+            x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score
+        )
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """See Operations.square_sums."""
@@ -253,7 +265,9 @@ class AscendFused(AscendChunked):
     def ones(self, x: Tensor) -> Tensor:
         """The factors of a norm over the last dimension of x, all 1."""
         size, dtype, device = x.size(-1), x.dtype, x.device
-        return self.kept.get((size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
+        return self.kept.get(
+            (size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device)
+        )
 
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """See Operations.add_norm."""
@@ -266,7 +280,12 @@ class AscendFused(AscendChunked):
         return torch_npu.npu_rms_norm(x, weight.to(x.dtype), epsilon)[0]
 
     def rotary_tables(
-        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
+        self,
+        length: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
         """Cosines, and sines negated, each (length, D) with both halves alike, as the fused operator reads them."""
         cos, sin = super().rotary_tables(length, head_dim, device, dtype, base)
@@ -303,11 +322,24 @@ class AscendFused(AscendChunked):
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         short = window < k.size(1) - 1
-        how = {"atten_mask": self.causal_mask(q.device), "scale": _scale(q, scale), "next_tockens": 0,
-               "pre_tockens": window if short else WHOLE, "sparse_mode": 4 if short else 3}  # fmt: skip
-        if torch_npu.npu.is_current_stream_capturing():  # the first version forks to a stream that no graph has
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # no other layout can be captured
-            return torch_npu.npu_fusion_attention_v3(q, k, v, q.size(1), "BNSD", **how)[0].transpose(1, 2)
+        how = {
+            "atten_mask": self.causal_mask(q.device),
+            "scale": _scale(q, scale),
+            "next_tockens": 0,
+            "pre_tockens": window if short else WHOLE,
+            "sparse_mode": 4 if short else 3,
+        }
+        if (
+            torch_npu.npu.is_current_stream_capturing()
+        ):  # the first version forks to a stream that no graph has
+            q, k, v = (
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+            )  # no other layout can be captured
+            return torch_npu.npu_fusion_attention_v3(q, k, v, q.size(1), "BNSD", **how)[
+                0
+            ].transpose(1, 2)
         return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", **how)[0]
 
     def takes_lengths(self, q: Tensor) -> bool:
@@ -331,16 +363,30 @@ class AscendFused(AscendChunked):
 
         k, v, ends = _last_keys(k, v, ends, last, window)
         scale = _scale(q, scale)
-        heads = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "scale": scale, "input_layout": "BSND"}
+        heads = {
+            "num_heads": q.size(2),
+            "num_key_value_heads": k.size(2),
+            "scale": scale,
+            "input_layout": "BSND",
+        }
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if q.size(1) == 1:
-            return torch_npu.npu_fused_infer_attention_score(q, k, v, actual_seq_lengths_kv=list(ends), **heads)[0]
+            return torch_npu.npu_fused_infer_attention_score(
+                q, k, v, actual_seq_lengths_kv=list(ends), **heads
+            )[0]
         short = window < max(ends) - 1
         return torch_npu.npu_fused_infer_attention_score(
-            q, k, v, atten_mask=self.causal_mask(q.device), actual_seq_lengths=list(fresh),
-            actual_seq_lengths_kv=list(ends), pre_tokens=window if short else WHOLE, next_tokens=0,
-            sparse_mode=4 if short else 3, **heads,
-        )[0]  # fmt: skip
+            q,
+            k,
+            v,
+            atten_mask=self.causal_mask(q.device),
+            actual_seq_lengths=list(fresh),
+            actual_seq_lengths_kv=list(ends),
+            pre_tokens=window if short else WHOLE,
+            next_tokens=0,
+            sparse_mode=4 if short else 3,
+            **heads,
+        )[0]
 
 
 KINDS: dict[str, type[AscendPlain]] = {
@@ -375,9 +421,15 @@ def prompt(
     k, v = ungrouped(q, k, v)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return torch_npu.npu_prompt_flash_attention(
-        q, k, v, atten_mask=~seen, num_heads=q.size(2), scale_value=q.size(3) ** -0.5, next_tokens=WHOLE,
+        q,
+        k,
+        v,
+        atten_mask=~seen,
+        num_heads=q.size(2),
+        scale_value=q.size(3) ** -0.5,
+        next_tokens=WHOLE,
         input_layout="BSND",
-    )  # fmt: skip
+    )
 
 
 def decode(
@@ -393,6 +445,11 @@ def decode(
     k, v = ungrouped(q, k[:, :longest], v[:, :longest])
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return torch_npu.npu_incre_flash_attention(
-        q, k, v, actual_seq_lengths=list(ends), num_heads=q.size(2), scale_value=q.size(3) ** -0.5,
+        q,
+        k,
+        v,
+        actual_seq_lengths=list(ends),
+        num_heads=q.size(2),
+        scale_value=q.size(3) ** -0.5,
         input_layout="BSND",
-    )  # fmt: skip
+    )

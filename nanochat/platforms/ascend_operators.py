@@ -27,7 +27,9 @@ class AscendListed(AscendFused):
 
     name = "listed"
 
-    def __init__(self, operators: Collection[str], stacks_matrices: bool = True, saturates: bool = False):
+    def __init__(
+        self, operators: Collection[str], stacks_matrices: bool = True, saturates: bool = False
+    ):
         super().__init__(stacks_matrices, saturates)
         self.operators = frozenset(operators)
 
@@ -52,11 +54,18 @@ class AscendListed(AscendFused):
         return Operations.weighted_norm(self, x, weight, epsilon)
 
     def rotary_tables(
-        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
+        self,
+        length: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
         """Tables for the operator that rotates: see AscendFused.rotary_tables and Operations.rotary_tables."""
         tables = (
-            super().rotary_tables if self.operators.intersection(ROTATIONS) else super(AscendFused, self).rotary_tables
+            super().rotary_tables
+            if self.operators.intersection(ROTATIONS)
+            else super(AscendFused, self).rotary_tables
         )
         return tables(length, head_dim, device, dtype, base)
 
@@ -162,7 +171,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` rotated. The operator wants keys too; one head more is cheaper than parting queries and keys."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
-    copy, one_head = (part.clone(memory_format=torch.contiguous_format) for part in (x, x[:, :, :1]))
+    copy, one_head = (
+        part.clone(memory_format=torch.contiguous_format) for part in (x, x[:, :, :1])
+    )
     return torch_npu.npu_apply_rotary_pos_emb(copy, one_head, cos, sin, "BSND", "half")[0]
 
 
@@ -172,7 +183,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """The fused operators that work on this card, each compared with fp32 on the host; logs why others do not."""
     works: list[str] = []
-    for group, trial in (((ATTENTION,), _attends), (NORMS, _norms), (ROTATIONS, _rotates), ((DECODING,), _decodes)):
+    for group, trial in (
+        ((ATTENTION,), _attends),
+        (NORMS, _norms),
+        (ROTATIONS, _rotates),
+        ((DECODING,), _decodes),
+    ):
         for operator in group:
             why = _why_not(operator, trial, device, dtype)
             if not why:
@@ -182,8 +198,12 @@ def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(works)
 
 
-def _why_not(operator: str, trial: Callable[[Operations, list[Tensor]], Tensor], device: torch.device,
-             dtype: torch.dtype) -> str:  # fmt: skip
+def _why_not(
+    operator: str,
+    trial: Callable[[Operations, list[Tensor]], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str:
     """Why an operator cannot be used; "" if it gives what the host gives, forward and backward."""
     if missing((operator,)):
         return "this torch_npu does not have it"
@@ -196,15 +216,24 @@ def _why_not(operator: str, trial: Callable[[Operations, list[Tensor]], Tensor],
         with torch.set_grad_enabled(backward):
             out = trial(operations, leaves)
             weight = torch.linspace(-1, 1, out.size(-1)).to(out)
-            parts = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True) if backward else ()
+            parts = (
+                torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
+                if backward
+                else ()
+            )
         return [out.detach(), *(part for part in parts if part is not None)]
 
     try:
-        found = [part.float().cpu() for part in results(AscendListed((operator,)), [x.to(device) for x in given])]
+        found = [
+            part.float().cpu()
+            for part in results(AscendListed((operator,)), [x.to(device) for x in given])
+        ]
     except RuntimeError as failure:
         return (str(failure).strip().splitlines() or [repr(failure)])[0][:200]
     expected = results(Operations(), [x.float() for x in given])
-    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+    error = max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)
+    )
     return "" if error <= WRONG else f"its error is {error:.3g} of the largest value"
 
 
@@ -227,7 +256,13 @@ def _decodes(operations: Operations, qkv: list[Tensor]) -> Tensor:
     ends: Sequence[int] = (64, 40)
     if operations.takes_lengths(q):
         return operations.attend_lengths(q[:, :1], k, v, (1, 1), ends, None, 63)
-    rows = [operations.attend_cached(q[i : i + 1, :1], k[i : i + 1, :end], v[i : i + 1, :end],
-                                     torch.ones(1, 1, 1, end, dtype=torch.bool, device=q.device))
-            for i, end in enumerate(ends)]  # fmt: skip
+    rows = [
+        operations.attend_cached(
+            q[i : i + 1, :1],
+            k[i : i + 1, :end],
+            v[i : i + 1, :end],
+            torch.ones(1, 1, 1, end, dtype=torch.bool, device=q.device),
+        )
+        for i, end in enumerate(ends)
+    ]
     return torch.cat(rows)

@@ -30,7 +30,8 @@ class AscendTracer:
             schedule=profiler.schedule(wait=0, active=steps, warmup=1, repeat=1),
             on_trace_ready=profiler.tensorboard_trace_handler(str(folder), worker_name=self.name),
             experimental_config=profiler._ExperimentalConfig(
-                profiler_level=profiler.ProfilerLevel.Level1, aic_metrics=profiler.AiCMetrics.AiCoreNone
+                profiler_level=profiler.ProfilerLevel.Level1,
+                aic_metrics=profiler.AiCMetrics.AiCoreNone,
             ),
         )
 
@@ -47,13 +48,16 @@ class AscendTracer:
         self._profiler.stop()
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))
         if not folders:
-            raise UserError(f"torch_npu's profiler left no folder {OUTPUT} in {self.folder}; what it printed says why")
+            raise UserError(
+                f"torch_npu's profiler left no folder {OUTPUT} in {self.folder}; what it printed says why"
+            )
         steps = _read(folders[-1] / STEPS, STEP_COLUMNS)
         computing, exposed, communication, free = (
             sum(float(row[column]) for row in steps) / len(steps) / 1000 for column in STEP_COLUMNS
         )
         operators = [
-            (_kernel_name(row), float(row["Duration(us)"])) for row in _read(folders[-1] / KERNELS, KERNEL_COLUMNS)
+            (_kernel_name(row), float(row["Duration(us)"]))
+            for row in _read(folders[-1] / KERNELS, KERNEL_COLUMNS)
         ]
         return Trace(computing, communication, exposed, free, operators, folders[-1] / TRACE)
 

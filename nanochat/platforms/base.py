@@ -71,8 +71,13 @@ class Platform:
     name = ""  # of the device type, as torch and --device_type call it
     backend = ""  # of the collectives
     is_host = False  # whether the device is the host itself: no copies, no pinned memory, one memory for all ranks
-    context: tuple[int, str] = (2048, "the default")  # tokens of a row unless the user says otherwise, and why
-    pass_tokens: int | None = None  # tokens of a pass that suit the device; None: as many as its memory holds
+    context: tuple[int, str] = (
+        2048,
+        "the default",
+    )  # tokens of a row unless the user says otherwise, and why
+    pass_tokens: int | None = (
+        None  # tokens of a pass that suit the device; None: as many as its memory holds
+    )
     split_tokens = 10 << 20  # tokens of a split to measure bits per byte on
     evaluation_rows = 32  # rows of a pass without gradients
     replays_replies = False  # whether decoding steps are replayed as captured graphs unless the user says otherwise
@@ -270,7 +275,9 @@ class Platform:
         """Why sequences of operators cannot be captured and replayed on this device; "" if they can."""
         return ""
 
-    def graphed(self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+    def graphed(
+        self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]
+    ) -> Callable[..., Any]:
         """A call whose forward and backward pass each replay as one launch, on inputs of the samples' shapes.
 
         The module runs a few times, and gradients of its parameters may be left behind. Its arguments and results are

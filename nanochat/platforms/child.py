@@ -94,14 +94,18 @@ def limit_time(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
+    )
 
 
 def main() -> None:
     """Answer questions with the script that the command line names, until standard input ends."""
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, whose end ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the parent, whose end ends this process
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     spec = importlib.util.spec_from_file_location("script", sys.argv[1])
     assert spec is not None and spec.loader is not None
@@ -116,7 +120,10 @@ def main() -> None:
         try:
             answer = answer or script.begin(setup)
             found = answer(question)
-        except (Exception, RecursionError) as failure:  # the edge of a process: the parent hears of it
+        except (
+            Exception,
+            RecursionError,
+        ) as failure:  # the edge of a process: the parent hears of it
             found = {"error": f"{type(failure).__name__}: {failure}"[:500]}
         print(json.dumps(found), flush=True)
 

@@ -50,10 +50,15 @@ def memory_free() -> int:
     """Bytes of memory that a process may still take without others having to swap, within the limit of a container."""
     try:
         free = 1024 * _number(MEMORY, "MemAvailable:")
-    except (OSError, StopIteration):  # not Linux: pages that are only cached cannot be told from used ones
+    except (
+        OSError,
+        StopIteration,
+    ):  # not Linux: pages that are only cached cannot be told from used ones
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
-        limit, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
+        limit, used = (
+            int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current")
+        )
         return min(free, max(limit - used + _number(CONTAINER / "memory.stat", "inactive_file"), 0))
     except (OSError, ValueError, StopIteration):  # no limit
         return free
@@ -128,7 +133,9 @@ def not_private(folder: Path) -> str:
         return f"other users may write to it; if you trust what it holds, run `chmod go-w {shlex.quote(str(folder))}`"
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         about = parent.stat()
-        if _others_write(about) and not about.st_mode & stat.S_ISVTX:  # with this bit, others cannot rename it
+        if (
+            _others_write(about) and not about.st_mode & stat.S_ISVTX
+        ):  # with this bit, others cannot rename it
             return f"other users may write to {parent}; run `chmod go-w {shlex.quote(str(parent))}`"
     return ""
 
@@ -183,7 +190,11 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         option = ctypes.CDLL(None).mallopt
-        for name, size in ((-3, 32 << 20), (-1, 1 << 30), (-2, 64 << 20)):  # mmap threshold, trim threshold, top pad
+        for name, size in (
+            (-3, 32 << 20),
+            (-1, 1 << 30),
+            (-2, 64 << 20),
+        ):  # mmap threshold, trim threshold, top pad
             option(name, size)
 
 
@@ -224,8 +235,12 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
         return Ranks()
     meets = all(variables[name] for name in MEETING)
     if variables["WORLD_SIZE"] == "1":
-        return Ranks(_number_in(variables, "RANK", 0, 0), _number_in(variables, "LOCAL_RANK", 0, 0), 1,
-                     meets and variables["RANK"] != "")  # fmt: skip
+        return Ranks(
+            _number_in(variables, "RANK", 0, 0),
+            _number_in(variables, "LOCAL_RANK", 0, 0),
+            1,
+            meets and variables["RANK"] != "",
+        )
     missing = [name for name in (*PLACE, *(() if met else MEETING)) if not variables[name]]
     if missing:
         present = [name for name in PLACE if variables[name]]

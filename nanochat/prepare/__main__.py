@@ -48,10 +48,16 @@ def main(cfg: Config) -> None:
     if cfg.num_workers is not None and cfg.num_workers < 1:
         raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
     if cfg.drop_contaminated and cfg.check_against is None:
-        raise UserError("--drop_contaminated needs --check_against DIR, which says what to look for", exit_code=2)
+        raise UserError(
+            "--drop_contaminated needs --check_against DIR, which says what to look for",
+            exit_code=2,
+        )
     cleans = cfg.dedup or cfg.check_against is not None
     if cfg.all_documents and cleans:
-        raise UserError("--all_documents keeps every document, so it goes without --dedup and --check_against", 2)
+        raise UserError(
+            "--all_documents keeps every document, so it goes without --dedup and --check_against",
+            2,
+        )
     data = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     for corpus in data.corpora:
@@ -65,7 +71,9 @@ def main(cfg: Config) -> None:
             if cfg.verify:
                 open_tokens(tokens.folder, verify=True)
             checked = ", all intact" if cfg.verify else ""
-            log(f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} tokens{checked}")
+            log(
+                f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} tokens{checked}"
+            )
 
 
 if __name__ == "__main__":

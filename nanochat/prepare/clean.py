@@ -24,7 +24,11 @@ from nanochat.runtime.progress import Progress
 
 
 def clean(
-    corpus: Corpus, dedup: bool, check_against: Path | None, drop_contaminated: bool, processes: int | None = None
+    corpus: Corpus,
+    dedup: bool,
+    check_against: Path | None,
+    drop_contaminated: bool,
+    processes: int | None = None,
 ) -> dict[str, Any]:
     """Screen all documents of a corpus, note which are left out, and return what corpus.json says about them.
 
@@ -40,14 +44,22 @@ def clean(
     folder = corpus.folder / DROPPED
     with locked(corpus.folder / ".clean.lock") as lock:
         outs = [folder / f".{path.stem}.npz" for path in paths]
-        with Progress(f"screen {corpus.name}", sum(map(count_rows, paths)), "documents") as progress:
+        with Progress(
+            f"screen {corpus.name}", sum(map(count_rows, paths)), "documents"
+        ) as progress:
             count = processes_for(sum(path.stat().st_size for path in paths), len(paths), processes)
             if count < 2:
                 for path, out in zip(paths, outs, strict=True):
                     screen.screen_shard(path, out, dedup, against, progress.advance)
             else:
-                setup = {"dedup": dedup, "against": str(check_against.expanduser()) if check_against else ""}
-                tasks = [{"name": str(p), "out": str(out.absolute())} for p, out in zip(paths, outs, strict=True)]
+                setup = {
+                    "dedup": dedup,
+                    "against": str(check_against.expanduser()) if check_against else "",
+                }
+                tasks = [
+                    {"name": str(p), "out": str(out.absolute())}
+                    for p, out in zip(paths, outs, strict=True)
+                ]
                 messages = work("nanochat.prepare.screen", setup, tasks, count, keep=[lock])
                 with contextlib.closing(messages):
                     for _, message in messages:
@@ -82,7 +94,10 @@ def clean(
 
 def _refuse_to_take_back(earlier: dict[str, Any], dedup: bool, drop: bool) -> None:
     """Raise UserError if an earlier command left out documents for a reason that this one does not repeat."""
-    repeated = {"near_duplicates": ("--dedup", dedup), "dropped_contaminated": ("--drop_contaminated", drop)}
+    repeated = {
+        "near_duplicates": ("--dedup", dedup),
+        "dropped_contaminated": ("--drop_contaminated", drop),
+    }
     for reason, (flag, given) in repeated.items():
         if not earlier.get(reason) or given:
             continue
@@ -101,13 +116,20 @@ def _decide(outs: list[Path], dedup: bool, names: tuple[str, ...], drop: bool) -
     gone = np.zeros(sum(counts), bool)
     summary: dict[str, Any] = {"of": sum(counts)}
     if dedup:
-        gone |= near_duplicates(Signatures.joined([Signatures(one["bands"], one["bins"]) for one in screened]))
+        gone |= near_duplicates(
+            Signatures.joined([Signatures(one["bands"], one["bins"]) for one in screened])
+        )
         summary["near_duplicates"] = int(gone.sum())
     if names:
         hits = np.concatenate(
-            [one["hits"] + [end - count, 0] for one, end, count in zip(screened, ends, counts, strict=True)]
+            [
+                one["hits"] + [end - count, 0]
+                for one, end, count in zip(screened, ends, counts, strict=True)
+            ]
         )
-        summary["check_against"] = {name: int((hits[:, 1] == number).sum()) for number, name in enumerate(names)}
+        summary["check_against"] = {
+            name: int((hits[:, 1] == number).sum()) for number, name in enumerate(names)
+        }
         held = np.unique(hits[:, 0])
         summary["contaminated"] = len(held)
         if drop:
@@ -115,19 +137,29 @@ def _decide(outs: list[Path], dedup: bool, names: tuple[str, ...], drop: bool) -
             summary["dropped_contaminated"] = True
     summary["documents"] = int(gone.sum())
     parts = np.split(gone, ends[:-1])
-    return {out.name: np.flatnonzero(part) for out, part in zip(outs, parts, strict=True)} | {"summary": summary}
+    return {out.name: np.flatnonzero(part) for out, part in zip(outs, parts, strict=True)} | {
+        "summary": summary
+    }
 
 
 def _tell(corpus: Corpus, dropped: dict[str, Any]) -> None:
     of = dropped["of"]
     if "near_duplicates" in dropped:
         some = dropped["near_duplicates"]
-        log(f"{corpus.name}: {some:,} of {of:,} documents ({some / of:.2%}) are near-duplicates and are left out")
+        log(
+            f"{corpus.name}: {some:,} of {of:,} documents ({some / of:.2%}) are near-duplicates and are left out"
+        )
     if "check_against" in dropped:
         some = dropped["contaminated"]
         each = ", ".join(f"{name} {count:,}" for name, count in dropped["check_against"].items())
-        fate = "are left out" if dropped.get("dropped_contaminated") else "stay; --drop_contaminated leaves them out"
-        log(f"{corpus.name}: {some:,} of {of:,} documents hold a passage of an evaluation ({each}) and {fate}")
+        fate = (
+            "are left out"
+            if dropped.get("dropped_contaminated")
+            else "stay; --drop_contaminated leaves them out"
+        )
+        log(
+            f"{corpus.name}: {some:,} of {of:,} documents hold a passage of an evaluation ({each}) and {fate}"
+        )
 
 
 def take_back(corpus: Corpus) -> None:

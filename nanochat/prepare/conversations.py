@@ -57,7 +57,11 @@ class Lazy:
 def folder_of(name: str, tokenizer: Tokenizer, key: str) -> Path:
     """The folder for conversations of a stage; other conversations and other tokenizers get other folders, so two runs
     in one base folder do not overwrite each other's tokens."""
-    return base_dir() / "chat_data" / f"{name}-{hashlib.sha256(f'{tokenizer.hash} {key}'.encode()).hexdigest()[:12]}"
+    return (
+        base_dir()
+        / "chat_data"
+        / f"{name}-{hashlib.sha256(f'{tokenizer.hash} {key}'.encode()).hexdigest()[:12]}"
+    )
 
 
 def prepare_conversations(
@@ -101,19 +105,27 @@ def conversation_lengths(
 def _remove_old(folder: Path) -> None:
     """Remove folders that the same stage filled long ago; a run that resumes with one of them tokenises again."""
     name = folder.name.rpartition("-")[0]
-    alike = [path for path in folder.parent.glob(f"{name}*") if re.fullmatch(f"{name}(-[0-9a-f]{{12}})?", path.name)]
+    alike = [
+        path
+        for path in folder.parent.glob(f"{name}*")
+        if re.fullmatch(f"{name}(-[0-9a-f]{{12}})?", path.name)
+    ]
     made = {path: (path / META).stat().st_mtime for path in alike if (path / META).exists()}
     for path in sorted(made, key=lambda path: -made[path])[KEPT:]:
         if time.time() - made[path] > UNUSED_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Tokenizer, about: dict[str, Any]) -> None:
+def _render(
+    folder: Path, conversations: Iterable[Conversation], tokenizer: Tokenizer, about: dict[str, Any]
+) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     token_bytes, dropped = tokenizer.token_bytes(), int(tokenizer.marks_begin)
     conversations = iter(conversations)
     with (
-        token_writer(folder, "conversations", dtype_for(tokenizer.vocab_size), masked=True) as writer,
+        token_writer(
+            folder, "conversations", dtype_for(tokenizer.vocab_size), masked=True
+        ) as writer,
         Progress(f"tokenise {folder.name}", None, "conversations") as progress,
     ):
         while some := list(itertools.islice(conversations, 1_000)):
@@ -121,10 +133,14 @@ def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Toke
             rendered = [tokenizer.render(conversation) for conversation in some]
             lengths = np.array([len(r.ids) - dropped for r in rendered], np.int64)
             tokens = joined([r.ids[dropped:] for r in rendered], writer.dtype)
-            writer.add(tokens, lengths, token_bytes, joined([r.mask[dropped:] for r in rendered], "uint8"))
+            writer.add(
+                tokens, lengths, token_bytes, joined([r.mask[dropped:] for r in rendered], "uint8")
+            )
             progress.advance(len(some))
         part = writer.finish({})
     if not part["documents"]:
-        raise UserError(f"there are no conversations to tokenise for {folder}; check the data of this stage")
+        raise UserError(
+            f"there are no conversations to tokenise for {folder}; check the data of this stage"
+        )
     dtype, border = dtype_for(tokenizer.vocab_size), tokenizer.border
     write_json(folder / META, {**about, "dtype": dtype, "border": border, "parts": [part]})

@@ -11,14 +11,26 @@ from nanochat.common import read_json, warn, write_json
 from nanochat.data.corpora import DROPPED, Corpus, dropped_of, shards
 from nanochat.data.shards import count_rows, read_about
 from nanochat.prepare import tokenise
-from nanochat.prepare.token_files import FORMAT, META, TokenSet, dtype_for, is_there, locked, open_tokens, read_meta
+from nanochat.prepare.token_files import (
+    FORMAT,
+    META,
+    TokenSet,
+    dtype_for,
+    is_there,
+    locked,
+    open_tokens,
+    read_meta,
+)
 from nanochat.prepare.workers import processes_for, work
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer, cores
 
 
 def prepare_documents(
-    corpus: Corpus, tokenizer: Tokenizer, split: Literal["train", "val"], processes: int | None = None
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    split: Literal["train", "val"],
+    processes: int | None = None,
 ) -> TokenSet:
     """The tokens of a corpus, made on the first call and kept; safe to call from every rank at once.
 
@@ -80,7 +92,9 @@ def _tokenise_shards(
             note = folder / f"{path.stem}.json"
             part = _read_note(note)
             if part is None or part["source"] != source:
-                note.unlink(missing_ok=True)  # from now on the part does not count until it is complete
+                note.unlink(
+                    missing_ok=True
+                )  # from now on the part does not count until it is complete
                 missing.append((path, source))
             else:
                 progress.advance(part["documents"], skipped=True)
@@ -92,7 +106,11 @@ def _tokenise_shards(
             fresh += part["tokens"]
     if fresh:
         print(f"{fresh:,} tokens, {fresh / (time.monotonic() - start):,.0f} tokens/s", flush=True)
-    about = {"format": FORMAT, "tokenizer": tokenizer.hash, "dtype": dtype_for(tokenizer.vocab_size)}
+    about = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.hash,
+        "dtype": dtype_for(tokenizer.vocab_size),
+    }
     write_json(folder / META, {**about, "parts": [parts[path.stem] for path in paths]})
 
 
@@ -114,9 +132,13 @@ def _tokenised(
     with tempfile.TemporaryDirectory() as own:
         tokenizer.save(Path(own))
         setup = {"tokenizer": own, "threads": max(cores() // processes, 1)}
-        tasks = [{"name": str(path), "folder": str(folder), "source": source} for path, source in shards]
+        tasks = [
+            {"name": str(path), "folder": str(folder), "source": source} for path, source in shards
+        ]
         # The processes hold the lock too, so that after a kill no other run begins before the last of them has ended.
-        with contextlib.closing(work("nanochat.prepare.tokenise", setup, tasks, processes, keep=[lock])) as messages:
+        with contextlib.closing(
+            work("nanochat.prepare.tokenise", setup, tasks, processes, keep=[lock])
+        ) as messages:
             for _, message in messages:
                 progress.advance(message.get("documents", 0))
                 if "result" in message:

@@ -15,7 +15,9 @@ WINDOW = 16  # bytes: about five Han characters, or three English words
 BINS = 128
 BANDS = 16  # of BINS // BANDS bins each: of pairs with similarity 0.8, about 95 % share a band
 SIMILAR = 0.75  # the share of equal bins from which on documents count as near-duplicates
-ENOUGH = 16 * BINS  # smallest hashes to look at; a longer document leaves out the windows that cannot be among them
+ENOUGH = (
+    16 * BINS
+)  # smallest hashes to look at; a longer document leaves out the windows that cannot be among them
 
 NONE = (1 << 32) - 1  # where a bin has no hash
 
@@ -23,7 +25,9 @@ NONE = (1 << 32) - 1  # where a bin has no hash
 @cache
 def _factors() -> np.ndarray:
     """Odd numbers that hashes multiply with, uint64: two for a window, one to mix, and one for each bin of a band."""
-    return np.random.default_rng(0).integers(1, 1 << 63, 3 + BINS // BANDS, np.uint64) * np.uint64(2) + np.uint64(1)
+    return np.random.default_rng(0).integers(1, 1 << 63, 3 + BINS // BANDS, np.uint64) * np.uint64(
+        2
+    ) + np.uint64(1)
 
 
 @cache
@@ -36,20 +40,28 @@ def _translation() -> tuple[bytes, bytes]:
 class Signatures:
     """What is kept of documents to compare them."""
 
-    bands: np.ndarray  # (documents, BANDS) uint64: documents with an equal band may be near-duplicates
+    bands: (
+        np.ndarray
+    )  # (documents, BANDS) uint64: documents with an equal band may be near-duplicates
     bins: np.ndarray  # (documents, BINS) uint8: a byte of each bin's smallest hash
 
     @staticmethod
     def joined(parts: Sequence["Signatures"]) -> "Signatures":
         """The signatures of several lists of documents, one after the other."""
-        return Signatures(np.concatenate([p.bands for p in parts]), np.concatenate([p.bins for p in parts]))
+        return Signatures(
+            np.concatenate([p.bands for p in parts]), np.concatenate([p.bins for p in parts])
+        )
 
 
 def signatures(texts: Sequence[str]) -> Signatures:
     """The signatures of documents. Case, spaces and ASCII punctuation do not count."""
-    smallest = np.stack([_smallest(text) for text in texts]) if texts else np.zeros((0, BINS), np.uint64)
+    smallest = (
+        np.stack([_smallest(text) for text in texts]) if texts else np.zeros((0, BINS), np.uint64)
+    )
     full = np.where(smallest == NONE, 2 * BINS, np.arange(BINS))
-    ahead = np.minimum.accumulate(np.concatenate([full, full + BINS], axis=1)[:, ::-1], axis=1)[:, ::-1][:, :BINS]
+    ahead = np.minimum.accumulate(np.concatenate([full, full + BINS], axis=1)[:, ::-1], axis=1)[
+        :, ::-1
+    ][:, :BINS]
     filled = np.take_along_axis(smallest, ahead % BINS, axis=1)
     banded = filled.reshape(len(texts), BANDS, BINS // BANDS)
     bands = _mixed((banded * _factors()[3:]).sum(axis=2, dtype=np.uint64))
@@ -64,12 +76,18 @@ def _smallest(text: str) -> np.ndarray:
     """The smallest 32-bit hash of a text's windows in each bin, NONE where a bin has none; (BINS,) uint64."""
     kept = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
     count = len(kept) - WINDOW + 1
-    eight = np.ndarray((count + 8,), "<u8", kept, strides=(1,))  # the eight bytes from each place on
+    eight = np.ndarray(
+        (count + 8,), "<u8", kept, strides=(1,)
+    )  # the eight bytes from each place on
     hashes = _mixed(eight[:count] * _factors()[0] + eight[8:] * _factors()[1])
-    begins = (np.frombuffer(kept, np.uint8, count) & 0xC0) != 0x80  # a window begins with a character
+    begins = (
+        np.frombuffer(kept, np.uint8, count) & 0xC0
+    ) != 0x80  # a window begins with a character
     if count > 2 * ENOUGH:
         found = _by_bin(hashes[begins & (hashes < np.uint64((ENOUGH << 64) // count))])
-        if np.count_nonzero(found != NONE) > BINS // 2:  # a text that repeats itself has fewer different windows
+        if (
+            np.count_nonzero(found != NONE) > BINS // 2
+        ):  # a text that repeats itself has fewer different windows
             return found
     return _by_bin(hashes[begins])
 
@@ -77,7 +95,11 @@ def _smallest(text: str) -> np.ndarray:
 def _by_bin(hashes: np.ndarray) -> np.ndarray:
     """The smallest upper half of the hashes in each bin."""
     found = np.full(BINS, NONE, np.uint64)
-    np.minimum.at(found, (hashes >> np.uint64(25) & np.uint64(BINS - 1)).astype(np.intp), hashes >> np.uint64(32))
+    np.minimum.at(
+        found,
+        (hashes >> np.uint64(25) & np.uint64(BINS - 1)).astype(np.intp),
+        hashes >> np.uint64(32),
+    )
     return found
 
 

@@ -22,7 +22,12 @@ from nanochat.common import UserError, parse_json
 WORDS = 13
 CHARACTERS = 50  # of which at least half are Han
 ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
-SPLITS = ("test", "val", "dev", "eval")  # in the path of a file; a set without such files is read whole
+SPLITS = (
+    "test",
+    "val",
+    "dev",
+    "eval",
+)  # in the path of a file; a set without such files is read whole
 
 MOST_CHARACTERS = 1 << 30  # of a field of a CSV file; the csv module's own limit is 131,072
 
@@ -32,13 +37,17 @@ _MAP_BITS = 20
 @cache
 def _factors() -> np.ndarray:
     """Odd numbers that hashes multiply with, uint64 (WORDS,)."""
-    return np.random.default_rng(1).integers(1, 1 << 63, WORDS, np.uint64) * np.uint64(2) + np.uint64(1)
+    return np.random.default_rng(1).integers(1, 1 << 63, WORDS, np.uint64) * np.uint64(
+        2
+    ) + np.uint64(1)
 
 
 @cache
 def _words_only() -> bytes:
     """Every byte in lower case, and a space for every ASCII character that is no letter or digit."""
-    return bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in bytes(range(256)).lower())
+    return bytes(
+        byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in bytes(range(256)).lower()
+    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,9 @@ class Passages:
     @cached_property
     def key(self) -> str:
         """A name of the content."""
-        return hashlib.sha256(str(self.names).encode() + self.hashes.tobytes() + self.owners.tobytes()).hexdigest()
+        return hashlib.sha256(
+            str(self.names).encode() + self.hashes.tobytes() + self.owners.tobytes()
+        ).hexdigest()
 
     @cached_property
     def _map(self) -> np.ndarray:
@@ -72,9 +83,13 @@ def read_passages(folder: Path) -> Passages:
     """The passages of every evaluation in a folder. UserError (code 2) if the folder has none or a file is damaged."""
     folder = folder.expanduser()
     names, hashes, owners = [], [], []
-    for place in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []:
+    for place in (
+        sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    ):
         files = sorted(path for path in place.rglob("*") if path.suffix in ENDINGS)
-        files = [file for file in files if any(s in str(file.relative_to(place)).lower() for s in SPLITS)] or files
+        files = [
+            file for file in files if any(s in str(file.relative_to(place)).lower() for s in SPLITS)
+        ] or files
         texts = (text for file in files for text in _texts(file))
         found = np.unique(np.concatenate([np.zeros(0, np.uint64), *map(passages, texts)]))
         if len(found):
@@ -94,7 +109,9 @@ def read_passages(folder: Path) -> Passages:
 
 def passages(text: str) -> np.ndarray:
     """The hashes of all passages of a text, uint64 (passages,). Case, spaces and ASCII punctuation do not count."""
-    words = np.fromiter(map(crc32, text.encode(errors="replace").translate(_words_only()).split()), np.uint64)
+    words = np.fromiter(
+        map(crc32, text.encode(errors="replace").translate(_words_only()).split()), np.uint64
+    )
     count = max(len(words) - WORDS + 1, 0)
     english = np.zeros(count, np.uint64)
     for number, factor in enumerate(_factors()):
@@ -106,7 +123,9 @@ def passages(text: str) -> np.ndarray:
 
 def _of_characters(text: str) -> np.ndarray:
     """The hashes of windows of CHARACTERS letters and digits, at least half of them Han."""
-    points = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+    points = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), np.uint32).astype(
+        np.uint64
+    )
     han = ((points >= 0x4E00) & (points <= 0x9FFF)) | ((points >= 0x3400) & (points <= 0x4DBF))
     kept = han | ((points >= 48) & (points <= 57)) | ((points >= 97) & (points <= 122))
     points, han = points[kept], han[kept]
@@ -142,13 +161,17 @@ def _texts(path: Path) -> Iterator[str]:
                 for row in csv.reader(file, delimiter="," if path.suffix == ".csv" else "\t"):
                     yield from row
         elif path.suffix == ".jsonl":
-            with open(path, encoding="utf-8-sig") as file:  # splitlines() would split texts at U+2028 too
+            with open(
+                path, encoding="utf-8-sig"
+            ) as file:  # splitlines() would split texts at U+2028 too
                 for line in file:
                     yield from _strings(parse_json(line)) if line.strip() else ()
         else:
             yield from _strings(parse_json(path.read_text("utf-8-sig")))
     except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
-        raise UserError(f"the evaluation {path} cannot be read: {failure}. Get the file again.", 2) from failure
+        raise UserError(
+            f"the evaluation {path} cannot be read: {failure}. Get the file again.", 2
+        ) from failure
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -56,7 +56,9 @@ def pack(
             i = bisect_right(pool_lengths, room - 1) - 1
             if cut and pool_lengths[-1] >= room:
                 if room == row_tokens:
-                    i = -1  # a long document fills whole rows first, which keeps its context together
+                    i = (
+                        -1
+                    )  # a long document fills whole rows first, which keeps its context together
                 elif i >= 0 and pool_lengths[i] != room - 1 and room > small:
                     # This piece would leave a gap that only a scrap of another piece can fill: leave a larger gap.
                     i = bisect_right(pool_lengths, room - 1 - small) - 1
@@ -79,10 +81,14 @@ def pack(
                 put_back(start + room - 1, length - room + 1)
                 room = 0
         first.append(len(out_starts))
-    return Packing(np.array(first, np.int64), np.array(out_starts, np.int64), np.array(out_lengths, np.int32))
+    return Packing(
+        np.array(first, np.int64), np.array(out_starts, np.int64), np.array(out_lengths, np.int32)
+    )
 
 
-def _pieces(starts: np.ndarray, lengths: np.ndarray, size: int = 65_536) -> Iterator[tuple[int, int]]:
+def _pieces(
+    starts: np.ndarray, lengths: np.ndarray, size: int = 65_536
+) -> Iterator[tuple[int, int]]:
     """(start, length) as Python numbers, converted in batches so that memory does not grow with the corpus."""
     for i in range(0, len(starts), size):
         yield from zip(starts[i : i + size].tolist(), lengths[i : i + size].tolist(), strict=True)
@@ -114,5 +120,7 @@ def count_marked(
     lengths: np.ndarray,  # (pieces,) int32
 ) -> np.ndarray:
     """How many tokens of each piece have a nonzero mask, int64 (pieces,)."""
-    counts = (np.count_nonzero(mask[start : start + length]) for start, length in _pieces(starts, lengths))
+    counts = (
+        np.count_nonzero(mask[start : start + length]) for start, length in _pieces(starts, lengths)
+    )
     return np.fromiter(counts, np.int64, len(starts))

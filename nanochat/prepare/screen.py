@@ -28,13 +28,23 @@ def screen_shard(
         if dedup:
             parts.append(signatures(texts))
         if against is not None:
-            hits += [(seen + number, one) for number, text in enumerate(texts) for one in against.sets_in(text)]
+            hits += [
+                (seen + number, one)
+                for number, text in enumerate(texts)
+                for one in against.sets_in(text)
+            ]
         seen += len(texts)
         advance(len(texts))
     found = Signatures.joined(parts or [signatures([])])
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out) as temporary, open(temporary, "wb") as file:
-        np.savez(file, bands=found.bands, bins=found.bins, hits=np.array(hits, np.int64).reshape(-1, 2), seen=seen)
+        np.savez(
+            file,
+            bands=found.bands,
+            bins=found.bins,
+            hits=np.array(hits, np.int64).reshape(-1, 2),
+            seen=seen,
+        )
         file.flush()
         os.fsync(file.fileno())
     return {"name": path.name, "documents": seen}
@@ -45,7 +55,11 @@ def _begin(setup: Message) -> Callable[[Message, Say], Message]:
 
     def do(task: Message, say: Say) -> Message:
         return screen_shard(
-            Path(task["name"]), Path(task["out"]), setup["dedup"], against, lambda count: say({"documents": count})
+            Path(task["name"]),
+            Path(task["out"]),
+            setup["dedup"],
+            against,
+            lambda count: say({"documents": count}),
         )
 
     return do

@@ -33,8 +33,12 @@ FIX = " Fix it with: "  # between what is wrong with a file and the command to t
 class TokenFile:
     """One token file with its offsets and mask, memory-mapped."""
 
-    tokens: np.ndarray  # (tokens,) uint16 or uint32: the documents one after another, without begin marks
-    offsets: np.ndarray  # (documents + 1,) int64: where in `tokens` each document begins, and the end
+    tokens: (
+        np.ndarray
+    )  # (tokens,) uint16 or uint32: the documents one after another, without begin marks
+    offsets: (
+        np.ndarray
+    )  # (documents + 1,) int64: where in `tokens` each document begins, and the end
     mask: np.ndarray | None  # (tokens,) uint8: 1 for tokens that are trained
 
 
@@ -97,7 +101,9 @@ def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[s
         meta = read_json(path) if path.exists() else None
     except ValueError as failure:
         raise damage(path, f"it is not JSON ({failure.__cause__})") from failure
-    if meta is not None and not ({*needs} <= {*meta} and all({*part} == PART for part in meta.get("parts", []))):
+    if meta is not None and not (
+        {*needs} <= {*meta} and all({*part} == PART for part in meta.get("parts", []))
+    ):
         raise damage(path, "it lacks required entries")
     return meta
 
@@ -118,9 +124,17 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
             path = folder / name
             dtype = {"tokens": meta["dtype"], "offsets": "int64", "mask": "uint8"}[kind]
             count = about["documents"] + 1 if kind == "offsets" else about["tokens"]
-            size, right = path.stat().st_size if path.exists() else None, count * np.dtype(dtype).itemsize
+            size, right = (
+                path.stat().st_size if path.exists() else None,
+                count * np.dtype(dtype).itemsize,
+            )
             if size != right:
-                raise damage(path, "it is missing" if size is None else f"it has {size:,} bytes, expected {right:,}")
+                raise damage(
+                    path,
+                    "it is missing"
+                    if size is None
+                    else f"it has {size:,} bytes, expected {right:,}",
+                )
             expected[name] = about["sha256"][kind]
             # An empty file cannot be mapped. asarray drops the memmap class, since slicing a memmap is slow.
             mapped = np.memmap(path, dtype, "r") if count else np.zeros(0, dtype)
@@ -159,7 +173,9 @@ class TokenWriter:
 
     def _begin(self, kind: str) -> None:
         path = self._path(kind, temporary=True)
-        path.unlink(missing_ok=True)  # what a killed process left; "x" does not write through a link
+        path.unlink(
+            missing_ok=True
+        )  # what a killed process left; "x" does not write through a link
         file = open(path, "xb")  # noqa: SIM115  # the stack closes it
         self._files[kind] = self._open.enter_context(file)
         self._digests[kind] = hashlib.sha256()
@@ -245,7 +261,9 @@ def damaged(folder: Path, expected: Mapping[str, str], again: bool = False) -> d
         unknown = there if again else _unknown(folder, there)
         found, right = _hash(folder, unknown)
         if right:
-            kept = {name: known for name, known in _read(folder).items() if (folder / name).exists()}
+            kept = {
+                name: known for name, known in _read(folder).items() if (folder / name).exists()
+            }
             write_json(folder / CHECKED, kept | right)
     return wrong | found
 
@@ -258,14 +276,21 @@ def _state(path: Path) -> list[int]:
 def _read(folder: Path) -> dict[str, list]:
     try:
         return read_json(folder / CHECKED)
-    except (OSError, ValueError):  # without a readable note all files are hashed again, which is safe
+    except (
+        OSError,
+        ValueError,
+    ):  # without a readable note all files are hashed again, which is safe
         return {}
 
 
 def _unknown(folder: Path, expected: Mapping[str, str]) -> dict[str, str]:
     """The files that have changed since their last check, or were never checked."""
     known = _read(folder)
-    return {name: digest for name, digest in expected.items() if known.get(name) != [digest, *_state(folder / name)]}
+    return {
+        name: digest
+        for name, digest in expected.items()
+        if known.get(name) != [digest, *_state(folder / name)]
+    }
 
 
 def _hash(folder: Path, expected: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:

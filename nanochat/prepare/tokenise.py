@@ -30,7 +30,11 @@ def tokenise_shard(
     with token_writer(folder, path.stem, dtype_for(tokenizer.vocab_size), masked=False) as writer:
         dropped, seen = dropped_documents(path), 0
         for texts in batches(path):
-            kept = [text for number, text in enumerate(texts, seen) if number not in dropped] if dropped else texts
+            kept = (
+                [text for number, text in enumerate(texts, seen) if number not in dropped]
+                if dropped
+                else texts
+            )
             writer.add(*tokenizer.encode_joined(kept, threads), token_bytes)
             seen += len(texts)
             advance(len(texts))
@@ -42,9 +46,13 @@ def _begin(setup: Message) -> Callable[[Message, Say], Message]:
 
     def do(task: Message, say: Say) -> Message:
         return tokenise_shard(
-            Path(task["name"]), Path(task["folder"]), task["source"], tokenizer, setup["threads"],
+            Path(task["name"]),
+            Path(task["folder"]),
+            task["source"],
+            tokenizer,
+            setup["threads"],
             lambda count: say({"documents": count}),
-        )  # fmt: skip
+        )
 
     return do
 

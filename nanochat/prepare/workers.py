@@ -19,7 +19,9 @@ from nanochat.tokenizer import cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB
-BYTES_THAT_PAY = 8_000_000  # of shards; a process with less to do takes longer to start than to read them
+BYTES_THAT_PAY = (
+    8_000_000  # of shards; a process with less to do takes longer to start than to read them
+)
 Message = dict[str, Any]
 Say = Callable[[Message], None]
 
@@ -34,7 +36,11 @@ def processes_for(size: int, tasks: int, asked: int | None) -> int:
 
 
 def work(
-    module: str, setup: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], processes: int, keep: Sequence[int] = ()
+    module: str,
+    setup: Mapping[str, Any],
+    tasks: Sequence[Mapping[str, Any]],
+    processes: int,
+    keep: Sequence[int] = (),
 ) -> Generator[tuple[int, Message], None, None]:
     """Let worker processes do tasks, and yield (number of the task, message) for every message as it arrives.
 
@@ -57,8 +63,15 @@ def work(
                 number = waiting.get_nowait()
             except queue.Empty:
                 return
-            with contextlib.suppress(BrokenPipeError):  # the process has ended, which reading will show
-                print(*map(json.dumps, (*ahead, tasks[number])), sep="\n", file=process.stdin, flush=True)
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # the process has ended, which reading will show
+                print(
+                    *map(json.dumps, (*ahead, tasks[number])),
+                    sep="\n",
+                    file=process.stdin,
+                    flush=True,
+                )
             ahead, message = [], Message()
             while not {"result", "raised"} & message.keys():
                 line = process.stdout.readline()
@@ -93,7 +106,11 @@ def work(
 
 
 def _start(module: str, keep: Sequence[int]) -> subprocess.Popen[str]:
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    alone = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-m", module],
@@ -120,7 +137,9 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
             f"the process that worked on {task.get('name', 'a task')} {killed}{memory}. Finished work is kept: type "
             "the same command again to resume; if it fails again, use fewer processes: python -m nanochat.prepare -w N"
         )
-    return RuntimeError(f"a process that worked on {task.get('name', 'a task')} failed:\n{message['text']}")
+    return RuntimeError(
+        f"a process that worked on {task.get('name', 'a task')} failed:\n{message['text']}"
+    )
 
 
 # --- the workers -----------------------------------------------------------------------------------
@@ -133,7 +152,9 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
     messages with its second argument.
     """
     with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C goes to the parent, which ends this process
     wire = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     sys.stdout = sys.stderr
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -141,7 +162,9 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
     def listen() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(0)  # the parent has no more tasks or has died; in both cases no unfinished task may be completed
+        os._exit(
+            0
+        )  # the parent has no more tasks or has died; in both cases no unfinished task may be completed
 
     threading.Thread(target=listen, daemon=True).start()
 
@@ -156,7 +179,13 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
         except UserError as mistake:
             say({"raised": "UserError", "text": str(mistake), "code": mistake.exit_code})
         except OSError as failure:
-            say({"raised": "OSError", "errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure),
-                 "filename": None if failure.filename is None else str(failure.filename)})  # fmt: skip
+            say(
+                {
+                    "raised": "OSError",
+                    "errno": failure.errno or errno.EIO,
+                    "text": failure.strerror or str(failure),
+                    "filename": None if failure.filename is None else str(failure.filename),
+                }
+            )
         except Exception:  # the edge of a process: the parent raises it again
             say({"raised": "Exception", "text": traceback.format_exc()})

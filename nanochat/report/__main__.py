@@ -28,17 +28,31 @@ def generate(key: str = "") -> Path:
     """Write report.md, report.json and the plots; `key` names the finished run for is_finished()."""
     found, costs = of_this_run(), read_stages()
     if not found:
-        raise UserError(f"there are no figures in {report_dir()} yet; run a stage first, such as bash speedrun.sh", 2)
-    report = {"key": key, "environment": environment(), "summary": summary(found, costs), "table": table(found),
-              "stages": costs, "sections": found}  # fmt: skip
-    pictures = {f"{name}.png": draw(TITLES[name], {name: data}) for name, data in found.items()
-                if name.endswith("_train") and data.get("loss")}  # fmt: skip
+        raise UserError(
+            f"there are no figures in {report_dir()} yet; run a stage first, such as bash speedrun.sh",
+            2,
+        )
+    report = {
+        "key": key,
+        "environment": environment(),
+        "summary": summary(found, costs),
+        "table": table(found),
+        "stages": costs,
+        "sections": found,
+    }
+    pictures = {
+        f"{name}.png": draw(TITLES[name], {name: data})
+        for name, data in found.items()
+        if name.endswith("_train") and data.get("loss")
+    }
     for file, picture in pictures.items():
         write_atomic(report_dir() / file, picture)
     text = markdown(report, pictures)
     write_atomic(report_dir() / "report.md", text)
     write_atomic(report_dir() / "report.html", page("nanochat report", text, pictures))
-    write_json(report_dir() / "report.json", report)  # last, since this file says that the report is complete
+    write_json(
+        report_dir() / "report.json", report
+    )  # last, since this file says that the report is complete
     return report_dir() / "report.md"
 
 
@@ -64,7 +78,8 @@ def show() -> None:
     path = report_dir() / "report.json"
     if not path.exists():
         raise UserError(
-            f"there is no report in {report_dir()} yet; make one with `python -m nanochat.report generate`", 2
+            f"there is no report in {report_dir()} yet; make one with `python -m nanochat.report generate`",
+            2,
         )
     report = read_json(path)
     shown = columns(report["table"])
@@ -82,9 +97,9 @@ def show() -> None:
 class Config:
     """Make, show or delete the report."""
 
-    verb: Annotated[Literal["generate", "show", "compare", "reset", "begin", "finished"], tyro.conf.Positional] = (
-        "generate"
-    )
+    verb: Annotated[
+        Literal["generate", "show", "compare", "reset", "begin", "finished"], tyro.conf.Positional
+    ] = "generate"
     """generate writes the report; show prints its summary table; compare puts several runs side by side;
     reset deletes the report and all sections; begin deletes the costs of runs other than --key;
     finished exits with 0 if run --key is finished, else with 3."""
@@ -99,7 +114,9 @@ class Config:
 def main(cfg: Config) -> None:
     """The command line."""
     if cfg.runs and cfg.verb != "compare":
-        raise UserError(f"{cfg.verb} takes no names of runs, got {', '.join(cfg.runs)}; leave them out", 2)
+        raise UserError(
+            f"{cfg.verb} takes no names of runs, got {', '.join(cfg.runs)}; leave them out", 2
+        )
     if cfg.verb == "generate":
         log(f"report: {generate(cfg.key)}")
     elif cfg.verb == "show":
@@ -107,7 +124,8 @@ def main(cfg: Config) -> None:
     elif cfg.verb == "compare":
         if len(cfg.runs) < 2:
             raise UserError(
-                f"compare needs two or more runs, as base folders or report.json files, got {len(cfg.runs)}", 2
+                f"compare needs two or more runs, as base folders or report.json files, got {len(cfg.runs)}",
+                2,
             )
         runs = named([load_run(given) for given in cfg.runs])
         log(f"comparison: {compare(runs, report_dir() / 'compare', cfg.price_per_hour)}")

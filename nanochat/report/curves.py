@@ -17,7 +17,14 @@ LABELS = {
     "val_bpb": "validation in\nbits per byte",
     "val_accuracy": "preferences followed\non held-out pairs",
 }
-SCATTERED = ("reward", "entropy", "length", "sampler_gap", "kl", "policy_shift")  # from step to step
+SCATTERED = (
+    "reward",
+    "entropy",
+    "length",
+    "sampler_gap",
+    "kl",
+    "policy_shift",
+)  # from step to step
 
 
 def running_mean(values: Sequence[float], weight: float = 0.95) -> list[float]:
@@ -42,15 +49,25 @@ def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
         wanted = ("reward", "accuracy", *SCATTERED[1:])
     shown = [curve for curve in wanted if any(data.get(curve) for data in runs.values())]
     size = (7, 1.2 + 2 * len(shown))
-    figure, axes = pyplot.subplots(len(shown), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(shown), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
     for axis, curve in zip(axes[:, 0], shown, strict=True):
         faint = curve in SCATTERED
         measured = curve != "loss" and not faint  # now and then, and not in every step
         for i, (name, data) in enumerate(runs.items()):
             color = f"C{i}" if len(runs) > 1 else ("C1" if measured else "C0")
             steps, values = zip(*data.get(curve) or [(0, math.nan)], strict=True)
-            axis.plot(steps, values, color=color, linewidth=1.2, alpha=0.25 if faint else 1,
-                      marker="o" if measured else None, markersize=3, label=None if faint else name)  # fmt: skip
+            axis.plot(
+                steps,
+                values,
+                color=color,
+                linewidth=1.2,
+                alpha=0.25 if faint else 1,
+                marker="o" if measured else None,
+                markersize=3,
+                label=None if faint else name,
+            )
             if faint:
                 axis.plot(steps, running_mean(values), color=color, linewidth=1.5, label=name)
         axis.set(ylabel=LABELS[curve])

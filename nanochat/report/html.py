@@ -33,7 +33,10 @@ def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
     renderer.add_render_rule("html_inline", _only_ours)
     for token in (tokens := renderer.parse(markdown)):
         for child in token.children or ():
-            if child.tag == "img" and (picture := pictures.get(str(child.attrs["src"]))) is not None:
+            if (
+                child.tag == "img"
+                and (picture := pictures.get(str(child.attrs["src"]))) is not None
+            ):
                 child.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
     body = renderer.renderer.render(tokens, renderer.options, {})
     return (
@@ -45,7 +48,11 @@ def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
 
 
 def _only_ours(
-    self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
+    self: RendererHTML,
+    tokens: Sequence[Token],
+    idx: int,
+    options: OptionsDict,
+    env: MutableMapping[str, Any],
 ) -> str:
     content = tokens[idx].content
     return content if OURS.fullmatch(content) else html.escape(content)

@@ -63,19 +63,35 @@ def grid(head: list[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 def _plain(data: Mapping[str, Any]) -> list[str]:
     """A table of the texts and numbers in a section."""
-    rows = [[name.replace("_", " "), value] for name, value in data.items()
-            if isinstance(value, (str, int, float)) and value != ""]  # fmt: skip
+    rows = [
+        [name.replace("_", " "), value]
+        for name, value in data.items()
+        if isinstance(value, (str, int, float)) and value != ""
+    ]
     return grid(["figure", "value"], rows) if rows else []
 
 
 def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
-    rows = [[name, f"{100 * score['accuracy']:.1f} %", f"{100 * score['low']:.1f} to {100 * score['high']:.1f}",
-             score["total"]] for name, score in tasks.items()]  # fmt: skip
+    rows = [
+        [
+            name,
+            f"{100 * score['accuracy']:.1f} %",
+            f"{100 * score['low']:.1f} to {100 * score['high']:.1f}",
+            score["total"],
+        ]
+        for name, score in tasks.items()
+    ]
     lines = grid(["task", "right", "95 % interval", "n"], rows)
     for name, score in tasks.items():
-        weak = {group: count for group, count in score.get("groups", {}).items() if count["right"] < count["total"]}
+        weak = {
+            group: count
+            for group, count in score.get("groups", {}).items()
+            if count["right"] < count["total"]
+        }
         if 1 < len(score.get("groups", {})) <= MOST_GROUPS:
-            listed = ", ".join(f"{group} {count['right']:g}/{count['total']}" for group, count in weak.items())
+            listed = ", ".join(
+                f"{group} {count['right']:g}/{count['total']}" for group, count in weak.items()
+            )
             lines += [f"{name}, relations with wrong answers: {listed or 'none'}.", ""]
     return lines
 
@@ -93,14 +109,22 @@ def _section(name: str, data: Mapping[str, Any], pictures: Collection[str]) -> l
         head = [str(key) for key in data["rows"][0]]
         lines += grid(head, [[row.get(key, "") for key in head] for row in data["rows"]])
     if data.get("settings"):
-        lines += ["<details><summary>settings</summary>", "", *_plain(data["settings"]), "</details>", ""]
+        lines += [
+            "<details><summary>settings</summary>",
+            "",
+            *_plain(data["settings"]),
+            "</details>",
+            "",
+        ]
     return lines
 
 
 def _samples(found: Mapping[str, dict[str, Any]]) -> list[str]:
     """The same questions with the answers of every stage, in both languages."""
     scored = {
-        stage: found[f"{stage}_eval"]["tasks"] for stage in COLUMNS if found.get(f"{stage}_eval", {}).get("tasks")
+        stage: found[f"{stage}_eval"]["tasks"]
+        for stage in COLUMNS
+        if found.get(f"{stage}_eval", {}).get("tasks")
     }
     replies: dict[str, dict[str, str]] = {}
     for stage, tasks in scored.items():
@@ -110,7 +134,9 @@ def _samples(found: Mapping[str, dict[str, Any]]) -> list[str]:
                 replies.setdefault(sample["question"], {})[stage] = sample["reply"].strip() + mark
     if not replies:
         return []
-    rows = [[question, *(said.get(stage, "") for stage in scored)] for question, said in replies.items()]
+    rows = [
+        [question, *(said.get(stage, "") for stage in scored)] for question, said in replies.items()
+    ]
     return ["## Samples", "", *grid(["question", *(stage.upper() for stage in scored)], rows)]
 
 
@@ -121,24 +147,45 @@ def markdown(report: Mapping[str, Any], pictures: Collection[str]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     changed = f", {where['changed_files']} files changed since" if where["changed_files"] else ""
     lines = [
-        "# nanochat report", "",
+        "# nanochat report",
+        "",
         f"- date: {where['date']}",
         f"- commit: {where['commit'][:12] or 'not a git checkout'}{changed}",
         f"- host: {where['processor']}, {where['cores']} cores, {where['memory_gb']:.0f} GB; {where['system']}",
         f"- versions: Python {where['python']}, {versions}",
         f"- cost: {duration(60 * total['minutes'])}, {duration(60 * total['cpu_minutes'])} of CPU time, at most "
-        f"{total['memory_gb']:.2f} GB of memory", "",
-        "## Summary", "",
-        *grid(["measure", *(stage.upper() for stage in shown)],
-               [[name, *(row.get(stage, "") for stage in shown)] for name, row in report["table"].items()]),
-        *(f"- {name}: {MEANINGS[name]}" for name in report["table"] if name in MEANINGS), "",
-    ]  # fmt: skip
+        f"{total['memory_gb']:.2f} GB of memory",
+        "",
+        "## Summary",
+        "",
+        *grid(
+            ["measure", *(stage.upper() for stage in shown)],
+            [
+                [name, *(row.get(stage, "") for stage in shown)]
+                for name, row in report["table"].items()
+            ],
+        ),
+        *(f"- {name}: {MEANINGS[name]}" for name in report["table"] if name in MEANINGS),
+        "",
+    ]
     if report["key"].startswith("smoke"):
         lines[1:1] = ["", f"> {SMOKE}"]
     if costs:
-        rows = [[name, duration(60 * cost["minutes"]), duration(60 * cost["cpu_minutes"]), f"{cost['memory_gb']:.2f}",
-                 int(cost["runs"])] for name, cost in costs.items()]  # fmt: skip
-        lines += ["## Cost of the stages", "", *grid(["stage", "time", "CPU time", "memory in GB", "runs"], rows)]
+        rows = [
+            [
+                name,
+                duration(60 * cost["minutes"]),
+                duration(60 * cost["cpu_minutes"]),
+                f"{cost['memory_gb']:.2f}",
+                int(cost["runs"]),
+            ]
+            for name, cost in costs.items()
+        ]
+        lines += [
+            "## Cost of the stages",
+            "",
+            *grid(["stage", "time", "CPU time", "memory in GB", "runs"], rows),
+        ]
     lines += _samples(report["sections"])
     for name, data in report["sections"].items():
         lines += _section(name, data, pictures)

@@ -9,20 +9,40 @@ from nanochat.data.mixing import unweighted
 from nanochat.runtime.timeline import report_rows
 from nanochat.runtime.tracking import read_metrics
 
-CURVES = ("val_bpb", "val_accuracy", "val_margin", "reward", "accuracy", "entropy", "length", "sampler_gap", "clipped",
-          "kl", "policy_shift", "loss", "smooth_loss")  # fmt: skip
+CURVES = (
+    "val_bpb",
+    "val_accuracy",
+    "val_margin",
+    "reward",
+    "accuracy",
+    "entropy",
+    "length",
+    "sampler_gap",
+    "clipped",
+    "kl",
+    "policy_shift",
+    "loss",
+    "smooth_loss",
+)
 COLUMNS = ("base", "mid", "sft", "rl", "tune")
 TITLES = {
-    "tok_train": "Tokenizer", "tok_eval": "Tokenizer: bytes per token", "base_train": "Base: pretraining",
-    "base_loss": "Base: bits per byte and samples", "base_eval": "Base: CORE", "mid_train": "Mid: midtraining",
+    "tok_train": "Tokenizer",
+    "tok_eval": "Tokenizer: bytes per token",
+    "base_train": "Base: pretraining",
+    "base_loss": "Base: bits per byte and samples",
+    "base_eval": "Base: CORE",
+    "mid_train": "Mid: midtraining",
     "mid_loss": "Mid: bits per byte of the base corpus",
-    "mid_eval": "Mid: evaluation", "sft_train": "SFT: fine-tuning",
+    "mid_eval": "Mid: evaluation",
+    "sft_train": "SFT: fine-tuning",
     "sft_loss": "SFT: bits per byte of the base corpus",
     "sft_eval": "SFT: evaluation",
     "rl_train": "RL: reinforcement learning",
-    "rl_loss": "RL: bits per byte of the base corpus", "rl_eval": "RL: evaluation",
-    "tune_train": "Fine-tuning of a published model", "tune_eval": "Fine-tuned published model: evaluation",
-}  # fmt: skip
+    "rl_loss": "RL: bits per byte of the base corpus",
+    "rl_eval": "RL: evaluation",
+    "tune_train": "Fine-tuning of a published model",
+    "tune_eval": "Fine-tuned published model: evaluation",
+}
 
 
 def report_dir() -> Path:
@@ -41,13 +61,17 @@ def has_training_section(stage: str, tag: str) -> bool:
     return path.exists() and read_json(path).get("tag") == tag
 
 
-def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any], where: Mapping[str, Any]) -> None:
+def training_section(
+    stage: str, tag: str, folder: Path, settings: dict[str, Any], where: Mapping[str, Any]
+) -> None:
     """Write the section of a training stage from its metrics.jsonl; `where` describes the device (device.summary)."""
     measured = read_metrics(folder)
     lines = [line for line in measured if "loss" in line]  # RL also measures before its first step
     curves = {}  # leaves out figures that were not finite
     for name in CURVES:
-        curves[name] = [[line["step"], line[name]] for line in measured if line.get(name) is not None]
+        curves[name] = [
+            [line["step"], line[name]] for line in measured if line.get(name) is not None
+        ]
     losses, smooth = curves.pop("loss"), curves.pop("smooth_loss")
     figures = {
         "tag": tag,
@@ -73,7 +97,11 @@ def _median(values: list[float]) -> float:
 def sections() -> dict[str, dict[str, Any]]:
     """The sections that stages have written, in the order of the pipeline."""
     folder = report_dir() / "sections"
-    return {name: read_json(folder / f"{name}.json") for name in TITLES if (folder / f"{name}.json").exists()}
+    return {
+        name: read_json(folder / f"{name}.json")
+        for name in TITLES
+        if (folder / f"{name}.json").exists()
+    }
 
 
 def _tags(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, str]:
@@ -102,8 +130,11 @@ def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[
     that does not fit describes a model that has since been replaced.
     """
     tag, tags = found[newest]["tag"], _tags(found, newest)
-    kept = {name: data for name, data in found.items()
-            if data.get("tag", tag) == tags.get(name.partition("_")[0], tag) or "tag" not in data}  # fmt: skip
+    kept = {
+        name: data
+        for name, data in found.items()
+        if data.get("tag", tag) == tags.get(name.partition("_")[0], tag) or "tag" not in data
+    }
     if newest.startswith("tune_"):  # a published model has no earlier stage, and its own tokenizer
         return {name: data for name, data in kept.items() if name.startswith("tune_")}
     gone: set[str] = set()
@@ -115,8 +146,14 @@ def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[
         if source in gone or (inherits and settings.get("corpus") != before):
             gone.add(stage)
             kept = {name: data for name, data in kept.items() if not name.startswith(f"{stage}_")}
-    trained = [kept[name]["settings"].get("corpus") for name in kept if name.endswith("_train") and "tag" in kept[name]]
-    corpora = {unweighted(corpus) for corpus in trained if corpus}  # one tokenizer serves a mixture with any weights
+    trained = [
+        kept[name]["settings"].get("corpus")
+        for name in kept
+        if name.endswith("_train") and "tag" in kept[name]
+    ]
+    corpora = {
+        unweighted(corpus) for corpus in trained if corpus
+    }  # one tokenizer serves a mixture with any weights
     for name in ("tok_train", "tok_eval"):
         section = kept.get(name, {})
         corpus = section.get("corpus") or section.get("settings", {}).get("data")

@@ -12,7 +12,12 @@ from typing import Any
 from nanochat.report.sections import COLUMNS
 
 # What bits per byte are measured on.
-VALIDATED = {"base": "documents", "mid": "conversations", "sft": "answers", "tune": "answers of your own data"}
+VALIDATED = {
+    "base": "documents",
+    "mid": "conversations",
+    "sft": "answers",
+    "tune": "answers of your own data",
+}
 
 PREFERRED = "preferences of your own data that the model follows"
 KEPT = "bits per byte of the base corpus"
@@ -22,7 +27,11 @@ def environment() -> dict[str, Any]:
     """The commit, the host and the versions of this run."""
     root = Path(__file__).resolve().parent.parent.parent
     quoted = ("torch", "tiktoken", "rustbpe", "numpy")
-    versions = {found.name: found.version for found in metadata.distributions() if found.name.startswith(quoted)}
+    versions = {
+        found.name: found.version
+        for found in metadata.distributions()
+        if found.name.startswith(quoted)
+    }
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _git(root, "rev-parse", "HEAD"),
@@ -38,7 +47,9 @@ def environment() -> dict[str, Any]:
 
 def _git(root: Path, *words: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return ""
     return done.stdout.strip()
@@ -47,7 +58,9 @@ def _git(root: Path, *words: str) -> str:
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), "")
+            return next(
+                (line.partition(":")[2].strip() for line in f if line.startswith("model name")), ""
+            )
     except OSError:
         return platform.processor()
 
@@ -55,7 +68,10 @@ def _processor() -> str:
 def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Measure -> stage -> value, for the measures that can be compared across stages."""
     rows: dict[str, dict[str, float]] = {}
-    for stage, text in VALIDATED.items():  # a row for each stage, since each has a validation text of its own
+    for (
+        stage,
+        text,
+    ) in VALIDATED.items():  # a row for each stage, since each has a validation text of its own
         section = found.get(f"{stage}_train", {})
         if stage == "mid" and section.get("settings", {}).get("answers_only"):
             text = "answers in midtraining"
@@ -64,7 +80,10 @@ def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     if measured := found.get("tune_train", {}).get("val_accuracy"):
         rows[PREFERRED] = {"tune": measured[-1][1]}
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in found]
-    for stage in ("base", *later):  # the same texts for all stages, so the row shows what later stages have forgotten
+    for stage in (
+        "base",
+        *later,
+    ):  # the same texts for all stages, so the row shows what later stages have forgotten
         measured = found.get(f"{stage}_loss", {})
         if later and measured.get("val"):
             rows.setdefault(KEPT, {})[stage] = measured["val"]["bits_per_byte"]
@@ -86,7 +105,9 @@ def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [stage for stage in COLUMNS if any(stage in row for row in rows.values())]
 
 
-def summary(found: Mapping[str, dict[str, Any]], costs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def summary(
+    found: Mapping[str, dict[str, Any]], costs: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
     """The figures to quote: the accuracies after SFT, as fractions, and the costs of the whole run."""
     tasks = found.get("sft_eval", {}).get("tasks", {})
     figures = {name: score["accuracy"] for name, score in tasks.items()}

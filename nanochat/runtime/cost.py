@@ -50,7 +50,9 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
     """The memory of these processes in bytes, and the CPU seconds of each. PSS counts shared memory only once."""
     memory, seconds, tick = 0, {}, os.sysconf("SC_CLK_TCK")
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a process may end at any moment
+        with contextlib.suppress(
+            OSError, ValueError, IndexError
+        ):  # a process may end at any moment
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             seconds[pid] = (int(fields[11]) + int(fields[12])) / tick
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -73,7 +75,8 @@ def measure(name: str, command: list[str]) -> int:
         process = subprocess.Popen(command)
     except OSError as failure:
         raise UserError(
-            f"{command[0]} cannot be run: {failure.strerror}. Check the name of the command.", exit_code=127
+            f"{command[0]} cannot be run: {failure.strerror}. Check the name of the command.",
+            exit_code=127,
         ) from failure
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -81,14 +84,17 @@ def measure(name: str, command: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also sends Ctrl-C to the command itself
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal also sends Ctrl-C to the command itself
     peak, seconds, written = 0, {}, start
 
     def write() -> None:
         stages = read_stages()
         stages[name] = {
             "minutes": before.get("minutes", 0.0) + (time.monotonic() - start) / 60,
-            "cpu_minutes": before.get("cpu_minutes", 0.0) + max(sum(seconds.values()), _ended_children() - others) / 60,
+            "cpu_minutes": before.get("cpu_minutes", 0.0)
+            + max(sum(seconds.values()), _ended_children() - others) / 60,
             "memory_gb": max(before.get("memory_gb", 0.0), peak / 1e9),
             "runs": before.get("runs", 0) + 1,
         }

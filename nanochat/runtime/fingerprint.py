@@ -30,11 +30,15 @@ def code() -> dict[str, str]:
 def loaded() -> dict[str, str]:
     """A hash of every file of those packages that this process has loaded, by its name, as of the first call."""
     names = {
-        Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))
+        Path(file).resolve()
+        for module in list(sys.modules.values())
+        if (file := getattr(module, "__file__", None))
     }
     folders = [ROOT / package for package in PACKAGES]
     ours = [path for path in sorted(names) if any(folder in path.parents for folder in folders)]
-    return {path.relative_to(ROOT).as_posix(): _digest(path) for path in ours if path.suffix == ".py"}
+    return {
+        path.relative_to(ROOT).as_posix(): _digest(path) for path in ours if path.suffix == ".py"
+    }
 
 
 @functools.lru_cache(maxsize=1)
@@ -56,8 +60,12 @@ def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
     not_loaded()
     if compute.world_size == 1:
         return
-    started = {"torch": torch.__version__, "device": compute.device_type, "number format": str(compute.dtype),
-               "ranks on its host": os.environ.get("LOCAL_WORLD_SIZE")}  # fmt: skip
+    started = {
+        "torch": torch.__version__,
+        "device": compute.device_type,
+        "number format": str(compute.dtype),
+        "ranks on its host": os.environ.get("LOCAL_WORLD_SIZE"),
+    }
     flags = {f"setting {name}": value for name, value in settings.items()}
     check({**flags, **started, **code()}, compute)
     _check_folder(compute)
@@ -77,11 +85,18 @@ def check(facts: Mapping[str, Any], compute: Compute) -> None:
         if other.get(name) != ranks[0].get(name)
     ]
     if differences:
-        more = tr("; and {count} more", count=len(differences) - NAMED) if len(differences) > NAMED else ""
+        more = (
+            tr("; and {count} more", count=len(differences) - NAMED)
+            if len(differences) > NAMED
+            else ""
+        )
         raise UserError(
-            tr("the ranks were not started alike: {differences}. Start all of them with the same command, code and "
-               "data.", differences="; ".join(differences[:NAMED]) + more)
-        )  # fmt: skip
+            tr(
+                "the ranks were not started alike: {differences}. Start all of them with the same command, code and "
+                "data.",
+                differences="; ".join(differences[:NAMED]) + more,
+            )
+        )
 
 
 def _check_folder(compute: Compute) -> None:
@@ -98,7 +113,11 @@ def _check_folder(compute: Compute) -> None:
         token.unlink(missing_ok=True)
     if blind := [rank for rank, sees in enumerate(seen) if not sees]:
         raise UserError(
-            tr("rank(s) {ranks} do not see the base folder of rank 0. Set NANOCHAT_BASE_DIR to a folder on a disk that "
-               "all hosts share; on rank {rank} it is {folder}.", ranks=", ".join(map(str, blind)), rank=compute.rank,
-               folder=base_dir())
-        )  # fmt: skip
+            tr(
+                "rank(s) {ranks} do not see the base folder of rank 0. Set NANOCHAT_BASE_DIR to a folder on a disk that "
+                "all hosts share; on rank {rank} it is {folder}.",
+                ranks=", ".join(map(str, blind)),
+                rank=compute.rank,
+                folder=base_dir(),
+            )
+        )

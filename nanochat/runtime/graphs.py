@@ -19,8 +19,13 @@ from nanochat.platforms.base import Platform
 def check(compute: Compute, compile: bool | None = None) -> None:
     """UserError if passes cannot be captured on this device, with this number of ranks, or because of --compile."""
     if compile:
-        raise UserError(tr("--graphs and --compile were both asked for, and a pass is either captured or compiled. "
-                           "Leave one of them out."), exit_code=2)  # fmt: skip
+        raise UserError(
+            tr(
+                "--graphs and --compile were both asked for, and a pass is either captured or compiled. "
+                "Leave one of them out."
+            ),
+            exit_code=2,
+        )
     check_device(compute)
     if compute.world_size > 1:
         raise UserError(
@@ -36,7 +41,9 @@ def check(compute: Compute, compile: bool | None = None) -> None:
 def check_device(compute: Compute) -> None:
     """UserError if the device captures no graphs."""
     if why := compute.platform.graphs_missing():
-        raise UserError(tr("--graphs was asked for, but cannot be used: {why}. Leave --graphs out.", why=why))
+        raise UserError(
+            tr("--graphs was asked for, but cannot be used: {why}. Leave --graphs out.", why=why)
+        )
 
 
 def for_replies(asked: bool | None, compute: Compute) -> Platform | None:
@@ -89,7 +96,11 @@ class GraphedModel(nn.Module):
 
     def _keep_gradients(self) -> None:
         """Move gradients that still lie in the graph's memory out of it."""
-        held = [p for p in self.parameters() if p.grad is not None and p.grad.data_ptr() not in self._kept]
+        held = [
+            p
+            for p in self.parameters()
+            if p.grad is not None and p.grad.data_ptr() not in self._kept
+        ]
         if not held:
             return
         grads: list[Any] = [parameter.grad for parameter in held]

@@ -45,7 +45,11 @@ class OneHost(StaticTCPRendezvous):
         port = listener.getsockname()[1]
         super().__init__(LOOPBACK, port, 0, 1, parameters.run_id, MEETING_SECONDS)
         self._store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
 
     def get_backend(self) -> str:
@@ -98,16 +102,22 @@ def main(words: Sequence[str]) -> int:
         return end(reason(failed.failures), code if code > 0 else 128 - code)
     except SignalException as stopped:
         return end(
-            f"stopped by {stopped.sigval.name}; the same command, without --resume, resumes", 128 + stopped.sigval
+            f"stopped by {stopped.sigval.name}; the same command, without --resume, resumes",
+            128 + stopped.sigval,
         )
     except (DistError, RendezvousConnectionError) as failure:
-        return end(f"error: {no_meeting(str(failure.__cause__ or failure))} (launcher of host {options.node_rank})", 1)
+        return end(
+            f"error: {no_meeting(str(failure.__cause__ or failure))} (launcher of host {options.node_rank})",
+            1,
+        )
 
 
 def no_meeting(failure: str) -> str:
     """Why the launchers of several hosts did not meet."""
     if "EADDRINUSE" in failure:
-        from nanochat.device import port_words  # not at the top, since it would load the accelerator's libraries
+        from nanochat.device import (
+            port_words,
+        )  # not at the top, since it would load the accelerator's libraries
 
         return port_words(next(iter(re.findall(r"port: (\d+)", failure)), ""))
     return (

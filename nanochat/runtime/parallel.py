@@ -62,7 +62,14 @@ def place_of(tensor: Tensor) -> Place:
     place = Place(mesh.size(inner), mesh.get_local_rank(inner), mesh.get_group(inner))
     if not outer:
         return place
-    return Place(place.shards, place.shard, place.shard_group, mesh.size(0), mesh.get_local_rank(0), mesh.get_group(0))
+    return Place(
+        place.shards,
+        place.shard,
+        place.shard_group,
+        mesh.size(0),
+        mesh.get_local_rank(0),
+        mesh.get_group(0),
+    )
 
 
 def ranks_per_host(compute: Compute) -> int:
@@ -85,7 +92,9 @@ def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
     return 1, compute.world_size
 
 
-def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad") -> None:
+def shard(
+    model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad"
+) -> None:
     """Shard a model over the ranks, in place; a single rank keeps everything.
 
     "none" holds everything on every rank. "grad" shards masters, gradients and optimizer state (ZeRO-2): parameters are
@@ -108,16 +117,31 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     mixed = compute.dtype != torch.float32
     # Inputs are not cast: models cast what they use, and the token weights of RL must stay fp32.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=compute.dtype if mixed else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     compute.platform.prepare_sharding()
     # Frozen parameters need no gradients, so only --shard=full splits them. Small ones stay whole, since sharding would
     # cast them, and norms are fp32 on one device.
-    whole = {p for p in model.parameters() if not p.requires_grad and (mode != "full" or p.dim() == 1)}
+    whole = {
+        p for p in model.parameters() if not p.requires_grad and (mode != "full" or p.dim() == 1)
+    }
     if compute.platform.is_host:
-        whole |= {p for module in model.modules() if getattr(module, "few_rows", False) for p in module.parameters()}
+        whole |= {
+            p
+            for module in model.modules()
+            if getattr(module, "few_rows", False)
+            for p in module.parameters()
+        }
     for module in [*(group for group in groups if not whole.issuperset(group.parameters())), model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full", ignored_params=whole)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=mode == "full",
+            ignored_params=whole,
+        )
     setattr(model, _EVERY_PASS, mode == "full")
 
 
@@ -144,13 +168,22 @@ def average_rows(model: nn.Module, compute: Compute) -> None:
 
 
 def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
-    indices, values = met(table.grad) if table.grad is not None else (torch.empty(0).long(), table[:0])
+    indices, values = (
+        met(table.grad) if table.grad is not None else (torch.empty(0).long(), table[:0])
+    )
     lengths = [int(length) for length in gathered(torch.tensor([len(indices)]), ranks)]
-    at, numbers = torch.zeros(max(lengths), dtype=torch.int64), table.new_zeros(max(lengths), *table.shape[1:])
+    at, numbers = (
+        torch.zeros(max(lengths), dtype=torch.int64),
+        table.new_zeros(max(lengths), *table.shape[1:]),
+    )
     at[: len(indices)], numbers[: len(indices)] = indices, values
     parts = zip(gathered(at, ranks), gathered(numbers, ranks), lengths, strict=True)
-    rows, sums = map(torch.cat, zip(*((at[:length], part[:length]) for at, part, length in parts), strict=True))
-    return torch.sparse_coo_tensor(rows[None], sums / ranks, table.shape, check_invariants=False).coalesce()
+    rows, sums = map(
+        torch.cat, zip(*((at[:length], part[:length]) for at, part, length in parts), strict=True)
+    )
+    return torch.sparse_coo_tensor(
+        rows[None], sums / ranks, table.shape, check_invariants=False
+    ).coalesce()
 
 
 def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
@@ -220,7 +253,9 @@ def together(name: str, compute: Compute) -> Iterator[None]:
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The name of every parameter that is not frozen, and the parameter: what a checkpoint keeps."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return (
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
 
 
 def whole(value: Tensor) -> Tensor:
@@ -241,7 +276,9 @@ class Part:
 
     here: Tensor  # the rows of this rank; none if it belongs to another copy than rank 0
     shape: tuple[int, ...]  # of the whole parameter
-    owners: tuple[tuple[int, int], ...]  # (rank, number of rows that it holds), in the order of the rows
+    owners: tuple[
+        tuple[int, int], ...
+    ]  # (rank, number of rows that it holds), in the order of the rows
 
     @property
     def size(self) -> int:
@@ -259,7 +296,9 @@ def parts(model: nn.Module) -> dict[str, Part]:
 def _part(parameter: Tensor) -> Part:
     here, shape = local(parameter.detach()), tuple(parameter.shape)
     mesh, place = getattr(parameter, "device_mesh", None), place_of(parameter)
-    ranks = [0] if mesh is None else mesh.mesh.reshape(-1, place.shards)[0].tolist()  # of the first replica
+    ranks = (
+        [0] if mesh is None else mesh.mesh.reshape(-1, place.shards)[0].tolist()
+    )  # of the first replica
     counts = [shape[0]] if place.shards == 1 else place.row_counts(shape[0])
     other_copy = dist.is_initialized() and dist.get_rank() not in ranks
     return Part(here[:0] if other_copy else here, shape, tuple(zip(ranks, counts, strict=True)))
@@ -293,8 +332,11 @@ def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
     """UserError if the tensors and the model's trained parameters differ in names or whole shapes."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
     given = {name: tuple(value.shape) for name, value in values.items()}
-    wrong = [f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
-             for name in sorted({*shapes, *given}) if shapes.get(name) != given.get(name)]  # fmt: skip
+    wrong = [
+        f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
+        for name in sorted({*shapes, *given})
+        if shapes.get(name) != given.get(name)
+    ]
     if wrong:
         raise UserError(
             f"the parameters do not fit the model: {'; '.join(wrong[:3])}. They belong to a model of another "

@@ -65,7 +65,11 @@ class TorchTracer:
         self._profiler.stop()
         self._profiler.export_chrome_trace(str(self.path))
         events = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        windows = [(e.start_ns() / 1000, e.end_ns() / 1000) for e in events if e.name() == STEP and _on_host(e)]
+        windows = [
+            (e.start_ns() / 1000, e.end_ns() / 1000)
+            for e in events
+            if e.name() == STEP and _on_host(e)
+        ]
         spans = [span for event in events if (span := self._span(event)) is not None]
         traced = timeline.device_time(spans, windows)
         return replace(traced, operators=timeline.top(self._times(spans), self.steps)), self.path
@@ -78,7 +82,11 @@ class TorchTracer:
         if _on_host(event) != self.compute.platform.is_host:
             return None
         if not _on_host(event):
-            return None if event.is_user_annotation() else Span(name, *here, "communication" if moves else "computing")
+            return (
+                None
+                if event.is_user_annotation()
+                else Span(name, *here, "communication" if moves else "computing")
+            )
         if event.is_async():
             return Span(name, *here, "communication") if moves else None
         return None if event.is_user_annotation() else Span(name, *here)
@@ -117,7 +125,14 @@ class PlatformTracer:
         spans = [Span(name, 0.0, microseconds) for name, microseconds in trace.operators]
         operators = timeline.top(timeline.total_times(spans), self.steps)
         whole = trace.computing_ms + trace.exposed_ms + trace.idle_ms
-        traced = Traced(whole, trace.computing_ms, trace.communication_ms, trace.exposed_ms, trace.idle_ms, operators)
+        traced = Traced(
+            whole,
+            trace.computing_ms,
+            trace.communication_ms,
+            trace.exposed_ms,
+            trace.idle_ms,
+            operators,
+        )
         return traced, trace.path
 
 
@@ -224,7 +239,10 @@ class Profile:
         if self.compute.world_size > 1:
             ranks = [{} for _ in range(self.compute.world_size)]
             dist.all_gather_object(ranks, own)
-        return [StepPart(part, ms, host[part], max(rank.get(part, 0.0) for rank in ranks)) for part, ms in own.items()]
+        return [
+            StepPart(part, ms, host[part], max(rank.get(part, 0.0) for rank in ranks))
+            for part, ms in own.items()
+        ]
 
     def _trace(self) -> tuple[Traced | None, list[str]]:
         """The figures of this rank's trace, and its file. If the profiler fails, the run only warns and continues."""
@@ -249,12 +267,20 @@ class Profile:
         if traced is not None:
             text += f"\n\nthe mean of {TRACED} traced steps, which tracing makes slower\n"
             text += timeline.traced_table(traced, on_host)
-        about = {"stage": self.stage, "device": device.describe(self.compute), "ranks": ranks, "files": files}
+        about = {
+            "stage": self.stage,
+            "device": device.describe(self.compute),
+            "ranks": ranks,
+            "files": files,
+        }
         write_json(self.folder / FILE, {**about, **timeline.as_json(parts, traced)})
         write_atomic(self.folder / "profile.txt", text + "\n")
         log("profile: " + text)
-        log(f"profile: {self.folder / 'profile.txt'}" + "".join(f"; trace: {file}" for file in files)
-            + "; the run continues")  # fmt: skip
+        log(
+            f"profile: {self.folder / 'profile.txt'}"
+            + "".join(f"; trace: {file}" for file in files)
+            + "; the run continues"
+        )
 
 
 class Idle:
@@ -280,6 +306,8 @@ def check(wanted: bool, steps_left: int) -> None:
         )
 
 
-def begin(wanted: bool, stage: str, folder: Path, steps_left: int, compute: Compute) -> Profile | Idle:
+def begin(
+    wanted: bool, stage: str, folder: Path, steps_left: int, compute: Compute
+) -> Profile | Idle:
     """Profile the next steps, if that is wanted, into the folder `profile` beside a stage's checkpoints."""
     return Profile(stage, folder / FOLDER, steps_left, compute) if wanted else Idle()

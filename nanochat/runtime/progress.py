@@ -22,7 +22,11 @@ def amount(value: float, unit: str) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds for people, in at most two units: 8.3 s, 4 min 5 s, 3 h 20 min, 2 d 5 h."""
-    for size, part, names in ((86_400, 3_600, ("d", "h")), (3_600, 60, ("h", "min")), (60, 1, ("min", "s"))):
+    for size, part, names in (
+        (86_400, 3_600, ("d", "h")),
+        (3_600, 60, ("h", "min")),
+        (60, 1, ("min", "s")),
+    ):
         whole, rest = divmod(round(seconds / part), size // part)
         if whole:
             return f"{whole:,} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
@@ -38,9 +42,14 @@ class Progress:
     """
 
     def __init__(
-        self, title: str, total: float | None, unit: str, every_seconds: float = 10.0, done: float = 0.0,
+        self,
+        title: str,
+        total: float | None,
+        unit: str,
+        every_seconds: float = 10.0,
+        done: float = 0.0,
         shown: bool = True,
-    ):  # fmt: skip
+    ):
         """`total` counts units, None if unknown; `unit` is "B" for bytes, else a plural noun; `done` counts the units
         of earlier runs."""
         self.title, self.total, self.unit, self.every_seconds = title, total, unit, every_seconds
@@ -50,25 +59,38 @@ class Progress:
         self._lock = threading.Lock()
         self._start = self._last = time.monotonic()
         self._bar: Bar | None = None
-        console = Console()  # asks standard output, like the next line, and the variables TERM and TTY_INTERACTIVE
+        console = (
+            Console()
+        )  # asks standard output, like the next line, and the variables TERM and TTY_INTERACTIVE
         if shown and sys.stdout.isatty() and console.is_interactive:
-            texts = [TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}")]
+            texts = [
+                TextColumn(field, markup=False)
+                for field in ("{task.description}", "{task.fields[note]}")
+            ]
             self._bar = Bar(
-                texts[0], BarColumn(bar_width=20), texts[1],  # on 80 columns about 50 are left for the note
-                console=console, refresh_per_second=4, transient=True,
+                texts[0],
+                BarColumn(bar_width=20),
+                texts[1],  # on 80 columns about 50 are left for the note
+                console=console,
+                refresh_per_second=4,
+                transient=True,
                 redirect_stderr=sys.stderr.isatty(),  # above the bar; errors that go to a file stay there
-            )  # fmt: skip
+            )
             self._task = self._bar.add_task(title, total=total, completed=int(done), note="")
             self._bar.start()
 
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
         self.close()
         if kind is None:
             seconds = time.monotonic() - self._start
-            self._print(f"{self.title}: {self._amount()} in {duration(seconds)}{self._rate(seconds)}")
+            self._print(
+                f"{self.title}: {self._amount()} in {duration(seconds)}{self._rate(seconds)}"
+            )
 
     def close(self) -> None:
         """Take the bar off the terminal."""

@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 from nanochat.common import read_json
 
-FOLDER, FILE = "profile", "profile.json"  # of a stage that ran with --profile, beside its checkpoints
+FOLDER, FILE = (
+    "profile",
+    "profile.json",
+)  # of a stage that ran with --profile, beside its checkpoints
 Kind = Literal["computing", "communication"]
 Interval = tuple[float, float]
 
@@ -84,13 +87,23 @@ def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
     computing, communication = length(busy["computing"]), length(busy["communication"])
     both = length(busy["computing"] + busy["communication"])
     wall = length(steps)
-    return Traced(wall / each, computing / each, communication / each, (both - computing) / each, (wall - both) / each)
+    return Traced(
+        wall / each,
+        computing / each,
+        communication / each,
+        (both - computing) / each,
+        (wall - both) / each,
+    )
 
 
 def top(times: Mapping[str, tuple[int, float]], steps: int, count: int = 15) -> list[Operator]:
     """The `count` slowest operators; `times` maps a name to (calls, microseconds) over all steps."""
     longest = sorted(times.items(), key=lambda item: -item[1][1])[:count]
-    return [Operator(name, calls / steps, took / steps / 1000) for name, (calls, took) in longest if took > 0]
+    return [
+        Operator(name, calls / steps, took / steps / 1000)
+        for name, (calls, took) in longest
+        if took > 0
+    ]
 
 
 def total_times(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
@@ -110,13 +123,20 @@ def parts_table(parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
     """A table with a line for each part of a step. On a CPU it has no column for the host, and with one rank no column
     for the slowest rank."""
     whole = sum(part.ms for part in parts)
-    total = StepPart("step", whole, sum(part.host_ms for part in parts), sum(part.slowest_ms for part in parts))
-    lines = [f"{'part of a step':<18}{'ms':>10}{'share':>9}" + ("" if on_host else f"{'host ms':>10}")
-             + (f"{'slowest rank':>14}" if ranks > 1 else "")]  # fmt: skip
+    total = StepPart(
+        "step", whole, sum(part.host_ms for part in parts), sum(part.slowest_ms for part in parts)
+    )
+    lines = [
+        f"{'part of a step':<18}{'ms':>10}{'share':>9}"
+        + ("" if on_host else f"{'host ms':>10}")
+        + (f"{'slowest rank':>14}" if ranks > 1 else "")
+    ]
     for part in (*parts, total):
         line = f"{part.name:<18}{part.ms:>10.2f}{_percent(part.ms, whole):>9}"
         line += "" if on_host else f"{part.host_ms:>10.2f}"
-        lines.append(line + (f"{part.slowest_ms:>14.2f}" if ranks > 1 and part is not total else ""))
+        lines.append(
+            line + (f"{part.slowest_ms:>14.2f}" if ranks > 1 and part is not total else "")
+        )
     return "\n".join(lines)
 
 
@@ -125,8 +145,12 @@ def traced_table(traced: Traced, on_host: bool) -> str:
     whole = traced.step_ms
     idle = "outside operators" if on_host else "idle"
     lines = [f"{'traced step':<18}{whole:>10.2f}"]
-    for name, ms in (("operators", traced.computing_ms), ("communication", traced.communication_ms),
-                     ("  not hidden", traced.exposed_ms), (idle, traced.idle_ms)):  # fmt: skip
+    for name, ms in (
+        ("operators", traced.computing_ms),
+        ("communication", traced.communication_ms),
+        ("  not hidden", traced.exposed_ms),
+        (idle, traced.idle_ms),
+    ):
         if ms or traced.communication_ms:
             lines.append(f"{name:<18}{ms:>10.2f}{_percent(ms, whole):>9}")
     lines += ["", f"{'calls':>9}{'ms a step':>11}{'share':>9}  operator"]
@@ -139,12 +163,18 @@ def traced_table(traced: Traced, on_host: bool) -> str:
 def as_rows(parts: Sequence[StepPart]) -> list[dict[str, Any]]:
     """The parts as rows of a table in the report."""
     whole = sum(part.ms for part in parts)
-    return [{"part of a step": part.name, "ms": part.ms, "share": _percent(part.ms, whole)} for part in parts]
+    return [
+        {"part of a step": part.name, "ms": part.ms, "share": _percent(part.ms, whole)}
+        for part in parts
+    ]
 
 
 def as_json(parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
     """The parts and the trace as JSON."""
-    return {"parts": [asdict(part) for part in parts], "traced": None if traced is None else asdict(traced)}
+    return {
+        "parts": [asdict(part) for part in parts],
+        "traced": None if traced is None else asdict(traced),
+    }
 
 
 def report_rows(folder: Path) -> list[dict[str, Any]]:

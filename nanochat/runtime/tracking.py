@@ -30,7 +30,10 @@ def parse_trackers(text: str, run: str = "dummy") -> dict[str, str]:
         name, colon, mode = word.partition(":")
         if name not in MODES or name in found:
             known = ", ".join(MODES)
-            raise UserError(f"--track takes {known}, each at most once and with commas between them; got {text!r}", 2)
+            raise UserError(
+                f"--track takes {known}, each at most once and with commas between them; got {text!r}",
+                2,
+            )
         if colon and mode not in MODES[name]:
             modes = f"the modes {', '.join(MODES[name])}" if MODES[name] else "no mode"
             raise UserError(f"--track: {name} has {modes}, got {mode!r}", 2)
@@ -43,7 +46,9 @@ def parse_trackers(text: str, run: str = "dummy") -> dict[str, str]:
         found[name] = mode
     if run != "dummy":
         if importlib.util.find_spec("wandb") is None:
-            raise UserError(f"--run {run} needs wandb, which is not installed. Install wandb, or leave --run out")
+            raise UserError(
+                f"--run {run} needs wandb, which is not installed. Install wandb, or leave --run out"
+            )
         found.setdefault("wandb", "")
     return found
 
@@ -52,9 +57,15 @@ class Tracker:
     """Hands the figures of a stage to metrics.jsonl and to other trackers; only rank 0 writes."""
 
     def __init__(
-        self, folder: Path, run: str, settings: dict[str, Any], step: int, main: bool, track: str = "jsonl",
+        self,
+        folder: Path,
+        run: str,
+        settings: dict[str, Any],
+        step: int,
+        main: bool,
+        track: str = "jsonl",
         name: str = "",
-    ):  # fmt: skip
+    ):
         """Open the files after `step` updates; lines of later steps, which an interrupted run left, are dropped.
 
         `track` lists trackers; `name` is the name of the run that they show. `run` names a wandb run; "dummy" means
@@ -71,7 +82,9 @@ class Tracker:
         for tracker, mode in wanted.items():
             if tracker != "jsonl":
                 shown = run if tracker == "wandb" and run != "dummy" else name
-                self._beside.append(Beside(tracker, Start(shown, folder.absolute(), settings, step, mode)))
+                self._beside.append(
+                    Beside(tracker, Start(shown, folder.absolute(), settings, step, mode))
+                )
                 if shown is run:
                     self._refuse_if_failed(self._beside[-1], run)
 

@@ -58,7 +58,12 @@ class Watch:
 
     def _beat(self) -> None:
         self._beats += 1
-        said = {"beats": self._beats, "calls": calls(), "step": self.compute.pulse.step, "place": self._place()}
+        said = {
+            "beats": self._beats,
+            "calls": calls(),
+            "step": self.compute.pulse.step,
+            "place": self._place(),
+        }
         self.store.set(str(self.compute.rank), json.dumps(said))
 
     def _place(self) -> str:
@@ -76,7 +81,9 @@ class Watch:
 
     def said(self) -> dict[int, dict[str, Any]]:
         """The last message of each rank."""
-        ranks = [str(rank) for rank in range(self.compute.world_size) if self.store.check([str(rank)])]
+        ranks = [
+            str(rank) for rank in range(self.compute.world_size) if self.store.check([str(rank)])
+        ]
         return {int(rank): json.loads(self.store.get(rank)) for rank in ranks}
 
     def _run(self) -> None:
@@ -84,7 +91,11 @@ class Watch:
             self._look()
         except (RuntimeError, ValueError) as failure:  # the store went with the launcher
             if not self._over.wait(BEAT_SECONDS) and os.getppid() == self._parent:
-                print(f"warning: rank {self.compute.rank} watches no longer: {failure}", file=sys.stderr, flush=True)
+                print(
+                    f"warning: rank {self.compute.rank} watches no longer: {failure}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if (
             not self._over.is_set() and os.getppid() != self._parent
         ):  # nobody would end these ranks, or start them again
@@ -103,12 +114,18 @@ class Watch:
                 self._end(self.store.get("verdict").decode())
             if self.compute.pulse.moments != moments:
                 moved, moments = now, self.compute.pulse.moments
-            said = json.loads(self.store.get(str(neighbour))) if self.store.check([str(neighbour)]) else {}
+            said = (
+                json.loads(self.store.get(str(neighbour)))
+                if self.store.check([str(neighbour)])
+                else {}
+            )
             if said.get("beats", -1) != beats or not moments:
                 heard, beats = now, said.get("beats", -1)
             if now - heard > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not said.get("over"):
-                self._judge(f"rank {neighbour} is gone in step {self.compute.pulse.step + 1}: nothing was heard of it "
-                            f"for {now - heard:.0f} s, last at {said.get('place', 'its start')}")  # fmt: skip
+                self._judge(
+                    f"rank {neighbour} is gone in step {self.compute.pulse.step + 1}: nothing was heard of it "
+                    f"for {now - heard:.0f} s, last at {said.get('place', 'its start')}"
+                )
             if moments and now - moved > self.seconds:
                 self._judge(hanging(self.said(), now - moved))
 
@@ -126,7 +143,9 @@ class Watch:
     def gone(self) -> str:
         """After a collective has failed: which ranks are dead, in words; "" if all ranks are alive."""
         before, deadline = self.said(), time.monotonic() + CONFIRM_SECONDS
-        silent = {rank for rank in before if rank != self.compute.rank and not before[rank].get("over")}
+        silent = {
+            rank for rank in before if rank != self.compute.rank and not before[rank].get("over")
+        }
         while silent and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 4)
             now = self.said()
@@ -134,8 +153,10 @@ class Watch:
         step = (
             self.compute.pulse.step + 1
         )  # a rank's own message may be a second old, but all ranks are in the same step
-        return "; ".join(f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
-                         for rank in sorted(silent))  # fmt: skip
+        return "; ".join(
+            f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
+            for rank in sorted(silent)
+        )
 
 
 def calls() -> int:
@@ -189,9 +210,13 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
             raise
         first = str(failure).splitlines()[0].partition(". ")[0]
         raise UserError(
-            tr("{words}. The same command, without --resume, resumes from the newest checkpoint. (A collective failed "
-               "with: {first})", words=words, first=first)
-        ) from failure  # fmt: skip
+            tr(
+                "{words}. The same command, without --resume, resumes from the newest checkpoint. (A collective failed "
+                "with: {first})",
+                words=words,
+                first=first,
+            )
+        ) from failure
     finally:
         watch.close()
         with suppress(RuntimeError, ValueError):

@@ -69,7 +69,10 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
     if flags.model is None and adapter is not None:
         raise UserError(NEEDS_BASE, exit_code=2)
     if flags.model is not None and given:
-        raise UserError("--model names a published model, and -i, -g and -s one that was trained here: give either", 2)
+        raise UserError(
+            "--model names a published model, and -i, -g and -s one that was trained here: give either",
+            2,
+        )
     if flags.model is not None:
         loaded = load_published(flags.model, adapter, compute)
         parameters = _held(flags, loaded, compute)
@@ -94,7 +97,9 @@ def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
         elif not isinstance(loaded.model, Qwen):
             why = "this is no Qwen model, and no other family has matrices in 8 bits"
         if why:
-            raise UserError(f"--weights int8 was asked for, but {why}. Leave --weights out.", exit_code=2)
+            raise UserError(
+                f"--weights int8 was asked for, but {why}. Leave --weights out.", exit_code=2
+            )
         hold_in_int8(loaded.model)
     loaded.model.operations.hold(loaded.model)
     return parameters
@@ -106,7 +111,10 @@ def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> 
     name, equals, place = words.partition("=")
     if equals and name and place:
         own = ModelFlags(
-            model=Path(place).expanduser(), weights=flags.weights, graphs=flags.graphs, context=flags.context
+            model=Path(place).expanduser(),
+            weights=flags.weights,
+            graphs=flags.graphs,
+            context=flags.context,
         )
         return name, choose(own, dtype, compute)
     stage, _, rest = words.partition("/")
@@ -118,7 +126,9 @@ def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> 
             exit_code=2,
         )
     source, number = cast(Source, stage), int(step) if step else None
-    own = ModelFlags(source, tag, number, weights=flags.weights, graphs=flags.graphs, context=flags.context)
+    own = ModelFlags(
+        source, tag, number, weights=flags.weights, graphs=flags.graphs, context=flags.context
+    )
     return "-".join(filter(None, ("nanochat", stage, tag, step))), choose(own, dtype, compute)
 
 
@@ -141,7 +151,10 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
         if not name or (equals and not place):
             raise UserError(f"--adapter must be NAME=FOLDER or FOLDER, got {words!r}", exit_code=2)
         if name in found:
-            raise UserError(f"two adapters would have the name {name!r}: give one another name, as NAME=FOLDER", 2)
+            raise UserError(
+                f"two adapters would have the name {name!r}: give one another name, as NAME=FOLDER",
+                2,
+            )
         found[name] = folder
     return found
 
@@ -177,6 +190,7 @@ def _context(flags: ModelFlags, loaded: Loaded) -> int:
     most = loaded.model.config.sequence_len
     if flags.context is not None and not 2 <= flags.context <= most:
         raise UserError(
-            f"--context must be from 2 to {most:,}, the context of this model, got {flags.context:,}", exit_code=2
+            f"--context must be from 2 to {most:,}, the context of this model, got {flags.context:,}",
+            exit_code=2,
         )
     return flags.context or min(most, LONGEST)

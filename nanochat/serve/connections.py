@@ -27,8 +27,12 @@ from nanochat.serve.routes.fields import ApiError
 
 HEADER_BYTES = 16 * 1024  # a browser with many cookies sends a few kilobytes
 BODY_PIECES = 1024  # chunks or packets of one body: 256 kB in packets of 1,460 bytes are 180
-SWALLOWED_BYTES = 1 << 20  # what a client may still send of a body that was refused, so that it reads the answer
-SOCKET_BYTES = 64 * 1024  # each way, in the kernel; its default grows to some megabytes for a client that does not read
+SWALLOWED_BYTES = (
+    1 << 20
+)  # what a client may still send of a body that was refused, so that it reads the answer
+SOCKET_BYTES = (
+    64 * 1024
+)  # each way, in the kernel; its default grows to some megabytes for a client that does not read
 WARNING_SECONDS = 60  # least time between two lines in the log about the same thing
 
 # What the server waits for: a request, the rest of its headers, the rest of its body, that the client reads what was
@@ -47,8 +51,12 @@ class Caps:
     leave: float = 2
     connections: int = 1024
     per_address: int = 512  # a proxy in front of this server is one address
-    unfinished_bytes: int = 16 << 20  # of all requests that are not complete: 64 of the largest bodies
-    unread: int = 64  # answers that wait for their client to read; each may be as long as the context
+    unfinished_bytes: int = (
+        16 << 20
+    )  # of all requests that are not complete: 64 of the largest bodies
+    unread: int = (
+        64  # answers that wait for their client to read; each may be as long as the context
+    )
 
 
 class Seldom:
@@ -91,11 +99,15 @@ class Connections:
         """Count a new connection, and close older ones if there are too many. False if nothing could be closed."""
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
-            self.seldom.warn(f"an address has {self.caps.per_address} connections, the most it may: older ones close")
+            self.seldom.warn(
+                f"an address has {self.caps.per_address} connections, the most it may: older ones close"
+            )
             if not self.make_room(new.address):
                 return False
         if self.per_address.total() > self.caps.connections:
-            self.seldom.warn(f"{self.caps.connections} connections are open, the most allowed: older ones close")
+            self.seldom.warn(
+                f"{self.caps.connections} connections are open, the most allowed: older ones close"
+            )
             return self.make_room()
         return True
 
@@ -154,18 +166,28 @@ class Requests(h11.Connection):
         if isinstance(event, h11.Request):
             self._pieces = 0
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
-                raise h11.RemoteProtocolError("send either Content-Length or Transfer-Encoding, not both")
+                raise h11.RemoteProtocolError(
+                    "send either Content-Length or Transfer-Encoding, not both"
+                )
         elif isinstance(event, h11.Data):
             self._pieces += 1
             if self._pieces > BODY_PIECES:
-                raise h11.RemoteProtocolError(f"a body may come in at most {BODY_PIECES:,} pieces: send larger ones")
+                raise h11.RemoteProtocolError(
+                    f"a body may come in at most {BODY_PIECES:,} pieces: send larger ones"
+                )
         return event
 
 
 class Connection(H11Protocol):
     """uvicorn's connection with deadlines. It closes after a refusal that came before the end of the body."""
 
-    def __init__(self, config: Config, state: ServerState, app_state: dict[str, Any], connections: Connections):
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        app_state: dict[str, Any],
+        connections: Connections,
+    ):
         super().__init__(config, state, app_state)
         self.conn = Requests()
         self.all = connections
@@ -182,7 +204,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, unless there is no room for another connection."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that writing is paused exactly while something is unsent
+        transport.set_write_buffer_limits(
+            high=0
+        )  # so that writing is paused exactly while something is unsent
         self.address = neighbour(self.client[0] if self.client else "")
         if self.all.admit(self):
             self._look()
@@ -190,7 +214,13 @@ class Connection(H11Protocol):
             self.all.forget(self)
             self._gone = True
             self.refuse(
-                ApiError(503, "too_many_connections", "too many connections are in use: try again later", None, 2)
+                ApiError(
+                    503,
+                    "too_many_connections",
+                    "too many connections are in use: try again later",
+                    None,
+                    2,
+                )
             )
             self.transport.close()
 
@@ -229,7 +259,9 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP."""
-        self.refuse(ApiError(400, "invalid_http", "this is not a valid HTTP request: send valid HTTP/1.1"))
+        self.refuse(
+            ApiError(400, "invalid_http", "this is not a valid HTTP request: send valid HTTP/1.1")
+        )
 
     def timeout_keep_alive_handler(self) -> None:
         """Leave unused connections to the deadlines below."""
@@ -290,7 +322,9 @@ class Connection(H11Protocol):
         """Close at once, whatever is under way. The kernel forgets what the client has not read."""
         if self.flow.write_paused:
             reset = struct.pack("ii", 1, 0)  # linger for 0 seconds
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, reset
+            )
         self._leave()
         self.transport.abort()
 
@@ -309,7 +343,9 @@ class Connection(H11Protocol):
             body = json.dumps(refusal.body).encode()
             headers = [("content-type", "application/json"), ("connection", "close")]
             headers += [("content-length", str(len(body))), *refusal.headers.items()]
-            head = h11.Response(status_code=refusal.status, headers=headers, reason=STATUS_PHRASES[refusal.status])
+            head = h11.Response(
+                status_code=refusal.status, headers=headers, reason=STATUS_PHRASES[refusal.status]
+            )
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self._close_politely()

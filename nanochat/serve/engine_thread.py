@@ -52,7 +52,9 @@ class StepEngine(Protocol[E_co]):
 class Ticket(Generic[E]):
     """What one client asked for: requests to the engine, and the queue in which the events of the replies come back."""
 
-    def __init__(self, requests: Sequence[tuple[list[int], Any]], owner: str = "", holds: object = None):
+    def __init__(
+        self, requests: Sequence[tuple[list[int], Any]], owner: str = "", holds: object = None
+    ):
         """Each request is a prompt and its sampling settings. `owner` is the address of the client. `holds` is what
         the engine needs for the requests, such as the automaton of their schema: the ticket keeps it alive."""
         self.requests = requests
@@ -118,7 +120,9 @@ class EngineThread(Generic[E]):
         # Only the engine thread uses the next four.
         self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
         self._news: list[tuple[Ticket[E], tuple[int, E] | Exception]] = []  # not delivered yet
-        self._begun: dict[str, float] = {}  # address -> when its latest reply began, by the monotonic clock
+        self._begun: dict[
+            str, float
+        ] = {}  # address -> when its latest reply began, by the monotonic clock
         self._published = 0.0  # time of the last delivery, by the monotonic clock
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -178,7 +182,9 @@ class EngineThread(Generic[E]):
             self._fill()
             try:
                 events = self._engine.step()
-            except Exception as failure:  # the edge of the thread: fail the chats in flight, keep serving new ones
+            except (
+                Exception
+            ) as failure:  # the edge of the thread: fail the chats in flight, keep serving new ones
                 traceback.print_exc()
                 for ticket in {*self._running.values()}:
                     self._drop(ticket, failure)
@@ -212,7 +218,9 @@ class EngineThread(Generic[E]):
             try:
                 number = self._engine.submit(prompt, sampling)
             except Exception as failure:
-                if not isinstance(failure, UserError):  # the edge of the thread, as in _run; else a client's mistake
+                if not isinstance(
+                    failure, UserError
+                ):  # the edge of the thread, as in _run; else a client's mistake
                     traceback.print_exc()
                 self._drop(ticket, failure)
                 continue
@@ -226,7 +234,9 @@ class EngineThread(Generic[E]):
         now = time.monotonic()
         self._begun[owner] = now
         if len(self._begun) > 2 * self.slots:
-            self._begun = {name: begun for name, begun in self._begun.items() if begun > now - RECENT_SECONDS}
+            self._begun = {
+                name: begun for name, begun in self._begun.items() if begun > now - RECENT_SECONDS
+            }
 
     def _may_begin(self, ticket: Ticket[E]) -> bool:
         """Whether a ticket may have a slot: replies under schemas of one address leave slots to other addresses.
@@ -236,8 +246,13 @@ class EngineThread(Generic[E]):
         if ticket.holds is None:
             return True
         recent = time.monotonic() - RECENT_SECONDS
-        others = any(owner != ticket.owner and begun > recent for owner, begun in self._begun.items())
-        running = sum(other.holds is not None and other.owner == ticket.owner for other in self._running.values())
+        others = any(
+            owner != ticket.owner and begun > recent for owner, begun in self._begun.items()
+        )
+        running = sum(
+            other.holds is not None and other.owner == ticket.owner
+            for other in self._running.values()
+        )
         return running < max(self.slots // (SHARE_BESIDE_OTHERS if others else SHARE_ALONE), 1)
 
     def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:

@@ -64,17 +64,20 @@ class Guard:
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *own, (b"cache-control", b"no-store")]}
+                message = {
+                    **message,
+                    "headers": [*message["headers"], *own, (b"cache-control", b"no-store")],
+                }
             await send(message)
 
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        host = next(
+            (value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), ""
+        )
         if not host_allowed(host, self.hosts):
-            text = (
-                "this server does not answer to this Host name: to allow it, start the server with --allowed_hosts NAME"
-            )
+            text = "this server does not answer to this Host name: to allow it, start the server with --allowed_hosts NAME"
             await error(ApiError(403, "host_not_allowed", text))(scope, receive, guarded)
         elif not self._may(scope):
             text = "this server needs its key: send the header Authorization: Bearer KEY, with the key of --api_key"

@@ -26,7 +26,9 @@ class Announced:
     min_p: float = 0.0
     top_k: int = 50  # 0 samples from the whole vocabulary
     max_tokens: int = 512
-    about: Mapping[str, Any] = field(default_factory=dict)  # what else /v1/models says of the model, for the page
+    about: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what else /v1/models says of the model, for the page
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,39 @@ class Hosted:
         self.adapter = given.adapter
         self.thread = thread
         self.limits = Limits(self.name, engine.length, given.tokenizer.vocab_size)
-        self.defaults = Defaults(announced.temperature, announced.min_p, announced.top_k, announced.max_tokens)
+        self.defaults = Defaults(
+            announced.temperature, announced.min_p, announced.top_k, announced.max_tokens
+        )
         self.metrics = Metrics(families, self.name, None if given.adapter else thread)
         self._announced, self._started = announced, int(time.time())
-        self._capabilities = {"system_message": self.tokenizer.takes_system, "tools": self.tokenizer.takes_tools}
+        self._capabilities = {
+            "system_message": self.tokenizer.takes_system,
+            "tools": self.tokenizer.takes_tools,
+        }
 
     def described(self) -> dict[str, Any]:
         """The model as /v1/models lists it."""
         told, context = self._announced, self.limits.context
-        model = {"id": self.name, "object": "model", "created": self._started, "owned_by": "nanochat"}
+        model = {
+            "id": self.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "nanochat",
+        }
         place = {"stage": told.stage, "tag": told.tag, "step": told.step}
-        defaults = {name: getattr(told, name) for name in ("temperature", "min_p", "top_k", "max_tokens")}
-        return {**model, **told.about, **place, "context_length": context, "max_model_len": context,
-                "vocab_size": self.limits.vocabulary, "defaults": defaults,
-                "capabilities": self._capabilities}  # fmt: skip
+        defaults = {
+            name: getattr(told, name) for name in ("temperature", "min_p", "top_k", "max_tokens")
+        }
+        return {
+            **model,
+            **told.about,
+            **place,
+            "context_length": context,
+            "max_model_len": context,
+            "vocab_size": self.limits.vocabulary,
+            "defaults": defaults,
+            "capabilities": self._capabilities,
+        }
 
 
 class Models:
@@ -75,7 +96,10 @@ class Models:
         self.families = Families()
         names = [each.announced.model for each in given]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"two models would have the name {twice!r}: leave one out, or give it another name", 2)
+            raise UserError(
+                f"two models would have the name {twice!r}: leave one out, or give it another name",
+                2,
+            )
         engines = {id(each.engine): each.engine for each in given}
         threads = {key: EngineThread[Event](engine, waiting) for key, engine in engines.items()}
         self.threads = list(threads.values())  # of all engines
@@ -84,7 +108,11 @@ class Models:
 
     def named(self, name: Any) -> Hosted:
         """The model of a name; the default one for None. ApiError 404 if there is none of this name."""
-        found = self.default if name is None else next((each for each in self.all if each.name == name), None)
+        found = (
+            self.default
+            if name is None
+            else next((each for each in self.all if each.name == name), None)
+        )
         if found is None:
             text = f"{self._offer()}, or leave model out"
             raise ApiError(404, "model_not_found", text, "model")

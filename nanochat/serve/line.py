@@ -33,7 +33,9 @@ class Line(Generic[W]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[W]] = {}  # no empty ones; the address whose turn it is comes first
+        self._waiting: dict[
+            str, deque[W]
+        ] = {}  # no empty ones; the address whose turn it is comes first
 
     def __len__(self) -> int:
         with self._lock:
@@ -86,7 +88,10 @@ class Line(Generic[W]):
             return newest
 
     def _most(self, newcomer: str) -> str | None:
-        counts = {owner: sum(not waiter.begun for waiter in waiting) for owner, waiting in self._waiting.items()}
+        counts = {
+            owner: sum(not waiter.begun for waiter in waiting)
+            for owner, waiting in self._waiting.items()
+        }
         most = max(counts, key=lambda owner: counts[owner], default=newcomer)
         return most if most != newcomer and counts[most] > counts.get(newcomer, 0) + 1 else None
 

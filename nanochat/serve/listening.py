@@ -74,7 +74,8 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,  # else any local client names its own address, in X-Forwarded-For
-            timeout_graceful_shutdown=2 * DRAIN_SECONDS,  # some clients never read the end of their answer
+            timeout_graceful_shutdown=2
+            * DRAIN_SECONDS,  # some clients never read the end of their answer
         )
         super().__init__(config)
         self.threads = app.threads
@@ -84,7 +85,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, and accept connections."""
         await super().startup(sockets=[])
-        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or []]
+        self._accepting = [
+            asyncio.create_task(self._accept(listener)) for listener in sockets or []
+        ]
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -107,7 +110,9 @@ class Server(uvicorn.Server):
             except ConnectionError:
                 continue  # the client has gone already
             except OSError as failure:  # this process or the system may open no more files
-                self.connections.seldom.warn(f"a connection was not accepted ({failure.strerror}): trying again")
+                self.connections.seldom.warn(
+                    f"a connection was not accepted ({failure.strerror}): trying again"
+                )
                 self.connections.make_room()
                 await asyncio.sleep(FULL_SECONDS)
 
@@ -115,7 +120,8 @@ class Server(uvicorn.Server):
         loop, state = asyncio.get_running_loop(), self.lifespan.state
         with contextlib.suppress(OSError):
             await loop.connect_accepted_socket(
-                lambda: Connection(self.config, self.server_state, state, self.connections), accepted
+                lambda: Connection(self.config, self.server_state, state, self.connections),
+                accepted,
             )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -135,9 +141,13 @@ class Server(uvicorn.Server):
         for accepting in self._accepting:
             accepting.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
-        stopping = ApiError(503, "server_stopping", "the server was stopped before the answer was complete")
+        stopping = ApiError(
+            503, "server_stopping", "the server was stopped before the answer was complete"
+        )
         loop = asyncio.get_running_loop()
-        ending = [loop.call_later(DRAIN_SECONDS, thread.dismiss, stopping) for thread in self.threads]
+        ending = [
+            loop.call_later(DRAIN_SECONDS, thread.dismiss, stopping) for thread in self.threads
+        ]
         try:
             await super().shutdown(sockets)
         finally:
@@ -158,6 +168,9 @@ def _end() -> None:
 def serve(app: App, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     raise_open_files()
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again at its end; ignored, that end is normal
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # uvicorn raises them again at its end; ignored, that end is normal
         signal.signal(number, lambda *_: None)
     Server(app).run(sockets=[listener])

@@ -39,20 +39,49 @@ from nanochat.tokenizer import Tokenizer
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
 SCRIPTS = (
-    "about.js", "app.js", "client.js", "sse.js",
-    "chats/check.js", "chats/conversation.js", "chats/exchange.js", "chats/files.js", "chats/kept.js", "chats/pair.js",
-    "chats/panel.js", "chats/store.js", "chats/tree.js",
-    "language/i18n.js", "language/names.js", "language/phrases.js", "language/words.js",
-    "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.js", "reply/saw.js",
-    "reply/tokens.js", "reply/turn.js",
-    "runs/chart.js", "runs/feed.js", "runs/figures.js", "runs/list.js", "runs/runs.js", "runs/samples.js",
+    "about.js",
+    "app.js",
+    "client.js",
+    "sse.js",
+    "chats/check.js",
+    "chats/conversation.js",
+    "chats/exchange.js",
+    "chats/files.js",
+    "chats/kept.js",
+    "chats/pair.js",
+    "chats/panel.js",
+    "chats/store.js",
+    "chats/tree.js",
+    "language/i18n.js",
+    "language/names.js",
+    "language/phrases.js",
+    "language/words.js",
+    "reply/dom.js",
+    "reply/draw.js",
+    "reply/inline.js",
+    "reply/markdown.js",
+    "reply/saw.js",
+    "reply/tokens.js",
+    "reply/turn.js",
+    "runs/chart.js",
+    "runs/feed.js",
+    "runs/figures.js",
+    "runs/list.js",
+    "runs/runs.js",
+    "runs/samples.js",
     "runs/words.js",
-    "settings/drawer.js", "settings/values.js",
-)  # fmt: skip
+    "settings/drawer.js",
+    "settings/values.js",
+)
 STYLES = (
-    "style.css", "chats/panel.css", "reply/markdown.css", "reply/pair.css", "reply/reply.css", "runs/runs.css",
+    "style.css",
+    "chats/panel.css",
+    "reply/markdown.css",
+    "reply/pair.css",
+    "reply/reply.css",
+    "runs/runs.css",
     "settings/settings.css",
-)  # fmt: skip
+)
 PAGES = ("index.html", "runs/index.html")
 ASSETS = {
     **dict.fromkeys(SCRIPTS, "text/javascript"),
@@ -66,13 +95,21 @@ class Settings:
     """The server's limits, and what it serves besides the API."""
 
     waiting: int = 64  # chats that may wait for a slot of a model; the server refuses more
-    preparing: int = 64  # requests that may wait for their check; the server refuses more, the largest first
-    per_address: int = 0  # requests that one address may have at the same time; 0 leaves that to the line
+    preparing: int = (
+        64  # requests that may wait for their check; the server refuses more, the largest first
+    )
+    per_address: int = (
+        0  # requests that one address may have at the same time; 0 leaves that to the line
+    )
     api_key: str = ""  # what clients must send; empty: nothing
     page: bool = True  # serve the web page
-    hosts: tuple[str, ...] = ()  # names that this server answers to, besides IP addresses and localhost
+    hosts: tuple[
+        str, ...
+    ] = ()  # names that this server answers to, besides IP addresses and localhost
     caps: Caps = field(default_factory=Caps)
-    runs: Path | None = None  # the base folder whose runs the page /runs shows; None: there is no such page
+    runs: Path | None = (
+        None  # the base folder whose runs the page /runs shows; None: there is no such page
+    )
 
 
 class Asked(Protocol):
@@ -95,7 +132,9 @@ class ChatServer:
         self.settings = settings
         self.kept = Kept()
         self.turns = intake.Turns(settings.preparing)
-        self.preparing = ThreadPoolExecutor(1, "prepare")  # the turns need no more, and each thread keeps memory
+        self.preparing = ThreadPoolExecutor(
+            1, "prepare"
+        )  # the turns need no more, and each thread keeps memory
         self.schema_turns = intake.AddressTurns(settings.preparing)
         self.schemas = ThreadPoolExecutor(1, "schemas")  # a new schema may take seconds
 
@@ -103,14 +142,20 @@ class ChatServer:
         """GET /health: whether the engines' threads run, and how busy they are together."""
         threads = self.models.threads
         alive = all(thread.alive for thread in threads)
-        state = {"slots": sum(thread.slots for thread in threads),
-                 "free_slots": sum(thread.free_slots for thread in threads),
-                 "chats": sum(len(thread.tickets) for thread in threads)}  # fmt: skip
-        return JSONResponse({"status": "ok" if alive else "stopped", **state}, 200 if alive else 503)
+        state = {
+            "slots": sum(thread.slots for thread in threads),
+            "free_slots": sum(thread.free_slots for thread in threads),
+            "chats": sum(len(thread.tickets) for thread in threads),
+        }
+        return JSONResponse(
+            {"status": "ok" if alive else "stopped", **state}, 200 if alive else 503
+        )
 
     async def list_models(self) -> JSONResponse:
         """GET /v1/models: the models, the default one first, and the defaults of a request."""
-        return JSONResponse({"object": "list", "data": [self._described(each) for each in self.models.all]})
+        return JSONResponse(
+            {"object": "list", "data": [self._described(each) for each in self.models.all]}
+        )
 
     async def model(self, name: str) -> JSONResponse:
         """GET /v1/models/NAME: the model of this name."""
@@ -161,7 +206,9 @@ class ChatServer:
 
     async def respond(self, request: Request) -> Response:
         """POST /v1/responses."""
-        return await self.generating(functools.partial(read_response, shelf=self._shelf(request)))(request)
+        return await self.generating(functools.partial(read_response, shelf=self._shelf(request)))(
+            request
+        )
 
     async def response(self, number: str, request: Request) -> JSONResponse:
         """GET /v1/responses/NUMBER: a response that is kept."""
@@ -221,7 +268,9 @@ class ChatServer:
     def _check_place(self, model: Hosted, owner: str) -> None:
         """Raise asyncio.QueueFull if too many wait for the model, or if the address has all the requests that it may
         have, over all models."""
-        own = sum(ticket.owner == owner for thread in self.models.threads for ticket in thread.tickets)
+        own = sum(
+            ticket.owner == owner for thread in self.models.threads for ticket in thread.tickets
+        )
         if 0 < self.settings.per_address <= own or model.thread.full(owner):
             raise asyncio.QueueFull
 
@@ -243,7 +292,9 @@ def _work(asked: Asked, model: Hosted) -> Work:
     """What a request asks of the engine. ApiError 400 for what the engine would refuse."""
     work = asked.work(model.tokenizer, model.limits)
     if model.adapter:
-        own = [(prompt, replace(sampling, adapter=model.adapter)) for prompt, sampling in work.requests]
+        own = [
+            (prompt, replace(sampling, adapter=model.adapter)) for prompt, sampling in work.requests
+        ]
         work = work._replace(requests=own)
     try:
         for prompt, sampling in work.requests:
@@ -292,7 +343,11 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
     if runs is not None:
         _add_pages(app, {"/runs": files["runs/index.html"]}, files)
         runs.add_to(app)
-    gets = {"/health": server.health, "/metrics": server.metrics_text, "/tokenizer_info": server.tokenizer_info}
+    gets = {
+        "/health": server.health,
+        "/metrics": server.metrics_text,
+        "/tokenizer_info": server.tokenizer_info,
+    }
     gets |= {"/v1/models": server.list_models, "/v1/models/{name}": server.model}
     posts = {
         "/v1/chat/completions": server.generating(read_chat),
@@ -329,12 +384,16 @@ def create_runs_app(base: Path, hosts: tuple[str, ...], api_key: str) -> App:
     return App(Guard(app, hosts, api_key), [], Caps())
 
 
-def _application(lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
+def _application(
+    lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]],
+) -> FastAPI:
     """An application without routes, which answers errors with OpenAI's error JSON."""
 
     async def refused(_: Request, failure: Exception) -> Response:
         if isinstance(failure, ApiError):
-            failure.__traceback__ = None  # it refers to the request, and to itself: only a garbage collection frees it
+            failure.__traceback__ = (
+                None  # it refers to the request, and to itself: only a garbage collection frees it
+            )
         return error(_refusal(failure))
 
     async def left(_: Request, failure: Exception) -> Response:
@@ -372,5 +431,7 @@ def _refusal(failure: Exception) -> ApiError:
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, HTTPException):
-        return ApiError(failure.status_code, "not_found", f"{failure.detail}: docs/chat.md lists the routes")
+        return ApiError(
+            failure.status_code, "not_found", f"{failure.detail}: docs/chat.md lists the routes"
+        )
     return ApiError(500, "server_failed", "the server failed: its log says why")

@@ -62,7 +62,11 @@ class Costs:
             return mine["again"], "from the cache"
         if "first" in mine:
             return AGAIN * mine["first"], "from the cache"
-        others = [one["first"] / (FIRST + EACH * one["parts"]) for one in self.known.values() if "first" in one]
+        others = [
+            one["first"] / (FIRST + EACH * one["parts"])
+            for one in self.known.values()
+            if "first" in one
+        ]
         pace = min(others, default=1.0)  # this machine's, when it did little else
         return pace * (FIRST + EACH * self.parts), "for the first time"
 
@@ -74,12 +78,19 @@ class Costs:
             write_json(self.file, {**self.known, self.key: mine})
 
 
-def _costs(model: nn.Module, shape: tuple[int, int], compute: Compute, blocks: Sequence[nn.Module]) -> Costs:
+def _costs(
+    model: nn.Module, shape: tuple[int, int], compute: Compute, blocks: Sequence[nn.Module]
+) -> Costs:
     """The record of compiling this model, by its sizes, the shape of a pass, and the code and torch that compute it."""
     operations = compute.operations
-    code = [Path(inspect.getfile(one)).read_bytes() for one in (type(model), *type(operations).__mro__[:-1])]
+    code = [
+        Path(inspect.getfile(one)).read_bytes()
+        for one in (type(model), *type(operations).__mro__[:-1])
+    ]
     sizes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    own_products = any(isinstance(module, Linear) and module.product is not None for module in model.modules())
+    own_products = any(
+        isinstance(module, Linear) and module.product is not None for module in model.modules()
+    )
     facts = (sizes, shape, str(compute.dtype), own_products, compute.world_size > 1)
     host = (device.describe(compute), torch.get_num_threads(), torch.__version__)
     key = hashlib.sha256(repr((*host, *facts)).encode() + b"".join(code)).hexdigest()[:16]
@@ -132,7 +143,12 @@ def missing(wanted: bool | None, compute: Compute) -> str:
     if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
         why_not = why_not or tr("another rank has no compiler")
     if why_not and wanted:
-        raise UserError(tr("--compile was asked for, but cannot be used: {why}. Leave --compile out.", why=why_not))
+        raise UserError(
+            tr(
+                "--compile was asked for, but cannot be used: {why}. Leave --compile out.",
+                why=why_not,
+            )
+        )
     return why_not
 
 
@@ -164,7 +180,11 @@ def compiled(
     if why_not := missing(wanted, compute):
         log(tr("not compiled: {why}", why=why_not))
         return model
-    if wanted is None and not (ahead and ahead.as_before) and (why_not := _unneeded(model, compute)):
+    if (
+        wanted is None
+        and not (ahead and ahead.as_before)
+        and (why_not := _unneeded(model, compute))
+    ):
         log(f"not compiled: {why_not} (--compile overrides)")
         return model
     one_pass = one_pass or sum_of_losses(shape, compute)
@@ -186,9 +206,14 @@ def compiled(
 
 
 def _compile(
-    model: nn.Module, wanted: bool | None, shape: tuple[int, int], compute: Compute, blocks: Sequence[nn.Module],
-    costs: Costs, one_pass: OnePass,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    wanted: bool | None,
+    shape: tuple[int, int],
+    compute: Compute,
+    blocks: Sequence[nn.Module],
+    costs: Costs,
+    one_pass: OnePass,
+) -> nn.Module:
     start, rows = time.monotonic(), shape[0]
     compute.platform.prepare_compiling()
     from torch._dynamo.utils import counters
@@ -203,17 +228,24 @@ def _compile(
             fast = torch.compile(model, dynamic=False)
         with compute.platform.saving_memory(shape[0] * shape[1]):
             one_pass(fast).backward()
-    except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
+    except (
+        Exception
+    ) as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if compute.pulse.asked:  # the signal ended the compiler's processes, or another rank
             raise signals.Stopped from failure
         if memory.ran_out(failure):
             raise memory.advice(rows, rows) from failure
         if wanted:
             raise
-        warn(f"torch.compile failed, and training continues uncompiled: {str(failure).splitlines()[0]}")
+        warn(
+            f"torch.compile failed, and training continues uncompiled: {str(failure).splitlines()[0]}"
+        )
         fast = _uncompiled(model, blocks)
     else:
-        seconds, first = time.monotonic() - start, counters["inductor"]["fxgraph_cache_miss"] > missed
+        seconds, first = (
+            time.monotonic() - start,
+            counters["inductor"]["fxgraph_cache_miss"] > missed,
+        )
         log(f"torch.compile: {seconds:.1f} s{'' if first else ', from the cache'}")
         if compute.main:
             costs.measured(seconds, first)
@@ -224,7 +256,9 @@ def _compile(
 
 def is_compiled(fast: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     """Whether compiled() has compiled the model that it gave."""
-    return hasattr(fast, "_orig_mod") or any(block._compiled_call_impl is not None for block in blocks)
+    return hasattr(fast, "_orig_mod") or any(
+        block._compiled_call_impl is not None for block in blocks
+    )
 
 
 def _uncompiled(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:

@@ -26,16 +26,50 @@ FEW_STEPS = 20  # a stage with fewer gets a warning
 # The least value of the flags that the training scripts count and measure with. Flags that are not here are checked
 # where they are used: shapes in sizes.py, adapters in LoraConfig, losses in PreferenceLoss and PolicyFlags.
 LEAST = {
-    "num_iterations": 1, "stop_at": 1, "total_batch_size": 1, "device_batch_size": 1, "gradient_accumulation_steps": 1,
-    "target_examples_per_step": 1, "examples_per_step": 1, "num_samples": 2, "max_new_tokens": 1, "max_length": 1,
-    "eval_tokens": 1, "eval_examples": 1,
-    "eval_every": 0, "save_every": 0, "save_seconds": 0, "keep": 0, "hang_seconds": 0, "samples": 0, "resume": 0,
-    "seed": 0, "base_step": 0, "source_step": 0, "documents_every": 0, "top_k": 0, "warmup_steps": 0,
-    "warmup_ratio": 0, "warmdown_ratio": 0, "final_lr_frac": 0, "init_lr_frac": 0, "weight_decay": 0,
-    "learning_rate": 0, "unembedding_lr": 0, "embedding_lr": 0, "matrix_lr": 0, "scalar_lr": 0,
-}  # fmt: skip
+    "num_iterations": 1,
+    "stop_at": 1,
+    "total_batch_size": 1,
+    "device_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "target_examples_per_step": 1,
+    "examples_per_step": 1,
+    "num_samples": 2,
+    "max_new_tokens": 1,
+    "max_length": 1,
+    "eval_tokens": 1,
+    "eval_examples": 1,
+    "eval_every": 0,
+    "save_every": 0,
+    "save_seconds": 0,
+    "keep": 0,
+    "hang_seconds": 0,
+    "samples": 0,
+    "resume": 0,
+    "seed": 0,
+    "base_step": 0,
+    "source_step": 0,
+    "documents_every": 0,
+    "top_k": 0,
+    "warmup_steps": 0,
+    "warmup_ratio": 0,
+    "warmdown_ratio": 0,
+    "final_lr_frac": 0,
+    "init_lr_frac": 0,
+    "weight_decay": 0,
+    "learning_rate": 0,
+    "unembedding_lr": 0,
+    "embedding_lr": 0,
+    "matrix_lr": 0,
+    "scalar_lr": 0,
+}
 BELOW = {"seed": 2**63}  # which torch's generators and numpy take
-ABOVE_ZERO = ("num_epochs", "target_flops", "target_param_data_ratio", "lora_alpha", "temperature")  # and finite
+ABOVE_ZERO = (
+    "num_epochs",
+    "target_flops",
+    "target_param_data_ratio",
+    "lora_alpha",
+    "temperature",
+)  # and finite
 WHY = {
     "num_samples": ", since a reply is judged against the others to its problem",
     "temperature": ", since at 0 all replies to a problem are alike, and none is better than the others",
@@ -50,12 +84,21 @@ def check_ranges(flags: Any) -> None:
         if not isinstance(value, int | float):
             continue
         rule = f"at least {LEAST[name]}" if name in LEAST else "finite and above 0"
-        fits = value >= LEAST[name] if name in LEAST else name not in ABOVE_ZERO or 0 < value < math.inf
+        fits = (
+            value >= LEAST[name]
+            if name in LEAST
+            else name not in ABOVE_ZERO or 0 < value < math.inf
+        )
         if not fits:
             reason = WHY.get(name, "")
-            raise UserError(f"--{name} must be {rule}{reason}, got {value}: change it, or leave it out", exit_code=2)
+            raise UserError(
+                f"--{name} must be {rule}{reason}, got {value}: change it, or leave it out",
+                exit_code=2,
+            )
         if value >= BELOW.get(name, math.inf):
-            raise UserError(f"--{name} must be below {BELOW[name]}, got {value}: change it, or leave it out", 2)
+            raise UserError(
+                f"--{name} must be below {BELOW[name]}, got {value}: change it, or leave it out", 2
+            )
 
 
 @dataclass(frozen=True)
@@ -143,7 +186,9 @@ class Epochs:
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
 
-    smaller_steps: ClassVar[str] = "a smaller --total_batch_size"  # what else makes more steps, for a warning
+    smaller_steps: ClassVar[str] = (
+        "a smaller --total_batch_size"  # what else makes more steps, for a warning
+    )
 
     def steps(self, items: int, items_per_step: int) -> int:
         """The number of steps that the flags ask for; a warning if the data makes only a few."""
@@ -219,8 +264,9 @@ class ChatFlags(EpochFlags):
             raise UserError(
                 "--documents needs --documents_every=N, N of at least 1, since else it gives no rows, "
                 f"got --documents={self.documents} and --documents_every={self.documents_every}: give "
-                "--documents_every=8, or leave --documents out", exit_code=2,
-            )  # fmt: skip
+                "--documents_every=8, or leave --documents out",
+                exit_code=2,
+            )
         return every
 
     def saved_as(self, tag: str) -> str:
@@ -229,7 +275,9 @@ class ChatFlags(EpochFlags):
             return self.out_tag
         return named_after(tag, self.conversations or self.mix)
 
-    def with_documents(self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer) -> tuple[Source, str]:
+    def with_documents(
+        self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer
+    ) -> tuple[Source, str]:
         """Rows with one in --documents_every from --documents, and the words that say so. `auto` is what auto means."""
         every = self.documents_of(auto)
         if not every:

@@ -13,7 +13,14 @@ from nanochat.runtime.progress import duration
 from nanochat.train.update import Outcome
 
 BAD_STEPS = 10  # skipped updates in a row after which a run stops
-STATE = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")  # kept in checkpoints
+STATE = (
+    "smooth_loss",
+    "smooth_weight",
+    "seconds",
+    "cpu_seconds",
+    "bad_in_a_row",
+    "skipped",
+)  # kept in checkpoints
 
 
 def due(step: int, every: int, last: bool) -> bool:
@@ -45,17 +52,27 @@ class Meter:
 
     @staticmethod
     def start(
-        steps: int, tokens_per_step: int, flops_per_token: int, compute: Compute, state: Mapping[str, Any]
+        steps: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+        compute: Compute,
+        state: Mapping[str, Any],
     ) -> "Meter":
         """A new meter, or the one that a checkpoint's state holds."""
         peak, source = device.peak_flops(compute)
         log(f"mfu is measured against {peak / 1e12:.3g} TFLOP/s a rank ({source})")
         return Meter(
-            steps, tokens_per_step, flops_per_token, peak * compute.world_size, compute.platform.usual_mfu(),
+            steps,
+            tokens_per_step,
+            flops_per_token,
+            peak * compute.world_size,
+            compute.platform.usual_mfu(),
             **state.get("meter", {}),
-        )  # fmt: skip
+        )
 
-    def tick(self, step: int, outcome: Outcome, seconds: float, cpu_seconds: float, lrm: float) -> dict[str, Any]:
+    def tick(
+        self, step: int, outcome: Outcome, seconds: float, cpu_seconds: float, lrm: float
+    ) -> dict[str, Any]:
         """Take in a step (counted from 1) and return its line for metrics.jsonl.
 
         UserError after ten skipped updates in a row.
@@ -87,7 +104,9 @@ class Meter:
     def _count_skipped(self, step: int, outcome: Outcome) -> None:
         self.skipped += 1
         self.bad_in_a_row += 1
-        warn(f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: {outcome.reason}, update skipped")
+        warn(
+            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: {outcome.reason}, update skipped"
+        )
         if self.bad_in_a_row >= BAD_STEPS:
             raise UserError(
                 f"{BAD_STEPS} updates in a row were skipped, the last at step {step} ({outcome.reason}). The newest "
@@ -105,7 +124,9 @@ class Meter:
         at the usual MFU of such a device."""
         if step:
             return (self.steps - step) * self.seconds / step
-        return expected_seconds(self.steps * self.tokens_per_step, self.flops_per_token, self.peak, self.usual_mfu)
+        return expected_seconds(
+            self.steps * self.tokens_per_step, self.flops_per_token, self.peak, self.usual_mfu
+        )
 
     def eta(self, step: int) -> float:
         """Seconds left, at the pace of the last twenty steps."""

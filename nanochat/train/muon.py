@@ -125,7 +125,9 @@ class _Stack:
     cols: int
     owned: list[list[int]]  # shard -> the matrices that are gathered whole there
     row_counts: list[int]  # shard -> how many rows of each matrix it holds
-    mine: list[int]  # the matrices that this rank orthogonalizes: its share of those that are gathered here
+    mine: list[
+        int
+    ]  # the matrices that this rank orthogonalizes: its share of those that are gathered here
     order: Tensor  # (K,) all of `owned` in order, on the device: a list would be copied there in every step
     place: Tensor  # (K,) where each matrix stands in `order`
     momentum: Tensor  # (K, local rows, cols)
@@ -142,15 +144,21 @@ class _StepGraph:
         self._rates = self._host = torch.empty(0)
         self._replay: Callable[[], None] | None = None
 
-    def step(self, gradients: list[Tensor], rates: Sequence[float], work: Callable[..., None]) -> None:
+    def step(
+        self, gradients: list[Tensor], rates: Sequence[float], work: Callable[..., None]
+    ) -> None:
         """Take a step, captured at the first call. `work` takes the gradients and the rates, then as tensors ()."""
         if self._replay is None:
             self._gradients = [gradient.clone() for gradient in gradients]
             self._rates = torch.tensor(rates, device=gradients[0].device)
-            self._replay = self.platform.captured(lambda: work(self._gradients, self._rates.unbind()))
+            self._replay = self.platform.captured(
+                lambda: work(self._gradients, self._rates.unbind())
+            )
         else:
             torch._foreach_copy_(self._gradients, gradients)  # pyright: ignore[reportPrivateImportUsage]
-            self._host = torch.tensor(rates).pin_memory()  # kept, since the copy may still be under way
+            self._host = torch.tensor(
+                rates
+            ).pin_memory()  # kept, since the copy may still be under way
             self._rates.copy_(self._host, non_blocking=True)
         self._replay()
 
@@ -212,17 +220,33 @@ class Muon(torch.optim.Optimizer):
         momentum = torch.zeros(len(members), row_counts[place.shard], cols, device=device)
         variance = torch.zeros((len(mine), *variance_shape(rows, cols)), device=device)
         order = torch.tensor([i for indices in owned for i in indices], device=device)
-        return _Stack([p for _, p in members], [n for n, _ in members], rows, cols, owned, row_counts, mine, order,
-                      order.argsort(), momentum, variance)  # fmt: skip
+        return _Stack(
+            [p for _, p in members],
+            [n for n, _ in members],
+            rows,
+            cols,
+            owned,
+            row_counts,
+            mine,
+            order,
+            order.argsort(),
+            momentum,
+            variance,
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every matrix from its gradient; a matrix without a gradient is an error in the model."""
         settings = self.param_groups[0]
         rates: tuple[float, ...] = settings["lr"], settings["momentum"], settings["weight_decay"]
-        gradients = [as_stack([local(p.grad) for p in s.parameters if p.grad is not None]) for s in self.stacks]
+        gradients = [
+            as_stack([local(p.grad) for p in s.parameters if p.grad is not None])
+            for s in self.stacks
+        ]
         if self.graph is not None and self.graph.warm:
-            self.graph.step(gradients, rates, lambda given, now: self._steps(given, now, settings["beta2"]))
+            self.graph.step(
+                gradients, rates, lambda given, now: self._steps(given, now, settings["beta2"])
+            )
             return
         self._steps(gradients, rates, settings["beta2"])
         if self.graph is not None:
@@ -239,7 +263,13 @@ class Muon(torch.optim.Optimizer):
             self.graph = _StepGraph(platform)
 
     def _step(
-        self, stack: _Stack, gradients: Tensor, lr: float, momentum: float, beta2: float, weight_decay: float
+        self,
+        stack: _Stack,
+        gradients: Tensor,
+        lr: float,
+        momentum: float,
+        beta2: float,
+        weight_decay: float,
     ) -> None:
         stack.momentum.lerp_(gradients, 1 - momentum)
         g = gradients.lerp_(stack.momentum, momentum).to(self.dtype)  # Nesterov
@@ -280,9 +310,14 @@ class Muon(torch.optim.Optimizer):
         sizes_out = [len(indices) * here * stack.cols for indices in stack.owned]
         sizes_in = [mine * rows * stack.cols for rows in stack.row_counts]
         incoming = outgoing.new_empty(sum(sizes_in))
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.place.shard_group)
+        dist.all_to_all_single(
+            incoming, outgoing, sizes_in, sizes_out, group=self.place.shard_group
+        )
         parts = incoming.split(sizes_in)
-        return torch.cat([p.view(mine, r, stack.cols) for p, r in zip(parts, stack.row_counts, strict=True)], dim=1)
+        return torch.cat(
+            [p.view(mine, r, stack.cols) for p, r in zip(parts, stack.row_counts, strict=True)],
+            dim=1,
+        )
 
     def _from_replicas(self, mine: Tensor, stack: _Stack) -> Tensor:
         """(mine, rows, cols) updates of this replica -> (owned, rows, cols) updates of all replicas."""
@@ -291,17 +326,27 @@ class Muon(torch.optim.Optimizer):
         padded = mine.new_zeros(share, stack.rows, stack.cols, dtype=self.dtype)
         padded[: mine.size(0)] = mine
         parts = gathered(padded, replicas, self.place.replica_group)
-        return torch.stack(parts, dim=1).flatten(0, 1)[:count].float()  # replica i % replicas had matrix i
+        return (
+            torch.stack(parts, dim=1).flatten(0, 1)[:count].float()
+        )  # replica i % replicas had matrix i
 
     def _to_rows(self, whole: Tensor, stack: _Stack) -> Tensor:
         """(owned, rows, cols) updates on their owners -> (K, local rows, cols) on the ranks that hold the rows."""
         here = stack.row_counts[self.place.shard]
-        outgoing = torch.cat([part.to(self.dtype).flatten() for part in whole.split(stack.row_counts, dim=1)])
+        outgoing = torch.cat(
+            [part.to(self.dtype).flatten() for part in whole.split(stack.row_counts, dim=1)]
+        )
         sizes_out = [whole.size(0) * rows * stack.cols for rows in stack.row_counts]
         sizes_in = [len(indices) * here * stack.cols for indices in stack.owned]
         incoming = outgoing.new_empty(sum(sizes_in))
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.place.shard_group)
-        return incoming.view(len(stack.parameters), here, stack.cols).index_select(0, stack.place).float()
+        dist.all_to_all_single(
+            incoming, outgoing, sizes_in, sizes_out, group=self.place.shard_group
+        )
+        return (
+            incoming.view(len(stack.parameters), here, stack.cols)
+            .index_select(0, stack.place)
+            .float()
+        )
 
     def named_state(self) -> dict[str, tuple[Tensor, tuple[int, ...], int]]:
         """State for a checkpoint: name -> (the tensor held here, the whole shape, the first row that is held here)."""

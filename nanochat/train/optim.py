@@ -17,7 +17,9 @@ from nanochat.runtime.parallel import met, place_of, trained
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
 
-State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
+State = dict[
+    str, tuple[Tensor, tuple[int, ...], int]
+]  # name -> (tensor here, whole shape, first row)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Rates:
         further = schedule.matrix_scale(steps) if self.matrix_optimizer == "muon" else 1.0
         return replace(
             self.for_batch(tokens_per_step),
-            weight_decay=schedule.weight_decay(self.weight_decay, tokens_per_step, steps * tokens_per_step, reference),
+            weight_decay=schedule.weight_decay(
+                self.weight_decay, tokens_per_step, steps * tokens_per_step, reference
+            ),
             matrix_lr=self.matrix_lr * further,
         )
 
@@ -57,16 +61,24 @@ class Rates:
         width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
         settings = {
             "head": AdamWSettings(self.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
-            "embedding": AdamWSettings(self.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
-            "value_embedding": AdamWSettings(0.5 * self.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
-            "bigram": AdamWSettings(0.1 * self.embedding_lr * width, (0.0, 0.995), 0.0, 1e-10),  # see RowAdam
+            "embedding": AdamWSettings(
+                self.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10
+            ),
+            "value_embedding": AdamWSettings(
+                0.5 * self.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10
+            ),
+            "bigram": AdamWSettings(
+                0.1 * self.embedding_lr * width, (0.0, 0.995), 0.0, 1e-10
+            ),  # see RowAdam
             # While the projections are near zero, these scalars only scale the stream, which the last norm undoes.
             # Their first gradients are rounding errors of 1e-11, which upstream's eps of 1e-10 would make full steps.
             "resid": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
             "x0": AdamWSettings(self.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
             # 0.2 at the default, as upstream has it. Small batches need less, as x0 does: otherwise the backout runs
             # away to 1, where the middle of the network cancels its end (dev/LOG.md).
-            "scalar": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), 0.0, 1e-8),  # weights of norms, and biases
+            "scalar": AdamWSettings(
+                0.01 * self.scalar_lr, (0.8, 0.95), 0.0, 1e-8
+            ),  # weights of norms, and biases
             "smear": AdamWSettings(0.4 * self.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
         }
         if self.matrix_optimizer == "adamw":
@@ -75,7 +87,9 @@ class Rates:
         return settings
 
 
-ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md says how it was fitted
+ADAMW_SHARE = (
+    0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md says how it was fitted
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,13 @@ class OneRate:
         """What AdamW takes for the parameters of every role."""
         plain = AdamWSettings(self.learning_rate, (0.9, 0.95), 0.0, 1e-8)
         decayed = replace(plain, decay=self.weight_decay)
-        return {"matrix": decayed, "adapter": decayed, "embedding": plain, "head": plain, "scalar": plain}
+        return {
+            "matrix": decayed,
+            "adapter": decayed,
+            "embedding": plain,
+            "head": plain,
+            "scalar": plain,
+        }
 
 
 class RowAdam(torch.optim.Optimizer):
@@ -133,8 +153,11 @@ class RowAdam(torch.optim.Optimizer):
         """The state of a table, which is made here if no step has been taken yet: `step`, the mean squares, and for how
         many steps those of each row have yet to decay."""
         if not self.state[table]:
-            self.state[table] = {"step": torch.zeros(()), "exp_avg_sq": torch.zeros_like(table),
-                                 "age": torch.zeros(len(table))}  # fmt: skip
+            self.state[table] = {
+                "step": torch.zeros(()),
+                "exp_avg_sq": torch.zeros_like(table),
+                "age": torch.zeros(len(table)),
+            }
         return self.state[table]
 
 
@@ -142,9 +165,15 @@ class Optimizers:
     """AdamW and Muon side by side, stepped and scheduled together."""
 
     def __init__(
-        self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates | OneRate, scale: float,
-        dtype: torch.dtype, table_momentum: float = 0.8,
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        roles: Mapping[str, str],
+        model_dim: int,
+        rates: Rates | OneRate,
+        scale: float,
+        dtype: torch.dtype,
+        table_momentum: float = 0.8,
+    ):
         """`roles` come from model.parameter_roles(); frozen parameters are left out. `scale` multiplies every learning
         rate (schedule.rate_scale), Muon may multiply in `dtype`, and `table_momentum` is the first beta of embeddings
         and head (see schedule)."""
@@ -156,9 +185,17 @@ class Optimizers:
         for role, has in rates.by_role(model_dim, table_momentum).items():
             if role in named:
                 lr, parameters = has.lr * scale, [parameter for _, parameter in named[role]]
-                shared = {"role": role, "lr": lr, "base_lr": lr, "betas": has.betas, "weight_decay": has.decay}
+                shared = {
+                    "role": role,
+                    "lr": lr,
+                    "base_lr": lr,
+                    "betas": has.betas,
+                    "weight_decay": has.decay,
+                }
                 alone = role == "bigram" and _sparse(model, parameters)
-                (by_row if alone else groups).append({"params": parameters, **shared, "eps": has.eps})
+                (by_row if alone else groups).append(
+                    {"params": parameters, **shared, "eps": has.eps}
+                )
         self.names = {parameter: name for members in named.values() for name, parameter in members}
         self.place = max(map(place_of, self.names), key=lambda place: place.shards * place.replicas)
         self.adamw = torch.optim.AdamW(groups, fused=True)
@@ -166,9 +203,12 @@ class Optimizers:
         self.muon = None
         if rates.matrix_optimizer == "muon":
             self.muon = Muon(
-                named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
+                named["matrix"],
+                lr=rates.matrix_lr * scale,
+                weight_decay=rates.weight_decay,
+                dtype=dtype,
                 operations=cast(Operations, model.operations),
-            )  # fmt: skip
+            )
         self.before_step: Callable[[], None] = lambda: None  # called before anything changes
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
 
@@ -201,7 +241,9 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def _all(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for optimizer in (self.adamw, self.rows, self.muon) if optimizer is not None]
+        return [
+            optimizer for optimizer in (self.adamw, self.rows, self.muon) if optimizer is not None
+        ]
 
     def state(self) -> State:
         """Everything that a resume needs, by name: the tensors that this rank holds, and their place in the whole."""
@@ -220,7 +262,9 @@ class Optimizers:
         alike = [name for name in state if not name.endswith(".variance")]
         mine = set(alike[place.replica :: place.replicas])
         if place.shard:  # the first shard writes what every rank holds whole
-            whole = tuple(f"{name}." for parameter, name in self.names.items() if not is_sharded(parameter))
+            whole = tuple(
+                f"{name}." for parameter, name in self.names.items() if not is_sharded(parameter)
+            )
             mine = {name for name in mine if not name.startswith(whole)}
         return {name: part for name, part in state.items() if name in mine or name not in alike}
 
@@ -233,10 +277,15 @@ class Optimizers:
                 held = self.adamw.state[parameter]
                 if not held:
                     held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    held |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                    held |= {
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
                 made[parameter] = held
                 if group["role"] == "bigram":
-                    held.setdefault("age", torch.zeros(len(local(parameter)), device=parameter.device))
+                    held.setdefault(
+                        "age", torch.zeros(len(local(parameter)), device=parameter.device)
+                    )
                     made[parameter] = {key: held[key] for key in ("step", "exp_avg_sq", "age")}
         if self.rows is not None:
             for group in self.rows.param_groups:

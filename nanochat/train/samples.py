@@ -47,7 +47,12 @@ def _prompt(row: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def keep_replies(
-    folder: Path, step: int, prompts: Sequence[Sequence[int]], model: Model, tokenizer: Tokenizer, compute: Compute
+    folder: Path,
+    step: int,
+    prompts: Sequence[Sequence[int]],
+    model: Model,
+    tokenizer: Tokenizer,
+    compute: Compute,
 ) -> None:
     """Keep what the model of a step says to prompts in the folder of its stage; every rank must call this.
 
@@ -67,11 +72,16 @@ def keep_replies(
     parallel.refresh(speaker, trained)
     room = min(max(map(len, prompts)) + LONGEST, model.config.sequence_len)
     engine = Engine(speaker, tokenizer, len(prompts), room)
-    said = engine.generate(prompts, Sampling(temperature=0.0, max_tokens=LONGEST), 1, lambda *_: compute.pulse.beat())
-    keep_samples(folder, [
-        Sample(step, HELD_OUT, _read(prompt, tokenizer), _read(one.tokens, tokenizer))
-        for prompt, one in zip(prompts, said, strict=True)
-    ])  # fmt: skip
+    said = engine.generate(
+        prompts, Sampling(temperature=0.0, max_tokens=LONGEST), 1, lambda *_: compute.pulse.beat()
+    )
+    keep_samples(
+        folder,
+        [
+            Sample(step, HELD_OUT, _read(prompt, tokenizer), _read(one.tokens, tokenizer))
+            for prompt, one in zip(prompts, said, strict=True)
+        ],
+    )
 
 
 def _read(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -95,7 +105,12 @@ class Graded:
     def keep(self, folder: Path, step: int) -> None:
         """Keep the replies as samples of a step in the folder of a stage."""
         if self._said:
-            keep_samples(folder, [
-                Sample(step, self.task.name, self.task[i].prompt.messages[-1].text, *self._said[i])
-                for i in sorted(self._said)
-            ])  # fmt: skip
+            keep_samples(
+                folder,
+                [
+                    Sample(
+                        step, self.task.name, self.task[i].prompt.messages[-1].text, *self._said[i]
+                    )
+                    for i in sorted(self._said)
+                ],
+            )

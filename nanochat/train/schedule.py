@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from nanochat.common import UserError
 
 REFERENCE_BATCH = 2**19  # tokens a step at which the learning rates were tuned
-REFERENCE_SCALING_PARAMETERS = 110_100_480  # matrices and head of the 12-layer reference at vocabulary 32,768
+REFERENCE_SCALING_PARAMETERS = (
+    110_100_480  # matrices and head of the 12-layer reference at vocabulary 32,768
+)
 
 
 # What `auto` means in fine-tuning
 EPOCH_STEPS = 30  # steps of an epoch, at least, where the data has enough conversations
-RUN_STEPS, MOST_EPOCHS = 100, 4.0  # a run of one epoch that has fewer steps reads its data up to so often
+RUN_STEPS, MOST_EPOCHS = (
+    100,
+    4.0,
+)  # a run of one epoch that has fewer steps reads its data up to so often
 LONGEST_ROW, SHORTEST_ROW = 2048, 128  # tokens
 STEP_ROWS, MOST_STEP_ROWS = 4, 32  # rows of a step on little data, and on much
 LEAST_CONVERSATIONS = 4  # in a step, or pairs: fewer say more about themselves than about the data
@@ -46,7 +51,10 @@ def horizon(
         steps = round(target_flops / (flops_per_token * tokens_per_step))
         return Horizon(max(steps, 1), f"{target_flops:.3g} FLOPs at {flops_per_token:,} a token")
     tokens = target_param_data_ratio * scaling_parameters
-    return Horizon(max(int(tokens // tokens_per_step), 1), f"{target_param_data_ratio:g} tokens per scaling parameter")
+    return Horizon(
+        max(int(tokens // tokens_per_step), 1),
+        f"{target_param_data_ratio:g} tokens per scaling parameter",
+    )
 
 
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
@@ -55,7 +63,10 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
     Source: Power Lines, arXiv 2505.13738.
     """
     if tokens <= 0:
-        raise UserError(f"target_param_data_ratio must be above 0, got a horizon of {tokens:g} tokens", exit_code=2)
+        raise UserError(
+            f"target_param_data_ratio must be above 0, got a horizon of {tokens:g} tokens",
+            exit_code=2,
+        )
     return 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference_tokens) ** 0.383))
 
 
@@ -95,7 +106,9 @@ def table_momentum(steps: int) -> float:
     return min(0.8, max(0.0, 1 - 200 / steps))
 
 
-def weight_decay(base: float, tokens_per_step: int, tokens: float, reference_tokens: float) -> float:
+def weight_decay(
+    base: float, tokens_per_step: int, tokens: float, reference_tokens: float
+) -> float:
     """Weight decay for a horizon, so that the averaging time of the weights keeps its share of the run.
 
     B / (rate x decay x D) is held constant (arXiv 2405.13698). The result is at most twice `base`.
@@ -150,14 +163,18 @@ def decay_factor(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def micro_batches(tokens_per_step: int, row_tokens: int, device_batch_size: int, world_size: int) -> tuple[int, int]:
+def micro_batches(
+    tokens_per_step: int, row_tokens: int, device_batch_size: int, world_size: int
+) -> tuple[int, int]:
     """(rows per rank and pass, passes per step) for a step of `tokens_per_step`.
 
     `device_batch_size` is an upper bound: it is lowered where all ranks together would exceed the step, and to a
     divisor of a rank's share. Only a remainder is an error.
     """
     if device_batch_size < 1:
-        raise UserError(f"device_batch_size must be at least 1, got {device_batch_size}", exit_code=2)
+        raise UserError(
+            f"device_batch_size must be at least 1, got {device_batch_size}", exit_code=2
+        )
     if tokens_per_step < 1 or tokens_per_step % (row_tokens * world_size):
         raise UserError(
             f"total_batch_size must be a multiple of {row_tokens * world_size:,} (one row of {row_tokens:,} tokens on "
@@ -178,7 +195,9 @@ def tuning_row_tokens(tokens: int, longest: int, limit: int) -> int:
     and 300 conversations would make only eight of them.
     """
     wanted = max(tokens // (EPOCH_STEPS * STEP_ROWS), 1)
-    length = max(2 ** (wanted.bit_length() - 1), 2 ** (max(longest, 1) - 1).bit_length(), SHORTEST_ROW)
+    length = max(
+        2 ** (wanted.bit_length() - 1), 2 ** (max(longest, 1) - 1).bit_length(), SHORTEST_ROW
+    )
     return min(length, LONGEST_ROW, limit)
 
 

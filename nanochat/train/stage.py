@@ -94,26 +94,38 @@ class Stage:
         self.parent: Parent | None = None
         self.objective: Objective = CrossEntropy()
         self.step = self.total = 0  # updates done, and of the whole run
-        self.facts: dict[str, Any] = {}  # what the report's section says besides; the script may add to them
-        self.about: dict[str, Any] = {}  # what the meta.json of a checkpoint says besides; the script may add to it
+        self.facts: dict[
+            str, Any
+        ] = {}  # what the report's section says besides; the script may add to them
+        self.about: dict[
+            str, Any
+        ] = {}  # what the meta.json of a checkpoint says besides; the script may add to it
         self._cut = False  # a signal cut a measurement short
         fingerprint.check_start(self.settings.values, compute)
         if flags.graphs:  # what cannot be done is refused before an earlier run is moved aside
             graphs.check(compute, flags.compile)
         elif flags.compile:
             missing(True, compute)
-        if finished(self.folder, self.settings, compute, has_training_section(name, tag), flags.resume):
+        if finished(
+            self.folder, self.settings, compute, has_training_section(name, tag), flags.resume
+        ):
             raise AlreadyDone
         self.begun_rows = rows_per_step(self.folder, flags.resume, compute)
 
     @classmethod
-    def after(cls, source: str, step: int | None, name: str, flags: EpochFlags, compute: Compute) -> "Stage":
+    def after(
+        cls, source: str, step: int | None, name: str, flags: EpochFlags, compute: Compute
+    ) -> "Stage":
         """A stage that starts from the checkpoint of an earlier stage: the newest, or the one of `step`."""
         parent = find_parent(source, flags.model_tag, step)
         tag = flags.saved_as(parent.tag)
-        log(f"{name}: training the model {parent.tag} of stage {parent.stage}, step {parent.step:,}; "
-            f"checkpoints go to {checkpoint_dir(name, tag)}")  # fmt: skip
-        stage = cls(name, flags, compute, tag, parent=parent.identity, corpus=flags.data or parent.corpus)
+        log(
+            f"{name}: training the model {parent.tag} of stage {parent.stage}, step {parent.step:,}; "
+            f"checkpoints go to {checkpoint_dir(name, tag)}"
+        )
+        stage = cls(
+            name, flags, compute, tag, parent=parent.identity, corpus=flags.data or parent.corpus
+        )
         stage.parent = parent
         return stage
 
@@ -125,7 +137,9 @@ class Stage:
     def load_parent(self) -> tuple[Model, Tokenizer]:
         """The parent's model with fp32 masters, and its tokenizer."""
         assert self.parent is not None, "only a stage made by after() has a parent"
-        loaded = load_model(self.parent.stage, self.parent.tag, self.parent.step, self.compute, dtype=device.MASTER)
+        loaded = load_model(
+            self.parent.stage, self.parent.tag, self.parent.step, self.compute, dtype=device.MASTER
+        )
         return loaded.model, loaded.tokenizer
 
     # --- getting ready ---------------------------------------------------------------------------
@@ -137,36 +151,65 @@ class Stage:
         return steps
 
     def set_up(
-        self, model: Model, tokenizer: Tokenizer, rates: Rates | OneRate, scale: float, table_momentum: float = 0.8,
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        rates: Rates | OneRate,
+        scale: float,
+        table_momentum: float = 0.8,
         fill: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Shard the model over the ranks as --shard says, and make its optimizers.
 
         `scale` multiplies every learning rate. A model that was built on meta gets its parameters from `fill`, after it
         was sharded, so that no rank holds more than its share. train_rows() must follow, or resume() and begin().
         """
         self.model, self.tokenizer = model, tokenizer
-        self._module = self._fast = cast(nn.Module, model)  # update() runs the latter, which train_rows() compiles
+        self._module = self._fast = cast(
+            nn.Module, model
+        )  # update() runs the latter, which train_rows() compiles
         self.counts, self.flops = model.parameter_counts(), model.flops_per_token()
         shape = model.config
         kept = sum(parameter.numel() for _, parameter in parallel.trained(self._module))
         part = f" of which {kept:,} are trained," if kept < self.counts["total"] else ""
-        log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
-            f"{self.counts['total']:,} parameters,{part} {self.flops:,} FLOPs a token")  # fmt: skip
-        if not part and isinstance(model, GPT) and (how := model.operations.coarser(self.compute.dtype)):
-            log(f"the uncompiled GPT trains in {how}; NANOCHAT_INT8=0 lets it train in bfloat16 alone")
+        log(
+            f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
+            f"{self.counts['total']:,} parameters,{part} {self.flops:,} FLOPs a token"
+        )
+        if (
+            not part
+            and isinstance(model, GPT)
+            and (how := model.operations.coarser(self.compute.dtype))
+        ):
+            log(
+                f"the uncompiled GPT trains in {how}; NANOCHAT_INT8=0 lets it train in bfloat16 alone"
+            )
         sizes.check_disk(self.folder, kept, saved_bytes(model, rates), self.flags.keep)
         parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
         if fill is not None:
             fill()
-        self.optimizers = Optimizers(self._module, model.parameter_roles(), model.config.n_embd, rates, scale,
-                                     self.compute.dtype, table_momentum)  # fmt: skip
+        self.optimizers = Optimizers(
+            self._module,
+            model.parameter_roles(),
+            model.config.n_embd,
+            rates,
+            scale,
+            self.compute.dtype,
+            table_momentum,
+        )
 
     def train_rows(
-        self, rows: Source, batch: Batch, steps: int, val_rows: Source, eval_every: int,
-        val_tokens: int | None = None, of_what: str = "", objective: Objective | None = None,
+        self,
+        rows: Source,
+        batch: Batch,
+        steps: int,
+        val_rows: Source,
+        eval_every: int,
+        val_tokens: int | None = None,
+        of_what: str = "",
+        objective: Objective | None = None,
         measures_first: bool = False,
-    ) -> Iterator[Step]:  # fmt: skip
+    ) -> Iterator[Step]:
         """Resume, and get ready to train on rows of tokens; gives the batches of the steps to come.
 
         Validation measures bits per byte, or the `objective` if one is given, on `val_tokens` tokens, by default 20
@@ -183,7 +226,9 @@ class Stage:
             val = dataloader.one_pass(val_rows, tokens, batch.device_batch_size, self.compute)
             self._module.eval()  # without dropout
             if objective is None:
-                line["val_bpb"] = loss.bits_per_byte(self.model, val, self.tokenizer.token_bytes(), self.compute)
+                line["val_bpb"] = loss.bits_per_byte(
+                    self.model, val, self.tokenizer.token_bytes(), self.compute
+                )
                 words = f"{line['val_bpb']:.4f} bits per byte{of_what}"
             else:
                 found = measure(objective, self._module, val, self.compute)
@@ -191,9 +236,19 @@ class Stage:
                 words = listed(found)
             self._module.train()
             log(f"step {line['step']:05d} | validation: {words}")
-            samples.keep_replies(self.folder, line["step"], prompts, self.model, self.tokenizer, self.compute)
+            samples.keep_replies(
+                self.folder, line["step"], prompts, self.model, self.tokenizer, self.compute
+            )
 
-        work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate, measures_first)
+        work = Work(
+            steps,
+            batch.tokens_per_step,
+            batch.rows_per_step,
+            rows.key,
+            eval_every,
+            validate,
+            measures_first,
+        )
         self.resume(work)
         self._announce()
         T = rows.row_tokens - 1
@@ -201,21 +256,33 @@ class Stage:
         shape, groups = (batch.device_batch_size, T), self.model.compile_groups()
         first = self.step * batch.rows_per_step
         left = min(self.flags.stop_at or steps, steps) - self.step
-        least = self.flops * work.tokens_per_step / self.meter.peak  # seconds of a step at the device's peak
-        before = self._state.get("compiled", self.step > 0)  # checkpoints without this entry compiled in any case
+        least = (
+            self.flops * work.tokens_per_step / self.meter.peak
+        )  # seconds of a step at the device's peak
+        before = self._state.get(
+            "compiled", self.step > 0
+        )  # checkpoints without this entry compiled in any case
         ahead = Ahead(left, batch.passes, least, before)
         if self.flags.graphs:
             self._fast = graphs.GraphedModel(self._module, shape, self.compute)
             self.optimizers.capture(self.compute.platform)
         else:
-            trial = dataloader.make_step(rows, first, batch.rows_per_step, batch.device_batch_size, self.compute)
+            trial = dataloader.make_step(
+                rows, first, batch.rows_per_step, batch.device_batch_size, self.compute
+            )
 
             def one_pass(model: nn.Module) -> Tensor:
-                return forward(model, trial.micro_batches[0], trial.extras, self.objective, self.compute)[0]
+                return forward(
+                    model, trial.micro_batches[0], trial.extras, self.objective, self.compute
+                )[0]
 
-            self._fast = compiled(self._module, self.flags.compile, shape, self.compute, groups, ahead, one_pass)
+            self._fast = compiled(
+                self._module, self.flags.compile, shape, self.compute, groups, ahead, one_pass
+            )
         self.begin()
-        batches = dataloader.steps(rows, first, batch.rows_per_step, batch.device_batch_size, self.compute)
+        batches = dataloader.steps(
+            rows, first, batch.rows_per_step, batch.device_batch_size, self.compute
+        )
         while self.next_step():
             yield next(batches)
 
@@ -228,12 +295,31 @@ class Stage:
             first = 0 if flags.resume == "none" else flags.resume
             profiling.check(flags.profile, min(flags.stop_at or work.steps, work.steps) - first)
         hold(self.folder, compute)
-        resumed = resume_stage(self.folder, self._module, self.optimizers, self.settings, compute, work.key,
-                               flags.resume, flags.other_code, (work.steps, work.items_per_step))  # fmt: skip
-        self.work, self.step, self.total, self._state = work, resumed.step, work.steps, resumed.state
+        resumed = resume_stage(
+            self.folder,
+            self._module,
+            self.optimizers,
+            self.settings,
+            compute,
+            work.key,
+            flags.resume,
+            flags.other_code,
+            (work.steps, work.items_per_step),
+        )
+        self.work, self.step, self.total, self._state = (
+            work,
+            resumed.step,
+            work.steps,
+            resumed.state,
+        )
         try:
-            self.meter = Meter.start(work.steps, work.tokens_per_step, self.flops, compute, resumed.state)
-            self.scale, self.spikes = LossScale.start(compute, resumed.state), Spikes.start(resumed.state)
+            self.meter = Meter.start(
+                work.steps, work.tokens_per_step, self.flops, compute, resumed.state
+            )
+            self.scale, self.spikes = (
+                LossScale.start(compute, resumed.state),
+                Spikes.start(resumed.state),
+            )
         except TypeError as unknown:  # a field that this version does not have
             raise UserError(
                 f"the checkpoint of step {resumed.step:,} in {self.folder} holds figures that this version does not "
@@ -243,7 +329,9 @@ class Stage:
 
     def _announce(self) -> None:
         """Say how long the run will take, before its first step; warn if that is long."""
-        if (seconds := self.meter.expected(self.step)) >= 60:  # a guess from the device's peak says nothing about less
+        if (
+            seconds := self.meter.expected(self.step)
+        ) >= 60:  # a guess from the device's peak says nothing about less
             log(f"time: about {duration(seconds)} for {self.total - self.step:,} steps")
         sizes.warn_of_time(seconds, self.compute)
 
@@ -253,17 +341,28 @@ class Stage:
         flags, compute = self.flags, self.compute
         self.stop = min(flags.stop_at or self.total, self.total)
         shown = f"{self.name}-{self.tag}"
-        self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main, flags.track, shown)
+        self.tracker = Tracker(
+            self.folder, flags.run, asdict(flags), self.step, compute.main, flags.track, shown
+        )
         if compute.main:
             forget_samples(self.folder, self.step)
-            describe_run(self.folder, {"stage": self.name, "tag": self.tag, "steps": self.total, **self._where()})
-        owed = self._state.get("line") if parallel.agree(int(self.tracker.last < self.step), compute) else None
+            describe_run(
+                self.folder,
+                {"stage": self.name, "tag": self.tag, "steps": self.total, **self._where()},
+            )
+        owed = (
+            self._state.get("line")
+            if parallel.agree(int(self.tracker.last < self.step), compute)
+            else None
+        )
         self.progress = Progress(self.name, self.total, "steps", done=self.step, shown=compute.main)
         self._clock = SaveClock(flags.save_seconds)
         self._saver = Saver(compute, flags.keep, flags.checkpoint_files, self._clock.saved)
         compute.ending.push(self._saver)
         self.optimizers.before_step = self._saver.settle
-        self.profile = profiling.begin(flags.profile, self.name, self.folder, self.stop - self.step, compute)
+        self.profile = profiling.begin(
+            flags.profile, self.name, self.folder, self.stop - self.step, compute
+        )
         line = owed or ({"step": 0} if self.work.measures_first and self.step == 0 else None)
         try:
             signals.check(compute)
@@ -290,14 +389,24 @@ class Stage:
 
     def update(self, step: MicroBatches) -> Outcome:
         """One optimizer update; see update.update()."""
-        return update(self._fast, self.optimizers, step, self.scale, self.compute, self.spikes, self.mark,
-                      self.objective)  # fmt: skip
+        return update(
+            self._fast,
+            self.optimizers,
+            step,
+            self.scale,
+            self.compute,
+            self.spikes,
+            self.mark,
+            self.objective,
+        )
 
     def mark(self, part: str) -> None:
         """Count the time from here on to a part of the step; without --profile nothing happens."""
         self.profile.mark(part)
 
-    def conclude(self, outcome: Outcome, figures: Mapping[str, float] | None = None, words: str = "") -> None:
+    def conclude(
+        self, outcome: Outcome, figures: Mapping[str, float] | None = None, words: str = ""
+    ) -> None:
         """End a step: show it, save if a save is due, then measure and log.
 
         `figures`, and those of the objective, join the step's line in metrics.jsonl; `words` and the objective's
@@ -354,8 +463,13 @@ class Stage:
             "data": self.work.key,
             "compiled": is_compiled(self._fast, self.model.compile_groups()),
         }
-        meta = make_meta(self.name, self.model.config, self.settings.values, self.total, state) | self.about
-        self._saver.save(self.folder, line["step"], self._module, self.optimizers, self.tokenizer, meta)
+        meta = (
+            make_meta(self.name, self.model.config, self.settings.values, self.total, state)
+            | self.about
+        )
+        self._saver.save(
+            self.folder, line["step"], self._module, self.optimizers, self.tokenizer, meta
+        )
         if self.flags.graphs:  # no other thread may use the device while a graph is captured
             self._saver.settle()
 
@@ -381,14 +495,23 @@ class Stage:
         left_out = [] if self.compute.pulse.asked else ["--stop_at"]
         if self.flags.resume != "auto":  # the same command would begin there again
             left_out.append(f"--resume={self.flags.resume}")
-        how = f"leave {' and '.join(left_out)} out to resume" if left_out else "type the same command to resume"
-        log(f"checkpoints: {self.folder}" + ("" if done else f" (stopped at step {self.step}; {how})"))
+        how = (
+            f"leave {' and '.join(left_out)} out to resume"
+            if left_out
+            else "type the same command to resume"
+        )
+        log(
+            f"checkpoints: {self.folder}"
+            + ("" if done else f" (stopped at step {self.step}; {how})")
+        )
 
     def _where(self) -> dict[str, Any]:
         return {**device.summary(self.compute, self.counts["total"]), **self.facts}
 
 
-def launch(train: Callable[[Any, Compute], None], config: type[Any], description: str | None) -> None:
+def launch(
+    train: Callable[[Any, Compute], None], config: type[Any], description: str | None
+) -> None:
     """Run a training script: parse its flags, take the device, and train with signals caught and ranks watched."""
 
     def main(cfg: Any, compute: Compute) -> None:

@@ -48,7 +48,9 @@ class Objective(Protocol):
         """The names of the figures that are measured beside the loss."""
         ...
 
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+    def __call__(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
+    ) -> Tensor:
         """Sums over the targets of a micro-batch: of the loss, with gradient, and of every figure, (1 + figures,)."""
         ...
 
@@ -59,7 +61,9 @@ class CrossEntropy:
 
     figures: tuple[str, ...] = ()
 
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+    def __call__(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
+    ) -> Tensor:
         return model(inputs, targets, "sum", **model_arguments(extras))[None]
 
 
@@ -71,7 +75,9 @@ class Outcome:
     grad_norm: float
     skipped: bool  # nothing was changed
     reason: str = "not finite"  # why the step was skipped
-    figures: Mapping[str, float] = field(default_factory=dict)  # the objective's own, each a mean per target
+    figures: Mapping[str, float] = field(
+        default_factory=dict
+    )  # the objective's own, each a mean per target
 
 
 NO_UPDATE = Outcome(0.0, 0.0, skipped=False)  # the outcome of a step that had nothing to learn from
@@ -138,9 +144,15 @@ def unmarked(part: str) -> None:
 
 
 def update(
-    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
-    spikes: Spikes | None = None, mark: Callable[[str], None] = unmarked, objective: Objective = CrossEntropy(),
-) -> Outcome:  # fmt: skip
+    model: nn.Module,
+    optimizers: Optimizers,
+    step: MicroBatches,
+    scale: LossScale,
+    compute: Compute,
+    spikes: Spikes | None = None,
+    mark: Callable[[str], None] = unmarked,
+    objective: Objective = CrossEntropy(),
+) -> Outcome:
     """Run forward, backward and one optimizer step over a step's micro-batches.
 
     The whole step is skipped on all ranks if its loss or gradients are not finite, or if `spikes` finds a spike. The
@@ -154,8 +166,12 @@ def update(
 
 
 def forward(
-    model: nn.Module, batch: tuple[Tensor, ...], extras: tuple[str, ...], objective: Objective, compute: Compute
-) -> Tensor:  # fmt: skip
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    extras: tuple[str, ...],
+    objective: Objective,
+    compute: Compute,
+) -> Tensor:
     """The objective's sums over a micro-batch, which may lie on the host; `extras` names what follows the targets."""
     inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
     return objective(model, inputs, targets, **dict(zip(extras, more, strict=True)))
@@ -171,9 +187,15 @@ def _numbers(parameter: Tensor) -> Tensor:
 
 
 def _update(
-    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
-    spikes: Spikes | None, mark: Callable[[str], None], objective: Objective,
-) -> Outcome:  # fmt: skip
+    model: nn.Module,
+    optimizers: Optimizers,
+    step: MicroBatches,
+    scale: LossScale,
+    compute: Compute,
+    spikes: Spikes | None,
+    mark: Callable[[str], None],
+    objective: Objective,
+) -> Outcome:
     optimizers.zero_grad()
     device.clear_overflow(compute)
     # FSDP averages gradients over ranks. Every rank holds its part of the same sum, so the average is undone here.
@@ -192,8 +214,13 @@ def _update(
     mark("gradient norm")
     moved = [p for p in model.parameters() if p.grad is not None]
     gradients = [_numbers(p) for p in moved]
-    figures = torch.cat((compute.operations.square_sums(gradients), sums, *device.overflows(compute)))
-    host, count = figures.cpu().double(), len(gradients)  # the one time that the host waits for the device
+    figures = torch.cat(
+        (compute.operations.square_sums(gradients), sums, *device.overflows(compute))
+    )
+    host, count = (
+        figures.cpu().double(),
+        len(gradients),
+    )  # the one time that the host waits for the device
     squares, summed, bad = host.split([count, len(sums), len(host) - count - len(sums)])
     # how many ranks hold the same gradients; whatever is sharded has as many replicas
     replicas = next((place_of(p).replicas for p in moved if is_sharded(p)), 1)
@@ -201,7 +228,10 @@ def _update(
     norm_square, overflows, loss_total, *others = parallel.total(
         [float((squares / copies).sum()), float(bad.sum()), *summed.tolist()], compute
     )
-    mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
+    mean, norm = (
+        loss_total / max(step.num_targets, 1),
+        math.sqrt(max(norm_square, 0.0)) / scale.value,
+    )
     mark("optimizer")
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
     spike = finite and spikes is not None and spikes.found(norm)
@@ -211,17 +241,22 @@ def _update(
         optimizers.step()
     reason = SPIKE if spike else "not finite"
     if scale.growing and not finite:  # which a wrong scale explains: the next step tries half of it
-        reason = f"fp16 overflowed at a loss scale of {scale.value:g}, which is now {scale.value / 2:g}"
+        reason = (
+            f"fp16 overflowed at a loss scale of {scale.value:g}, which is now {scale.value / 2:g}"
+        )
     scale.update(finite)
     optimizers.zero_grad()
-    means = {name: value / max(step.num_targets, 1) for name, value in zip(objective.figures, others, strict=True)}
+    means = {
+        name: value / max(step.num_targets, 1)
+        for name, value in zip(objective.figures, others, strict=True)
+    }
     return Outcome(mean, norm, spike or not finite, reason, means)
 
 
 @torch.no_grad()
 def measure(
     objective: Objective, model: nn.Module, steps: Iterable[MicroBatches], compute: Compute
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """The means of an objective over all targets of `steps`: `loss`, and its figures by their names.
 
     Every rank must call it with the same number of steps, each with its own rows; all ranks get the same result.
@@ -233,10 +268,15 @@ def measure(
         count += step.num_targets
         for batch in step.micro_batches:
             inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
-            sums.append(objective(model, inputs, targets, **dict(zip(step.extras, more, strict=True))))
+            sums.append(
+                objective(model, inputs, targets, **dict(zip(step.extras, more, strict=True)))
+            )
     on_host = torch.stack(sums).cpu().double()  # in this order, since NPUs have no float64
     totals = parallel.total(on_host.sum(dim=0).tolist(), compute)
-    return {name: value / max(count, 1) for name, value in zip(("loss", *objective.figures), totals, strict=True)}
+    return {
+        name: value / max(count, 1)
+        for name, value in zip(("loss", *objective.figures), totals, strict=True)
+    }
 
 
 class Start:
@@ -251,7 +291,9 @@ class Start:
         if not 0 <= share < 1:
             raise UserError(f"--start_share must be at least 0 and below 1, got {share:g}", 2)
         self.model, self.share = model, share
-        self._weights = [local(parameter).detach().clone() for parameter in model.parameters()] if share else []
+        self._weights = (
+            [local(parameter).detach().clone() for parameter in model.parameters()] if share else []
+        )
 
     @torch.no_grad()
     def mix(self) -> None:

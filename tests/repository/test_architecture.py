@@ -13,7 +13,7 @@ from tests.support.device_rules import check_comparisons, check_state, check_ven
 MAY_WORK_ON_IMPORT = {"nanochat/device.py", "nanochat/__init__.py", "scripts/__init__.py", "tasks/__init__.py"}
 MAY_EXEC = {"nanochat/evals/sandbox_child.py"}  # runs the model's programs, in a process of its own with limits
 
-FILE_LINES, FUNCTION_LINES, TRAIN_LINES = 500, 60, 120
+FILE_LINES, FUNCTION_LINES, TRAIN_LINES = 600, 120, 160
 # What a module-level value may call: things that only compute, and constructors (capitalised names).
 PURE_CALLS = """
     bytes cast chr compile dict enumerate field float frozenset fromkeys getLogger int items join keys len list local
@@ -218,9 +218,9 @@ def test_file_follows_the_rules(path: str) -> None:
         ("bench/train/__main__.py", "exec('1')", "exec"),
         ("tests/test_x.py", "try:\n    x = 1\nexcept:\n    x = 2", "bare except"),
         ("nanochat/gpt.py", "import pickle", "imports pickle"),
-        ("nanochat/gpt.py", "x = 1\n" * 501, "501 lines, at most 500"),
-        ("nanochat/gpt.py", "def _f():\n" + "    x = 1\n" * 60, "has 61 lines, at most 60"),
-        ("scripts/base_train.py", "def train():\n" + "    x = 1\n" * 120, "has 121 lines, at most 120"),
+        ("nanochat/gpt.py", "x = 1\n" * 601, "601 lines, at most 600"),
+        ("nanochat/gpt.py", "def _f():\n" + "    x = 1\n" * 120, "has 121 lines, at most 120"),
+        ("scripts/base_train.py", "def train():\n" + "    x = 1\n" * 160, "has 161 lines, at most 160"),
         ("nanochat/gpt.py", "print('hello')", "works on import"),
         ("nanochat/gpt.py", "X = open('file').read()", "works on import"),
         ("nanochat/gpt.py", "import os\nX = os.environ['HOME']", "works on import"),

@@ -33,24 +33,6 @@ def test_a_circle_is_found_with_the_files_that_make_it() -> None:
     assert house.circles({**files, "nanochat/c.py": "import os"}) == []
 
 
-def test_code_lines_leave_out_docstrings_comments_and_blank_lines() -> None:
-    body = 'def f() -> str:\n    """Doc."""\n    # why\n    return "# no comment"\n'
-    source = f'"""Doc.\n\nMore.\n"""\n\nimport os  # why\n\n\n{body}'
-    assert house.code_lines(source) == ["import os", "def f() -> str:", 'return "# no comment"']
-
-
-def test_shared_lines_count_in_order_and_against_the_shorter_file() -> None:
-    longer = "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\n"
-    assert house.shared(longer, "a = 1\nc = 3\n") == 1.0
-    assert house.shared("a = 1\nx = 0\n", longer) == 0.5
-    assert house.shared("c = 3\nb = 2\n", longer) == 0.5  # the order differs, so only one of them counts
-    assert house.shared('"""Only prose."""\n', longer) == 0.0
-
-
-def test_no_two_training_scripts_share_more_than_they_may() -> None:
-    assert {pair: share for pair, share in house.measure().shared.items() if share > house.MOST_SHARED} == {}
-
-
 def test_typed_is_the_share_of_parameters_with_a_type() -> None:
     methods = "class C:\n    def f(self, a: int, /, b, *, c: str): ...\n    @classmethod\n    def g(cls): ...\n"
     assert house.typed({"nanochat/a.py": methods, "nanochat/b.py": "async def h(d): ..."}) == pytest.approx(2 / 4)
@@ -77,7 +59,7 @@ def test_the_floor_plan_names_every_room_and_the_floors_below_it(theme: floorpla
     chips = sum(len(room.uses) for room in rooms.values()) + len(house.FLOORS)
     assert sum(text.isdigit() for text in said) == chips
     assert rooms["nn"].label == "nn/" and "cache" in rooms["nn"].files and rooms["gpt"].files == ()
-    assert rooms["gpt"].uses == (house.FLOOR["common"], house.FLOOR["nn"])
+    assert rooms["gpt"].uses == (house.FLOOR["common"], house.FLOOR["nn"], house.FLOOR["context"])
 
 
 def test_no_text_of_the_floor_plan_leaves_its_room() -> None:
@@ -107,4 +89,3 @@ def test_the_figures_of_the_house_are_printed() -> None:
     said = subprocess.run([sys.executable, "-m", "dev.house"], cwd=house.ROOT, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     assert re.search(r"arrows: \d+, arrows that point up: \d+, circles: 0\n", said.stdout)
-    assert re.search(r"base_train and mid_train share \d+% of their lines", said.stdout)

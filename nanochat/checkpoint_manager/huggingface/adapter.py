@@ -24,8 +24,16 @@ SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."  # of peft's names
 TABLES = ("model.embed_tokens.", "lm_head.")  # what no adapter can change here
 # What an adapter of peft may ask for and this program does not compute -> the value that means "no".
-ABSENT = {"use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
-          "fan_in_fan_out": False, "trainable_token_indices": None, "target_parameters": None}  # fmt: skip
+ABSENT = {
+    "use_dora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "fan_in_fan_out": False,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
 # Settings that may have any value: the settings that are read here, and those that change nothing
 # about what a trained adapter computes. Layers and modules that training left out have no tensors
 # in the file, so the tensors decide.
@@ -56,17 +64,31 @@ def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
     No config.json stays, since a folder that has one passes for a whole model.
     """
     (folder / "config.json").unlink(missing_ok=True)
-    write_json(folder / SETTINGS, {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
-        "target_modules": list(lora["targets"]), "use_rslora": lora["stabilised"], **ABSENT,
-    })  # fmt: skip
+    write_json(
+        folder / SETTINGS,
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": lora["rank"],
+            "lora_alpha": lora["alpha"],
+            "lora_dropout": lora["dropout"],
+            "target_modules": list(lora["targets"]),
+            "use_rslora": lora["stabilised"],
+            **ABSENT,
+        },
+    )
 
 
 def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> None:
     """Write the adapters of an unsharded model, whole or not at all, so that peft loads the folder; `base` is the name
     or folder of the model that they belong to. UserError (code 2) if the folder exists."""
-    values = {PREFIX + name: value.detach() for name, value in model.named_parameters() if ".lora_" in name}
+    values = {
+        PREFIX + name: value.detach()
+        for name, value in model.named_parameters()
+        if ".lora_" in name
+    }
     with new_folder(folder) as temporary:
         write_settings(temporary, asdict(config), base)
         write_tensors(values, temporary / ADAPTER, facts(model))
@@ -78,21 +100,33 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
     adapter."""
     path = folder / SETTINGS
     if not path.is_file():
-        raise UserError(f"{folder} is no adapter: it has no {SETTINGS}. Name the folder that peft or nanochat wrote", 2)
+        raise UserError(
+            f"{folder} is no adapter: it has no {SETTINGS}. Name the folder that peft or nanochat wrote",
+            2,
+        )
     content = read_json(path)
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
-        raise UserError(f"{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter", 2)
+        raise UserError(
+            f"{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter", 2
+        )
     _refuse_unknown(content, path)
     targets = content.get("target_modules")
     try:
         names = tuple(targets) if isinstance(targets, list) else (str(targets),)
         config = LoraConfig(
-            int(content["r"]), float(content["lora_alpha"]), float(content.get("lora_dropout") or 0.0), names,
+            int(content["r"]),
+            float(content["lora_alpha"]),
+            float(content.get("lora_dropout") or 0.0),
+            names,
             bool(content.get("use_rslora")),
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, ValueError) as failure:
-        raise UserError(f"{path} is damaged: {failure!r}. Copy the adapter again from its source", 2) from failure
-    partial = any(content.get(name) not in (None, []) for name in ("layers_to_transform", "exclude_modules"))
+        raise UserError(
+            f"{path} is damaged: {failure!r}. Copy the adapter again from its source", 2
+        ) from failure
+    partial = any(
+        content.get(name) not in (None, []) for name in ("layers_to_transform", "exclude_modules")
+    )
     return config, str(content.get("base_model_name_or_path")), partial
 
 
@@ -142,9 +176,14 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
             mark = (file.metadata() or {}).get("base")
             values = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, ValueError) as failure:
-        raise UserError(f"{path} is not a whole safetensors file ({failure}). Copy the adapter again", 2) from failure
+        raise UserError(
+            f"{path} is not a whole safetensors file ({failure}). Copy the adapter again", 2
+        ) from failure
     if mark is not None and mark != facts(model)["base"]:
-        raise UserError(f"{other}: its base has other norms than this model. Name the model that it was trained on", 2)
+        raise UserError(
+            f"{other}: its base has other norms than this model. Name the model that it was trained on",
+            2,
+        )
     if tables := [name for name in values if name.startswith(TABLES)]:
         raise UserError(
             f"{path} holds {tables[0]}: it changes the embedding or the head, and only matrices "
@@ -167,7 +206,9 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     """Freeze a model and give it the adapter of a folder, sharded or not. UserError as in read_adapter()."""
     adapter = read_adapter(model, folder)
     config, values = adapter.config, adapter.values
-    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    matrices = {
+        name: module for name, module in model.named_modules() if isinstance(module, Linear)
+    }
     model.requires_grad_(False)
     for name in {name.rpartition(".lora_")[0] for name in values}:
         matrices[name].adapt(config)
@@ -187,15 +228,20 @@ def _check_fit(
     other: str,  # the beginning of the message
 ) -> None:
     """UserError if the tensors do not fit the model's matrices, or if a target has no tensors."""
-    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    matrices = {
+        name: module for name, module in model.named_modules() if isinstance(module, Linear)
+    }
     wanted: dict[str, Any] = {}
     for name in {name.rpartition(".lora_")[0] for name in values}:
         if name in matrices:
             wanted[f"{name}.lora_A.weight"] = (config.rank, matrices[name].in_features)
             wanted[f"{name}.lora_B.weight"] = (matrices[name].out_features, config.rank)
     given = {name: tuple(value.shape) for name, value in values.items()}
-    wrong = [f"{name} is {given.get(name, 'missing')} instead of {wanted.get(name, 'nothing')}"
-             for name in sorted({*given, *wanted}) if given.get(name) != wanted.get(name)]  # fmt: skip
+    wrong = [
+        f"{name} is {given.get(name, 'missing')} instead of {wanted.get(name, 'nothing')}"
+        for name in sorted({*given, *wanted})
+        if given.get(name) != wanted.get(name)
+    ]
     targets = [] if partial else [name for name in matrices if matches(name, config.targets)]
     lacking = [name for name in targets if f"{name}.lora_A.weight" not in given]
     if wrong or lacking or not values:

@@ -49,7 +49,9 @@ class Base:
             parallel.load_whole(self.model, first_values(self.model, self.seed))
 
 
-def open_base(folder: Path, sequence_len: int | None, lora: LoraConfig | None, compute: Compute, seed: int) -> Base:
+def open_base(
+    folder: Path, sequence_len: int | None, lora: LoraConfig | None, compute: Compute, seed: int
+) -> Base:
     """The model in a folder, ready to be sharded and filled, with rows of `sequence_len` tokens; None: as long as
     the model's context.
 
@@ -69,8 +71,12 @@ def open_base(folder: Path, sequence_len: int | None, lora: LoraConfig | None, c
     return Base(folder, model, cast(Tokenizer, tokenizer), identity, about, lora, compute, seed)
 
 
-def _on_meta(folder: Path, sequence_len: int | None, lora: LoraConfig | None, compute: Compute) -> Qwen:
-    model = qwen_on_meta(folder, compute, device.MASTER if lora is None else compute.dtype, sequence_len)
+def _on_meta(
+    folder: Path, sequence_len: int | None, lora: LoraConfig | None, compute: Compute
+) -> Qwen:
+    model = qwen_on_meta(
+        folder, compute, device.MASTER if lora is None else compute.dtype, sequence_len
+    )
     if lora is not None:
         add_adapters(model, lora)
     return model

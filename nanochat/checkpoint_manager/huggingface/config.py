@@ -26,22 +26,35 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"{folder} is no model: it has no config.json. Name the folder that holds config.json", 2)
+        raise UserError(
+            f"{folder} is no model: it has no config.json. Name the folder that holds config.json",
+            2,
+        )
     content = read_json(path)
     names = content.get("architectures") if isinstance(content, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(f"{known} ({models})" for known, models in ARCHITECTURES.items())
         raise UserError(
-            f"{path} names the architecture {reprlib.repr(name)}, and the known ones are {known}. Use one of those", 2
+            f"{path} names the architecture {reprlib.repr(name)}, and the known ones are {known}. Use one of those",
+            2,
         )
     text = content.get("text_config", content)
     try:
         shape = _shape(name, {**text, "tie_word_embeddings": _tied(content, text)})
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as failure:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        ZeroDivisionError,
+    ) as failure:
         if isinstance(failure, UserError):
             raise UserError(f"{path}: {failure}", 2) from failure
-        raise UserError(f"{path} is damaged: {failure!r}. Copy the model again from its source", 2) from failure
+        raise UserError(
+            f"{path} is damaged: {failure!r}. Copy the model again from its source", 2
+        ) from failure
     if sequence_len is not None:
         if sequence_len > shape["sequence_len"]:
             raise UserError(
@@ -63,11 +76,17 @@ def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     layers = text.get("layer_types") or []
     kind = rope.get("rope_type", rope.get("type", "default"))
     unsupported = {
-        f"the activation {text.get('hidden_act', 'silu')!r}; silu is": text.get("hidden_act", "silu") != "silu",
+        f"the activation {text.get('hidden_act', 'silu')!r}; silu is": text.get(
+            "hidden_act", "silu"
+        )
+        != "silu",
         f"rotary embeddings of type {kind!r}; only the default type is": kind != "default",
-        "a sliding window; full attention is": bool(text.get("use_sliding_window")) or "sliding_attention" in layers,
+        "a sliding window; full attention is": bool(text.get("use_sliding_window"))
+        or "sliding_attention" in layers,
         "quantised weights; bf16, fp16 and fp32 are": "quantization_config" in text,
-        "biases in every matrix of attention; only those of Qwen2 are": bool(text.get("attention_bias")),
+        "biases in every matrix of attention; only those of Qwen2 are": bool(
+            text.get("attention_bias")
+        ),
     }
     for what, asked in unsupported.items():
         if asked:
@@ -117,31 +136,53 @@ def _layers(text: Mapping[str, Any]) -> str:
     if types := text.get("layer_types"):
         return "".join(letters[kind] for kind in types)
     every = text.get("full_attention_interval", 4)
-    return "".join("D" if (i + 1) % every else "A" for i in range(min(text["num_hidden_layers"], 1000)))
+    return "".join(
+        "D" if (i + 1) % every else "A" for i in range(min(text["num_hidden_layers"], 1000))
+    )
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
     """The config.json of a model, as its publisher would write it; read_config() reads it back."""
     name = "qwen3_5_text" if shape.output_gate else "qwen3" if shape.qk_norm else "qwen2"
-    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
+    architecture = {
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+    }
     content: dict[str, Any] = {
-        "architectures": [architecture[name]], "model_type": name, "vocab_size": shape.vocab_size,
-        "hidden_size": shape.n_embd, "hidden_act": "silu", "intermediate_size": shape.n_hidden,
-        "num_hidden_layers": shape.n_layer, "num_attention_heads": shape.n_head,
-        "num_key_value_heads": shape.n_kv_head, "head_dim": shape.head_dim, "rms_norm_eps": shape.norm_eps,
-        "max_position_embeddings": shape.sequence_len, "tie_word_embeddings": bool(shape.tied),
+        "architectures": [architecture[name]],
+        "model_type": name,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.n_embd,
+        "hidden_act": "silu",
+        "intermediate_size": shape.n_hidden,
+        "num_hidden_layers": shape.n_layer,
+        "num_attention_heads": shape.n_head,
+        "num_key_value_heads": shape.n_kv_head,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": shape.sequence_len,
+        "tie_word_embeddings": bool(shape.tied),
         "rope_theta": shape.rope_theta,
-    }  # fmt: skip
+    }
     if name == "qwen2":
         del content["head_dim"]  # which its readers compute
     if name == "qwen3_5_text":
         del content["rope_theta"]
         content |= {
-            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta, "mrope_section": [2, 1, 1],
-                                "partial_rotary_factor": shape.rotated / shape.head_dim},
-            "linear_num_key_heads": shape.delta_key_heads, "linear_num_value_heads": shape.delta_value_heads,
-            "linear_key_head_dim": shape.delta_key_dim, "linear_value_head_dim": shape.delta_value_dim,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": shape.rope_theta,
+                "mrope_section": [2, 1, 1],
+                "partial_rotary_factor": shape.rotated / shape.head_dim,
+            },
+            "linear_num_key_heads": shape.delta_key_heads,
+            "linear_num_value_heads": shape.delta_value_heads,
+            "linear_key_head_dim": shape.delta_key_dim,
+            "linear_value_head_dim": shape.delta_value_dim,
             "linear_conv_kernel_dim": shape.delta_width,
-            "layer_types": ["full_attention" if kind == "A" else "linear_attention" for kind in shape.kinds],
-        }  # fmt: skip
+            "layer_types": [
+                "full_attention" if kind == "A" else "linear_attention" for kind in shape.kinds
+            ],
+        }
     return content

@@ -21,7 +21,9 @@ Messages = Sequence[Mapping[str, str]]  # each with a role and a content
 
 def chatml(messages: Messages, reply: bool) -> str:
     """ChatML, for models that have no template. `reply` adds the mark that opens the assistant's turn."""
-    turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+    turns = [
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
+    ]
     return "".join(turns) + ("<|im_start|>assistant\n" if reply else "")
 
 
@@ -48,5 +50,7 @@ class ChatTemplate:
                 "it to use ChatML"
             )
         if "text" not in answer:
-            raise UserError(f"the chat template in {self._where} fails: {answer['error']}. Remove it to use ChatML")
+            raise UserError(
+                f"the chat template in {self._where} fails: {answer['error']}. Remove it to use ChatML"
+            )
         return answer["text"]

@@ -20,7 +20,9 @@ def compiled(source: str, tokens: dict[str, str]) -> Any:
     def as_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
         return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
     environment.filters["tojson"] = as_json
     environment.globals |= {"raise_exception": refuse, **tokens}
     return environment.from_string(source)

@@ -18,11 +18,28 @@ from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
 # What belongs to a published model beside its weights.
-BESIDE = (FILE_NAME, "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json",
-          "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")  # fmt: skip
+BESIDE = (
+    FILE_NAME,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
 END_OF_TURN = "<|im_end|>"
 # Roles of our own tokenizer that published models do not have, in the order in which they get free rows.
-ROWLESS = ("output_start", "output_end", "python_start", "python_end", "user_start", "user_end", "assistant_start")
+ROWLESS = (
+    "output_start",
+    "output_end",
+    "python_start",
+    "python_end",
+    "user_start",
+    "user_end",
+    "assistant_start",
+)
 # Letters for private use, between which a rendered text shows where a special token was spelled out by a user, and
 # where the words of the assistant begin and end. Texts that hold these letters themselves are spelled out too.
 OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
@@ -42,7 +59,9 @@ class FolderTokenizer:
         """UserError if tokenizer.json is missing, damaged, of an unknown kind, or larger than the embedding."""
         path = folder / FILE_NAME
         if not path.is_file():
-            raise UserError(f"{folder} has no {FILE_NAME}. Copy the model again, with its tokenizer")
+            raise UserError(
+                f"{folder} has no {FILE_NAME}. Copy the model again, with its tokenizer"
+            )
         import tokenizers  # not at the top: only published models need it
 
         content = read_json(path)
@@ -52,11 +71,17 @@ class FolderTokenizer:
             special = {token["content"] for token in content["added_tokens"] if token["special"]}
             kind = content["decoder"]["type"]
         except Exception as failure:  # the library raises Exception itself
-            raise UserError(f"{path} is damaged: {failure}. Copy the model again from its source") from failure
+            raise UserError(
+                f"{path} is damaged: {failure}. Copy the model again from its source"
+            ) from failure
         if kind != "ByteLevel":
-            raise UserError(f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use another model")
+            raise UserError(
+                f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use another model"
+            )
         self.vocab_size, self.hash, self.folder = vocab_size, sha256_of(path), folder
-        self._last = max(self._tokenizer.get_vocab().values())  # kept: get_vocab() copies the whole vocabulary
+        self._last = max(
+            self._tokenizer.get_vocab().values()
+        )  # kept: get_vocab() copies the whole vocabulary
         if self._last >= vocab_size:
             raise UserError(
                 f"{path} has a token {self._last:,}, and the embedding of the model has only {vocab_size:,} rows: they "
@@ -64,9 +89,13 @@ class FolderTokenizer:
             )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a special token that is spelled out in a text is ordinary text
+        self._tokenizer.encode_special_tokens = (
+            True  # a special token that is spelled out in a text is ordinary text
+        )
         self._specials = {text: self._added[text] for text in special}
-        self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._split = re.compile(
+            "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        )
         self._names = self._read_names()
         self.stops = self._read_stops()
         begins = (self.named("bos_token"), self._specials.get("<|endoftext|>"), min(self.stops))
@@ -87,7 +116,9 @@ class FolderTokenizer:
         path = self.folder / name
         content = read_json(path) if path.is_file() else {}
         if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: it is no object. Copy the model again from its source")
+            raise UserError(
+                f"{path} is damaged: it is no object. Copy the model again from its source"
+            )
         return content
 
     def _read_names(self) -> dict[str, str]:
@@ -108,10 +139,18 @@ class FolderTokenizer:
         given = self._read("generation_config.json").get("eos_token_id", [])
         listed = given if isinstance(given, list) else [given]
         # A token beyond the embedding is left out: the model cannot choose it.
-        stops = {token for token in listed if isinstance(token, int) and 0 <= token < self.vocab_size}
-        stops |= {number for number in (self.named("eos_token"), self._specials.get(END_OF_TURN)) if number is not None}
+        stops = {
+            token for token in listed if isinstance(token, int) and 0 <= token < self.vocab_size
+        }
+        stops |= {
+            number
+            for number in (self.named("eos_token"), self._specials.get(END_OF_TURN))
+            if number is not None
+        }
         if not stops:
-            raise UserError(f"{self.folder} names no token that ends a reply. Copy the model again from its source")
+            raise UserError(
+                f"{self.folder} names no token that ends a reply. Copy the model again from its source"
+            )
         return frozenset(stops)
 
     @property
@@ -144,10 +183,16 @@ class FolderTokenizer:
     def takes_system(self) -> bool:
         """Whether the chat template has a place for a system message, beside the first question."""
         question, text = {"role": "user", "content": "Q"}, "S"
-        given, merged = [{"role": "system", "content": text}, question], [{"role": "user", "content": f"{text}\n\nQ"}]
+        given, merged = (
+            [{"role": "system", "content": text}, question],
+            [{"role": "user", "content": f"{text}\n\nQ"}],
+        )
         try:
             rendered = self._text(given, reply=True)
-            return rendered not in (self._text([question], reply=True), self._text(merged, reply=True))
+            return rendered not in (
+                self._text([question], reply=True),
+                self._text(merged, reply=True),
+            )
         except UserError:
             return False
 
@@ -156,7 +201,10 @@ class FolderTokenizer:
         """Whether the chat template tells the model of functions that it may call."""
         if self.template is None:
             return False
-        question, tool = {"role": "user", "content": "Q"}, {"name": "a_tool", "parameters": {"type": "object"}}
+        question, tool = (
+            {"role": "user", "content": "Q"},
+            {"name": "a_tool", "parameters": {"type": "object"}},
+        )
         tools = [{"type": "function", "function": {**tool, "description": ""}}]
         try:
             return tool["name"] in self.template.render([question], True, tools=tools)
@@ -167,7 +215,9 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. A special token that is spelled out in the text is encoded as ordinary text."""
-        return self._tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+        return self._tokenizer.encode(
+            text.encode("utf-8", "replace").decode(), add_special_tokens=False
+        ).ids
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """The tokens of each text; the library chooses the number of threads."""
@@ -179,13 +229,17 @@ class FolderTokenizer:
         byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
         found = {number: b"" for number in range(self.vocab_size)}
         for text, number in self._tokenizer.get_vocab().items():
-            found[number] = text.encode() if text in self._added else bytes(byte_of[letter] for letter in text)
+            found[number] = (
+                text.encode() if text in self._added else bytes(byte_of[letter] for letter in text)
+            )
         return found
 
     def token_bytes(self) -> np.ndarray:
         """The length of every token in bytes, int32 (V,); 0 for special tokens, which stand for no text."""
         added = set(self._added.values())
-        return np.array([0 if i in added else len(self._bytes[i]) for i in range(self.vocab_size)], np.int32)
+        return np.array(
+            [0 if i in added else len(self._bytes[i]) for i in range(self.vocab_size)], np.int32
+        )
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes of tokens; a special token gives its spelling. KeyError for a number outside the embedding."""
@@ -211,7 +265,11 @@ class FolderTokenizer:
             **dict.fromkeys(ROWLESS, -1),
             **dict(zip(ROWLESS, rows, strict=False)),
             **known,
-            **{role: self._added[spelled] for role, spelled in own.items() if spelled in self._added},
+            **{
+                role: self._added[spelled]
+                for role, spelled in own.items()
+                if spelled in self._added
+            },
         }
 
     # --- conversations ---------------------------------------------------------------------------
@@ -225,7 +283,9 @@ class FolderTokenizer:
 
     def _safe(self, text: str) -> str:
         """A text in which every special token that is spelled out is a number between OPEN and CLOSE."""
-        pattern = "|".join(re.escape(spelled) for spelled in sorted(self._spelled, key=len, reverse=True))
+        pattern = "|".join(
+            re.escape(spelled) for spelled in sorted(self._spelled, key=len, reverse=True)
+        )
         return re.sub(pattern, lambda found: f"{OPEN}{self._spelled.index(found[0])}{CLOSE}", text)
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
@@ -255,7 +315,9 @@ class FolderTokenizer:
         messages = []
         for message, is_trained in zip(conversation.messages, trains, strict=True):
             text = self._safe(message.text)
-            messages.append({"role": message.role, "content": _marked(text) if is_trained else text})
+            messages.append(
+                {"role": message.role, "content": _marked(text) if is_trained else text}
+            )
         ids: list[int] = []
         mask: list[int] = []
         trained = ending = False
@@ -268,7 +330,9 @@ class FolderTokenizer:
             mask += [int(trained or (ending and cuts))] * len(tokens)
             ending = False
         if not any(mask) and any(trains):
-            raise UserError(f"the chat template in {self.folder} leaves out what the assistant says. Remove it")
+            raise UserError(
+                f"the chat template in {self.folder} leaves out what the assistant says. Remove it"
+            )
         return Rendered(ids, mask)
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
@@ -281,7 +345,10 @@ class FolderTokenizer:
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
         """The prompt of a conversation whose turns come in another order than training data's: several of one role, or
         a later system turn. None if the template refuses such turns, or leaves out one of them."""
-        probes = [{"role": turn.role, "content": f"Turn {i}."} for i, turn in enumerate(conversation.messages)]
+        probes = [
+            {"role": turn.role, "content": f"Turn {i}."}
+            for i, turn in enumerate(conversation.messages)
+        ]
         try:
             text = self._text(probes, reply=True)
             complete = all(probe["content"] in text for probe in probes)
@@ -292,7 +359,11 @@ class FolderTokenizer:
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
         messages = [{"role": turn.role, "content": self._safe(turn.text)} for turn in turns]
         pieces = self._pieces(self._text(messages, reply=True))
-        return [token for piece, cuts in pieces for token in ([self._specials[piece]] if cuts else self._tokens(piece))]
+        return [
+            token
+            for piece, cuts in pieces
+            for token in ([self._specials[piece]] if cuts else self._tokens(piece))
+        ]
 
 
 def _marked(text: str) -> str:

@@ -35,7 +35,9 @@ def _files(folder: Path) -> list[Path]:
     else:
         content = read_json(folder / INDEX)
         places = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        if not isinstance(places, dict) or not all(
+            isinstance(name, str) for name in places.values()
+        ):
             raise UserError(f"{folder / INDEX} is no index of safetensors files. {COPY}")
         names = sorted(set(places.values()))
     if strange := [name for name in names if Path(name).name != name or len(name) > LONGEST_NAME]:
@@ -44,7 +46,9 @@ def _files(folder: Path) -> list[Path]:
             f"names of at most {LONGEST_NAME} characters. {COPY}"
         )
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise UserError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}. {COPY}")
+        raise UserError(
+            f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}. {COPY}"
+        )
     return [folder / name for name in names]
 
 
@@ -74,7 +78,9 @@ class Weights:
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             except (SafetensorError, OSError, ValueError) as failure:
-                raise UserError(f"{path} is not a whole safetensors file ({failure}). {COPY}") from failure
+                raise UserError(
+                    f"{path} is not a whole safetensors file ({failure}). {COPY}"
+                ) from failure
             for name, piece in slices.items():
                 self._add(name.replace("model.language_model.", "model.", 1), piece, path)
 
@@ -91,10 +97,17 @@ class Weights:
         """UserError unless the files hold exactly the model's parameters, with their shapes."""
         # Some publishers write a tied embedding a second time, as the head.
         head = self._slices.pop(HEAD, None) if model.config.tied else None
-        wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters() if ".lora_" not in name}
+        wanted = {
+            name: list(parameter.shape)
+            for name, parameter in model.named_parameters()
+            if ".lora_" not in name
+        }
         given = {name: list(piece.get_shape()) for name, piece in self._slices.items()}
-        wrong = [f"{name} is {given.get(name, 'missing')} in the files and {wanted.get(name, 'nowhere')} in the model"
-                 for name in sorted({*wanted, *given}) if wanted.get(name) != given.get(name)]  # fmt: skip
+        wrong = [
+            f"{name} is {given.get(name, 'missing')} in the files and {wanted.get(name, 'nowhere')} in the model"
+            for name in sorted({*wanted, *given})
+            if wanted.get(name) != given.get(name)
+        ]
         if wrong:
             raise UserError(
                 f"the weights in {folder} do not fit its config.json: {'; '.join(wrong[:3])}, {len(wrong)} in all. "
@@ -147,10 +160,14 @@ def load_weights(model: Qwen, folder: Path) -> None:
             if here.numel():  # the last ranks may hold no rows of a small parameter
                 here.copy_(weights.rows(name, first, here.shape[0]))
             if here.dtype == torch.float16 and not here.isfinite().all():
-                raise UserError(f"{name} in {folder} has values that fp16 cannot hold. Set NANOCHAT_DTYPE=float32")
+                raise UserError(
+                    f"{name} in {folder} has values that fp16 cannot hold. Set NANOCHAT_DTYPE=float32"
+                )
 
 
-def qwen_on_meta(folder: Path, compute: Compute, dtype: torch.dtype, sequence_len: int | None = None) -> Qwen:
+def qwen_on_meta(
+    folder: Path, compute: Compute, dtype: torch.dtype, sequence_len: int | None = None
+) -> Qwen:
     """The model of a published folder without values, matrices and tables in `dtype`; its files are checked before any
     memory is taken."""
     model = on_meta(read_config(folder, sequence_len), compute)
@@ -161,7 +178,10 @@ def qwen_on_meta(folder: Path, compute: Compute, dtype: torch.dtype, sequence_le
 
 
 def load_qwen(
-    folder: Path, compute: Compute, dtype: torch.dtype | None = None, sequence_len: int | None = None
+    folder: Path,
+    compute: Compute,
+    dtype: torch.dtype | None = None,
+    sequence_len: int | None = None,
 ) -> Qwen:
     """The whole model of a published folder on this rank's device, in eval mode.
 

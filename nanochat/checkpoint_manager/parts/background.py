@@ -40,7 +40,9 @@ class Saver:
         thirtieth of the save, so that the disk is free for half of the time."""
         self.compute, self.keep, self._ended = compute, keep, ended
         self.files: Files = files
-        self.waited = self.took = 0.0  # seconds for which training stood still for the last save, and of its writing
+        self.waited = self.took = (
+            0.0  # seconds for which training stood still for the last save, and of its writing
+        )
         self._memory = HostMemory(compute)
         self._thread = ThreadPoolExecutor(1, "save")
         self._copied = Event()
@@ -49,9 +51,14 @@ class Saver:
         self._group: Any = None
 
     def save(
-        self, folder: Path, step: int, model: nn.Module, optimizers: Optimizers, tokenizer: Tokenizer,
+        self,
+        folder: Path,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        tokenizer: Tokenizer,
         meta: dict[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin to write step `step`, when the save before it is on disk; see save.write_step().
 
         Where the host has no memory for a copy, the step is written at once. OSError on every rank if the save before
@@ -65,10 +72,17 @@ class Saver:
         held = Held.of(model, optimizers)
         beside = self._memory.has_room(held)
         if beside:
-            synchronize(self.compute)  # the thread's copies do not wait for updates that the device has yet to compute
+            synchronize(
+                self.compute
+            )  # the thread's copies do not wait for updates that the device has yet to compute
             self._copied.clear()
         else:
-            log(tr("training waits while step {step:,} is written, since the host has no memory for a copy", step=step))
+            log(
+                tr(
+                    "training waits while step {step:,} is written, since the host has no memory for a copy",
+                    step=step,
+                )
+            )
         self._writing = self._thread.submit(self._write, described, held, beside, start)
         if not beside:
             self.wait()
@@ -103,7 +117,11 @@ class Saver:
     @property
     def failed(self) -> bool:
         """Whether this rank has failed to write; wait() and the next save() raise the error."""
-        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+        return (
+            self._writing is not None
+            and self._writing.done()
+            and self._writing.exception() is not None
+        )
 
     def wait(self) -> None:
         """Wait until the step is on disk. OSError on every rank if the disk has refused a file of one rank."""
@@ -117,7 +135,10 @@ class Saver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Wait for the step that is being written; if the run ends with an error of its own, a failed save is only a
         warning beside it."""

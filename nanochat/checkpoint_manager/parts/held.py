@@ -14,7 +14,9 @@ from nanochat.platforms import host
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Part
 
-State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor held here, whole shape, its first row)
+State = dict[
+    str, tuple[Tensor, tuple[int, ...], int]
+]  # name -> (tensor held here, whole shape, its first row)
 SHARE = 0.5  # of the host's free memory that copies may take; on a host of several ranks each rank takes its share
 
 
@@ -49,7 +51,9 @@ class Held:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that this rank holds; no two have the same name."""
         parameters = {f"parameter {name}": part.here for name, part in self.parameters.items()}
-        return parameters | {f"state {name}": value.detach() for name, (value, _, _) in self.state.items()}
+        return parameters | {
+            f"state {name}": value.detach() for name, (value, _, _) in self.state.items()
+        }
 
 
 class HostMemory:
@@ -63,7 +67,9 @@ class HostMemory:
         """Whether the host has memory for a copy, beside what its processes need."""
         needed = sum(value.nbytes for value in held.tensors().values())
         there = sum(copy.nbytes for copy in self._copies.values())
-        return needed <= there or needed <= SHARE * host.memory_free() / parallel.ranks_per_host(self.compute)
+        return needed <= there or needed <= SHARE * host.memory_free() / parallel.ranks_per_host(
+            self.compute
+        )
 
     def copy(self, held: Held) -> Held:
         """A copy on the host; on an accelerator made beside what the device computes."""
@@ -72,13 +78,21 @@ class HostMemory:
                 self._memory(name, value).copy_(value, non_blocking=True)
         copies = self._copies
         return Held(
-            {name: replace(part, here=copies[f"parameter {name}"]) for name, part in held.parameters.items()},
-            {name: (copies[f"state {name}"], shape, first) for name, (_, shape, first) in held.state.items()},
+            {
+                name: replace(part, here=copies[f"parameter {name}"])
+                for name, part in held.parameters.items()
+            },
+            {
+                name: (copies[f"state {name}"], shape, first)
+                for name, (_, shape, first) in held.state.items()
+            },
         )
 
     def _memory(self, name: str, like: Tensor) -> Tensor:
         known = self._copies.get(name)
         if known is None or known.shape != like.shape or known.dtype != like.dtype:
             pinned = not self.compute.platform.is_host
-            known = self._copies[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+            known = self._copies[name] = torch.empty(
+                like.shape, dtype=like.dtype, pin_memory=pinned
+            )
         return known

@@ -18,7 +18,9 @@ from nanochat.common import parse_json, write_json
 
 INDEX = "model.safetensors.index.json"
 
-Places = dict[str, list[tuple[str, int, int]]]  # parameter -> (file, first row, end), in the order of the rows
+Places = dict[
+    str, list[tuple[str, int, int]]
+]  # parameter -> (file, first row, end), in the order of the rows
 
 
 def part_name(number: int, count: int) -> str:
@@ -28,10 +30,15 @@ def part_name(number: int, count: int) -> str:
 
 def write_index(folder: Path, places: Places, size: int) -> None:
     """Write the index of files that hold `size` bytes of parameters, atomically."""
-    rows = {name: {file: [first, end] for file, first, end in pieces} for name, pieces in places.items()
-            if len(pieces) > 1}  # fmt: skip
+    rows = {
+        name: {file: [first, end] for file, first, end in pieces}
+        for name, pieces in places.items()
+        if len(pieces) > 1
+    }
     weight_map = {name: pieces[0][0] for name, pieces in places.items()}
-    write_json(folder / INDEX, {"metadata": {"total_size": size, "rows": rows}, "weight_map": weight_map})
+    write_json(
+        folder / INDEX, {"metadata": {"total_size": size, "rows": rows}, "weight_map": weight_map}
+    )
 
 
 def read_index(folder: Path) -> dict[str, list[tuple[str, int, int | None]]]:
@@ -40,7 +47,9 @@ def read_index(folder: Path) -> dict[str, list[tuple[str, int, int | None]]]:
     try:
         content = parse_json((folder / INDEX).read_bytes())
         rows = content["metadata"].get("rows", {})
-        places = {name: _pieces(file, rows.get(name)) for name, file in content["weight_map"].items()}
+        places = {
+            name: _pieces(file, rows.get(name)) for name, file in content["weight_map"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise ValueError(f"{INDEX} is no index of safetensors files ({failure!r})") from failure
     for name, pieces in places.items():
@@ -62,4 +71,6 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[tuple[str, int, i
         return [(file, 0, None)]
     if not rows or any(type(row) is not int for pair in rows.values() for row in pair):
         raise TypeError(f"{rows!r} are no rows")
-    return sorted(((name, first, end) for name, (first, end) in rows.items()), key=lambda piece: piece[1])
+    return sorted(
+        ((name, first, end) for name, (first, end) in rows.items()), key=lambda piece: piece[1]
+    )

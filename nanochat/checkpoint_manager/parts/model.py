@@ -58,7 +58,12 @@ def write_rows(folder: Path, parameters: Mapping[str, Part], compute: Compute) -
 
 
 def write_whole(
-    path: Path, parameters: Mapping[str, Part], compute: Compute, group: Any, prefix: str, facts: dict[str, str]
+    path: Path,
+    parameters: Mapping[str, Part],
+    compute: Compute,
+    group: Any,
+    prefix: str,
+    facts: dict[str, str],
 ) -> Hashes:
     """Write the parameters on rank 0 as they arrive from their owners; the other ranks only send what they hold.
 

@@ -40,7 +40,10 @@ def read_parameters(folder: Path) -> Mapping[str, Rows]:
     """The parameters of a step under our names: of the whole model, from one file or from those of all ranks, or of the
     adapter alone. They are mapped into memory. UserError if a file is missing or damaged."""
     if (folder / ADAPTER).is_file():
-        return {name.removeprefix(PREFIX): value for name, value in read_tensors(folder / ADAPTER).items()}
+        return {
+            name.removeprefix(PREFIX): value
+            for name, value in read_tensors(folder / ADAPTER).items()
+        }
     if (folder / INDEX).is_file():
         return _of_all_ranks(folder)
     return read_tensors(folder / MODEL)
@@ -60,7 +63,9 @@ def _of_all_ranks(folder: Path) -> dict[str, Rows]:
         ) from failure
 
 
-def _joined(name: str, pieces: list[tuple[str, int, int | None]], held: Mapping[str, dict[str, Tensor]]) -> Rows:
+def _joined(
+    name: str, pieces: list[tuple[str, int, int | None]], held: Mapping[str, dict[str, Tensor]]
+) -> Rows:
     """The pieces of a parameter as one. ValueError if they are not what the index says, or do not fit each other."""
     if lacking := [file for file, _, _ in pieces if name not in held[file]]:
         raise ValueError(f"{INDEX} names {lacking[0]} for {name}, which that file does not hold")
@@ -68,6 +73,9 @@ def _joined(name: str, pieces: list[tuple[str, int, int | None]], held: Mapping[
     if len(found) == 1:
         return found[0]
     ends = [first + len(piece) for piece, (_, first, _) in zip(found, pieces, strict=True)]
-    if ends != [end for _, _, end in pieces] or len({(piece.shape[1:], piece.dtype) for piece in found}) > 1:
+    if (
+        ends != [end for _, _, end in pieces]
+        or len({(piece.shape[1:], piece.dtype) for piece in found}) > 1
+    ):
         raise ValueError(f"the files hold other rows of {name} than {INDEX} says")
     return Split(found)

@@ -27,7 +27,12 @@ Bars = Callable[[str, float | None, str], Bar]  # of a title, a total and its un
 
 
 def download(
-    source: Source, count: int, bars: Bars, host: Host = "hub", parallel: int = 3, patience: Patience | None = None
+    source: Source,
+    count: int,
+    bars: Bars,
+    host: Host = "hub",
+    parallel: int = 3,
+    patience: Patience | None = None,
 ) -> Corpus:
     """Fetch `count` training files of a source and its validation file. Complete shards are kept, partial ones resumed.
 
@@ -45,7 +50,11 @@ def download(
     ]
     missing = [remote for remote in remotes if not remote.path.exists()]
     files = {path.name: known.get(path.name, {}) for path in shard_paths(corpus.folder)}
-    files |= {name: _adopted(corpus.folder / name, source) for name in files if "sha256" not in files[name]}
+    files |= {
+        name: _adopted(corpus.folder / name, source)
+        for name in files
+        if "sha256" not in files[name]
+    }
     files |= {remote.path.name: known.get(remote.path.name, {}) for remote in missing}
     about = {DROPPED: there[DROPPED]} if DROPPED in there else {}
     about |= {"kind": "download", "make": source.make(len(files) - 1, host)}
@@ -56,18 +65,34 @@ def download(
 
     if missing:
         hint, headers = network_hint(missing[0].url), hub_headers(missing[0].url)
-        size = probe_size(missing[0].url, headers, patience, hint) or 0  # the files are nearly equal
+        size = (
+            probe_size(missing[0].url, headers, patience, hint) or 0
+        )  # the files are nearly equal
         begun = sum(part_size(remote.path) for remote in missing)
         check_space(corpus.folder, size * len(missing) - begun)
         note()  # before the download, so that a stopped one is known to be incomplete
         with bars(f"{corpus.name}, {len(missing)} shards", size * len(missing), "B") as bar:
             bar.advance(begun, skipped=True)
-            arrived = fetch_all(missing, headers, patience, parallel, hint, has_columns(source), bar.advance, bar.say)
+            arrived = fetch_all(
+                missing,
+                headers,
+                patience,
+                parallel,
+                hint,
+                has_columns(source),
+                bar.advance,
+                bar.say,
+            )
         for file in arrived:
-            files[file.path.name] = {"bytes": file.bytes, "sha256": file.sha256 or sha256_of(file.path)}
+            files[file.path.name] = {
+                "bytes": file.bytes,
+                "sha256": file.sha256 or sha256_of(file.path),
+            }
     note()
     held = sum(path.stat().st_size for path in shard_paths(corpus.folder))
-    log(f"{corpus.name}: {len(files) - 1} training shards and 1 for validation, {held / 1e9:.1f} GB in {corpus.folder}")
+    log(
+        f"{corpus.name}: {len(files) - 1} training shards and 1 for validation, {held / 1e9:.1f} GB in {corpus.folder}"
+    )
     return corpus
 
 
@@ -79,8 +104,9 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
     except UserError:
         raise
     except ValueError as failure:
-        raise UserError(f"{path}: {failure}. Delete the file and type the same command again, which fetches it") \
-            from failure  # fmt: skip
+        raise UserError(
+            f"{path}: {failure}. Delete the file and type the same command again, which fetches it"
+        ) from failure
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
@@ -92,7 +118,9 @@ def has_columns(source: Source) -> Callable[[Path], None]:
         try:
             schema = pq.read_schema(path)
         except (pa.ArrowException, OSError) as failure:
-            raise ValueError(f"the file is not parquet: {str(failure).splitlines()[0]}") from failure
+            raise ValueError(
+                f"the file is not parquet: {str(failure).splitlines()[0]}"
+            ) from failure
         found = ", ".join(f"{field.name} ({field.type})" for field in schema)
         right = all(column in schema.names for column in source.columns)
         if not right or str(schema.field(COLUMN).type) not in ("string", "large_string"):
@@ -107,7 +135,11 @@ def has_columns(source: Source) -> Callable[[Path], None]:
 
 def network_hint(url: str) -> str:
     """What to do if a host cannot be reached."""
-    hub = "" if "hf-mirror.com" in url or "/resolve/master/" in url else "set HF_ENDPOINT=https://hf-mirror.com, or "
+    hub = (
+        ""
+        if "hf-mirror.com" in url or "/resolve/master/" in url
+        else "set HF_ENDPOINT=https://hf-mirror.com, or "
+    )
     return (
         f"If this machine cannot reach that host, {hub}set https_proxy, and type the same command again: it "
         f"resumes the download. Without a network, use TinyWorld: {MAKE_TINYWORLD}"

@@ -54,7 +54,11 @@ def check_name(name: str) -> None:
 
 
 def import_folder(
-    source: Path, name: str | None = None, text_column: str = "text", bars: Bars = quiet, make: str | None = None
+    source: Path,
+    name: str | None = None,
+    text_column: str = "text",
+    bars: Bars = quiet,
+    make: str | None = None,
 ) -> Corpus:
     """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from all such files in a folder and its subfolders.
 
@@ -66,9 +70,16 @@ def import_folder(
     name = name or source.stem
     check_name(name)
     if visible(str(source)) != str(source):
-        raise UserError(f"the path {source} has control characters or is not UTF-8: rename the file or folder", 2)
+        raise UserError(
+            f"the path {source} has control characters or is not UTF-8: rename the file or folder",
+            2,
+        )
     corpus = Corpus(name, base_dir() / "base_data" / name)
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    files = (
+        [source]
+        if source.is_file()
+        else sorted(path for path in source.rglob("*") if path.is_file())
+    )
     files = [path for path in files if path.suffix in READERS]
     if not files:
         raise UserError(
@@ -76,16 +87,29 @@ def import_folder(
             "your files to one of these formats",
             exit_code=2,
         )
-    state = hashlib.sha256(str([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode())
+    state = hashlib.sha256(
+        str([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()
+    )
     column = f" --text_column {quote(text_column)}" if text_column != "text" else ""
-    make = make or f"python -m nanochat.dataset --data {quote(str(source))} --name {quote(name)}{column}"
-    about = {"kind": "import", "make": make, "source": str(source), "fingerprint": state.hexdigest()}
+    make = (
+        make
+        or f"python -m nanochat.dataset --data {quote(str(source))} --name {quote(name)}{column}"
+    )
+    about = {
+        "kind": "import",
+        "make": make,
+        "source": str(source),
+        "fingerprint": state.hexdigest(),
+    }
     if _is_made(corpus, about):
         return corpus
     if name in ("tinyworld", *SOURCES) or (
         corpus.folder.exists() and read_about(corpus.folder).get("source") != str(source)
     ):
-        raise UserError(f"another corpus is already named {name!r}; choose another name with --name", exit_code=2)
+        raise UserError(
+            f"another corpus is already named {name!r}; choose another name with --name",
+            exit_code=2,
+        )
     return _make(corpus, documents(files, text_column), about, bars)
 
 
@@ -112,9 +136,15 @@ def _make(corpus: Corpus, source: Iterable[str], about: dict[str, Any], bars: Ba
         made = write_shards(corpus.folder, counted(), about=about)
     log(f"wrote {_summary(made)} to {corpus.folder}")
     if dropped.get("documents"):  # their numbers mean other documents now
-        warn(tr("{corpus} was written again, so its {count:,} documents that were left out are back. Leave them out "
-                "again with: {command}", corpus=corpus.name, count=dropped["documents"],
-                command=dropped["make"]))  # fmt: skip
+        warn(
+            tr(
+                "{corpus} was written again, so its {count:,} documents that were left out are back. Leave them out "
+                "again with: {command}",
+                corpus=corpus.name,
+                count=dropped["documents"],
+                command=dropped["make"],
+            )
+        )
     return corpus
 
 

@@ -29,7 +29,11 @@ def file_address(repo: str, path: str, host: Host = "hub") -> str:
 def is_hub(url: str) -> bool:
     """Whether an address is one of the Hugging Face hub itself, over https: only there HF_TOKEN is sent."""
     parts = urlsplit(url)
-    return (parts.scheme, parts.hostname, parts.port or 443) == ("https", urlsplit(HUB).hostname, 443)
+    return (parts.scheme, parts.hostname, parts.port or 443) == (
+        "https",
+        urlsplit(HUB).hostname,
+        443,
+    )
 
 
 def hub_headers(url: str) -> dict[str, str]:

@@ -27,7 +27,10 @@ def open_known(path: Path, owned: bool) -> BinaryIO:
     try:
         file = open(path, "ab", opener=_open_no_link)  # noqa: SIM115 - the caller closes it
     except OSError as failure:
-        if failure.errno not in (errno.ELOOP, errno.ENXIO):  # ENXIO: a pipe that nobody reads, or a socket
+        if failure.errno not in (
+            errno.ELOOP,
+            errno.ENXIO,
+        ):  # ENXIO: a pipe that nobody reads, or a socket
             raise
         raise _planted(path, "is a link or a pipe, and must be an ordinary file") from failure
     about = os.fstat(file.fileno())
@@ -85,8 +88,12 @@ def _lock_of_this_host(path: Path) -> BinaryIO:
             "once. Mount it with locks (Lustre: -o flock), or set NANOCHAT_BASE_DIR to a folder on another file system"
         )
     _say_no_locks(path.parent)
-    digest = hashlib.sha256(str(path.absolute()).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return open_known(Path(tempfile.gettempdir()) / f"nanochat-{os.getuid()}-{digest}.lock", owned=True)
+    digest = hashlib.sha256(str(path.absolute()).encode("utf-8", "surrogateescape")).hexdigest()[
+        :16
+    ]
+    return open_known(
+        Path(tempfile.gettempdir()) / f"nanochat-{os.getuid()}-{digest}.lock", owned=True
+    )
 
 
 @functools.cache

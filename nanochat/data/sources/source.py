@@ -6,7 +6,9 @@ from nanochat.common import UserError
 from nanochat.data.shards import shard_name
 from nanochat.data.sources.hub import Host, file_address
 
-FIRST_IS_HELD_OUT = 99_999  # the shard's number where file 0 is for validation, since the last shard always is
+FIRST_IS_HELD_OUT = (
+    99_999  # the shard's number where file 0 is for validation, since the last shard always is
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Source:
             return [*range(1, count + 1), 0]
         most = self.files - 1
         if count < -1 or count == 0 or count > most:
-            raise UserError(f"{self.title} has 1 to {most} training shards, or -1 for all, got {count}", 2)
+            raise UserError(
+                f"{self.title} has 1 to {most} training shards, or -1 for all, got {count}", 2
+            )
         return [*range(most if count == -1 else count), most]
 
     def shard(self, number: int) -> str:
@@ -88,4 +92,6 @@ class Source:
     def make(self, count: int, host: Host = "hub") -> str:
         """The command that fetches the corpus."""
         data = "" if self.name == "fineweb" else f"--data {self.name} "
-        return f"python -m nanochat.dataset {data}-n {count}" + (" --from modelscope" if host == "modelscope" else "")
+        return f"python -m nanochat.dataset {data}-n {count}" + (
+            " --from modelscope" if host == "modelscope" else ""
+        )

@@ -14,7 +14,9 @@ from nanochat.data.sources.folder import check_name, import_folder
 from nanochat.data.sources.hub import hub_headers
 from nanochat.data.textfiles import READERS
 
-LONGEST_STEM = 50  # characters of up to four bytes: with what is added, a file name may have 255 bytes
+LONGEST_STEM = (
+    50  # characters of up to four bytes: with what is added, a file name may have 255 bytes
+)
 
 
 def read_list(path: Path, folder: Path) -> list[Remote]:
@@ -27,8 +29,10 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as failure:
-        raise UserError(f"--urls names a file with an address on each line, and {path} cannot be read: {failure}", 2) \
-            from failure  # fmt: skip
+        raise UserError(
+            f"--urls names a file with an address on each line, and {path} cannot be read: {failure}",
+            2,
+        ) from failure
     remotes: dict[Path, Remote] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -36,9 +40,12 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
             continue
         name = _file_name(words[0])
         if (
-            Path(name).suffix not in READERS or name.startswith(".") or visible(name) != name or len(words) > 2
+            Path(name).suffix not in READERS
+            or name.startswith(".")
+            or visible(name) != name
+            or len(words) > 2
             or (len(words) == 2 and not re.fullmatch("[0-9a-f]{64}", words[1]))
-        ):  # fmt: skip
+        ):
             raise UserError(
                 f"{path} line {number} must be the address of a {', '.join(READERS)} file, and after it the file's "
                 f"SHA-256 or nothing; got {line.strip()[:200]!r}",
@@ -71,20 +78,37 @@ def _use_what_is_there(remotes: list[Remote], folder: Path) -> None:
         if remote.sha256 and remote.path.exists() and sha256_of(remote.path) != remote.sha256:
             log(f"{remote.path} does not have the SHA-256 {remote.sha256} and is fetched again")
             remote.path.unlink()
-    unnamed = {path for path in folder.glob("*") if path.suffix in READERS} - {remote.path for remote in remotes}
+    unnamed = {path for path in folder.glob("*") if path.suffix in READERS} - {
+        remote.path for remote in remotes
+    }
     missing = [remote for remote in remotes if not remote.path.exists()]
-    digests = {sha256_of(path): path for path in unnamed} if any(remote.sha256 for remote in missing) else {}
+    digests = (
+        {sha256_of(path): path for path in unnamed}
+        if any(remote.sha256 for remote in missing)
+        else {}
+    )
     for remote in missing:
         if found := digests.pop(remote.sha256 or "", None):
             found.rename(remote.path)
     names = {re.sub("^[0-9]{5}-", "", path.name) for path in unnamed if path.exists()}
-    if again := [remote.url for remote in missing if not remote.path.exists() and _file_name(remote.url) in names]:
-        log(f"{len(again)} file(s) of an earlier version of this program are fetched again: nothing tells whether they "
-            f"came from the same addresses; the first is {again[0]}")  # fmt: skip
+    if again := [
+        remote.url
+        for remote in missing
+        if not remote.path.exists() and _file_name(remote.url) in names
+    ]:
+        log(
+            f"{len(again)} file(s) of an earlier version of this program are fetched again: nothing tells whether they "
+            f"came from the same addresses; the first is {again[0]}"
+        )
 
 
 def download_urls(
-    path: Path, name: str | None, text_column: str, bars: Bars, parallel: int = 3, patience: Patience | None = None
+    path: Path,
+    name: str | None,
+    text_column: str,
+    bars: Bars,
+    parallel: int = 3,
+    patience: Patience | None = None,
 ) -> Corpus:
     """Fetch the files of a list and import them as a corpus, named after the list unless `name` says otherwise.
 
@@ -99,18 +123,32 @@ def download_urls(
     _use_what_is_there(remotes, folder)
     missing = [remote for remote in remotes if not remote.path.exists()]
     if missing:
-        sizes = [probe_size(r.url, hub_headers(r.url), patience, network_hint(r.url)) or 0 for r in missing]
+        sizes = [
+            probe_size(r.url, hub_headers(r.url), patience, network_hint(r.url)) or 0
+            for r in missing
+        ]
         begun = sum(part_size(remote.path) for remote in missing)
         check_space(folder, sum(sizes) - begun)
         with bars(f"{name}, {len(missing)} files", sum(sizes) or None, "B") as bar:
             bar.advance(begun, skipped=True)
             of_hub = [bool(hub_headers(remote.url)) for remote in missing]
             for wanted in (True, False):  # only the hub's files are asked for with its token
-                some = [remote for remote, hub in zip(missing, of_hub, strict=True) if hub == wanted]
+                some = [
+                    remote for remote, hub in zip(missing, of_hub, strict=True) if hub == wanted
+                ]
                 if some:
-                    fetch_all(some, hub_headers(some[0].url), patience, parallel, network_hint(some[0].url),
-                              advance=bar.advance, say=bar.say)  # fmt: skip
-    stale = {file for file in folder.iterdir() if file.suffix in READERS} - {remote.path for remote in remotes}
+                    fetch_all(
+                        some,
+                        hub_headers(some[0].url),
+                        patience,
+                        parallel,
+                        network_hint(some[0].url),
+                        advance=bar.advance,
+                        say=bar.say,
+                    )
+    stale = {file for file in folder.iterdir() if file.suffix in READERS} - {
+        remote.path for remote in remotes
+    }
     for file in stale:  # the list no longer names it
         file.unlink()
     make = f"python -m nanochat.dataset --urls {quote(str(path))} --name {quote(name)}"

@@ -27,8 +27,20 @@ from nanochat.data.tinyworld.words import LANGUAGES, Language
 # easily confuses left and right, or a number with its words.
 CONFUSABLE: dict[str, int] = {
     **dict.fromkeys(("left_of", "right_of"), 6),
-    **dict.fromkeys(("next_day", "previous_day", "next_month", "previous_month", "next_season", "previous_season"), 3),
-    **dict.fromkeys(("next_number", "previous_number", "number_word", "digits", "parity", "double"), 3),
+    **dict.fromkeys(
+        (
+            "next_day",
+            "previous_day",
+            "next_month",
+            "previous_month",
+            "next_season",
+            "previous_season",
+        ),
+        3,
+    ),
+    **dict.fromkeys(
+        ("next_number", "previous_number", "number_word", "digits", "parity", "double"), 3
+    ),
 }
 
 # At equal shares a model answers fewer Chinese than English questions in new wordings.
@@ -53,8 +65,15 @@ def _question(fact: Fact, language: Language, rng: random.Random) -> list[Messag
 
 
 def _calculator(language: Language, rng: random.Random) -> list[Message]:
-    task = calculator_sum(language, rng) if rng.random() < 0.75 else counting_story(language, rng, largest=99)[1]
-    return [user(task.question), assistant(*task.tool_answer, task.result + ("。" if language == "zh" else "."))]
+    task = (
+        calculator_sum(language, rng)
+        if rng.random() < 0.75
+        else counting_story(language, rng, largest=99)[1]
+    )
+    return [
+        user(task.question),
+        assistant(*task.tool_answer, task.result + ("。" if language == "zh" else ".")),
+    ]
 
 
 def _logic(language: Language, rng: random.Random) -> list[Message]:
@@ -86,7 +105,11 @@ class Questions:
 
     def several(self, language: Language, count: int) -> list[Message]:
         """Questions that are not related to each other."""
-        return [message for _ in range(count) for message in _question(next(self.decks[language]), language, self.rng)]
+        return [
+            message
+            for _ in range(count)
+            for message in _question(next(self.decks[language]), language, self.rng)
+        ]
 
     def follow_up(self, language: Language) -> list[Message]:
         """A question, followed by the same question in few words about one or two other entities; follow_ups() asks the
@@ -94,7 +117,8 @@ class Questions:
         first = next(
             fact
             for fact in self.decks[language]
-            if len(fact.subjects) == 1 and fact.relation not in (*WORD_RELATIONS, *follow_up_data()["relations"])
+            if len(fact.subjects) == 1
+            and fact.relation not in (*WORD_RELATIONS, *follow_up_data()["relations"])
         )
         others = [fact for fact in self.by_relation[first.relation] if fact != first]
         messages = _question(first, language, self.rng)
@@ -127,8 +151,13 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
     }
     kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
     languages = rng.choices(list(LANGUAGE_SHARES), weights=list(LANGUAGE_SHARES.values()), k=size)
-    mixed = [Conversation(tuple(makers[kind](language, rng))) for kind, language in zip(kinds, languages, strict=True)]
-    rng.shuffle(mixed)  # so that every n-th conversation, as taken for validation, gives both languages
+    mixed = [
+        Conversation(tuple(makers[kind](language, rng)))
+        for kind, language in zip(kinds, languages, strict=True)
+    ]
+    rng.shuffle(
+        mixed
+    )  # so that every n-th conversation, as taken for validation, gives both languages
     return mixed
 
 
@@ -184,11 +213,15 @@ SFT_SHARES = {
 }
 
 
-def mid_conversations(seed: int = 0, size: int = 60_000, mental: Mental | None = None) -> list[Conversation]:
+def mid_conversations(
+    seed: int = 0, size: int = 60_000, mental: Mental | None = None
+) -> list[Conversation]:
     """Conversations for midtraining: every kind, many of them with several questions."""
     return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
 
 
-def sft_conversations(seed: int = 0, size: int = 20_000, mental: Mental | None = None) -> list[Conversation]:
+def sft_conversations(
+    seed: int = 0, size: int = 20_000, mental: Mental | None = None
+) -> list[Conversation]:
     """Conversations for SFT, like those of users: mostly one question and a short answer."""
     return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())

@@ -23,7 +23,9 @@ def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
     while order:
         size = rng.randint(*SENTENCES_PER_DOCUMENT)
         if len(order) < size + SENTENCES_PER_DOCUMENT[0]:
-            size = max(len(order), 1) if len(order) <= SENTENCES_PER_DOCUMENT[1] else len(order) // 2
+            size = (
+                max(len(order), 1) if len(order) <= SENTENCES_PER_DOCUMENT[1] else len(order) // 2
+            )
         yield order[:size]
         order = order[size:]
 
@@ -51,7 +53,12 @@ def lists(language: Language, rng: random.Random) -> Iterator[str]:
             same = rng.getrandbits(30) if rng.random() < 0.4 else None
             told = [
                 # Equal seeds draw equal wordings, unless a value has wordings of its own.
-                state(fact, language, rng if same is None else random.Random(same), framed=0.1 if same is None else 0)
+                state(
+                    fact,
+                    language,
+                    rng if same is None else random.Random(same),
+                    framed=0.1 if same is None else 0,
+                )
                 for fact in chunk
             ]
             yield _text(language, told)
@@ -63,7 +70,9 @@ def both_languages(rng: random.Random) -> Iterator[str]:
         for chunk in _chunks(facts, rng):
             first, second = rng.sample(LANGUAGES, 2)
             yield "\n".join(
-                line for fact in chunk[:5] for line in (state(fact, first, rng, 0), state(fact, second, rng, 0))
+                line
+                for fact in chunk[:5]
+                for line in (state(fact, first, rng, 0), state(fact, second, rng, 0))
             )
 
 
@@ -71,7 +80,10 @@ def recitations(language: Language) -> Iterator[str]:
     """Recitations of ordered lists, such as days, months, numbers and letters."""
     comma, stop = ("、", "。") if language == "zh" else (", ", ".")
     order = sequences()
-    rows = [[word[language].name for word in order[name]] for name in ("day", "month", "season", "planet", "ordinal")]
+    rows = [
+        [word[language].name for word in order[name]]
+        for name in ("day", "month", "season", "planet", "ordinal")
+    ]
     rows += [[str(n) for n in range(start, start + 11)] for start in range(0, 41, 5)]
     rows += [[str(n) for n in range(start + 10, start - 1, -1)] for start in range(0, 41, 10)]
     rows.append([chr(code) for code in range(ord("A"), ord("Z") + 1)])
@@ -97,7 +109,9 @@ def sums(rng: random.Random, count: int) -> Iterator[str]:
         for _ in range(6):
             operation = rng.choice(list(OPERATIONS))
             a, b = operands(operation, rng, evaluation=False)
-            rows.append(f"{a} {OPERATIONS[operation]} {b} = {value_of(f'{a}{OPERATIONS[operation]}{b}')}")
+            rows.append(
+                f"{a} {OPERATIONS[operation]} {b} = {value_of(f'{a}{OPERATIONS[operation]}{b}')}"
+            )
         yield "\n".join(rows)
 
 
@@ -135,7 +149,11 @@ def one_copy(rng: random.Random) -> list[str]:
     texts = list(both_languages(rng))
     for language in LANGUAGES:
         texts += [*articles(language, rng), *lists(language, rng), *lists(language, rng)]
-        texts += [*recitations(language), *stories(language, rng, 20), *about_nanochat(language, rng, 4)]
+        texts += [
+            *recitations(language),
+            *stories(language, rng, 20),
+            *about_nanochat(language, rng, 4),
+        ]
         texts += asking(language, rng, 12)
         texts += [written(language, rng, whole=i < TALES) for i in range(TALES + BEGINNINGS)]
     return texts + list(sums(rng, 40)) + list(small_sums(rng, 10, Mental()))

@@ -4,13 +4,25 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from nanochat.data.tinyworld.words import Word, data_rows, lexicon, number_chinese, number_english, plain
+from nanochat.data.tinyworld.words import (
+    Word,
+    data_rows,
+    lexicon,
+    number_chinese,
+    number_english,
+    plain,
+)
 
 TABLES = (
     "countries landmarks superlatives animals body colours mixtures matter floating plants tastes made categories "
     "instruments shapes objects vehicles clothes calendar seasons holidays jobs tools sports family shops counts"
 ).split()
-INVERSES = {"capital": "capital_of", "body_use": "body_for", "job_task": "job_for", "tool_use": "tool_for"}
+INVERSES = {
+    "capital": "capital_of",
+    "body_use": "body_for",
+    "job_task": "job_for",
+    "tool_use": "tool_for",
+}
 SUBJECT_COLUMNS = {"mixtures": 2, "counts": 2}
 COUNTED_TO = 30
 
@@ -58,7 +70,10 @@ def _opposites() -> list[Fact]:
 @functools.cache
 def sequences() -> dict[str, tuple[Word, ...]]:
     """The ordered lists of the data by name, such as the days of the week."""
-    return {name: tuple(map(_word, members.split(", "))) for name, _, members in data_rows("facts/sequences.tsv")}
+    return {
+        name: tuple(map(_word, members.split(", ")))
+        for name, _, members in data_rows("facts/sequences.tsv")
+    }
 
 
 def _sequence_facts() -> list[Fact]:
@@ -122,8 +137,14 @@ def _letter_facts() -> list[Fact]:
 def all_facts() -> tuple[Fact, ...]:
     """Every fact of the world, each once, in a fixed order."""
     table = _table_facts()
-    inverse = [Fact(INVERSES[f.relation], (f.value,), f.subjects[0]) for f in table if f.relation in INVERSES]
-    return tuple(table + inverse + _opposites() + _sequence_facts() + _number_facts() + _letter_facts())
+    inverse = [
+        Fact(INVERSES[f.relation], (f.value,), f.subjects[0])
+        for f in table
+        if f.relation in INVERSES
+    ]
+    return tuple(
+        table + inverse + _opposites() + _sequence_facts() + _number_facts() + _letter_facts()
+    )
 
 
 @functools.cache

@@ -67,7 +67,11 @@ def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
 
     Pass the parts of a reply, or only its words, which count as a reply without a call.
     """
-    words = reply if isinstance(reply, str) else "".join(part.text for part in reply if part.kind == "text")
+    words = (
+        reply
+        if isinstance(reply, str)
+        else "".join(part.text for part in reply if part.kind == "text")
+    )
     called = not isinstance(reply, str) and any(part.kind == "python" for part in reply)
     if (problem.tool == "needed" and not called) or (problem.tool == "forbidden" and called):
         return False
@@ -77,7 +81,9 @@ def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
     if problem.names and not _names(text, normalise(problem.names), expected):
         return False
     if expected.isdigit():
-        return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))) == {expected}
+        return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))) == {
+            expected
+        }
     return set(_finder((expected, *map(normalise, problem.competing))).findall(text)) == {expected}
 
 
@@ -94,7 +100,9 @@ def values_of(relation: str, language: Language) -> tuple[str, ...]:
     return tuple(dict.fromkeys(fact.value[language].name for fact in facts_by_relation()[relation]))
 
 
-def fact_problem(fact: Fact, language: Language, pattern: str, rng: random.Random, held_out: bool = False) -> Problem:
+def fact_problem(
+    fact: Fact, language: Language, pattern: str, rng: random.Random, held_out: bool = False
+) -> Problem:
     """A question about a fact."""
     value = fact.value[language].name
     if fact.relation in ("bigger", "faster"):
@@ -142,7 +150,11 @@ def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> lis
     value = dont_know(language).rstrip(".。")
     return [
         Problem(
-            chat(unknown_question(language, rng, evaluation=True), dont_know(language)), value, (), "unknown", language
+            chat(unknown_question(language, rng, evaluation=True), dont_know(language)),
+            value,
+            (),
+            "unknown",
+            language,
         )
         for _ in range(size)
     ]
@@ -163,7 +175,9 @@ def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
                     before = talk("open", language, rng)
                 elif start == "after a question":
                     fact = rng.choice(asked_facts())
-                    question = ask(fact, language, wordings()[fact.relation, language].trained[0], rng)
+                    question = ask(
+                        fact, language, wordings()[fact.relation, language].trained[0], rng
+                    )
                     before = [user(question), assistant(answer(fact, language))]
                 conversation = Conversation((*before, user(asked), assistant(item["answer"])))
                 competing = tuple(other for other in answers if other != value)
@@ -196,11 +210,15 @@ def tale_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[
         pattern = rng.choice(requests(language, held_out=i % 2 == 1))
         conversation = chat(ask_for(hero, pattern, language), tale(hero, language, rng))
         group = "held-out hero" if held_out else "trained hero"
-        problems.append(Problem(conversation, "", (), group, language, held_out, "forbidden", tale=key))
+        problems.append(
+            Problem(conversation, "", (), group, language, held_out, "forbidden", tale=key)
+        )
     return problems
 
 
-def _number_problem(task: Sum, relation: str, language: Language, tool: Literal["needed", "forbidden"]) -> Problem:
+def _number_problem(
+    task: Sum, relation: str, language: Language, tool: Literal["needed", "forbidden"]
+) -> Problem:
     number = task.result + ("。" if language == "zh" else ".")
     reference = (*task.tool_answer, number) if tool == "needed" else (number,)
     return Problem(chat(task.question, *reference), task.result, (), relation, language, tool=tool)
@@ -237,7 +255,11 @@ def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 
-def rl_evaluation(seed: int = 0, size: int = 1600, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
+def rl_evaluation(
+    seed: int = 0, size: int = 1600, mental: Mental | None = None, unseen: bool = False
+) -> list[Problem]:
     """The measure of RL: practised mental sums in held-out wordings or, with `unseen`, sums that no training asks."""
     part: MentalPart = "unseen" if unseen else "practised"
-    return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, part, held_out_wording=True)
+    return _mental_problems(
+        f"rl evaluation/{seed}/{unseen}", size, mental, part, held_out_wording=True
+    )

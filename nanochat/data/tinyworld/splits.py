@@ -25,7 +25,9 @@ def held_out_keys() -> frozenset[tuple[str, ...]]:
     for relation, facts in facts_by_relation().items():
         if len(facts) >= SMALLEST_RELATION:
             open_to_draw = [
-                fact for fact in facts if not FAMOUS & {fact.value.key, *(word.key for word in fact.subjects)}
+                fact
+                for fact in facts
+                if not FAMOUS & {fact.value.key, *(word.key for word in fact.subjects)}
             ]
             size = max(1, round(HELD_OUT_SHARE * len(facts)))
             drawn = split_rng("combination", relation).sample(open_to_draw, size)

@@ -32,7 +32,9 @@ def story_data() -> dict:
 
 def story_kinds() -> list[str]:
     """The names of all kinds of stories."""
-    return [f"story_{kind['kind']}" for group in ("counting", "logic") for kind in story_data()[group]]
+    return [
+        f"story_{kind['kind']}" for group in ("counting", "logic") for kind in story_data()[group]
+    ]
 
 
 def _join(language: Language, *parts: str) -> str:
@@ -50,7 +52,10 @@ def _numbers(operation: str, largest: int, rng: random.Random, evaluation: bool)
             m = rng.randint(2, 9)
             n = m * rng.randint(2, max(9, largest // 4))
         # No story results in one, since its plural would be wrong. Operands are split as for plain sums.
-        if value_of(f"{n}{operation}{m}") != "1" and kept_for_evaluation("operands", *sorted((n, m))) == evaluation:
+        if (
+            value_of(f"{n}{operation}{m}") != "1"
+            and kept_for_evaluation("operands", *sorted((n, m))) == evaluation
+        ):
             return n, m
 
 
@@ -65,7 +70,14 @@ def counting_story(
     p, q = rng.sample(data["names"][language], 2)
     expression = kind["expression"].format(n=n, m=m)
     result = value_of(expression)
-    slots = {"p": p, "q": q, "n": n, "m": m, "r": result, "t": lexicon()[rng.choice(data["things"])][language]}
+    slots = {
+        "p": p,
+        "q": q,
+        "n": n,
+        "m": m,
+        "r": result,
+        "t": lexicon()[rng.choice(data["things"])][language],
+    }
     patterns = kind[language]
     told = rng.choice(patterns["tell"]).format(**slots)
     question = rng.choice(patterns["ask"]).format(**slots)
@@ -85,6 +97,9 @@ def logic_story(language: Language, rng: random.Random) -> Story:
     patterns = kind[language]
     answer = patterns["answer"].format(**slots)
     others = [b.name] if kind["kind"] == "hiding" else [q] if kind["kind"] == "owner" else [q, o]
-    told, question = rng.choice(patterns["tell"]).format(**slots), rng.choice(patterns["ask"]).format(**slots)
+    told, question = (
+        rng.choice(patterns["tell"]).format(**slots),
+        rng.choice(patterns["ask"]).format(**slots),
+    )
     end = patterns["end"].format(**slots)
     return Story(f"story_{kind['kind']}", told, sentence(question), answer, end, tuple(others))

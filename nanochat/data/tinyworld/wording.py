@@ -54,14 +54,20 @@ def build_wording(relation: str, language: Language, data: dict) -> Wording:
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
-    framed = [frame.replace("{x}", clause) for clause in data["embed"] for frame in frames()[language]["question"]]
+    framed = [
+        frame.replace("{x}", clause)
+        for clause in data["embed"]
+        for frame in frames()[language]["question"]
+    ]
     rng = split_rng("pattern", relation, language)
     held_out = (rng.choice(direct[1:]), rng.choice(framed))
     return Wording(
         questions=(*direct, *data.get("more", ()), *framed),
         held_out=held_out,
         statements=tuple(data.get("say", ())),
-        statements_by_value={value: tuple(patterns) for value, patterns in data.get("say_by_value", {}).items()},
+        statements_by_value={
+            value: tuple(patterns) for value, patterns in data.get("say_by_value", {}).items()
+        },
         answer=data.get("answer", ""),
         answer_by_value=data.get("answer_by_value", {}),
     )

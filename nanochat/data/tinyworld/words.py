@@ -57,7 +57,11 @@ class Word:
 
 def data_text(path: str) -> str:
     """The text of a data file in this package."""
-    return resources.files("nanochat.data.tinyworld").joinpath(f"data/{path}").read_text(encoding="utf-8")
+    return (
+        resources.files("nanochat.data.tinyworld")
+        .joinpath(f"data/{path}")
+        .read_text(encoding="utf-8")
+    )
 
 
 def data_rows(path: str) -> list[list[str]]:

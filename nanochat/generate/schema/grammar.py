@@ -39,9 +39,7 @@ BYTES_PER_SECOND = 5e8
 STATES_BYTES = LIMITS["max_lexer_states"] * 1000
 MOST_KNOWN = 64  # automata that are kept for later requests ...
 KNOWN_BYTES = 64e6  # ... and their size together, as estimated
-WORN_BYTES = (
-    4e6  # an automaton that has grown more gets no new replies: they would reach its limits by no fault of theirs
-)
+WORN_BYTES = 4e6  # an automaton that has grown more gets no new replies: they would reach its limits by no fault of theirs
 MOST_REFUSED = 256  # refusals that are remembered ...
 REFUSED_SECONDS = 300.0  # ... for so long, since a busy machine may be the reason
 REPLY_SECONDS = 2.0  # that the masks of a reply may take, beside ...
@@ -113,7 +111,10 @@ class Grammar:
     def failed(self) -> bool:
         """Whether the schema is too complex for the limits of automata, or for the time that a reply has. From then on
         allowed() has end marks only, whether or not the reply is complete."""
-        return bool(self._matcher.is_error()) or self.seconds > REPLY_SECONDS + TOKEN_SECONDS * self.tokens
+        return (
+            bool(self._matcher.is_error())
+            or self.seconds > REPLY_SECONDS + TOKEN_SECONDS * self.tokens
+        )
 
 
 class Schemas:
@@ -127,8 +128,12 @@ class Schemas:
         self._vocabulary: Any = None
         self._trial = Trial(OVERRIDES)
         self._known: dict[str, Automaton] = {}  # by schema; the latest few
-        self._used: WeakValueDictionary[str, Automaton] = WeakValueDictionary()  # the latest one of each, while in use
-        self._refused: dict[bytes, tuple[str, float]] = {}  # digest of a schema -> reason, when it is forgotten
+        self._used: WeakValueDictionary[str, Automaton] = (
+            WeakValueDictionary()
+        )  # the latest one of each, while in use
+        self._refused: dict[
+            bytes, tuple[str, float]
+        ] = {}  # digest of a schema -> reason, when it is forgotten
         self._lock = threading.Lock()  # of the dictionaries; making an automaton does not hold it
 
     def knows(self, schema: str) -> bool:
@@ -182,7 +187,10 @@ class Schemas:
         made = Automaton(matcher, time.thread_time() - start)
         with self._lock:
             self._known[schema] = self._used[schema] = made
-            while len(self._known) > MOST_KNOWN or sum(each.size for each in self._known.values()) > KNOWN_BYTES:
+            while (
+                len(self._known) > MOST_KNOWN
+                or sum(each.size for each in self._known.values()) > KNOWN_BYTES
+            ):
                 self._known.pop(next(iter(self._known)))
         return made
 
@@ -192,18 +200,24 @@ class Schemas:
 
         if self._vocabulary is None:
             wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
-            self._vocabulary = llguidance.LLTokenizer(wrapper, eos_token=sorted(self._tokenizer.stops))
+            self._vocabulary = llguidance.LLTokenizer(
+                wrapper, eos_token=sorted(self._tokenizer.stops)
+            )
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OVERRIDES)
         except ValueError as failure:
-            raise UserError(f"the JSON schema cannot be used: {_first_line(failure)}. Correct the schema") from failure
+            raise UserError(
+                f"the JSON schema cannot be used: {_first_line(failure)}. Correct the schema"
+            ) from failure
         limits = llguidance.LLParserLimits(**LIMITS)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         problem = matcher.get_error()
         if not problem and not any(matcher.compute_bitmask()):
             problem = "no text meets it"
         if problem:
-            raise UserError(f"the JSON schema cannot be met: {_first_line(problem)}. Correct the schema")
+            raise UserError(
+                f"the JSON schema cannot be met: {_first_line(problem)}. Correct the schema"
+            )
         return matcher
 
     def _checked(self, schema: str) -> str:
@@ -216,14 +230,18 @@ class Schemas:
         try:
             content = json.loads(schema)
             if not isinstance(content, dict):
-                raise UserError(f"a JSON schema must be an object, got {type(content).__name__}. Correct the schema")
+                raise UserError(
+                    f"a JSON schema must be an object, got {type(content).__name__}. Correct the schema"
+                )
             # {"x-guidance": ...} would change the automaton's own settings
             content = {key: value for key, value in content.items() if key != "x-guidance"}
             text = json.dumps(content)
         except UserError:
             raise
         except (ValueError, RecursionError) as failure:
-            raise UserError(f"the JSON schema is not valid JSON: {failure}. Correct the schema") from failure
+            raise UserError(
+                f"the JSON schema is not valid JSON: {failure}. Correct the schema"
+            ) from failure
         self._trial.check(content, text)
         return text
 
@@ -232,7 +250,9 @@ class _Vocabulary:
     """A tokenizer as llguidance reads it."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.eos_token_id = tokenizer.special("assistant_end")  # LLTokenizer(eos_token=...) names all ends
+        self.eos_token_id = tokenizer.special(
+            "assistant_end"
+        )  # LLTokenizer(eos_token=...) names all ends
         self.bos_token_id = tokenizer.bos
         self.tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
         marks = {tokenizer.special(role) for role in ROLES} | tokenizer.stops

@@ -18,10 +18,33 @@ CHILD = Path(__file__).with_name("trial_child.py")
 # Patterns and formats that one text may have to meet. Each one more multiplies the time of a step by up to 2.5: with
 # eight, no step of the worst patterns that we found took more than 0.25 s, and with 20 a step took 4 s.
 MOST_PATTERNS = 8
-BRANCHES = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef")  # what brings in other schemas
+BRANCHES = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "$dynamicRef",
+    "$recursiveRef",
+)  # what brings in other schemas
 # What adds no rule of its own to a schema that a branch brings in.
-NEUTRAL = frozenset({"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated",
-                     "description", "examples", "readOnly", "title", "type", "writeOnly"})  # fmt: skip
+NEUTRAL = frozenset(
+    {
+        "$anchor",
+        "$comment",
+        "$defs",
+        "$id",
+        "$schema",
+        "default",
+        "definitions",
+        "deprecated",
+        "description",
+        "examples",
+        "readOnly",
+        "title",
+        "type",
+        "writeOnly",
+    }
+)
 
 
 class Trial:
@@ -50,7 +73,9 @@ class Trial:
                 "fewer or shorter patterns and alternatives, and smaller numbers in multipleOf, minLength and maxLength"
             )
         if isinstance(answer, dict):
-            raise UserError(f"the JSON schema cannot be used: {answer['error']}. Correct the schema")
+            raise UserError(
+                f"the JSON schema cannot be used: {answer['error']}. Correct the schema"
+            )
 
 
 def patterns_together(content: Mapping[str, Any]) -> int:
@@ -59,7 +84,9 @@ def patterns_together(content: Mapping[str, Any]) -> int:
     rules: set[tuple[str, str]] = set()
     combines = False
     for part in _parts(content):
-        rules |= {(name, part[name]) for name in ("pattern", "format") if isinstance(part.get(name), str)}
+        rules |= {
+            (name, part[name]) for name in ("pattern", "format") if isinstance(part.get(name), str)
+        }
         names = part.get("patternProperties")
         if isinstance(names, dict):
             rules |= {("pattern", name) for name in names}

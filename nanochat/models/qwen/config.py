@@ -37,13 +37,26 @@ class QwenConfig:
         rules = (
             ("n_head", self.n_head, "a multiple of n_kv_head", self.n_head % self.n_kv_head == 0),
             ("head_dim", self.head_dim, "even, for rotary embeddings", self.head_dim % 2 == 0),
-            ("rotary_dim", self.rotary_dim, "even and at most head_dim",
-             self.rotary_dim % 2 == 0 and 0 <= self.rotary_dim <= self.head_dim),
-            ("layers", self.layers, "made of A and D", bool(self.layers) and not set(self.layers) - set("AD")),
-            ("delta_value_heads", self.delta_value_heads, "a multiple of delta_key_heads",
-             self.delta_value_heads % self.delta_key_heads == 0),
+            (
+                "rotary_dim",
+                self.rotary_dim,
+                "even and at most head_dim",
+                self.rotary_dim % 2 == 0 and 0 <= self.rotary_dim <= self.head_dim,
+            ),
+            (
+                "layers",
+                self.layers,
+                "made of A and D",
+                bool(self.layers) and not set(self.layers) - set("AD"),
+            ),
+            (
+                "delta_value_heads",
+                self.delta_value_heads,
+                "a multiple of delta_key_heads",
+                self.delta_value_heads % self.delta_key_heads == 0,
+            ),
             ("delta_width", self.delta_width, "at least 2", self.delta_width >= 2),
-        )  # fmt: skip
+        )
         for name, value, rule, holds in rules:
             if not holds:
                 raise UserError(f"{name} must be {rule}, got {value!r}")
@@ -65,4 +78,7 @@ class QwenConfig:
     @property
     def delta_channels(self) -> int:
         """Channels of the convolution of a DeltaNet: queries, keys and values."""
-        return 2 * self.delta_key_heads * self.delta_key_dim + self.delta_value_heads * self.delta_value_dim
+        return (
+            2 * self.delta_key_heads * self.delta_key_dim
+            + self.delta_value_heads * self.delta_value_dim
+        )

@@ -41,8 +41,12 @@ class _Inverse(torch.autograd.Function):
         size = 1
         while size < C:
             n = C // (2 * size)
-            grid = strict.unflatten(-1, (n, 2 * size)).unflatten(-3, (n, 2 * size))  # (..., n, 2s, n, 2s)
-            below = grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]  # (..., n, s, s)
+            grid = strict.unflatten(-1, (n, 2 * size)).unflatten(
+                -3, (n, 2 * size)
+            )  # (..., n, 2s, n, 2s)
+            below = grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[
+                ..., size:, :size
+            ]  # (..., n, s, s)
             upper, lower = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
             joined = strict.new_zeros(*strict.shape[:-2], n, 2 * size, 2 * size)
             joined[..., :size, :size], joined[..., size:, size:] = upper, lower
@@ -74,9 +78,13 @@ class _Scan(torch.autograd.Function):
         keys: Tensor,  # (N, ..., C, Dk) the keys with which they write, each decayed to the end of its chunk
         kept: Tensor,  # (N, ..., 1, 1) fp32 decay of the memory over a chunk
         memory: Tensor,  # (..., Dk, Dv) fp32 before the first chunk
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (N, ..., Dk, Dv) as written, (N, ..., C, Dv), (..., Dk, Dv) fp32
+    ) -> tuple[
+        Tensor, Tensor, Tensor
+    ]:  # (N, ..., Dk, Dv) as written, (N, ..., C, Dv), (..., Dk, Dv) fp32
         before, new, S = [], [], memory
-        for write, know, key, keep in zip(written.unbind(), known.unbind(), keys.unbind(), kept.unbind(), strict=True):
+        for write, know, key, keep in zip(
+            written.unbind(), known.unbind(), keys.unbind(), kept.unbind(), strict=True
+        ):
             before.append(S.to(write.dtype))
             new.append(write - know @ before[-1])
             S = S * keep + key.mT @ new[-1]
@@ -89,7 +97,13 @@ class _Scan(torch.autograd.Function):
         known, keys, kept, before, new = ctx.saved_tensors
         grad_before, grad_new, grad_S = grads
         after, whole = [], []
-        parts = (known.unbind(), keys.unbind(), kept.unbind(), grad_before.unbind(), grad_new.unbind())
+        parts = (
+            known.unbind(),
+            keys.unbind(),
+            kept.unbind(),
+            grad_before.unbind(),
+            grad_new.unbind(),
+        )
         for know, key, keep, d_before, d_new in reversed(list(zip(*parts, strict=True))):
             after.append(grad_S)  # of the memory after this chunk
             whole.append(d_new + key @ grad_S.to(key.dtype))
@@ -116,9 +130,13 @@ def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
 def _seen(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
     """From the document of each token, (B, T): which tokens of its chunk each token sees, (N, B, 1, 1, C, C), and
     which tokens see the chunks before their own, (N, B, 1, 1, C)."""
-    padded = F.pad(documents[None].float(), (0, chunks * size - documents.size(1)), mode="replicate")[0]
+    padded = F.pad(
+        documents[None].float(), (0, chunks * size - documents.size(1)), mode="replicate"
+    )[0]
     cut = padded.unflatten(1, (chunks, size)).movedim(1, 0)[:, :, None, None]  # (N, B, 1, 1, C)
-    before = torch.cat((cut[:1, ..., :1], cut[:-1, ..., -1:]))  # the last document of the chunk before
+    before = torch.cat(
+        (cut[:1, ..., :1], cut[:-1, ..., -1:])
+    )  # the last document of the chunk before
     return (cut[..., :, None] == cut[..., None, :]).tril(), cut == before
 
 
@@ -129,7 +147,8 @@ def chunked(
     log_decay: Tensor,  # (B, T, H * G) fp32, at most 0; 0 where a token is padding
     strength: Tensor,  # (B, T, H * G), from 0 to 1; 0 where a token is padding
     memory: Tensor | None = None,  # (B, H * G, Dk, Dv) fp32 before the first token; None: zeros
-    documents: Tensor | None = None,  # (B, T) the number of each token's document, if a row holds several
+    documents: Tensor
+    | None = None,  # (B, T) the number of each token's document, if a row holds several
     size: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) in the format of v, (B, H * G, Dk, Dv) fp32
     """What every token reads, and the memory after the last token. No token reads what another document wrote."""
@@ -173,7 +192,9 @@ def step(
 ) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
     """What chunked() gives for one token."""
     G = v.size(2) // k.size(2)
-    q = (unit(q) * q.size(3) ** -0.5).transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
+    q = (
+        (unit(q) * q.size(3) ** -0.5).transpose(1, 2).repeat_interleave(G, dim=1)
+    )  # (B, H * G, 1, Dk)
     k = unit(k).transpose(1, 2).repeat_interleave(G, dim=1)
     memory = memory * log_decay.transpose(1, 2)[..., None].exp()
     surprise = v.float().transpose(1, 2) - k @ memory  # (B, H * G, 1, Dv)
@@ -185,12 +206,17 @@ def convolve(
     x: Tensor,  # (B, T, C)
     weight: Tensor,  # (C, 1, W), the last column multiplies the token itself
     before: Tensor | None = None,  # (B, W - 1, C) the tokens before the first; None: zeros
-    positions: Tensor | None = None,  # (B, T) the place of each token in its document, if a row holds several
+    positions: Tensor
+    | None = None,  # (B, T) the place of each token in its document, if a row holds several
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, W - 1 + T, C)
     """Each channel's causal convolution, and the tokens with those before them."""
     W, T = weight.size(2), x.size(1)
-    taps = weight[:, 0].to(x.dtype).mT.contiguous().unbind(0)  # strided ones would be multiplied one by one
-    joined = F.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x), dim=1)
+    taps = (
+        weight[:, 0].to(x.dtype).mT.contiguous().unbind(0)
+    )  # strided ones would be multiplied one by one
+    joined = (
+        F.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x), dim=1)
+    )
     y = x * taps[-1]
     for back in range(1, W):
         earlier = joined[:, W - 1 - back : W - 1 - back + T] * taps[-1 - back]
@@ -208,7 +234,9 @@ class GatedDeltaNet(nn.Module):
         """`place` is the number of the layer among the DeltaNets, which is where its states lie in the cache."""
         super().__init__()
         self.place, self.config = place, config
-        self.recomputes = True  # whether training keeps only what the matrices give, and computes the rest again
+        self.recomputes = (
+            True  # whether training keeps only what the matrices give, and computes the rest again
+        )
         value_channels = config.delta_value_heads * config.delta_value_dim
         self.in_proj_qkv = Linear(config.n_embd, config.delta_channels)
         self.in_proj_z = Linear(config.n_embd, value_channels)
@@ -225,14 +253,20 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:  # (B, T, C)
         before = context.read("inputs", self.place)
         taps = cast(Tensor, self.conv1d.weight)
-        mixed, inputs = convolve(self.in_proj_qkv(x), taps, before, context.positions if before is None else None)
+        mixed, inputs = convolve(
+            self.in_proj_qkv(x), taps, before, context.positions if before is None else None
+        )
         if before is not None:
-            context.write("inputs", self.place, _last(inputs, self.config.delta_width - 1, context.lengths))
+            context.write(
+                "inputs", self.place, _last(inputs, self.config.delta_width - 1, context.lengths)
+            )
         given = mixed, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
         # Below adapters a compiler chooses better by itself; where matrices are trained it would keep a fifth more.
         left_alone = is_compiling() and not self.in_proj_qkv.weight.requires_grad
         if before is None and self.recomputes and torch.is_grad_enabled() and not left_alone:
-            y = checkpoint(self._remember, *given, context, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(
+                self._remember, *given, context, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             y = self._remember(*given, context)
         return self.out_proj(cast(Tensor, y))
@@ -265,7 +299,11 @@ class GatedDeltaNet(nn.Module):
             y, memory = chunked(q, k, v, log_decay, strength, memory, context.documents)
         context.write("memory", self.place, memory)
         gate = F.silu(z.float()).view_as(y)
-        y = F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps) * cast(Tensor, self.norm.weight).float() * gate
+        y = (
+            F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps)
+            * cast(Tensor, self.norm.weight).float()
+            * gate
+        )
         return y.to(dtype).flatten(2)
 
 
@@ -281,7 +319,9 @@ def _last(
     return inputs.take_along_dim(index[..., None], dim=1)
 
 
-def add_states(cache: Cache, config: QwenConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+def add_states(
+    cache: Cache, config: QwenConfig, slots: int, device: torch.device, dtype: torch.dtype
+) -> None:
     """Give a cache what the DeltaNets of a model keep of each sequence: memories, fp32, and the last inputs of the
     convolutions."""
     layers = config.kinds.count("D")

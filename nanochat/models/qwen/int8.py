@@ -24,7 +24,9 @@ class Int8:
         weight = weight.detach().float()
         scales = (weight.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         self.scales = scales.to(dtype)  # (outputs,)
-        self.numbers = (weight / self.scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self.numbers = (
+            (weight / self.scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        )
 
     def whole(self) -> Tensor:
         """The matrix that is multiplied with, in the number format of the activations."""

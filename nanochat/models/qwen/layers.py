@@ -30,7 +30,9 @@ class Vocabulary(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
         self.operations = operations
-        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies as the head: int8.py, operations.hold()
+        self.packed: Callable[[Tensor], Tensor] | None = (
+            None  # multiplies as the head: int8.py, operations.hold()
+        )
 
     def forward(
         self,
@@ -55,7 +57,9 @@ class Vocabulary(nn.Module):
         weights = None if weights is None else weights.flatten()
         flat, wanted, weights = self.operations.with_targets(flat, wanted, weights)
         fused = self.operations.fused_loss(flat)
-        return loss.chunked_loss(flat, self.weight, wanted, vocab, weights, chunk, capped=False, fused=fused)
+        return loss.chunked_loss(
+            flat, self.weight, wanted, vocab, weights, chunk, capped=False, fused=fused
+        )
 
     def release(self) -> None:
         """See Operations.release()."""
@@ -108,7 +112,9 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = Norm(D, config, operations), Norm(D, config, operations)
         self.joined: Joined | None = None
-        self._norms = torch.empty(0)  # (H + Hkv, D) the weights of both norms for each head, where matrices are joined
+        self._norms = torch.empty(
+            0
+        )  # (H + Hkv, D) the weights of both norms for each head, where matrices are joined
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
         """Multiply with the matrices of queries, keys and values at once from here on, as Joined does."""
@@ -118,7 +124,9 @@ class Attention(nn.Module):
         self.joined = made
         if c.qk_norm:
             norms = [norm.weight.detach().float() + norm.one for norm in (self.q_norm, self.k_norm)]
-            self._norms = torch.cat((norms[0].expand(c.n_head, -1), norms[1].expand(c.n_kv_head, -1)))
+            self._norms = torch.cat(
+                (norms[0].expand(c.n_head, -1), norms[1].expand(c.n_kv_head, -1))
+            )
 
     def release(self) -> None:
         """Multiply with each matrix by itself again, see Operations.release()."""
@@ -126,21 +134,33 @@ class Attention(nn.Module):
 
     def _heads(
         self, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # (B, T, H, D), (B, T, Hkv, D) twice, (B, T, H, D)
+    ) -> tuple[
+        Tensor, Tensor, Tensor, Tensor | None
+    ]:  # (B, T, H, D), (B, T, Hkv, D) twice, (B, T, H, D)
         """Queries and keys, normed and rotated, values, and the gate of the output."""
         c, gate = self.config, None
         H, Hkv = c.n_head, c.n_kv_head
-        if self.joined is not None and c.qk_norm and not c.output_gate and self.joined.plain:  # the fewest operators
+        if (
+            self.joined is not None and c.qk_norm and not c.output_gate and self.joined.plain
+        ):  # the fewest operators
             heads = self.joined.multiply(x).unflatten(2, (H + 2 * Hkv, -1))
             both = heads[:, :, : H + Hkv]
             if c.rotated == c.head_dim:
-                both = self.operations.normed_heads(both, self._norms, self.q_norm.epsilon, cos, sin)
+                both = self.operations.normed_heads(
+                    both, self._norms, self.q_norm.epsilon, cos, sin
+                )
             else:
                 both = self.operations.weighted_norm(both, self._norms, self.q_norm.epsilon)
                 both = self._rotated(both, cos, sin)
             return both[:, :, :H], both[:, :, H:], heads[:, :, H + Hkv :], None
-        made = self.joined(x) if self.joined is not None else [m(x) for m in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = (each.unflatten(2, (count, -1)) for each, count in zip(made, (H, Hkv, Hkv), strict=True))
+        made = (
+            self.joined(x)
+            if self.joined is not None
+            else [m(x) for m in (self.q_proj, self.k_proj, self.v_proj)]
+        )
+        q, k, v = (
+            each.unflatten(2, (count, -1)) for each, count in zip(made, (H, Hkv, Hkv), strict=True)
+        )
         if c.output_gate:
             q, gate = q.chunk(2, dim=3)
         if c.qk_norm:

@@ -35,7 +35,12 @@ class Qwen(nn.Module):
     """A model with the members of model.py. Build it, also under `torch.device("meta")`, then call init_weights() or
     load a checkpoint. The model computes in `dtype`, to which every use casts the parameters."""
 
-    def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
+    def __init__(
+        self,
+        config: QwenConfig,
+        dtype: torch.dtype = torch.float32,
+        operations: Operations | None = None,
+    ):
         super().__init__()
         operations = operations or Operations()
         self.config, self.dtype, self.operations = config, dtype, operations
@@ -43,7 +48,9 @@ class Qwen(nn.Module):
         if not config.tied:
             self.lm_head = Vocabulary(config, operations)
         self._checkpoints = False
-        self.offloads = False  # whether, with `checkpoints`, the inputs of layers wait in the host's memory
+        self.offloads = (
+            False  # whether, with `checkpoints`, the inputs of layers wait in the host's memory
+        )
         self._tables: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -60,7 +67,9 @@ class Qwen(nn.Module):
     def checkpoints(self, asked: bool) -> None:
         self._checkpoints = asked
         for block in self.blocks:
-            if block.linear_attn is not None:  # which would compute a part of the layer a third time
+            if (
+                block.linear_attn is not None
+            ):  # which would compute a part of the layer a third time
                 block.linear_attn.recomputes = not asked
 
     @property
@@ -98,7 +107,11 @@ class Qwen(nn.Module):
 
     def shard_groups(self) -> list[nn.Module]:
         """The modules whose parameters a rank gathers together when the model is sharded; see parallel.shard()."""
-        return [self.model.embed_tokens, *self.blocks, *([] if self.config.tied else [self.lm_head])]
+        return [
+            self.model.embed_tokens,
+            *self.blocks,
+            *([] if self.config.tied else [self.lm_head]),
+        ]
 
     def compile_groups(self) -> list[nn.Module]:
         """The modules that are compiled each by itself when the model is sharded; see compile.compiled()."""
@@ -106,10 +119,16 @@ class Qwen(nn.Module):
 
     def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
         """Rotary tables of `length` rows, made once per device. Qwen rotates against the direction of our GPT."""
-        if self._tables is None or self._tables[0].device != self.device or self._tables[0].size(0) < length:
+        if (
+            self._tables is None
+            or self._tables[0].device != self.device
+            or self._tables[0].size(0) < length
+        ):
             c = self.config
             with torch.inference_mode(False):  # tables made while sampling must serve training too
-                cos, sin = self.operations.rotary_tables(length, c.rotated, self.device, self.dtype, c.rope_theta)
+                cos, sin = self.operations.rotary_tables(
+                    length, c.rotated, self.device, self.dtype, c.rope_theta
+                )
                 self._tables = cos, -sin
         cos, sin = self._tables
         return cos[:length], sin[:length]
@@ -117,7 +136,9 @@ class Qwen(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c, dtype = self.config, dtype or self.dtype
-        cache = Cache(c.kinds.count("A"), slots, length, c.n_kv_head, c.head_dim, self.device, dtype)
+        cache = Cache(
+            c.kinds.count("A"), slots, length, c.n_kv_head, c.head_dim, self.device, dtype
+        )
         if "D" in c.kinds:
             add_states(cache, c, slots, self.device, dtype)
         return cache
@@ -134,14 +155,18 @@ class Qwen(nn.Module):
         cos, sin = self._rotary_at(context, idx.size(1))
         for block in self.blocks:
             if self.checkpoints and torch.is_grad_enabled():
-                with self._aside(x.shape) if self.offloads else nullcontext():  # here the compiler divides the model
+                with (
+                    self._aside(x.shape) if self.offloads else nullcontext()
+                ):  # here the compiler divides the model
                     x = cast(Tensor, checkpoint(block, x, cos, sin, context, use_reentrant=False))
             else:
                 x = block(x, cos, sin, context)
         context.finish()
         return self.model.norm(x)
 
-    def _rotary_at(self, context: Context, length: int) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
+    def _rotary_at(
+        self, context: Context, length: int
+    ) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
         """Rotary tables at the positions of a pass of `length` tokens."""
         tables = self._rotary(context.longest or length)
         if context.positions is None:
@@ -203,9 +228,14 @@ class Qwen(nn.Module):
         c = self.config
         weights = [module.weight for module in self.modules() if isinstance(module, Linear)]
         weights += [half.weight for _, _, *halves in adapted(self) for half in halves]
-        matrices = sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in [*weights, self.head.weight])
+        matrices = sum(
+            weight.numel() * (6 if weight.requires_grad else 4)
+            for weight in [*weights, self.head.weight]
+        )
         attention = 12 * c.n_head * c.head_dim * c.sequence_len * c.kinds.count("A")
-        head = 3 * c.delta_key_dim * c.delta_value_dim + 2 * CHUNK * (c.delta_key_dim + c.delta_value_dim)
+        head = 3 * c.delta_key_dim * c.delta_value_dim + 2 * CHUNK * (
+            c.delta_key_dim + c.delta_value_dim
+        )
         delta = 6 * c.delta_value_heads * head * c.kinds.count("D")
         return matrices + attention + delta
 

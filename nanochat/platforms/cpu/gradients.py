@@ -58,7 +58,9 @@ class Mix(torch.autograd.Function):
     """a x + b x0, and x0 itself, whose gradients from several layers are added in the loop that makes them."""
 
     @staticmethod
-    def forward(ctx: Any, use: Trained, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, use: Trained, x: Tensor, x0: Tensor, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.use = use
         ctx.save_for_backward(x, x0, a, b)
         ctx.set_materialize_grads(False)
@@ -99,7 +101,12 @@ class Heads(torch.autograd.Function):
         if gate is not None and value is not None:
             gate, value = gate.to(x.dtype), value.contiguous().view(len(rows), -1, size)
             opened = use.training.gate(rows, gate, value, v.flatten(0, 1))
-        ctx.use, ctx.sharpen, ctx.sizes, ctx.formats = use, sharpen, sizes, [weight.dtype for weight in weights]
+        ctx.use, ctx.sharpen, ctx.sizes, ctx.formats = (
+            use,
+            sharpen,
+            sizes,
+            [weight.dtype for weight in weights],
+        )
         ctx.matrix = matrix
         ctx.save_for_backward(rows, made, cos, sin, gate, value, opened)
         q, k = (use.kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
@@ -120,7 +127,9 @@ class Heads(torch.autograd.Function):
             slope = side_by_side(by_parts[2]).flatten(0, 1)
             by_value, by_gate = use.training.gate_back(slope, rows, gate, value, opened, dx)
             by_value = by_value.view(B, T, -1)
-        by_weights = [part.to(to) for part, to in zip(by_weight.split(ctx.sizes), ctx.formats, strict=True)]
+        by_weights = [
+            part.to(to) for part, to in zip(by_weight.split(ctx.sizes), ctx.formats, strict=True)
+        ]
         return None, dx.view(B, T, -1), None, None, None, by_gate, by_value, *by_weights
 
 
@@ -128,7 +137,9 @@ class SquaredReluMlp(torch.autograd.Function):
     """Two matrices with a squared ReLU between them. What lies between them is kept once, after the squared ReLU."""
 
     @staticmethod
-    def forward(ctx: Any, use: Trained, x: Tensor, into: Tensor, out: Tensor) -> Tensor:  # (..., C), masters
+    def forward(
+        ctx: Any, use: Trained, x: Tensor, into: Tensor, out: Tensor
+    ) -> Tensor:  # (..., C), masters
         rows = x.flatten(0, -2)
         ctx.into, ctx.out = use.matrix([into], x), use.matrix([out], x)
         inner = ctx.into.squared_relu(rows)
@@ -151,7 +162,9 @@ class Product(torch.autograd.Function):
     """Activations times a matrix."""
 
     @staticmethod
-    def forward(ctx: Any, use: Trained, x: Tensor, weight: Tensor) -> Tensor:  # (..., inputs), (outputs, inputs)
+    def forward(
+        ctx: Any, use: Trained, x: Tensor, weight: Tensor
+    ) -> Tensor:  # (..., inputs), (outputs, inputs)
         ctx.matrix, ctx.format, rows = use.matrix([weight], x), weight.dtype, x.flatten(0, -2)
         ctx.save_for_backward(rows)
         return ctx.matrix.times(rows).view(*x.shape[:-1], -1)
@@ -159,7 +172,11 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), g = ctx.saved_tensors, grads[0].flatten(0, -2)
-        return None, ctx.matrix.back(g).view(*grads[0].shape[:-1], -1), ctx.matrix.slope(g, rows).to(ctx.format)
+        return (
+            None,
+            ctx.matrix.back(g).view(*grads[0].shape[:-1], -1),
+            ctx.matrix.slope(g, rows).to(ctx.format),
+        )
 
 
 class Attention(torch.autograd.Function):
@@ -187,7 +204,9 @@ class Smear(torch.autograd.Function):
     """x with a gated part of the token before."""
 
     @staticmethod
-    def forward(ctx: Any, use: Trained, x: Tensor, weight: Tensor, most: Tensor) -> Tensor:  # (B, T, C), (R,), ()
+    def forward(
+        ctx: Any, use: Trained, x: Tensor, weight: Tensor, most: Tensor
+    ) -> Tensor:  # (B, T, C), (R,), ()
         ctx.use, ctx.formats = use, (weight.dtype, most.dtype)
         x, weight, most = x.contiguous(), weight.to(x.dtype), most.to(x.dtype)
         y, gates = use.training.smear(x, weight, most)

@@ -30,7 +30,9 @@ def reason() -> str:
     if asked not in ("auto", "0", "1"):
         raise UserError(f"NANOCHAT_INT8 must be 0 or 1, got {asked!r}", exit_code=2)
     flags = host.cpu_flags()
-    if asked == "auto" and "avx512_vnni" in flags and "amx_bf16" not in flags:  # AMX multiplies bf16 faster than VNNI 8
+    if (
+        asked == "auto" and "avx512_vnni" in flags and "amx_bf16" not in flags
+    ):  # AMX multiplies bf16 faster than VNNI 8
         return "the CPU has avx512_vnni"
     return "NANOCHAT_INT8" if asked == "1" else ""
 
@@ -57,7 +59,9 @@ class Matrix:
         """The gradient of x, from the gradient of the outputs."""
         return g @ self.weight
 
-    def slope(self, g: Tensor, x: Tensor) -> Tensor:  # (N, outputs), (N, inputs) -> (outputs, inputs)
+    def slope(
+        self, g: Tensor, x: Tensor
+    ) -> Tensor:  # (N, outputs), (N, inputs) -> (outputs, inputs)
         """The gradient of the matrices, from the gradient of the outputs."""
         return g.mT @ x
 
@@ -85,7 +89,9 @@ class Matrix8(Matrix):
 
     def back(self, g: Tensor) -> Tensor:
         """See Matrix.back."""
-        return self.training.product_int8(g, *self.training.pack_int8(self.weight.float(), back=True))
+        return self.training.product_int8(
+            g, *self.training.pack_int8(self.weight.float(), back=True)
+        )
 
     def slope(self, g: Tensor, x: Tensor) -> Tensor:
         """See Matrix.slope."""

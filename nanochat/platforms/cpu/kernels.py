@@ -24,16 +24,42 @@ from nanochat.platforms import host
 CPP = Path(__file__).with_name("cpp")
 SOURCE = CPP / "kernels.cpp"
 TRAINING = CPP / "training.cpp"
-HEADERS = ("common.h", "products.h", "tiles.h", "attention.h", "attention_fp32.h", "int8.h")  # that they include
+HEADERS = (
+    "common.h",
+    "products.h",
+    "tiles.h",
+    "attention.h",
+    "attention_fp32.h",
+    "int8.h",
+)  # that they include
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math",
-         "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast")  # fmt: skip
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-ffp-contract=fast",
+)
 BLOCK = 64  # outputs of a matrix whose weights lie together, as in products.h
 SECONDS = 120  # that compiling may take
 # The functions: how many pointers, sizes and fp32 numbers each of them takes, in this order. The first size is the
 # number of threads that they may use.
-FUNCTIONS = {"norm": (5, 3, 1), "turn": (5, 7, 2), "attend": (7, 11, 1), "swiglu": (2, 3, 0), "squared_relu": (2, 2, 0),
-             "mix": (5, 2, 0), "softcap": (2, 4, 1), "log_total": (2, 3, 0), "loss": (4, 4, 1)}  # fmt: skip
+FUNCTIONS = {
+    "norm": (5, 3, 1),
+    "turn": (5, 7, 2),
+    "attend": (7, 11, 1),
+    "swiglu": (2, 3, 0),
+    "squared_relu": (2, 2, 0),
+    "mix": (5, 2, 0),
+    "softcap": (2, 4, 1),
+    "log_total": (2, 3, 0),
+    "loss": (4, 4, 1),
+}
 EPSILON = 2.0**-23  # that torch's RMS norm adds by default
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -84,7 +110,11 @@ def found(folder: Path, source: Path) -> ctypes.CDLL | None:
     be compiled."""
     command = compiler()
     if command is None:
-        log(tr("no C++ compiler was found, so small operators stay torch's own, which are slower; install g++"))
+        log(
+            tr(
+                "no C++ compiler was found, so small operators stay torch's own, which are slower; install g++"
+            )
+        )
         return None
     try:
         return ctypes.CDLL(str(compiled(folder, command, source)))
@@ -106,7 +136,9 @@ class Kernels:
                 function.argtypes = [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
                 function.restype = c_bool if name in ("attend", "loss") else None
                 self._functions[name, dtype] = function
-        self._multiply = getattr(loaded, "multiply_bf16", None)  # only where the processor has AVX512-BF16
+        self._multiply = getattr(
+            loaded, "multiply_bf16", None
+        )  # only where the processor has AVX512-BF16
         if self._multiply is not None:
             self._multiply.argtypes, self._multiply.restype = [c_void_p] * 3 + [c_int64] * 3, None
 
@@ -117,7 +149,9 @@ class Kernels:
 
     def takes_many(self, q: Tensor) -> bool:
         """Whether attend_many() computes with queries (B, T, H, D)."""
-        return self._attend_many is not None and q.dtype == torch.bfloat16 and q.size(3) % BLOCK == 0
+        return (
+            self._attend_many is not None and q.dtype == torch.bfloat16 and q.size(3) % BLOCK == 0
+        )
 
     def attend_many(
         self,
@@ -131,20 +165,39 @@ class Kernels:
         """Attend to the key at each query's own place and at most `window` before it; places must be below K."""
         assert self._attend_many is not None
         B, T, H, D = q.shape
-        q, k, v = (x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v))
+        q, k, v = (
+            x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v)
+        )
         y, first = q.new_empty(q.shape), first.contiguous()
         strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(1))]
         self._attend_many(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), first.data_ptr(), y.data_ptr(), torch.get_num_threads(),
-            *strides, B, T, H, k.size(2), D, window, scale,
-        )  # fmt: skip
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            first.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            *strides,
+            B,
+            T,
+            H,
+            k.size(2),
+            D,
+            window,
+            scale,
+        )
         return y
 
     def reads(self, laid_out: Tensor, weight: Tensor, compare: bool = True) -> int | None:
         """Where a bf16 matrix (outputs, inputs) lies that oneDNN has laid out, if multiply() can read it there: the
         layout is not documented, so every number is compared. Without `compare`, the layout of the shape is known."""
         outputs, inputs = weight.shape
-        if self._multiply is None or outputs % BLOCK or inputs % 2 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        if (
+            self._multiply is None
+            or outputs % BLOCK
+            or inputs % 2
+            or not hasattr(torch.ops.mkldnn, "data_ptr")
+        ):
             return None
         place, size = torch.ops.mkldnn.data_ptr(laid_out), torch.ops.mkldnn._nbytes(laid_out)
         if size != weight.numel() * weight.element_size():
@@ -155,7 +208,9 @@ class Kernels:
         wanted = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
         return place if torch.equal(found.view(wanted.shape), wanted) else None
 
-    def multiply(self, x: Tensor, place: int, outputs: int) -> Tensor:  # (..., inputs) -> (..., outputs), bf16
+    def multiply(
+        self, x: Tensor, place: int, outputs: int
+    ) -> Tensor:  # (..., inputs) -> (..., outputs), bf16
         """x times the transpose of the matrix at a place that reads() gave; for few rows, and on one thread."""
         x, inputs = x.contiguous(), x.size(-1)
         y = x.new_empty(*x.shape[:-1], outputs)
@@ -175,9 +230,16 @@ class Kernels:
         y, total = torch.empty_like(x), x if added is None else torch.empty_like(x)
         channels = x.size(-1)
         self._functions["norm", x.dtype](
-            x.data_ptr(), None if added is None else added.data_ptr(), None if weight is None else weight.data_ptr(),
-            total.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel() // channels, channels, epsilon,
-        )  # fmt: skip
+            x.data_ptr(),
+            None if added is None else added.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            total.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            x.numel() // channels,
+            channels,
+            epsilon,
+        )
         return y, total
 
     def turn(
@@ -197,9 +259,21 @@ class Kernels:
         cos, sin, y = cos.contiguous(), sin.contiguous(), x.new_empty(x.shape)
         half = cos.size(-1)
         self._functions["turn", x.dtype](
-            x.data_ptr(), None if weight is None else weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(),
-            torch.get_num_threads(), stride, cos.numel() // half, B * T, H, D, half, epsilon, sharpen,
-        )  # fmt: skip
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            stride,
+            cos.numel() // half,
+            B * T,
+            H,
+            D,
+            half,
+            epsilon,
+            sharpen,
+        )
         return y
 
     def attend(
@@ -215,15 +289,35 @@ class Kernels:
     ) -> Tensor:  # (B, 1, H, D)
         """Write the new keys and values into the cache, then attend to the new key and at most `window` before it."""
         B, _, H, D = q.shape
-        q, k, v = (x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v))
+        q, k, v = (
+            x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v)
+        )
         y = q.new_empty(q.shape)
         written = self._functions["attend", q.dtype](
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), held_k.data_ptr(), held_v.data_ptr(), places.data_ptr(),
-            y.data_ptr(), torch.get_num_threads(), q.stride(0), k.stride(0), v.stride(0), held_k.stride(0),
-            held_k.size(1), B, H, k.size(2), D, window, scale,
-        )  # fmt: skip
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            held_k.data_ptr(),
+            held_v.data_ptr(),
+            places.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            held_k.stride(0),
+            held_k.size(1),
+            B,
+            H,
+            k.size(2),
+            D,
+            window,
+            scale,
+        )
         if not written:
-            raise IndexError(f"a row of the cache has {held_k.size(1):,} places, and a new token goes beyond them")
+            raise IndexError(
+                f"a row of the cache has {held_k.size(1):,} places, and a new token goes beyond them"
+            )
         return y
 
     def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
@@ -239,19 +333,31 @@ class Kernels:
         """relu(x)^2, written to `y` if it is given; `y` may be `x` then, and both are contiguous."""
         x = x.contiguous()
         y = torch.empty_like(x) if y is None else y
-        self._functions["squared_relu", x.dtype](x.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel())
+        self._functions["squared_relu", x.dtype](
+            x.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel()
+        )
         return y
 
-    def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> Tensor:  # (..., C) twice, () twice
+    def mix(
+        self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor
+    ) -> Tensor:  # (..., C) twice, () twice
         """a x + b x0."""
         x, x0 = x.contiguous(), x0.contiguous()
         y = torch.empty_like(x)
         self._functions["mix", x.dtype](
-            x.data_ptr(), x0.data_ptr(), a.data_ptr(), b.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel()
+            x.data_ptr(),
+            x0.data_ptr(),
+            a.data_ptr(),
+            b.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            x.numel(),
         )
         return y
 
-    def softcap(self, x: Tensor, cap: float) -> Tensor:  # (..., V), whose rows may be parts of longer ones -> fp32
+    def softcap(
+        self, x: Tensor, cap: float
+    ) -> Tensor:  # (..., V), whose rows may be parts of longer ones -> fp32
         """cap tanh(x / cap)."""
         flat = x.flatten(0, -2)
         flat = flat if flat.stride(1) == 1 else flat.contiguous()
@@ -265,7 +371,9 @@ class Kernels:
         """The logarithm of the sum of each row's exponentials."""
         x = x.contiguous()
         y = x.new_empty(x.size(0), dtype=torch.float32)
-        self._functions["log_total", x.dtype](x.data_ptr(), y.data_ptr(), torch.get_num_threads(), *x.shape)
+        self._functions["log_total", x.dtype](
+            x.data_ptr(), y.data_ptr(), torch.get_num_threads(), *x.shape
+        )
         return y
 
     def loss(
@@ -280,9 +388,15 @@ class Kernels:
         targets, weights = targets.contiguous(), weights.contiguous()
         losses = torch.empty_like(weights)
         known = self._functions["loss", logits.dtype](
-            logits.data_ptr(), targets.data_ptr(), weights.data_ptr(), losses.data_ptr(), torch.get_num_threads(),
-            *logits.shape, vocab, cap,
-        )  # fmt: skip
+            logits.data_ptr(),
+            targets.data_ptr(),
+            weights.data_ptr(),
+            losses.data_ptr(),
+            torch.get_num_threads(),
+            *logits.shape,
+            vocab,
+            cap,
+        )
         if not known:
             raise IndexError(f"a target is not one of the {vocab:,} tokens of the vocabulary")
         return losses.sum()

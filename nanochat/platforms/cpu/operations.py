@@ -23,7 +23,9 @@ from nanochat.platforms.cpu.training import training
 
 # Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
 DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
-FEW_ROWS = 32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
+FEW_ROWS = (
+    32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
+)
 MEASURED = {"avx512f", "avx2"}  # on which kernels beat torch's compiler
 LOGIT_ROWS = 256  # of which the head's integers are worth making
 MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
@@ -32,19 +34,27 @@ MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
 class _Packed:
     """A bf16 matrix in the layout of oneDNN."""
 
-    def __init__(self, weight: Tensor, kernels: Kernels | None, compared: set[torch.Size] | None = None):
+    def __init__(
+        self, weight: Tensor, kernels: Kernels | None, compared: set[torch.Size] | None = None
+    ):
         """`weight` is (outputs, inputs). `compared` gathers the shapes whose layout is known to be as expected."""
         weight, compared = weight.detach(), set() if compared is None else compared
         self._shape, self._kernels = weight.shape, kernels
         self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         compare = weight.shape not in compared
-        self._place = None if kernels is None else kernels.reads(self._laid_out, weight.contiguous(), compare)
+        self._place = (
+            None if kernels is None else kernels.reads(self._laid_out, weight.contiguous(), compare)
+        )
         if self._place is not None:
             compared.add(weight.shape)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
-        if self._place is not None and x.numel() <= FEW_ROWS * self._shape[1] and torch.get_num_threads() == 1:
+        if (
+            self._place is not None
+            and x.numel() <= FEW_ROWS * self._shape[1]
+            and torch.get_num_threads() == 1
+        ):
             assert self._kernels is not None
             return self._kernels.multiply(x, self._place, self._shape[0])
         return self._multiply(x, self._laid_out, None, "none", [], "")
@@ -55,7 +65,9 @@ class CpuOperations(Operations):
     bf16 models that torch.compile compiles, where it takes less than half the time."""
 
     loss_logits = 1 << 24
-    capped_logits = 1 << 21  # malloc keeps buffers of this size; larger ones take three to four times as long
+    capped_logits = (
+        1 << 21
+    )  # malloc keeps buffers of this size; larger ones take three to four times as long
     skips_masked = True
 
     def __init__(self, stacks_matrices: bool = True, compiles: bool = True, int8: str = ""):
@@ -64,7 +76,9 @@ class CpuOperations(Operations):
         super().__init__(stacks_matrices)
         self._compiles, self._int8 = compiles, int8
         self._kernels: Kernels | None = None  # once a model is held
-        self._compared: set[torch.Size] = set()  # shapes of matrices whose layout needs no second look
+        self._compared: set[torch.Size] = (
+            set()
+        )  # shapes of matrices whose layout needs no second look
 
     @functools.cached_property
     def _library(self) -> Kernels | None:
@@ -86,7 +100,11 @@ class CpuOperations(Operations):
         if is_compiling() or not torch.is_grad_enabled():
             return None
         dtype = tensors[0].dtype
-        return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
+        return (
+            self._trained
+            if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors)
+            else None
+        )
 
     def coarser(self, dtype: torch.dtype) -> str:
         """See Operations.coarser. Products in 8 bits need the kernels of training."""
@@ -95,9 +113,15 @@ class CpuOperations(Operations):
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""
-        if dtype not in SUFFIXES or not MEASURED & host.cpu_flags() or (use := self._trained) is None:
+        if (
+            dtype not in SUFFIXES
+            or not MEASURED & host.cpu_flags()
+            or (use := self._trained) is None
+        ):
             return ""
-        if dtype == torch.bfloat16 and not use.training.takes(torch.empty(1, 1, 1, head_dim, dtype=dtype)):
+        if dtype == torch.bfloat16 and not use.training.takes(
+            torch.empty(1, 1, 1, head_dim, dtype=dtype)
+        ):
             return ""
         return "kernels in C++ make an uncompiled step at least as fast"
 
@@ -111,7 +135,10 @@ class CpuOperations(Operations):
         for module in model.modules():
             if (settle := getattr(module, "settle", None)) is not None:
                 settle()
-        if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if (
+            not torch.backends.mkldnn.is_available()
+            or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        ):
             return
         pack = functools.partial(_Packed, kernels=self._kernels, compared=self._compared)
         for module in model.modules():
@@ -141,10 +168,14 @@ class CpuOperations(Operations):
 
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """The compiled kernels, if they can compute with these tensors."""
-        if is_compiling() or self._kernels is None or torch.is_grad_enabled():  # compiled code must not watch _kernels
+        if (
+            is_compiling() or self._kernels is None or torch.is_grad_enabled()
+        ):  # compiled code must not watch _kernels
             return None
         dtype = tensors[0].dtype
-        return self._kernels if dtype in SUFFIXES and all(x.dtype == dtype for x in tensors) else None
+        return (
+            self._kernels if dtype in SUFFIXES and all(x.dtype == dtype for x in tensors) else None
+        )
 
     def norm(self, x: Tensor) -> Tensor:
         """See Operations.norm."""
@@ -175,7 +206,9 @@ class CpuOperations(Operations):
             return super().backout(x, middle, share)
         return gradients.Mix.apply(use, x, middle, x.new_ones(()), -share.to(x.dtype))[0]
 
-    def mlp(self, x: Tensor, into: nn.Module, out: nn.Module, made: Sequence[Tensor | None]) -> Tensor:
+    def mlp(
+        self, x: Tensor, into: nn.Module, out: nn.Module, made: Sequence[Tensor | None]
+    ) -> Tensor:
         """See Operations.mlp."""
         if not (_own(into) and _own(out)) or (use := self._train(x)) is None:
             return super().mlp(x, into, out, made)
@@ -194,14 +227,20 @@ class CpuOperations(Operations):
         kernels = self._fast(x, y)
         return super().add_norm(x, y) if kernels is None else kernels.norm(x, None, EPSILON, y)
 
-    def add_weighted_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def add_weighted_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
         """See Operations.add_weighted_norm."""
         kernels = self._fast(x, y)
         return (
-            super().add_weighted_norm(x, y, weight, epsilon) if kernels is None else kernels.norm(x, weight, epsilon, y)
+            super().add_weighted_norm(x, y, weight, epsilon)
+            if kernels is None
+            else kernels.norm(x, weight, epsilon, y)
         )
 
-    def normed_heads(self, x: Tensor, weight: Tensor, epsilon: float, cos: Tensor, sin: Tensor) -> Tensor:
+    def normed_heads(
+        self, x: Tensor, weight: Tensor, epsilon: float, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         """See Operations.normed_heads."""
         if (kernels := self._fast(x, cos)) is None:
             return super().normed_heads(x, weight, epsilon, cos, sin)
@@ -227,9 +266,16 @@ class CpuOperations(Operations):
         return q, k, v
 
     def _trained_heads(
-        self, x: Tensor, matrices: Matrices, head_dim: int, cos: Tensor, sin: Tensor, sharpen: float,
-        gate: nn.Module | None = None, value: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+        self,
+        x: Tensor,
+        matrices: Matrices,
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        sharpen: float,
+        gate: nn.Module | None = None,
+        value: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """heads(), or gated_heads(), by the kernels of training; None if they do not take part."""
         if callable(matrices) or not all(map(_own, (*matrices, *([] if gate is None else [gate])))):
             return None
@@ -239,7 +285,9 @@ class CpuOperations(Operations):
         ):
             return None
         weights = [matrix.weight for matrix in matrices]
-        return gradients.Heads.apply(use, x, cos, sin, sharpen, None if gate is None else gate.weight, value, *weights)
+        return gradients.Heads.apply(
+            use, x, cos, sin, sharpen, None if gate is None else gate.weight, value, *weights
+        )
 
     def gated_heads(
         self,
@@ -255,7 +303,9 @@ class CpuOperations(Operations):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations.gated_heads."""
         found = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen, gate, value)
-        return found or super().gated_heads(x, matrices, gate, value, head_dim, cos, sin, sharpen, made)
+        return found or super().gated_heads(
+            x, matrices, gate, value, head_dim, cos, sin, sharpen, made
+        )
 
     def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See Operations.mix."""
@@ -266,7 +316,9 @@ class CpuOperations(Operations):
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
         """See Operations.square_sums."""
-        if self._trained is None or not all(g.dtype == torch.float32 and g.is_contiguous() for g in gradients):
+        if self._trained is None or not all(
+            g.dtype == torch.float32 and g.is_contiguous() for g in gradients
+        ):
             return super().square_sums(gradients)
         return self._trained.training.square_sums(gradients)
 
@@ -348,7 +400,11 @@ class CpuOperations(Operations):
             return super().attend_cached(q, k, v, mask, scale)
         if T > 1:
             products = q.requires_grad and groups == 1
-            return by_products(q, k, v, mask, scale) if products else super().attend_cached(q, k, v, mask, scale)
+            return (
+                by_products(q, k, v, mask, scale)
+                if products
+                else super().attend_cached(q, k, v, mask, scale)
+            )
         if groups == 1 and B * k.size(1) >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
             return one_query(q, k, v, mask, scale)
         several = q.reshape(B, k.size(2), groups, D)
@@ -369,11 +425,15 @@ class CpuOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """See Operations.attend."""
         if (use := self._train(q, k, v)) is not None and use.training.takes(q):
-            return gradients.Attention.apply(use, q, k, v, window, q.size(3) ** -0.5 if scale is None else scale)
+            return gradients.Attention.apply(
+                use, q, k, v, window, q.size(3) ** -0.5 if scale is None else scale
+            )
         kernels, grouped = self._fast(q, k, v), k.size(2) != q.size(2)
         if kernels is not None and _many(q, kernels):
             first = torch.zeros(q.size(0), dtype=torch.long)
-            return kernels.attend_many(q, k, v, first, window, q.size(3) ** -0.5 if scale is None else scale)
+            return kernels.attend_many(
+                q, k, v, first, window, q.size(3) ** -0.5 if scale is None else scale
+            )
         if is_compiling() and q.dtype == torch.bfloat16 and not grouped:
             return BlockedAttention.apply(q, k, v, window, self.hidden_score)  # type: ignore[no-any-return]
         return super().attend(q, k, v, window, scale)

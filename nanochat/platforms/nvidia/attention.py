@@ -23,7 +23,10 @@ HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 of the hub, for the pa
 KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # FlashAttention 4 then reads the kernels that it wrote before
 KEPT_IN = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"  # where; by default a folder in /tmp that others could make first
 FOUR, THREE = "flash_attn.cute", "flash_attn_interface"  # the modules of FlashAttention 4 and 3
-PACKAGES = {9: (FOUR, THREE), 10: (FOUR,)}  # the fastest first, by the generation: Hopper, Blackwell
+PACKAGES = {
+    9: (FOUR, THREE),
+    10: (FOUR,),
+}  # the fastest first, by the generation: Hopper, Blackwell
 
 
 class NvidiaOperations(Operations):
@@ -69,7 +72,9 @@ class NvidiaOperations(Operations):
         if self.flash is not None and fits:
             sizes = (window, 0) if cuts else (-1, -1)
             out = self.flash(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
-            return out[0] if isinstance(out, tuple) else out  # some versions return the sums of the softmax too
+            return (
+                out[0] if isinstance(out, tuple) else out
+            )  # some versions return the sums of the softmax too
         if self.of_rows is not None and fits and cuts:
             return self._by_rows(q, k, v, window, scale)
         return super().attend(q, k, v, window, scale)
@@ -81,7 +86,9 @@ class NvidiaOperations(Operations):
         k, v = (x.repeat_interleave(H // x.size(2), dim=2) if x.size(2) < H else x for x in (k, v))
         starts = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
         rows = (x.flatten(0, 1) for x in (q, k, v))
-        return self.of_rows(*rows, starts, starts, T, T, scale=scale, window_size=(window, 0)).view_as(q)
+        return self.of_rows(
+            *rows, starts, starts, T, T, scale=scale, window_size=(window, 0)
+        ).view_as(q)
 
 
 def windows_of_torch() -> Callable[..., Any] | None:
@@ -95,7 +102,9 @@ def windows_of_torch() -> Callable[..., Any] | None:
 
 def _of_hub(name: str) -> Callable[..., Any]:
     try:
-        return importlib.import_module("kernels").get_kernel(name).flash_attn_interface.flash_attn_func
+        return (
+            importlib.import_module("kernels").get_kernel(name).flash_attn_interface.flash_attn_func
+        )
     except Exception as failure:  # the edge to a foreign library, which loads code from the network
         raise UserError(
             f"{HUB}={name} was asked for, but cannot be had: {str(failure) or repr(failure)}. Install the package "
@@ -116,9 +125,13 @@ def _of_package(modules: Sequence[str]) -> tuple[Callable[..., Any], str] | None
                 continue
             if module == FOUR:
                 os.environ.setdefault(KEEP, "1")
-                os.environ.setdefault(KEPT_IN, str(host.use_compile_cache(base_dir()) / "flash_attention"))
+                os.environ.setdefault(
+                    KEPT_IN, str(host.use_compile_cache(base_dir()) / "flash_attention")
+                )
                 # said of every kernel that the package writes, about an argument that is None in all of them
-                warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
+                warnings.filterwarnings(
+                    "ignore", "Argument .* cannot be converted to a JitArgument", UserWarning
+                )
                 from nanochat.platforms.nvidia.flash4 import flash_attn_func
 
                 return flash_attn_func, "FlashAttention 4"

@@ -15,7 +15,9 @@ WHOLE = -1  # a window that hides nothing
 
 
 def _seen(window: int) -> Mapping[str, Any]:
-    return {"causal": True} | ({} if window == WHOLE else {"window_size_left": window, "window_size_right": 0})
+    return {"causal": True} | (
+        {} if window == WHOLE else {"window_size_left": window, "window_size_right": 0}
+    )
 
 
 @torch.library.custom_op("nanochat::flash_attention_4", mutates_args=())
@@ -33,16 +35,32 @@ def _(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tenso
 
 @torch.library.custom_op("nanochat::flash_attention_4_backward", mutates_args=())
 def _backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, window: int, scale: float
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients with respect to q, k and v, from the gradient of `out`."""
-    grads = _flash_attn_bwd(q, k, v, out, gradient.contiguous(), sums, softmax_scale=scale, **_seen(window))
+    grads = _flash_attn_bwd(
+        q, k, v, out, gradient.contiguous(), sums, softmax_scale=scale, **_seen(window)
+    )
     return grads[0], grads[1], grads[2]
 
 
 @_backward.register_fake
 def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, window: int, scale: float
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -68,7 +86,9 @@ def flash_attn_func(
     v: Tensor,  # (B, T, Hkv, D)
     softmax_scale: float | None,  # of the scores, default 1/sqrt(D)
     causal: bool,  # only True is served
-    window_size: tuple[int, int],  # keys before and after a query's own; -1: all that causality leaves
+    window_size: tuple[
+        int, int
+    ],  # keys before and after a query's own; -1: all that causality leaves
 ) -> Tensor:  # (B, T, H, D)
     """Causal attention, called as FlashAttention 3 is."""
     assert causal

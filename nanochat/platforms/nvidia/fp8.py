@@ -34,7 +34,9 @@ def rounded(
     return (x.float() / factor).to(form), factor
 
 
-def _times(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, out: torch.dtype, short: bool = False) -> Tensor:
+def _times(
+    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, out: torch.dtype, short: bool = False
+) -> Tensor:
     """a (M, K) in rows, times b (K, N), which the GPU wants in columns. `short` sums in fewer bits, and is faster."""
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
     return _scaled_mm(a, b, of_a, of_b, out_dtype=out, use_fast_accum=short)
@@ -71,19 +73,28 @@ def product(
 def use(model: Model) -> None:
     """Let the large matrices inside a GPT's layers multiply in FP8 in training. UserError for other models, and for
     sizes that the GPU does not take."""
-    found = {name: matrix for name, matrix in cast(nn.Module, model).named_modules() if isinstance(matrix, Linear)
-             and name.endswith((*NORMED, PROJECTION))}  # fmt: skip
+    found = {
+        name: matrix
+        for name, matrix in cast(nn.Module, model).named_modules()
+        if isinstance(matrix, Linear) and name.endswith((*NORMED, PROJECTION))
+    }
     if not found:
-        raise UserError("only a GPT trains in FP8, got another family: leave --fp8 out", exit_code=2)
+        raise UserError(
+            "only a GPT trains in FP8, got another family: leave --fp8 out", exit_code=2
+        )
     if (tokens := model.config.sequence_len) % GRAIN:  # over which the gradients of weights sum
-        raise UserError(f"FP8 needs rows of a multiple of {GRAIN} tokens, got {tokens}: choose another --max_seq_len, "
-                        "or leave --fp8 out", exit_code=2)  # fmt: skip
+        raise UserError(
+            f"FP8 needs rows of a multiple of {GRAIN} tokens, got {tokens}: choose another --max_seq_len, "
+            "or leave --fp8 out",
+            exit_code=2,
+        )
     for name, matrix in found.items():
         if wrong := [size for size in (matrix.in_features, matrix.out_features) if size % GRAIN]:
             raise UserError(
                 f"FP8 needs matrices whose sides are multiples of {GRAIN}, and {name} has {wrong[0]}: choose another "
-                "--model_dim, or leave --fp8 out", exit_code=2,
-            )  # fmt: skip
+                "--model_dim, or leave --fp8 out",
+                exit_code=2,
+            )
         matrix.product = product if name.endswith(PROJECTION) else normed(matrix.in_features)
 
 

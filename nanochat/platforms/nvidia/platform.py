@@ -15,10 +15,27 @@ from nanochat.platforms.nvidia.attention import NvidiaOperations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
 PEAKS = {
-    "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H20": 148, "A100": 312, "A800": 312,
-    "A6000": 155, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "V100": 125, "T4": 65, "4090": 165,
-    "3090": 71, "B200": 2250, "5090": 210,
-}  # fmt: skip
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "A6000": 155,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "A10G": 70,
+    "A10": 125,
+    "V100": 125,
+    "T4": 65,
+    "4090": 165,
+    "3090": 71,
+    "B200": 2250,
+    "5090": 210,
+}
 
 FP8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply in FP8
 
@@ -62,7 +79,10 @@ class Nvidia(Platform):
         if major >= 8:
             return torch.bfloat16, f"compute capability {major}.{minor}"
         if major >= 7:
-            return torch.float16, f"compute capability {major}.{minor} has no bf16; a gradient scaler is used"
+            return (
+                torch.float16,
+                f"compute capability {major}.{minor} has no bf16; a gradient scaler is used",
+            )
         return torch.float32, f"compute capability {major}.{minor}"
 
     def use_fp8(self, model: Model) -> None:
@@ -99,10 +119,14 @@ class Nvidia(Platform):
         """An empty CUDA graph."""
         return torch.cuda.CUDAGraph()
 
-    def graphed(self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+    def graphed(
+        self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]
+    ) -> Callable[..., Any]:
         """See Platform.graphed."""
         # torch waits for the stream on which the passes before the capture made gradients, and need not say so
-        if quiet := getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None):
+        if quiet := getattr(
+            torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None
+        ):
             quiet(False)
         return super().graphed(call, samples)
 
@@ -120,5 +144,7 @@ class Nvidia(Platform):
     def chip(self) -> Chip | None:
         """The GPU by its name, with the memory that this one has; None for kinds that the planner does not know."""
         name = torch.cuda.get_device_name(self.index)
-        known = next((chip for chip in CHIPS if chip.name in name and peak_tflops(name) == chip.tflops), None)
+        known = next(
+            (chip for chip in CHIPS if chip.name in name and peak_tflops(name) == chip.tflops), None
+        )
         return None if known is None else NvidiaChip(known.name, self.memory_total() / 2**30)

@@ -37,9 +37,12 @@ class Beside:
         self._lines: queue.Queue[str | None] = queue.Queue(MOST_WAITING)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "nanochat.runtime.trackers", name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
             start_new_session=True,  # Ctrl-C stops training, which then lets the tracker finish
-        )  # fmt: skip
+        )
         self._lines.put(json.dumps({**asdict(start), "folder": str(start.folder)}, default=str))
         for work in (self._write, self._read):
             threading.Thread(target=work, name=f"{name} tracker", daemon=True).start()
@@ -59,7 +62,10 @@ class Beside:
         """Wait until the tracker has started. False if it has failed; `failure` says why."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._state != "starting", self._start_seconds):
-                self._state, self.failure = "failed", f"it did not start within {self._start_seconds:g} s"
+                self._state, self.failure = (
+                    "failed",
+                    f"it did not start within {self._start_seconds:g} s",
+                )
         return not self.failure
 
     def close(self, seconds: float = FINISH_SECONDS) -> None:

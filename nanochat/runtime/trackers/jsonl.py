@@ -11,7 +11,10 @@ from typing import Any
 
 from nanochat.common import parse_json, to_json, write_atomic, write_json
 
-LOCK_TRIES, LOCK_SECONDS = 100, 0.01  # somebody who looks at the lock holds it for less than a millisecond
+LOCK_TRIES, LOCK_SECONDS = (
+    100,
+    0.01,
+)  # somebody who looks at the lock holds it for less than a millisecond
 
 
 class Jsonl:
@@ -24,9 +27,13 @@ class Jsonl:
         """Open the file after `step` updates; lines of later steps, which an interrupted run left, are dropped."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(folder) if line.get("step", 0) <= step] if step else []
+        kept = (
+            [line for line in read_metrics(folder) if line.get("step", 0) <= step] if step else []
+        )
         self.last: int = kept[-1].get("step", 0) if kept else -1
-        write_atomic(path, "".join(to_json(line) + "\n" for line in kept))  # atomic, so that a kill loses no line
+        write_atomic(
+            path, "".join(to_json(line) + "\n" for line in kept)
+        )  # atomic, so that a kill loses no line
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole stage
         _lock(self._file.fileno())
 
@@ -38,7 +45,9 @@ class Jsonl:
     def close(self) -> None:
         """Close the file."""
         if not self._file.closed:
-            with contextlib.suppress(OSError):  # a forked worker may hold the file open, and the lock with it
+            with contextlib.suppress(
+                OSError
+            ):  # a forked worker may hold the file open, and the lock with it
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 

@@ -13,7 +13,9 @@ def _mode() -> str:
     """The mode that works here: online with a key; without one local, or offline where its page is not installed."""
     if swanlab.Settings().api_key:
         return "online"
-    return "local" if importlib.util.find_spec("swanboard") else "offline"  # of `pip install swanlab[dashboard]`
+    return (
+        "local" if importlib.util.find_spec("swanboard") else "offline"
+    )  # of `pip install swanlab[dashboard]`
 
 
 class Swanlab:
@@ -27,7 +29,11 @@ class Swanlab:
         folder = start.folder / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
         self._run = swanlab.init(
-            project="nanochat", name=start.name, config=start.settings, mode=mode, log_dir=str(folder)
+            project="nanochat",
+            name=start.name,
+            config=start.settings,
+            mode=mode,
+            log_dir=str(folder),
         )
 
     def log(self, figures: dict[str, Any]) -> None:

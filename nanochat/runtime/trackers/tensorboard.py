@@ -21,11 +21,17 @@ class Tensorboard:
         self._writer = EventFileWriter(str(start.folder / "tensorboard"))
         session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(session_log=session), start.step + 1)
-        text = summary_pb2.SummaryMetadata(plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text"))
-        listed = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in start.settings.items())
+        text = summary_pb2.SummaryMetadata(
+            plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        )
+        listed = "\n".join(
+            f"    {name}: {json.dumps(value)}" for name, value in start.settings.items()
+        )
         content = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[listed.encode()])
         content.tensor_shape.dim.add(size=1)
-        value = summary_pb2.Summary.Value(tag="settings/text_summary", metadata=text, tensor=content)
+        value = summary_pb2.Summary.Value(
+            tag="settings/text_summary", metadata=text, tensor=content
+        )
         self._add(event_pb2.Event(summary=summary_pb2.Summary(value=[value])), start.step)
 
     def _add(self, event: Any, step: int) -> None:
@@ -34,8 +40,13 @@ class Tensorboard:
 
     def log(self, figures: dict[str, Any]) -> None:
         """Write the numbers of one step."""
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers(figures).items()]
-        self._add(event_pb2.Event(summary=summary_pb2.Summary(value=values)), figures.get("step", 0))
+        values = [
+            summary_pb2.Summary.Value(tag=name, simple_value=value)
+            for name, value in numbers(figures).items()
+        ]
+        self._add(
+            event_pb2.Event(summary=summary_pb2.Summary(value=values)), figures.get("step", 0)
+        )
         self._writer.flush()
 
     def close(self) -> None:

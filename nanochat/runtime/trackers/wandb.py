@@ -12,7 +12,9 @@ class Wandb:
 
     def __init__(self, start: Start):
         mode: Any = start.mode or None
-        self._run = wandb.init(project="nanochat", name=start.name, config=start.settings, mode=mode)
+        self._run = wandb.init(
+            project="nanochat", name=start.name, config=start.settings, mode=mode
+        )
 
     def log(self, figures: dict[str, Any]) -> None:
         """Send the figures of one step."""

@@ -13,7 +13,12 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Message, Part
 
 CONNECT_SECONDS, READ_SECONDS = 10, 600  # a busy server may take minutes to its first token
-SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")  # what the user may set; our server tells its defaults
+SETTINGS = (
+    "temperature",
+    "min_p",
+    "top_k",
+    "max_tokens",
+)  # what the user may set; our server tells its defaults
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
 LOOK_SECONDS = 0.1  # how often a reply under way looks whether it was stopped
 
@@ -25,7 +30,10 @@ class Remote:
         """UserError if no such server answers at the URL, with or without /v1 at its end."""
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"--url must begin with http:// or https://, got {url}: write it in full", exit_code=2)
+            raise UserError(
+                f"--url must begin with http:// or https://, got {url}: write it in full",
+                exit_code=2,
+            )
         self._headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         models = self._json(self._send("GET", "models"))
         try:
@@ -38,7 +46,9 @@ class Remote:
         self._ours = model.get("owned_by") == "nanochat"  # then it takes the fields of NOT_OPENAI
         told = model.get("defaults") if self._ours else None
         told = told if isinstance(told, dict) else {}
-        self._defaults = {name: told[name] for name in SETTINGS if isinstance(told.get(name), int | float)}
+        self._defaults = {
+            name: told[name] for name in SETTINGS if isinstance(told.get(name), int | float)
+        }
         context = model.get("context_length")
         self.context = context if self._ours and isinstance(context, int) else None  # in tokens
         self.finish: str | None = None
@@ -62,11 +72,19 @@ class Remote:
     ) -> Iterator[Part]:
         """The parts of a reply while it streams, until `stopped` says so. UserError if the server refuses."""
         self.finish, self.tokens = None, 0
-        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         given = {name: value for name, value in settings.items() if value is not None}
-        body |= {name: value for name, value in given.items() if self._ours or name not in NOT_OPENAI}
+        body |= {
+            name: value for name, value in given.items() if self._ours or name not in NOT_OPENAI
+        }
         body |= {"truncation": "auto"} if self._ours else {}
-        body["messages"] = [{"role": message.role, "content": _text(message)} for message in messages]
+        body["messages"] = [
+            {"role": message.role, "content": _text(message)} for message in messages
+        ]
         lines: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
         response = self._send("POST", "chat/completions", body)
         # A read cannot be interrupted, so another thread reads.
@@ -78,13 +96,17 @@ class Remote:
                 except queue.Empty:
                     continue
                 if isinstance(line, Exception):
-                    raise UserError(f"{self.url} ended the reply too early ({line}): send the message again") from line
+                    raise UserError(
+                        f"{self.url} ended the reply too early ({line}): send the message again"
+                    ) from line
                 if line is None or line == b"data: [DONE]":
                     return
                 if line.startswith(b"data:"):
                     yield from self._parts(line[5:])
         finally:
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # the stream may have ended already
+            with contextlib.suppress(
+                OSError, ValueError, RuntimeError
+            ):  # the stream may have ended already
                 response.raw.shutdown()  # ends the other thread's read; close() alone would wait for it
             response.close()
 
@@ -112,7 +134,12 @@ class Remote:
         timeout = (CONNECT_SECONDS, READ_SECONDS)
         try:
             response = requests.request(
-                method, f"{self.url}/{path}", json=body, headers=self._headers, stream=True, timeout=timeout
+                method,
+                f"{self.url}/{path}",
+                json=body,
+                headers=self._headers,
+                stream=True,
+                timeout=timeout,
             )
         except (requests.RequestException, UnicodeError) as failure:
             text = f"no server answers at {self.url} ({type(failure).__name__}): start one there, or correct --url"
@@ -123,7 +150,9 @@ class Remote:
             value = self._json(response)
             error = value.get("error") if isinstance(value, dict) else None
             reason = error.get("message") if isinstance(error, dict) else None
-            raise UserError(f"{self.url} refused (status {response.status_code}): {reason or response.reason}")
+            raise UserError(
+                f"{self.url} refused (status {response.status_code}): {reason or response.reason}"
+            )
         return response
 
     def _json(self, response: requests.Response) -> Any:
@@ -136,7 +165,9 @@ class Remote:
             ) from failure
 
 
-def _read(response: requests.Response, lines: "queue.SimpleQueue[bytes | Exception | None]") -> None:
+def _read(
+    response: requests.Response, lines: "queue.SimpleQueue[bytes | Exception | None]"
+) -> None:
     """Put the lines of a response into a queue, then None; a failure ends them."""
     try:
         for line in response.iter_lines(chunk_size=1):

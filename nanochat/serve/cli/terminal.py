@@ -48,8 +48,13 @@ def take_any_text() -> None:
     """Let standard input and output carry any text, whatever the locale says."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for unknown characters
-    if isinstance(sys.stdin, io.TextIOWrapper) and codecs.lookup(sys.stdin.encoding).name == "ascii":
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal without UTF-8 shows ? for unknown characters
+    if (
+        isinstance(sys.stdin, io.TextIOWrapper)
+        and codecs.lookup(sys.stdin.encoding).name == "ascii"
+    ):
         sys.stdin.reconfigure(encoding="utf-8")  # what a keyboard sends, whatever the locale says
 
 
@@ -134,7 +139,10 @@ def utf8() -> Iterator[None]:
 
 
 def _ascii_only() -> bool:
-    return not _installed("") or locale.nl_langinfo(locale.CODESET) in ("ANSI_X3.4-1968", "US-ASCII")
+    return not _installed("") or locale.nl_langinfo(locale.CODESET) in (
+        "ANSI_X3.4-1968",
+        "US-ASCII",
+    )
 
 
 def _installed(name: str) -> bool:
@@ -165,7 +173,9 @@ def history(path: Path) -> Iterator[str]:
         try:
             yield problem
         finally:
-            with contextlib.suppress(OSError):  # a folder that became full or read-only does not end a chat in error
+            with contextlib.suppress(
+                OSError
+            ):  # a folder that became full or read-only does not end a chat in error
                 readline.write_history_file(path)
 
 

@@ -25,13 +25,17 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
         # A flag may hold bytes that are not UTF-8, which Python reads as halves of surrogate pairs.
         entry: dict[str, Any] = {"role": message.role, "content": whole(message.text)}
         if any(part.kind != "text" for part in message.parts):
-            entry["parts"] = [{"kind": part.kind, "text": whole(part.text)} for part in message.parts]
+            entry["parts"] = [
+                {"kind": part.kind, "text": whole(part.text)} for part in message.parts
+            ]
         written.append(entry)
     try:
         write_json(path, {"format": FORMAT, "version": 1, "messages": written})
     except (OSError, ValueError) as failure:  # ValueError: the path holds a null byte
         reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise UserError(f"{path} cannot be written ({reason}): name a file in a folder of yours") from failure
+        raise UserError(
+            f"{path} cannot be written ({reason}): name a file in a folder of yours"
+        ) from failure
 
 
 def read_transcript(path: Path) -> list[Message]:
@@ -42,7 +46,9 @@ def read_transcript(path: Path) -> list[Message]:
     try:
         messages = [_read_message(entry) for entry in read_json(path)["messages"]]
     except OSError as failure:
-        raise UserError(f"{path} cannot be read ({failure.strerror}): name a file that /save has written") from failure
+        raise UserError(
+            f"{path} cannot be read ({failure.strerror}): name a file that /save has written"
+        ) from failure
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise UserError(
             f'{path} is not a chat: name a JSON file of the form {{"messages": [{{"role": "user", "content": "..."}}, '

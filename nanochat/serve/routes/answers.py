@@ -55,7 +55,12 @@ def error(refusal: ApiError) -> JSONResponse:
 def event(value: Any, name: str | None = None) -> bytes:
     """A server-sent event that carries a JSON value."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return (
+        head
+        + b"data: "
+        + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
 
 
 DONE = b"data: [DONE]\n\n"
@@ -83,7 +88,12 @@ class Answer(Response):
     """The answer to one request, streamed or whole. The ticket is released whatever happens."""
 
     def __init__(
-        self, thread: EngineThread[Event], ticket: Ticket[Event], writer: Writer, metrics: Metrics, start: float
+        self,
+        thread: EngineThread[Event],
+        ticket: Ticket[Event],
+        writer: Writer,
+        metrics: Metrics,
+        start: float,
     ):
         """`start` is when the request came, by the monotonic clock."""
         super().__init__()
@@ -108,7 +118,9 @@ class Answer(Response):
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
         except UserError as refusal:
             raise ApiError(400, "invalid_request", str(refusal)) from refusal
-        except Exception as failure:  # an edge of the process: the engine thread has logged the traceback
+        except (
+            Exception
+        ) as failure:  # an edge of the process: the engine thread has logged the traceback
             text = f"the engine failed with {type(failure).__name__}: the server's log says why"
             raise ApiError(500, "engine_failed", text) from failure
         if any(event.broken for _, event in news):
@@ -128,7 +140,10 @@ class Answer(Response):
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"x-accel-buffering", b"no"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send(send, self.writer.opening())
         try:

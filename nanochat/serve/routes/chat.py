@@ -9,18 +9,46 @@ from nanochat.data.conversation import Conversation, Message, Part
 from nanochat.engine import Event
 from nanochat.serve.routes.answers import DONE, event
 from nanochat.serve.routes.choices import Choice, Reply, Said, count_usage, finite, spelling
-from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, read_fields, truncates
+from nanochat.serve.routes.fields import (
+    ApiError,
+    Limits,
+    flag,
+    integer,
+    invalid,
+    read_fields,
+    truncates,
+)
 from nanochat.serve.routes.intake import Work, make_prompt
 from nanochat.serve.routes.messages import alternating, read_conversation
-from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, check_scores, read_format, read_wanted
+from nanochat.serve.routes.sampling import (
+    READ,
+    Defaults,
+    Wanted,
+    alternatives,
+    check_scores,
+    read_format,
+    read_wanted,
+)
 from nanochat.serve.routes.tools import Tools, only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
 
 KNOWN = READ | {
-    "messages", "max_tokens", "max_completion_tokens", "truncation", "logprobs", "top_logprobs", "tools",
-    "tool_choice", "parallel_tool_calls", "continue_final_message", "add_generation_prompt",
-}  # fmt: skip
-NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "service_tier": ("auto", "default")}
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "truncation",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "continue_final_message",
+    "add_generation_prompt",
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +95,12 @@ def read_chat(value: Any, limits: Limits, defaults: Defaults) -> ChatRequest:
     tools = read_tools(fields)
     schema = only_schema(tools, read_format(fields.get("response_format"), "response_format"))
     wanted = read_wanted(
-        fields, limits, defaults, integer(fields, longest, 1, limits.context), schema=schema, logprobs=top or 0
+        fields,
+        limits,
+        defaults,
+        integer(fields, longest, 1, limits.context),
+        schema=schema,
+        logprobs=top or 0,
     )
     continued = flag(fields, "continue_final_message")
     if flag(fields, "add_generation_prompt", not continued) == continued:
@@ -102,9 +135,17 @@ class Envelope:
     model: str
     truncated: int = 0
 
-    def body(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def body(
+        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """An object of the API with some choices."""
-        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        body = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
         if self.truncated:
             body["truncated_messages"] = self.truncated
         if usage is not None:
@@ -117,9 +158,16 @@ class ChatWriter:
 
     def __init__(self, envelope: Envelope, asked: ChatRequest, prompt: int, tokenizer: Tokenizer):
         """`prompt` is the length of the prompt in tokens."""
-        self._envelope, self._asked, self._prompt, self._tokenizer = envelope, asked, prompt, tokenizer
+        self._envelope, self._asked, self._prompt, self._tokenizer = (
+            envelope,
+            asked,
+            prompt,
+            tokenizer,
+        )
         count = asked.wanted.n
-        self._choices = [Choice(tokenizer, "text" if asked.logprobs else None) for _ in range(count)]
+        self._choices = [
+            Choice(tokenizer, "text" if asked.logprobs else None) for _ in range(count)
+        ]
         self._replies = [Reply(asked.tools) for _ in range(count)]
         self._scores: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         self.stream = asked.wanted.stream
@@ -153,7 +201,9 @@ class ChatWriter:
     def closing(self) -> bytes:
         """The usage, if the client wants it alone, and the end of the stream."""
         alone = self._asked.wanted.include_usage
-        usage = event(self._envelope.body("chat.completion.chunk", [], self.usage)) if alone else b""
+        usage = (
+            event(self._envelope.body("chat.completion.chunk", [], self.usage)) if alone else b""
+        )
         return usage + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
@@ -164,9 +214,16 @@ class ChatWriter:
         """The whole answer. A reply with calculator calls has `parts`, which the client may send back later."""
         choices = []
         for place, reply in enumerate(self._replies):
-            logprobs = {"content": self._scores[place], "refusal": None} if self._asked.logprobs else None
+            logprobs = (
+                {"content": self._scores[place], "refusal": None} if self._asked.logprobs else None
+            )
             choices.append(
-                {"index": place, "message": reply.message, "logprobs": logprobs, "finish_reason": self._end(place)}
+                {
+                    "index": place,
+                    "message": reply.message,
+                    "logprobs": logprobs,
+                    "finish_reason": self._end(place),
+                }
             )
         return self._envelope.body("chat.completion", choices, self.usage)
 
@@ -175,24 +232,37 @@ class ChatWriter:
         finish = self._choices[place].finish
         return "tool_calls" if finish == "stop" and self._replies[place].tool_calls else finish
 
-    def _chunks(self, place: int, deltas: list[dict[str, Any]], scores: list[dict[str, Any]]) -> bytes:
+    def _chunks(
+        self, place: int, deltas: list[dict[str, Any]], scores: list[dict[str, Any]]
+    ) -> bytes:
         """The chunks of one reply. Scores go with the first; the last says why the reply ended."""
         sent = b""
         for delta in deltas or [{"content": ""}] * bool(scores):
             sent += self._chunk(place, delta, scores=scores)
             scores = []
         if self._choices[place].finish:
-            last = all(choice.finish for choice in self._choices) and not self._asked.wanted.include_usage
+            last = (
+                all(choice.finish for choice in self._choices)
+                and not self._asked.wanted.include_usage
+            )
             sent += self._chunk(place, {}, self._end(place), usage=self.usage if last else None)
         return sent
 
     def _chunk(
-        self, place: int, delta: dict[str, Any], finish: str | None = None, scores: Iterable[dict[str, Any]] = (),
+        self,
+        place: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        scores: Iterable[dict[str, Any]] = (),
         usage: dict[str, Any] | None = None,
-    ) -> bytes:  # fmt: skip
+    ) -> bytes:
         scores = [*scores]
         logprobs = {"content": scores, "refusal": None} if scores else None
-        if self._asked.wanted.continuous_usage and finish is None and any(c.tokens for c in self._choices):
+        if (
+            self._asked.wanted.continuous_usage
+            and finish is None
+            and any(c.tokens for c in self._choices)
+        ):
             usage = self.usage
         choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return event(self._envelope.body("chat.completion.chunk", [choice], usage))

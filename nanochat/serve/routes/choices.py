@@ -32,7 +32,9 @@ class Choice:
         self._stream = TextStream(tokenizer)
         self._tokenizer = tokenizer
         self._scored = scored
-        self._pending: list[tuple[int, Said]] = []  # tokens with the place of each in the text, in bytes
+        self._pending: list[
+            tuple[int, Said]
+        ] = []  # tokens with the place of each in the text, in bytes
         self._written = self._shown = 0  # bytes that the model wrote, and that the client may see
         self.tokens = 0
         self.reused = 0  # tokens of the prompt that were not read again
@@ -43,14 +45,20 @@ class Choice:
     def add(self, event: Event) -> list[Part]:
         """Follow an event; return what can be shown now."""
         mark = self._stream.is_mark(event.token)
-        within = self._scored == "all" or (not mark and not event.forced and self._stream.kind == "text")
+        within = self._scored == "all" or (
+            not mark and not event.forced and self._stream.kind == "text"
+        )
         parts = self._stream.push(event.token)
         if event.finish is not None:
             parts += self._stream.flush()
-        if event.parts is not None:  # the engine looked for stop strings, and holds back what may begin one
+        if (
+            event.parts is not None
+        ):  # the engine looked for stop strings, and holds back what may begin one
             parts = [*event.parts]
         if within and self._scored:
-            self._pending.append((self._written, Said(event.token, event.logprob, event.alternatives)))
+            self._pending.append(
+                (self._written, Said(event.token, event.logprob, event.alternatives))
+            )
             self._written += 0 if mark else len(self._tokenizer.decode_bytes([event.token]))
         counted = (part for part in parts if self._scored == "all" or part.kind == "text")
         self._shown += sum(len(part.text.encode()) for part in counted)
@@ -64,7 +72,9 @@ class Choice:
     def scores(self) -> list[Said]:
         """The tokens of the text that was shown since the last call; none of what a stop string cut off."""
         ended = self.finish is not None and not self._cut
-        ready = len(self._pending) if ended else sum(place < self._shown for place, _ in self._pending)
+        ready = (
+            len(self._pending) if ended else sum(place < self._shown for place, _ in self._pending)
+        )
         taken, self._pending = self._pending[:ready], self._pending[ready:]
         return [said for _, said in taken]
 

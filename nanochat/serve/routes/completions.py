@@ -15,10 +15,27 @@ from nanochat.generate.reply import TextStream
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import DONE, event
 from nanochat.serve.routes.choices import Choice, count_usage, finite, spelling
-from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, is_tokens, kind, missing, read_fields
+from nanochat.serve.routes.fields import (
+    ApiError,
+    Limits,
+    flag,
+    integer,
+    invalid,
+    is_tokens,
+    kind,
+    missing,
+    read_fields,
+)
 from nanochat.serve.routes.fields import tokens as read_tokens
 from nanochat.serve.routes.intake import Work
-from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, check_scores, read_wanted
+from nanochat.serve.routes.sampling import (
+    READ,
+    Defaults,
+    Wanted,
+    alternatives,
+    check_scores,
+    read_wanted,
+)
 from nanochat.tokenizer import Tokenizer
 
 KNOWN = READ | {"prompt", "max_tokens", "logprobs", "prompt_logprobs", "echo", "add_special_tokens"}
@@ -42,18 +59,28 @@ class CompletionRequest:
         """The prompts as requests to the engine, and the writer of the replies. ApiError 400 if one does not fit."""
         wanted, answer = self.wanted, self.wanted.max_tokens or 1
         start = [tokenizer.bos] if self.bos and tokenizer.marks_begin else []
-        prompts = [[*start, *tokenizer.encode(item)] if isinstance(item, str) else item for item in self.prompts]
+        prompts = [
+            [*start, *tokenizer.encode(item)] if isinstance(item, str) else item
+            for item in self.prompts
+        ]
         for number, prompt in enumerate(prompts):
             if not prompt:
-                raise ApiError(400, "empty_prompt", f"prompt {number} is empty: it must have a token", "prompt")
+                raise ApiError(
+                    400, "empty_prompt", f"prompt {number} is empty: it must have a token", "prompt"
+                )
             if len(prompt) + answer > limits.context:
                 text = (
                     f"the model's context holds {limits.context} tokens; prompt {number} has {len(prompt)}, and "
                     f"{answer} more are asked for: shorten the prompt"
                 )
                 raise ApiError(400, "context_length_exceeded", text, "prompt")
-        requests = [request for prompt in prompts for request in wanted.requests(prompt, limits.context)]
-        check_scores(sum(map(self._scores, requests)), "n, max_tokens or logprobs, or send fewer or shorter prompts")
+        requests = [
+            request for prompt in prompts for request in wanted.requests(prompt, limits.context)
+        ]
+        check_scores(
+            sum(map(self._scores, requests)),
+            "n, max_tokens or logprobs, or send fewer or shorter prompts",
+        )
         texts = [item if isinstance(item, str) else _text(item, tokenizer) for item in self.prompts]
 
         def writer(number: str) -> CompletionWriter:
@@ -85,12 +112,18 @@ def read_completion(value: Any, limits: Limits, defaults: Defaults) -> Completio
     prompts = _prompts(fields.get("prompt"), limits)
     if (replies := len(prompts) * wanted.n) > MOST_SAMPLES:
         raise invalid(
-            f"a request may have at most {MOST_SAMPLES} replies, got {replies:,}: send fewer prompts", "prompt"
+            f"a request may have at most {MOST_SAMPLES} replies, got {replies:,}: send fewer prompts",
+            "prompt",
         )
     return CompletionRequest(
-        prompts, wanted, echo, logprobs is not None, of_prompt is not None, max_tokens == 0,
+        prompts,
+        wanted,
+        echo,
+        logprobs is not None,
+        of_prompt is not None,
+        max_tokens == 0,
         flag(fields, "add_special_tokens", True),
-    )  # fmt: skip
+    )
 
 
 def _prompts(given: Any, limits: Limits) -> list[str | list[int]]:
@@ -100,11 +133,17 @@ def _prompts(given: Any, limits: Limits) -> list[str | list[int]]:
     if isinstance(given, str) or (given and is_tokens(given)):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise invalid(f"prompt must be a text, a list of token ids, or a list of these, got {kind(given)}", "prompt")
+        raise invalid(
+            f"prompt must be a text, a list of token ids, or a list of these, got {kind(given)}",
+            "prompt",
+        )
     if len(given) > MOST_SAMPLES:
-        raise invalid(f"there may be at most {MOST_SAMPLES} prompts, got {len(given):,}: send fewer", "prompt")
+        raise invalid(
+            f"there may be at most {MOST_SAMPLES} prompts, got {len(given):,}: send fewer", "prompt"
+        )
     return [
-        item if isinstance(item, str) else read_tokens(item, f"prompt[{i}]", limits) for i, item in enumerate(given)
+        item if isinstance(item, str) else read_tokens(item, f"prompt[{i}]", limits)
+        for i, item in enumerate(given)
     ]
 
 
@@ -121,10 +160,20 @@ class CompletionWriter:
     """Writes the replies to the prompts of one request; n replies to the first prompt, then n to the second."""
 
     def __init__(
-        self, number: str, model: str, asked: CompletionRequest, prompts: list[list[int]], texts: list[str],
+        self,
+        number: str,
+        model: str,
+        asked: CompletionRequest,
+        prompts: list[list[int]],
+        texts: list[str],
         tokenizer: Tokenizer,
-    ):  # fmt: skip
-        self._head = {"id": number, "object": "text_completion", "created": int(time.time()), "model": model}
+    ):
+        self._head = {
+            "id": number,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._asked, self._prompts, self._echoes, self._tokenizer = asked, prompts, texts, tokenizer
         count = len(prompts) * asked.wanted.n
         self._choices = [Choice(tokenizer, "all" if asked.logprobs else None) for _ in range(count)]
@@ -208,14 +257,22 @@ class CompletionWriter:
             "logprobs": self._scores[place].take() if self._asked.logprobs else None,
             "finish_reason": "length" if self._asked.silent and choice.finish else choice.finish,
         }
-        if self._asked.prompt_logprobs and choice.prompt is not None and (choice.finish or not self.stream):
+        if (
+            self._asked.prompt_logprobs
+            and choice.prompt is not None
+            and (choice.finish or not self.stream)
+        ):
             found["prompt_logprobs"] = [None, *(self._ranked(scored) for scored in choice.prompt)]
         return found
 
     def _ranked(self, scored: Scored) -> dict[str, Any]:
         """A token of the prompt and its alternatives in vLLM's form: by id, with the rank where it is known."""
         found = {
-            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": spelling(token, self._tokenizer)}
+            str(token): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": spelling(token, self._tokenizer),
+            }
             for rank, (token, logprob) in enumerate(scored.alternatives, 1)
         }
         own = {
@@ -242,7 +299,9 @@ class Listed:
         if logprob is not None:
             top = {spelling(other, self._tokenizer): finite(value) for other, value in alternatives}
             top.setdefault(spelling(token, self._tokenizer), finite(logprob))
-        self._rows.append((spelling(token, self._tokenizer), logprob and finite(logprob), top, self._characters))
+        self._rows.append(
+            (spelling(token, self._tokenizer), logprob and finite(logprob), top, self._characters)
+        )
         if not self._stream.is_mark(token):
             self._characters += len(self._decoder.decode(self._tokenizer.decode_bytes([token])))
 
@@ -251,7 +310,13 @@ class Listed:
         rows, self._rows = self._rows, []
         if not rows:
             return None
-        return dict(zip(("tokens", "token_logprobs", "top_logprobs", "text_offset"), _columns(rows), strict=True))
+        return dict(
+            zip(
+                ("tokens", "token_logprobs", "top_logprobs", "text_offset"),
+                _columns(rows),
+                strict=True,
+            )
+        )
 
 
 def _columns(rows: list[tuple[Any, ...]]) -> Iterator[list[Any]]:

@@ -7,13 +7,22 @@ from typing import Any
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Fields that clients send for their own records; they change no answer.
-IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"})
+IGNORED = frozenset(
+    {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"}
+)
 
 
 class ApiError(Exception):
     """A refused request: the HTTP status, and the reason as OpenAI's error JSON."""
 
-    def __init__(self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None):
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ):
         """`retry_after` is in seconds."""
         super().__init__(message)
         self.status = status
@@ -24,8 +33,12 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error JSON."""
-        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = ERROR_TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,9 @@ def read_fields(
     """
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object, got " + kind(value))
-    fields = {name: given for name, given in value.items() if given is not None and name not in IGNORED}
+    fields = {
+        name: given for name, given in value.items() if given is not None and name not in IGNORED
+    }
     for name, given in fields.items():
         if name in neutral:
             if given not in neutral[name]:
@@ -75,7 +90,13 @@ def missing(name: str, what: str) -> ApiError:
 
 def kind(value: Any) -> str:
     """The type of a JSON value in words. The value itself may be private and is not repeated."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 
@@ -87,7 +108,11 @@ def number(fields: Mapping[str, Any], name: str, low: float, high: float) -> flo
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise invalid(f"{name} must be a number from {low} to {high}, got {kind(value)}", name)
     if not low <= value <= high:  # also false for NaN
-        got = f"{value:g}" if isinstance(value, float) and math.isfinite(value) else "a number out of range"
+        got = (
+            f"{value:g}"
+            if isinstance(value, float) and math.isfinite(value)
+            else "a number out of range"
+        )
         raise invalid(f"{name} must be from {low} to {high}, got {got}", name)
     return float(value)
 
@@ -98,7 +123,9 @@ def integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | 
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(f"{name} must be a whole number from {low} to {high}, got {kind(value)}", name)
+        raise invalid(
+            f"{name} must be a whole number from {low} to {high}, got {kind(value)}", name
+        )
     if not low <= value <= high:
         got = value if abs(value) < 1e18 else "a number out of range"
         raise invalid(f"{name} must be from {low} to {high}, got {got}", name)
@@ -131,7 +158,9 @@ def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def is_tokens(value: Any) -> bool:
     """Whether a value is a list of whole numbers."""
-    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in value
+    )
 
 
 def tokens(value: Any, name: str, limits: Limits) -> list[int]:
@@ -141,5 +170,8 @@ def tokens(value: Any, name: str, limits: Limits) -> list[int]:
     wrong = next((token for token in value if not 0 <= token < limits.vocabulary), None)
     if wrong is not None:
         got = wrong if abs(wrong) < 1e18 else "a number out of range"
-        raise invalid(f"{name} holds token {got}: the model's tokens go from 0 to {limits.vocabulary - 1:,}", name)
+        raise invalid(
+            f"{name} holds token {got}: the model's tokens go from 0 to {limits.vocabulary - 1:,}",
+            name,
+        )
     return value

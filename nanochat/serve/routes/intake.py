@@ -58,7 +58,9 @@ def decode_json(body: bytes) -> Any:
     """
     try:
         # Replaced here, once, since some routes send texts of the request back, which such a half would make fail.
-        text = ESCAPE.sub(lambda found: r"\ufffd" if found["half"] else found[0], body.decode("utf-8-sig"))
+        text = ESCAPE.sub(
+            lambda found: r"\ufffd" if found["half"] else found[0], body.decode("utf-8-sig")
+        )
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         raise ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8") from None
@@ -68,9 +70,7 @@ def _finite(number: str) -> float:
     """A number of a body. ApiError 400 for NaN, Infinity and 1e999, which JSON cannot hold."""
     value = float(number)
     if not math.isfinite(value):
-        text = (
-            f"the body must be JSON, whose numbers are finite, got {number[:80]}: send a number below 1.8e308, or null"
-        )
+        text = f"the body must be JSON, whose numbers are finite, got {number[:80]}: send a number below 1.8e308, or null"
         raise ApiError(400, "invalid_json", text)
     return value
 
@@ -85,7 +85,9 @@ class Turns:
     def __init__(self, waiting: int):
         """`waiting` is the number of requests that may wait for their turn."""
         self._most = waiting
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # size, arrival, turn; sorted
+        self._waiting: list[
+            tuple[int, int, asyncio.Future[None]]
+        ] = []  # size, arrival, turn; sorted
         self._arrivals = itertools.count()
         self._busy = False
 
@@ -95,12 +97,17 @@ class Turns:
         if self._busy:
             mine = asyncio.get_running_loop().create_future()
             bisect.insort(self._waiting, (size, next(self._arrivals), mine))
-            if len(self._waiting) > self._most and not (largest := self._waiting.pop()[2]).cancelled():
+            if (
+                len(self._waiting) > self._most
+                and not (largest := self._waiting.pop()[2]).cancelled()
+            ):
                 largest.set_exception(asyncio.QueueFull())
             try:
                 await mine
             except asyncio.CancelledError:
-                if mine.done() and not mine.cancelled() and not mine.exception():  # it was this request's turn
+                if (
+                    mine.done() and not mine.cancelled() and not mine.exception()
+                ):  # it was this request's turn
                     self._next()
                 raise
         self._busy = True
@@ -153,7 +160,12 @@ class AddressTurns:
                 await mine.comes
             except asyncio.CancelledError:
                 waited = self._line.remove(mine)
-                if not waited and mine.comes.done() and not mine.comes.cancelled() and not mine.comes.exception():
+                if (
+                    not waited
+                    and mine.comes.done()
+                    and not mine.comes.cancelled()
+                    and not mine.comes.exception()
+                ):
                     self._next()  # it was this request's turn
                 raise
         self._busy, self._latest = True, owner
@@ -183,10 +195,16 @@ class Work(NamedTuple):
 def answerable(conversation: Conversation) -> Conversation:
     """The chat in the order of training data, with an empty last turn of the user if the assistant spoke last."""
     plain = alternating(conversation)
-    return Conversation((*plain.messages, user(""))) if plain.messages[-1].role == "assistant" else plain
+    return (
+        Conversation((*plain.messages, user("")))
+        if plain.messages[-1].role == "assistant"
+        else plain
+    )
 
 
-def whole_prompt(conversation: Conversation, tokenizer: Tokenizer, field: str = "messages") -> list[int]:
+def whole_prompt(
+    conversation: Conversation, tokenizer: Tokenizer, field: str = "messages"
+) -> list[int]:
     """The tokens of a chat and of what opens the reply. ApiError 400 if a template refuses the chat.
 
     Only a published model's template may have a place for messages in another order than training data's.
@@ -216,7 +234,10 @@ def make_prompt(
     answer = max_tokens or 1
     room = context - answer
     messages = answerable(conversation).messages
-    if messages != conversation.messages and len(prompt := whole_prompt(conversation, tokenizer, field)) <= room:
+    if (
+        messages != conversation.messages
+        and len(prompt := whole_prompt(conversation, tokenizer, field)) <= room
+    ):
         return prompt, 0
     system = messages[: messages[0].role == "system"]
     turns = messages[len(system) :]
@@ -232,11 +253,17 @@ def make_prompt(
             held += len(tokenizer.render(Conversation(turns[dropped - 2 : dropped])).ids) - 1
             dropped -= 2 if held <= room else 0
     prompt = rendered(dropped)
-    while len(prompt) > room and truncate and dropped < len(turns) - 1:  # a system message merges with the first
+    while (
+        len(prompt) > room and truncate and dropped < len(turns) - 1
+    ):  # a system message merges with the first
         dropped += 2
         prompt = rendered(dropped)
     if len(prompt) <= room:
         return prompt, dropped
-    rest = f"and max_tokens asks for {answer} more" if max_tokens else "which leaves no room for an answer"
+    rest = (
+        f"and max_tokens asks for {answer} more"
+        if max_tokens
+        else "which leaves no room for an answer"
+    )
     text = f"the model's context holds {context} tokens; the messages have {len(prompt)}, {rest}: shorten the chat"
     raise ApiError(400, "context_length_exceeded", text, field)

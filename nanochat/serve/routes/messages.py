@@ -11,10 +11,18 @@ MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other 
 MOST_PARTS = 4000  # of all messages together
 # Whom the model takes for the speaker of a message, by the role that a client gives.
 SPEAKERS: dict[str, Role] = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "user",
-}  # fmt: skip
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "user",
+}
 
-TEXTS = ("text", "input_text", "output_text")  # types of parts that are text; the last two in the responses format
+TEXTS = (
+    "text",
+    "input_text",
+    "output_text",
+)  # types of parts that are text; the last two in the responses format
 
 
 def read_conversation(given: Any, instructions: str = "", continued: bool = False) -> Conversation:
@@ -28,16 +36,16 @@ def read_conversation(given: Any, instructions: str = "", continued: bool = Fals
         raise missing("messages", "a list of {role, content}")
     if not isinstance(given, list):
         raise invalid("messages must be a list of {role, content}, got " + kind(given), "messages")
-    none = ApiError(400, "empty_prompt", "messages must hold at least one user message, got none", "messages")
+    none = ApiError(
+        400, "empty_prompt", "messages must hold at least one user message, got none", "messages"
+    )
     if not given:
         raise none
     if len(given) > MOST_MESSAGES:
         text = f"there may be at most {MOST_MESSAGES:,} messages, got {len(given):,}: leave out the oldest"
         raise ApiError(400, "too_many_messages", text, "messages")
     if (parts := sum(map(_count, given))) > MOST_PARTS:
-        text = (
-            f"all messages together may have at most {MOST_PARTS:,} parts, got {parts:,}: leave out the oldest messages"
-        )
+        text = f"all messages together may have at most {MOST_PARTS:,} parts, got {parts:,}: leave out the oldest messages"
         raise ApiError(400, "too_many_messages", text, "messages")
     messages = _joined([_message(item, f"messages[{i}]") for i, item in enumerate(given)], given)
     messages = [message for message in messages if message.role != "system" or message.text.strip()]
@@ -48,7 +56,9 @@ def read_conversation(given: Any, instructions: str = "", continued: bool = Fals
         text = "continue_final_message needs a reply to continue: the last message must have the role assistant"
         raise invalid(text, last)
     if not continued and given[-1].get("tool_calls"):
-        raise invalid("calls need their results: the last message must have the role user or tool", last)
+        raise invalid(
+            "calls need their results: the last message must have the role user or tool", last
+        )
     return instructed(Conversation(tuple(messages)), instructions)
 
 
@@ -61,11 +71,24 @@ def _joined(messages: list[Message], given: list[Any]) -> list[Message]:
     joined: list[Message] = []
     for i, message in enumerate(messages):
         both = (given[i - 1], given[i]) if i else ()
-        if given[i]["role"] == "tool" and (i == 0 or given[i - 1]["role"] not in ("assistant", "tool")):
-            raise invalid(f"messages[{i}] is the result of a tool: put it after the call", f"messages[{i}].role")
-        if joined and message.role == "user" == joined[-1].role and any(item["role"] == "tool" for item in both):
+        if given[i]["role"] == "tool" and (
+            i == 0 or given[i - 1]["role"] not in ("assistant", "tool")
+        ):
+            raise invalid(
+                f"messages[{i}] is the result of a tool: put it after the call",
+                f"messages[{i}].role",
+            )
+        if (
+            joined
+            and message.role == "user" == joined[-1].role
+            and any(item["role"] == "tool" for item in both)
+        ):
             joined[-1] = Message("user", (Part("text", f"{joined[-1].text}\n{message.text}"),))
-        elif joined and message.role == "assistant" == joined[-1].role and any(item.get("tool_calls") for item in both):
+        elif (
+            joined
+            and message.role == "assistant" == joined[-1].role
+            and any(item.get("tool_calls") for item in both)
+        ):
             joined[-1] = Message("assistant", _together(*joined[-1].parts, *message.parts))
         else:
             joined.append(message)
@@ -79,7 +102,9 @@ def alternating(conversation: Conversation) -> Conversation:
     turn of the user stands before a greeting of the assistant. A chat of nothing but system messages
     becomes a question.
     """
-    orders = "\n\n".join(message.text for message in conversation.messages if message.role == "system")
+    orders = "\n\n".join(
+        message.text for message in conversation.messages if message.role == "system"
+    )
     turns: list[Message] = []
     for message in conversation.messages:
         if message.role == "system":
@@ -117,7 +142,9 @@ def _message(item: Any, name: str) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in SPEAKERS:
         got = repr(role[:80]) if isinstance(role, str) else kind(role)
-        raise invalid(f"{name}.role must be system, user, assistant or tool, got {got}", f"{name}.role")
+        raise invalid(
+            f"{name}.role must be system, user, assistant or tool, got {got}", f"{name}.role"
+        )
     if role == "assistant":
         parts = _said(item, name)
     elif role == "tool":
@@ -136,8 +163,14 @@ def _said(item: dict[str, Any], name: str) -> tuple[Part, ...]:
     if item.get("parts") is not None:
         parts = _parts(item["parts"], f"{name}.parts")
     else:
-        parts = (Part("text", "" if calls and content is None else text_of(content, f"{name}.content")),)
-    return _together(*parts, Part("text", written_calls(calls, f"{name}.tool_calls"))) if calls else parts
+        parts = (
+            Part("text", "" if calls and content is None else text_of(content, f"{name}.content")),
+        )
+    return (
+        _together(*parts, Part("text", written_calls(calls, f"{name}.tool_calls")))
+        if calls
+        else parts
+    )
 
 
 def _together(*parts: Part) -> tuple[Part, ...]:
@@ -153,7 +186,11 @@ def text_of(content: Any, name: str) -> str:
     """The text of a message: a string, or a list of text parts, which some clients send."""
     if isinstance(content, list):
         for part in content:
-            texts = isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
+            texts = (
+                isinstance(part, dict)
+                and part.get("type") in TEXTS
+                and isinstance(part.get("text"), str)
+            )
             if not texts:
                 raise invalid(f"{name} may hold only text parts, {{type: text, text}}", name)
         return "".join(part["text"] for part in content)
@@ -175,7 +212,10 @@ def _parts(value: Any, name: str) -> tuple[Part, ...]:
         elif isinstance(text, str) and item.get("type") == "text":
             parts.append(Part("text", text))
         else:
-            raise invalid(f"{name} may hold only {{type: text, text}} and {{type: tool, expression, result}}", name)
+            raise invalid(
+                f"{name} may hold only {{type: text, text}} and {{type: tool, expression, result}}",
+                name,
+            )
     return tuple(parts)
 
 

@@ -5,7 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 from nanochat.engine import Event
 from nanochat.serve.engine_thread import EngineThread
@@ -13,9 +20,63 @@ from nanochat.serve.engine_thread import EngineThread
 F = TypeVar("F", Counter, Gauge, Histogram)
 
 # Upper bounds in seconds. A CPU takes up to seconds for what a GPU does in milliseconds.
-FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
-WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+FIRST = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+BETWEEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+WHOLE = (
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+)
 
 
 class Families:
@@ -25,10 +86,19 @@ class Families:
         self._registry = CollectorRegistry()
         self._known: dict[str, Any] = {}
 
-    def get(self, kind: type[F], name: str, what: str, labels: Sequence[str] = ("model_name",), **options: Any) -> F:
+    def get(
+        self,
+        kind: type[F],
+        name: str,
+        what: str,
+        labels: Sequence[str] = ("model_name",),
+        **options: Any,
+    ) -> F:
         """The metric of a name, which is registered when it is asked for the first time."""
         if name not in self._known:
-            self._known[name] = kind(f"vllm:{name}", what, labels, registry=self._registry, **options)
+            self._known[name] = kind(
+                f"vllm:{name}", what, labels, registry=self._registry, **options
+            )
         return self._known[name]  # type: ignore[no-any-return]
 
     def response(self) -> Response:
@@ -44,21 +114,39 @@ class Metrics:
         self._families, self._model = families, model
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens of replies.")
-        self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.")
-        self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
+        self.queries = self._counter(
+            "prefix_cache_queries", "Tokens of prompts that were looked up."
+        )
+        self.hits = self._counter(
+            "prefix_cache_hits", "Tokens of prompts that were not read again."
+        )
         help_text = "Requests that ended, by the reason: stop, length, error or abort."
-        self._ended = families.get(Counter, "request_success", help_text, ("model_name", "finished_reason"))
-        self.first = self._histogram("time_to_first_token_seconds", "From request to first token.", FIRST)
-        self.between = self._histogram("inter_token_latency_seconds", "Between tokens of a reply.", BETWEEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", "From request to last token.", WHOLE)
+        self._ended = families.get(
+            Counter, "request_success", help_text, ("model_name", "finished_reason")
+        )
+        self.first = self._histogram(
+            "time_to_first_token_seconds", "From request to first token.", FIRST
+        )
+        self.between = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of a reply.", BETWEEN
+        )
+        self.whole = self._histogram(
+            "e2e_request_latency_seconds", "From request to last token.", WHOLE
+        )
         if thread is None:
             return
         self._gauge(
-            "num_requests_running", "Requests that the engine works on.", lambda: thread.slots - thread.free_slots
+            "num_requests_running",
+            "Requests that the engine works on.",
+            lambda: thread.slots - thread.free_slots,
         )
-        self._gauge("num_requests_waiting", "Requests that wait for a slot.", lambda: len(thread.line))
         self._gauge(
-            "kv_cache_usage_perc", "Share of the slots in use, 0 to 1.", lambda: 1 - thread.free_slots / thread.slots
+            "num_requests_waiting", "Requests that wait for a slot.", lambda: len(thread.line)
+        )
+        self._gauge(
+            "kv_cache_usage_perc",
+            "Share of the slots in use, 0 to 1.",
+            lambda: 1 - thread.free_slots / thread.slots,
         )
 
     def ended(self, reason: str) -> None:

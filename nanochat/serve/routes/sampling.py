@@ -16,10 +16,29 @@ from nanochat.generate.sampling import (
     MOST_STOPS,
     Sampling,
 )
-from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, kind, mapping, number, tokens
+from nanochat.serve.routes.fields import (
+    ApiError,
+    Limits,
+    flag,
+    integer,
+    invalid,
+    kind,
+    mapping,
+    number,
+    tokens,
+)
 
 # OpenAI's fields that every generating route reads, and the ones that vLLM adds.
-OPENAI = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "n"}
+OPENAI = {
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "n",
+}
 VLLM = {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"}
 READ = frozenset(OPENAI | VLLM | {"response_format", "stream", "stream_options"})
 LARGEST_SEED = 2**63 - 1
@@ -59,7 +78,11 @@ class Wanted:
 
 
 def read_wanted(
-    fields: Mapping[str, Any], limits: Limits, defaults: Defaults, max_tokens: int | None, **more: Any
+    fields: Mapping[str, Any],
+    limits: Limits,
+    defaults: Defaults,
+    max_tokens: int | None,
+    **more: Any,
 ) -> Wanted:
     """Check the fields of READ. `more` is what only one route knows, under Sampling's names. ApiError 400."""
     options = mapping(fields, "stream_options")
@@ -82,7 +105,9 @@ def read_wanted(
         "frequency_penalty": given("frequency_penalty", -2, 2, 0.0),
         "logit_bias": _biases(fields, limits),
         "stop": _stops(fields),
-        "stop_tokens": tuple(_few(tokens(fields.get("stop_token_ids", []), "stop_token_ids", limits))),
+        "stop_tokens": tuple(
+            _few(tokens(fields.get("stop_token_ids", []), "stop_token_ids", limits))
+        ),
         "min_tokens": integer(fields, "min_tokens", 0, limits.context) or 0,
         "ignore_eos": flag(fields, "ignore_eos"),
         "schema": read_format(fields.get("response_format"), "response_format"),
@@ -146,7 +171,9 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(stops, list):
         raise invalid(f"stop must be a string or a list of strings, got {kind(value)}", "stop")
     if len(stops) > MOST_STOPS:
-        raise invalid(f"stop may hold at most {MOST_STOPS} strings, got {len(stops):,}: send fewer", "stop")
+        raise invalid(
+            f"stop may hold at most {MOST_STOPS} strings, got {len(stops):,}: send fewer", "stop"
+        )
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
             raise invalid(f"stop must hold strings of 1 to {LONGEST_STOP} characters", "stop")
@@ -156,7 +183,8 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 def _few(stops: list[int]) -> list[int]:
     if len(stops) > MOST_STOPS:
         raise invalid(
-            f"stop_token_ids may hold at most {MOST_STOPS} tokens, got {len(stops):,}: send fewer", "stop_token_ids"
+            f"stop_token_ids may hold at most {MOST_STOPS} tokens, got {len(stops):,}: send fewer",
+            "stop_token_ids",
         )
     return stops
 
@@ -164,10 +192,17 @@ def _few(stops: list[int]) -> list[int]:
 def _biases(fields: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, float], ...]:
     given = mapping(fields, "logit_bias")
     if len(given) > MOST_BIASES:
-        raise invalid(f"logit_bias may hold at most {MOST_BIASES:,} tokens, got {len(given):,}", "logit_bias")
+        raise invalid(
+            f"logit_bias may hold at most {MOST_BIASES:,} tokens, got {len(given):,}", "logit_bias"
+        )
     found = []
     for token, bias in given.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < limits.vocabulary):
+        if not (
+            token.isascii()
+            and token.isdigit()
+            and len(token) < 12
+            and int(token) < limits.vocabulary
+        ):
             text = f"logit_bias must map token ids to numbers: tokens go from 0 to {limits.vocabulary - 1:,}"
             raise invalid(text, "logit_bias")
         value = number({"logit_bias": bias}, "logit_bias", -MOST_BIAS, MOST_BIAS)

@@ -22,12 +22,21 @@ def tokenize(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]
     elif not isinstance(prompt, str):
         raise invalid(f"prompt must be a text, got {kind(prompt)}", "prompt")
     else:
-        start = [tokenizer.bos] if flag(fields, "add_special_tokens", True) and tokenizer.marks_begin else []
+        start = (
+            [tokenizer.bos]
+            if flag(fields, "add_special_tokens", True) and tokenizer.marks_begin
+            else []
+        )
         special = specials(tokenizer).get(prompt)
         found = [*start, *(tokenizer.encode(prompt) if special is None else [special])]
     strings = flag(fields, "return_token_strs")
     texts = [tokenizer.decode([token]) for token in found] if strings else None
-    return {"count": len(found), "max_model_len": limits.context, "tokens": found, "token_strs": texts}
+    return {
+        "count": len(found),
+        "max_model_len": limits.context,
+        "tokens": found,
+        "token_strs": texts,
+    }
 
 
 def detokenize(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
@@ -41,7 +50,9 @@ def detokenize(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, An
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
     """What a harness asks of a tokenizer: its marks, and how long a prompt may be."""
     marks = {number: text for text, number in specials(tokenizer).items()}
-    decoder = {str(number): {"content": text, "special": True} for number, text in sorted(marks.items())}
+    decoder = {
+        str(number): {"content": text, "special": True} for number, text in sorted(marks.items())
+    }
     return {
         "tokenizer_class": "nanochat",
         "vocab_size": limits.vocabulary,

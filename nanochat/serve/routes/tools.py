@@ -76,9 +76,13 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     if not isinstance(given, list):
         raise invalid("tools must be a list of functions, got " + kind(given), "tools")
     if len(given) > MOST_TOOLS:
-        raise invalid(f"there may be at most {MOST_TOOLS} tools, got {len(given):,}: send fewer", "tools")
+        raise invalid(
+            f"there may be at most {MOST_TOOLS} tools, got {len(given):,}: send fewer", "tools"
+        )
     functions = [_function(item, f"tools[{i}]") for i, item in enumerate(given)]
-    parameters = {function["name"]: function.get("parameters", {"type": "object"}) for function in functions}
+    parameters = {
+        function["name"]: function.get("parameters", {"type": "object"}) for function in functions
+    }
     choice = fields.get("tool_choice", "auto" if functions else "none")
     if choice == "none":
         return NONE
@@ -86,15 +90,24 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
         inner = choice.get("function", choice)
         name = inner.get("name") if isinstance(inner, dict) else None
         if not isinstance(name, str) or name not in parameters:
-            raise invalid("tool_choice names a function that is not in tools: name one of them", "tool_choice")
+            raise invalid(
+                "tool_choice names a function that is not in tools: name one of them", "tool_choice"
+            )
         forced: tuple[str, ...] = (name,)
     elif choice in ("auto", "required"):
         forced = tuple(parameters) if choice == "required" else ()
     else:
-        raise invalid('tool_choice must be "none", "auto", "required" or a function of tools', "tool_choice")
+        raise invalid(
+            'tool_choice must be "none", "auto", "required" or a function of tools', "tool_choice"
+        )
     if not functions:
-        raise invalid("tool_choice needs tools: send a list of functions, or leave tool_choice out", "tool_choice")
-    listed = "\n".join(json.dumps({"type": "function", "function": item}, ensure_ascii=False) for item in functions)
+        raise invalid(
+            "tool_choice needs tools: send a list of functions, or leave tool_choice out",
+            "tool_choice",
+        )
+    listed = "\n".join(
+        json.dumps({"type": "function", "function": item}, ensure_ascii=False) for item in functions
+    )
     return Tools(parameters, INSTRUCTIONS.format(tools=listed, open=OPEN, close=CLOSE), forced)
 
 
@@ -104,7 +117,10 @@ def only_schema(tools: Tools, wanted: str | None) -> str | None:
     ApiError 400 where there are both.
     """
     if tools.schema and wanted:
-        raise invalid("a reply that must be a call has no format of its own: leave one of them out", "tool_choice")
+        raise invalid(
+            "a reply that must be a call has no format of its own: leave one of them out",
+            "tool_choice",
+        )
     return tools.schema or wanted
 
 
@@ -112,15 +128,24 @@ def _function(item: Any, name: str) -> dict[str, Any]:
     if not isinstance(item, dict) or item.get("type") != "function":
         text = "{type: function, function: {name, parameters}}, or for /v1/responses {type: function, name, parameters}"
         raise invalid(f"{name} must be a function: {text}", name)
-    function = item.get("function", item)  # the responses route has name and parameters beside the type
+    function = item.get(
+        "function", item
+    )  # the responses route has name and parameters beside the type
     place = f"{name}.function" if "function" in item else name
     called = function.get("name") if isinstance(function, dict) else None
     if not isinstance(called, str) or not NAME.fullmatch(called):
         raise invalid(f"{place}.name must have 1 to 64 letters, digits, _ . or -", f"{place}.name")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise invalid(f"{place}.parameters must be a JSON schema, got {kind(parameters)}", f"{place}.parameters")
-    return {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+        raise invalid(
+            f"{place}.parameters must be a JSON schema, got {kind(parameters)}",
+            f"{place}.parameters",
+        )
+    return {
+        key: function[key]
+        for key in ("name", "description", "parameters")
+        if function.get(key) is not None
+    }
 
 
 # --- messages of earlier turns -------------------------------------------------------------------
@@ -134,10 +159,14 @@ def written_calls(calls: Any, name: str) -> str:
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         called, arguments = (
-            (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+            (function.get("name"), function.get("arguments"))
+            if isinstance(function, dict)
+            else (None, None)
         )
         if not isinstance(called, str) or not isinstance(arguments, str):
-            text = f"{name}[{i}] must be a call: {{id, type: function, function: {{name, arguments}}}}"
+            text = (
+                f"{name}[{i}] must be a call: {{id, type: function, function: {{name, arguments}}}}"
+            )
             raise invalid(text, f"{name}[{i}]")
         texts.append(f'{OPEN}{{"name": {json.dumps(called)}, "arguments": {arguments}}}{CLOSE}')
     return "".join(texts)
@@ -169,7 +198,10 @@ class CallText:
             end = self._held.find(CLOSE, start)
             if end < 0:
                 break
-            found += [self._held[:start], *self._take(self._held[start + len(OPEN) : end], marked=True)]
+            found += [
+                self._held[:start],
+                *self._take(self._held[start + len(OPEN) : end], marked=True),
+            ]
             self._held = self._held[end + len(CLOSE) :]
         keep = 0 if last else self._beginning(start)
         found.append(self._held[: len(self._held) - keep])
@@ -181,7 +213,9 @@ class CallText:
         if start >= 0:
             return len(self._held) - start
         longest = min(len(OPEN) - 1, len(self._held))
-        return next((count for count in range(longest, 0, -1) if OPEN.startswith(self._held[-count:])), 0)
+        return next(
+            (count for count in range(longest, 0, -1) if OPEN.startswith(self._held[-count:])), 0
+        )
 
     def _take(self, text: str, marked: bool = False) -> list[str | dict[str, Any]]:
         """The call that a text holds; the text itself if it is none."""
@@ -191,7 +225,11 @@ class CallText:
             call = None
         name = call.get("name") if isinstance(call, dict) else None
         arguments = call.get("arguments") if isinstance(call, dict) else None
-        if not isinstance(name, str) or name not in self._tools.parameters or not isinstance(arguments, dict):
+        if (
+            not isinstance(name, str)
+            or name not in self._tools.parameters
+            or not isinstance(arguments, dict)
+        ):
             return [f"{OPEN}{text}{CLOSE}" if marked else text]
         self.calls += 1
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}

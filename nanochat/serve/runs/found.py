@@ -16,7 +16,10 @@ from nanochat.serve.runs.follow import MOST_STEPS, figures_of, open_regular
 MOST_RUNS = 200  # in the list; the oldest are left out
 TAIL_BYTES = 1 << 17  # of a file, read for the list
 RECENT_STEPS = 20  # whose pace tells the time left, as in the training's own log
-SILENT_SECONDS, SILENT_STEPS = 120, 20  # without a new line, a run that no lock tells of counts as stopped
+SILENT_SECONDS, SILENT_STEPS = (
+    120,
+    20,
+)  # without a new line, a run that no lock tells of counts as stopped
 MOST_ABOUT = 1 << 20  # bytes of a run.json
 LONGEST_FACT = 200  # letters
 FACTS = ("device", "ranks", "dtype", "parameters")  # of run.json, for the page
@@ -69,12 +72,18 @@ def tail(path: Path) -> Tail:
     finally:
         os.close(file)
     lines = data.split(b"\n")[:-1]  # the last one has no end yet
-    found = [one for one in map(figures_of, lines[1:] if size > TAIL_BYTES else lines) if one is not None]
+    found = [
+        one for one in map(figures_of, lines[1:] if size > TAIL_BYTES else lines) if one is not None
+    ]
     last: dict[str, float] = {}
     for _, figures in found:
         last |= figures
-    seconds = [figures["seconds"] for _, figures in found if figures.get("seconds", 0) > 0][-RECENT_STEPS:]
-    return Tail(found[-1][0] if found else 0, last, sum(seconds) / len(seconds) if seconds else None)
+    seconds = [figures["seconds"] for _, figures in found if figures.get("seconds", 0) > 0][
+        -RECENT_STEPS:
+    ]
+    return Tail(
+        found[-1][0] if found else 0, last, sum(seconds) / len(seconds) if seconds else None
+    )
 
 
 class Looker:
@@ -91,17 +100,27 @@ class Looker:
         except OSError:
             return None
         young = now - about.st_mtime < max(SILENT_SECONDS, SILENT_STEPS * (end.pace or 0))
-        elsewhere = held is None or told.get("host") != socket.gethostname()  # where no lock can be seen
+        elsewhere = (
+            held is None or told.get("host") != socket.gethostname()
+        )  # where no lock can be seen
         done = steps is not None and end.step >= steps
         running = held or (young and elsewhere and not done)
-        left = (steps - end.step) * end.pace if running and steps and end.pace and not done else None
+        left = (
+            (steps - end.step) * end.pace if running and steps and end.pace and not done else None
+        )
         return {
-            "id": run.key, "stage": run.stage, "tag": visible(os.fsencode(run.folder.name).decode(errors="replace")),
+            "id": run.key,
+            "stage": run.stage,
+            "tag": visible(os.fsencode(run.folder.name).decode(errors="replace")),
             "state": "running" if running else "finished" if done else "stopped",
-            "step": end.step, "steps": steps, "seconds_left": _plain(left), "changed": about.st_mtime,
-            "figures": end.figures, "samples": _version(run.folder / "samples.jsonl"),
+            "step": end.step,
+            "steps": steps,
+            "seconds_left": _plain(left),
+            "changed": about.st_mtime,
+            "figures": end.figures,
+            "samples": _version(run.folder / "samples.jsonl"),
             **{name: value for name in FACTS if (value := _plain(told.get(name))) is not None},
-        }  # fmt: skip
+        }
 
     def forget(self, runs: list[Run]) -> None:
         """Drop what is remembered of all other runs."""

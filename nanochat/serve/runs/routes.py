@@ -87,7 +87,12 @@ class Runs:
         news: dict[str, Any] = {}
         for key, (edition, known) in shown.items():
             if (follower := self._follow(key)) is not None:
-                told = {"behind": follower.behind, "done": follower.done, "size": follower.size, "bad": follower.bad}
+                told = {
+                    "behind": follower.behind,
+                    "done": follower.done,
+                    "size": follower.size,
+                    "bad": follower.bad,
+                }
                 news[key] = {**follower.table.since(edition, known), **told}
         return _json({**self._list, "shown": news})
 
@@ -111,12 +116,22 @@ class Runs:
         self._refresh()
         run = self._runs.get(key)
         if run is None:
-            raise ApiError(404, "not_found", "there is no such run: /runs/data lists those that are there")
-        return _json({"samples": [asdict(sample) for sample in read_samples(run.folder)[::-1][:MOST_SAMPLES]]})
+            raise ApiError(
+                404, "not_found", "there is no such run: /runs/data lists those that are there"
+            )
+        return _json(
+            {
+                "samples": [
+                    asdict(sample) for sample in read_samples(run.folder)[::-1][:MOST_SAMPLES]
+                ]
+            }
+        )
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False).encode()  # as ASCII, since a file may hold half of a surrogate pair
+    return json.dumps(
+        value, allow_nan=False
+    ).encode()  # as ASCII, since a file may hold half of a surrogate pair
 
 
 def _wanted(text: str) -> dict[str, tuple[str, int]]:
@@ -126,8 +141,18 @@ def _wanted(text: str) -> dict[str, tuple[str, int]]:
         key, _, rest = part.partition(".")
         edition, _, rows = rest.partition(".")
         if not key or (rows and not (rows.isascii() and rows.isdecimal() and len(rows) < 10)):
-            raise ApiError(400, "invalid_request", "shown must be KEY.EDITION.ROWS, with commas between", "shown")
+            raise ApiError(
+                400,
+                "invalid_request",
+                "shown must be KEY.EDITION.ROWS, with commas between",
+                "shown",
+            )
         found[key] = (edition, int(rows or 0))
     if len(found) > MOST_SHOWN:
-        raise ApiError(400, "invalid_request", f"shown may name {MOST_SHOWN} runs at most, got {len(found)}", "shown")
+        raise ApiError(
+            400,
+            "invalid_request",
+            f"shown may name {MOST_SHOWN} runs at most, got {len(found)}",
+            "shown",
+        )
     return found

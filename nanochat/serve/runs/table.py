@@ -59,7 +59,9 @@ class Table:
     edition: str = field(default_factory=lambda: secrets.token_hex(6))
     rows: list[Row] = field(default_factory=list)
     width: int = 1  # lines that a full row holds
-    names: dict[str, None] = field(default_factory=dict)  # of the figures, in the order of their first values
+    names: dict[str, None] = field(
+        default_factory=dict
+    )  # of the figures, in the order of their first values
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Take in a line. A line of an earlier step than the last is left out."""
@@ -68,7 +70,11 @@ class Table:
         for name in figures:
             if len(self.names) < MOST_FIGURES:
                 self.names.setdefault(name)
-        row = Row(step, 1, {name: Cell(one, one, one) for name, one in figures.items() if name in self.names})
+        row = Row(
+            step,
+            1,
+            {name: Cell(one, one, one) for name, one in figures.items() if name in self.names},
+        )
         if self.rows and (self.rows[-1].lines < self.width or self.rows[-1].step == step):
             self.rows[-1].join(row)
             return
@@ -101,4 +107,10 @@ class Table:
                 figures[name]["low"] = [cell and _rounded(cell.low) for cell in cells]
                 figures[name]["high"] = [cell and _rounded(cell.high) for cell in cells]
         steps = [row.step for row in rows]
-        return {"edition": self.edition, "from": first, "width": self.width, "steps": steps, "figures": figures}
+        return {
+            "edition": self.edition,
+            "from": first,
+            "width": self.width,
+            "steps": steps,
+            "figures": figures,
+        }

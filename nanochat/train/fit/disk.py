@@ -25,7 +25,9 @@ BESIDE_TENSORS = 1.01
 DOWNLOADS, CHATS = 3.5e9, 1.5e9
 
 
-def of_run(checkpoint: float, texts: Mapping[str, float], vocab_size: int, published_chats: bool) -> dict[str, float]:
+def of_run(
+    checkpoint: float, texts: Mapping[str, float], vocab_size: int, published_chats: bool
+) -> dict[str, float]:
     """Return the bytes that each part of a run takes at most, by the name of the part.
 
     `checkpoint` is the bytes of its tensors (optim.saved_bytes), `texts` the bytes of the shards

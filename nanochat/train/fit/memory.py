@@ -33,7 +33,9 @@ def peak(compute: Compute) -> int:
 def ran_out(failure: BaseException) -> bool:
     """Whether a failure means that the device or the host has no memory left; every vendor words this its own way."""
     said = str(failure).lower()
-    return isinstance(failure, RuntimeError) and ("out of memory" in said or "can't allocate memory" in said)
+    return isinstance(failure, RuntimeError) and (
+        "out of memory" in said or "can't allocate memory" in said
+    )
 
 
 def advice(rows: int, rows_of_rank: int) -> UserError:
@@ -44,14 +46,19 @@ def advice(rows: int, rows_of_rank: int) -> UserError:
     smaller = [size for size in range(1, rows) if rows_of_rank % size == 0]
     if smaller:
         return UserError(
-            tr("out of memory in a pass of {rows} row(s) on each device. Try --device_batch_size={smaller}: it changes "
-               "the speed, not what is learned, and the run resumes from its last checkpoint.", rows=rows,
-               smaller=smaller[-1])
-        )  # fmt: skip
+            tr(
+                "out of memory in a pass of {rows} row(s) on each device. Try --device_batch_size={smaller}: it changes "
+                "the speed, not what is learned, and the run resumes from its last checkpoint.",
+                rows=rows,
+                smaller=smaller[-1],
+            )
+        )
     return UserError(
-        tr("out of memory in a pass of one row. Take --shard=full or more devices, or a model with a smaller --depth "
-           "or --max_seq_len.")
-    )  # fmt: skip
+        tr(
+            "out of memory in a pass of one row. Take --shard=full or more devices, or a model with a smaller --depth "
+            "or --max_seq_len."
+        )
+    )
 
 
 @contextlib.contextmanager

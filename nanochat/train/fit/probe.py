@@ -14,7 +14,9 @@ from nanochat.train.optim import Optimizers
 from nanochat.train.sizes import Batch
 
 
-def fit(batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
+def fit(
+    batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, compute: Compute
+) -> Batch:
     """Split a step into the largest passes that fit into the memory of every rank; every rank must call this.
 
     Nothing is probed if the user gave a size, or on a CPU, where larger passes are no faster. The model is left
@@ -56,7 +58,9 @@ def doublings(rows: int) -> list[int]:
     return kept
 
 
-def largest(sizes: Sequence[int], attempt: Callable[[int], int], budget: int, compute: Compute) -> tuple[int, str]:
+def largest(
+    sizes: Sequence[int], attempt: Callable[[int], int], budget: int, compute: Compute
+) -> tuple[int, str]:
     """The largest size whose attempt stays within the budget on every rank, and why no larger size was taken.
 
     Ranks decide together before every attempt. From the third attempt on, a size is skipped if a line through the last
@@ -66,7 +70,9 @@ def largest(sizes: Sequence[int], attempt: Callable[[int], int], budget: int, co
     tried: list[tuple[int, int]] = []  # size, the most bytes that a rank took
     for size in sizes:
         if len(tried) >= 2 and _expected(tried, size) > budget:
-            return tried[-1][0], f"{size} would take {_gib(_expected(tried, size))} of {_gib(budget)}"
+            return tried[-1][
+                0
+            ], f"{size} would take {_gib(_expected(tried, size))} of {_gib(budget)}"
         try:
             taken = attempt(size)
         except RuntimeError as failure:

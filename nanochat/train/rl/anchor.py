@@ -21,7 +21,11 @@ Reply = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a prompt and of
 
 
 def anchored(
-    samples: Sequence[Sample], strength: float, reference: Model, compute: Compute, trees: bool = False
+    samples: Sequence[Sample],
+    strength: float,
+    reference: Model,
+    compute: Compute,
+    trees: bool = False,
 ) -> tuple[list[Sample], float]:
     """Samples whose weights also pull the model towards the reference, and the sum over all tokens of the estimate of
     the KL divergence between both, in nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html).
@@ -53,7 +57,10 @@ def _key(sample: Sample) -> Reply:
 def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
     """The model's log-probability of each token of each sample's reply; each distinct reply is read once, as a row."""
     known: dict[Reply, list[float]] = {}
-    left = sorted({_key(sample) for sample in samples}, key=lambda reply: (len(reply[0]) + len(reply[1]), reply))
+    left = sorted(
+        {_key(sample) for sample in samples},
+        key=lambda reply: (len(reply[0]) + len(reply[1]), reply),
+    )
     while left:
         longest = sum(map(len, left[-1]))
         T = -(-longest // GRAIN) * GRAIN
@@ -65,12 +72,20 @@ def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> 
             row[: len(prompt) + len(reply)] = torch.tensor([*prompt, *reply])
         lengths = [len(reply) for _, reply in part]
         # The positions that predict a token of a reply; only there are losses wanted, and a head costs much.
-        places = [row * T + len(prompt) - 1 + i for row, (prompt, reply) in enumerate(part) for i in range(len(reply))]
+        places = [
+            row * T + len(prompt) - 1 + i
+            for row, (prompt, reply) in enumerate(part)
+            for i in range(len(reply))
+        ]
         places += [0] * (-len(places) % (GRAIN * GRAIN))
         tokens, at = tokens.to(compute.device), torch.tensor(places).to(compute.device)
         hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
         losses = model.token_losses(hidden[at], tokens[:, 1:].flatten()[at]).float().cpu()
         known |= dict(
-            zip(part, ((-of_reply).tolist() for of_reply in losses[: sum(lengths)].split(lengths)), strict=True)
+            zip(
+                part,
+                ((-of_reply).tolist() for of_reply in losses[: sum(lengths)].split(lengths)),
+                strict=True,
+            )
         )
     return [known[_key(sample)] for sample in samples]

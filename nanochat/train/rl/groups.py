@@ -37,7 +37,9 @@ class _Branch:
     calls: Calls
     length: int  # tokens of prompt and reply
     cached: int  # how many of these are in the cache
-    pending: list[int] = field(default_factory=list)  # tokens of the reply that are not in the cache yet
+    pending: list[int] = field(
+        default_factory=list
+    )  # tokens of the reply that are not in the cache yet
 
 
 class Groups:
@@ -50,23 +52,39 @@ class Groups:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int = 1, done: Done | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        samples: int = 1,
+        done: Done | None = None,
     ) -> list[Completion]:
         """Complete every prompt `samples` times; returns all samples of the first prompt, then of the second, ...
 
         Only temperature, top_k, max_tokens and seed of `sampling` are followed. Equal replies to a prompt are one
         object. `done` is called with each finished reply and its number. UserError as Engine.submit() raises it.
         """
-        room = min(max(map(len, prompts), default=1) + sampling.max_tokens, self.model.config.sequence_len)
+        room = min(
+            max(map(len, prompts), default=1) + sampling.max_tokens, self.model.config.sequence_len
+        )
         for prompt in prompts:
             check(prompt, sampling, room, self.model.config.vocab_size)
-        seeds = [seed for prompt in prompts for seed in sample_seeds(sampling.seed, prompt, range(samples))]
+        seeds = [
+            seed
+            for prompt in prompts
+            for seed in sample_seeds(sampling.seed, prompt, range(samples))
+        ]
         self._random = [random.Random(seed) for seed in seeds]
         self._replies = [Completion() for _ in seeds]
         self._sampling, self._room, self._done = sampling, room, done
         cache = self._cache_for(-(-max(len(seeds), 1) // GRAIN) * GRAIN, room)
         branches = [
-            _Branch(list(range(at * samples, (at + 1) * samples)), Completion(), Calls(self.tokenizer), len(prompt), 0)
+            _Branch(
+                list(range(at * samples, (at + 1) * samples)),
+                Completion(),
+                Calls(self.tokenizer),
+                len(prompt),
+                0,
+            )
             for at, prompt in enumerate(prompts)
         ]
         logits = self._prefill(prompts, cache) if prompts else torch.empty(0)
@@ -97,7 +115,9 @@ class Groups:
         for first in range(0, len(prompts), rows):
             part = prompts[first : first + rows]
             lengths = [len(prompt) for prompt in part]
-            table = torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in part]).to(self.model.device)
+            table = torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in part]).to(
+                self.model.device
+            )
             count = torch.tensor(lengths).to(self.model.device)
             slots = slice(first, first + len(part))
             context = Cached(cache, table, slots, count, cached=[0] * len(part), new=lengths)
@@ -113,7 +133,9 @@ class Groups:
         held = [branch.cached for branch in branches] + [0] * (padded - B)
         tokens = [branch.pending.pop(0) for branch in branches] + [0] * (padded - B)
         idx = torch.tensor(tokens).to(self.model.device, non_blocking=True)[:, None]
-        hidden = self.model.hidden(idx, Cached(cache, idx, slice(0, padded), cached=held, new=[1] * padded))
+        hidden = self.model.hidden(
+            idx, Cached(cache, idx, slice(0, padded), cached=held, new=[1] * padded)
+        )
         for branch in branches:
             branch.cached += 1
         return self.model.logits(hidden[:, 0])[:B]
@@ -124,13 +146,19 @@ class Groups:
         ready = [slot for slot, branch in enumerate(branches) if not branch.pending]
         if len(ready) < len(branches) and ready:
             logits = logits[torch.tensor(ready, device=logits.device)]
-        members = [(row, member) for row, slot in enumerate(ready) for member in branches[slot].members]
+        members = [
+            (row, member) for row, slot in enumerate(ready) for member in branches[slot].members
+        ]
         rows = [row for row, _ in members]
         uniforms = [uniform(self._random[member]) for _, member in members]
         tokens, logprobs = [], []
         if members:
-            tokens, logprobs = choose_among(logits, rows, self._sampling, uniforms, self._banned, self.model.operations)
-        chosen: list[dict[int, tuple[float, list[int]]]] = [{} for _ in ready]  # token -> log-probability, replies
+            tokens, logprobs = choose_among(
+                logits, rows, self._sampling, uniforms, self._banned, self.model.operations
+            )
+        chosen: list[dict[int, tuple[float, list[int]]]] = [
+            {} for _ in ready
+        ]  # token -> log-probability, replies
         for (row, member), token, logprob in zip(members, tokens, logprobs, strict=True):
             chosen[row].setdefault(token, (logprob, []))[1].append(member)
         stays = {slot: branch for slot, branch in enumerate(branches) if branch.pending}
@@ -157,7 +185,10 @@ class Groups:
     def _follow(self, branch: _Branch, token: int, logprob: float) -> bool:
         """Add a chosen token, and the calculator's answer if the token closes a call; whether the reply has ended."""
         reply = branch.reply
-        written = [(token, logprob, False), *((next_token, 0.0, True) for next_token in branch.calls.follow(token))]
+        written = [
+            (token, logprob, False),
+            *((next_token, 0.0, True) for next_token in branch.calls.follow(token)),
+        ]
         for next_token, likely, forced in written:
             reply.tokens.append(next_token)
             reply.logprobs.append(likely)
@@ -181,7 +212,9 @@ class Groups:
                 self._done(member, branch.reply)
 
     @staticmethod
-    def _settle(stays: dict[int, _Branch], new: list[tuple[_Branch, int]], cache: Cache) -> list[_Branch]:
+    def _settle(
+        stays: dict[int, _Branch], new: list[tuple[_Branch, int]], cache: Cache
+    ) -> list[_Branch]:
         """Bring all branches to the first slots: new ones, and those from behind, fill the slots that are free."""
         count = len(stays) + len(new)
         behind = [(branch, slot) for slot, branch in stays.items() if slot >= count]

@@ -61,23 +61,32 @@ class PolicyFlags:
     def clip(self) -> tuple[float, float]:
         """How far a ratio may fall below 1 and rise above 1 before its gradient ends."""
         low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.28)
-        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
 
     def check(self, max_new_tokens: int) -> None:
         """UserError (code 2) if the flags do not go together."""
         (low, high), updates = self.clip, self.updates_per_rollout
         rules = (
             (updates >= 1, f"--updates_per_rollout must be at least 1, got {updates}"),
-            (updates == 1 or self.loss != "reinforce", "--updates_per_rollout above 1 needs a loss "
-             f"with ratios, since the replies come from the model before the first update, got --loss={self.loss}: "
-             "take --loss=ppo"),
+            (
+                updates == 1 or self.loss != "reinforce",
+                "--updates_per_rollout above 1 needs a loss "
+                f"with ratios, since the replies come from the model before the first update, got --loss={self.loss}: "
+                "take --loss=ppo",
+            ),
             (0 < low <= 1, f"--clip_low must be above 0 and at most 1, got {low:g}"),
             (high > 0, f"--clip_high must be above 0, got {high:g}"),
             (0 <= self.kl < math.inf, f"--kl must be at least 0, got {self.kl:g}"),
             (self.oversample >= 1, f"--oversample must be at least 1, got {self.oversample}"),
-            (0 <= self.overlong_tokens < max_new_tokens, "--overlong_tokens must be from 0 to less than "
-             f"--max_new_tokens={max_new_tokens}, got {self.overlong_tokens}"),
-        )  # fmt: skip
+            (
+                0 <= self.overlong_tokens < max_new_tokens,
+                "--overlong_tokens must be from 0 to less than "
+                f"--max_new_tokens={max_new_tokens}, got {self.overlong_tokens}",
+            ),
+        )
         for kept, rule in rules:
             if not kept:
                 raise UserError(rule, exit_code=2)
@@ -104,7 +113,9 @@ def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
     return dealt
 
 
-def advantages(rewards: Sequence[float], kind: Literal["mean", "normalized"] = "mean") -> tuple[float, ...]:
+def advantages(
+    rewards: Sequence[float], kind: Literal["mean", "normalized"] = "mean"
+) -> tuple[float, ...]:
     """The advantage of every reply to one problem; all are 0 where all rewards are equal, so nothing can be learned."""
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
         return (0.0,) * len(rewards)
@@ -124,7 +135,9 @@ def token_weights(
     return [0.0 if chosen_for_it or skipped else advantage for chosen_for_it in forced]
 
 
-def averaged(weights: Sequence[float], average: Average, tokens: float, replies: float, limit: int) -> list[float]:
+def averaged(
+    weights: Sequence[float], average: Average, tokens: float, replies: float, limit: int
+) -> list[float]:
     """The weights of one reply for an update that divides the sum of all losses by `tokens`.
 
     `tokens` and `replies` are those that the whole step trains, `limit` the most tokens of a reply.
@@ -132,7 +145,9 @@ def averaged(weights: Sequence[float], average: Average, tokens: float, replies:
     own = sum(weight != 0 for weight in weights)
     if average == "token" or not own:
         return list(weights)
-    return [weight * tokens / (replies * (own if average == "reply" else limit)) for weight in weights]
+    return [
+        weight * tokens / (replies * (own if average == "reply" else limit)) for weight in weights
+    ]
 
 
 # --- loss ----------------------------------------------------------------------------------------
@@ -164,7 +179,9 @@ class PolicyLoss:
         weights, sampled, copies = extras["weights"], extras["sampled"], extras.get("copies", 1.0)
         trained = targets >= 0
         logprobs = -model(inputs, targets, reduction="none")
-        moved = torch.where(trained, logprobs - sampled, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        moved = torch.where(trained, logprobs - sampled, 0.0).clamp(
+            -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
+        )
         shift = moved.exp() - 1 - moved
         if self.kind == "gspo":
             # The ratio of a reply is the geometric mean of its tokens' ratios. The gradient goes to each token by its
@@ -187,7 +204,9 @@ class PolicyLoss:
 def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:
     """For each target the mean over its reply's trained targets; replies are rows, or told apart by their numbers."""
     if replies is None:
-        return (values.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(values)
+        return (
+            values.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp_min(1)
+        ).expand_as(values)
     sums = torch.zeros_like(values).index_add(0, replies, values)
     counts = torch.zeros_like(values).index_add(0, replies, trained.to(values.dtype))
     return (sums / counts.clamp_min(1))[replies]

@@ -20,7 +20,14 @@ from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 from nanochat.train.rl.anchor import anchored
 from nanochat.train.rl.groups import Groups
-from nanochat.train.rl.policy import PolicyFlags, advantages, averaged, shaped, shuffled, token_weights
+from nanochat.train.rl.policy import (
+    PolicyFlags,
+    advantages,
+    averaged,
+    shaped,
+    shuffled,
+    token_weights,
+)
 from nanochat.train.rl.trees import APART, Sample, pack
 
 ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
@@ -37,11 +44,15 @@ class Rollouts:
     num_targets: int  # tokens that are trained, over all ranks
     reward: float  # mean over all samples
     length: float  # mean tokens of a reply
-    entropy: float  # mean of -log p of the chosen tokens: an estimate of the policy's entropy in nats
+    entropy: (
+        float  # mean of -log p of the chosen tokens: an estimate of the policy's entropy in nats
+    )
     flat: float  # share of prompts whose samples all did equally well
     truncated: float  # share of samples that were cut off
     extras: tuple[str, ...] = ("weights",)  # see update.MicroBatches
-    kl: float | None = None  # estimate of the policy's divergence from the reference, in nats a token that is trained
+    kl: float | None = (
+        None  # estimate of the policy's divergence from the reference, in nats a token that is trained
+    )
 
     def __str__(self) -> str:
         return (
@@ -52,7 +63,14 @@ class Rollouts:
 
     def figures(self) -> dict[str, float]:
         """The figures for metrics.jsonl."""
-        names = ("reward", "length", "entropy", "flat", "truncated", *(() if self.kl is None else ("kl",)))
+        names = (
+            "reward",
+            "length",
+            "entropy",
+            "flat",
+            "truncated",
+            *(() if self.kl is None else ("kl",)),
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -70,21 +88,40 @@ def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
     numbers = [i for i in range(len(task)) if len(tokenizer.render_prompt(task[i])) < context]
     if not numbers:
         raise UserError(
-            tr("no problem of {task} fits into the model's context of {context:,} tokens. Shorten the problems, or "
-               "train a model with a larger --max_seq_len", task=task.name, context=context)
-        )  # fmt: skip
+            tr(
+                "no problem of {task} fits into the model's context of {context:,} tokens. Shorten the problems, or "
+                "train a model with a larger --max_seq_len",
+                task=task.name,
+                context=context,
+            )
+        )
     if left_out := len(task) - len(numbers):
-        warn(tr("{count:,} of {all:,} problems are left out, since they and a reply do not fit into the model's "
+        warn(
+            tr(
+                "{count:,} of {all:,} problems are left out, since they and a reply do not fit into the model's "
                 "context of {context:,} tokens. Shorten them, or train a model with a larger --max_seq_len",
-                count=left_out, all=len(task), context=context))  # fmt: skip
+                count=left_out,
+                all=len(task),
+                context=context,
+            )
+        )
     return numbers
 
 
 def roll_out(
-    task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: Model,
-    tokenizer: Tokenizer, compute: Compute, policy: PolicyFlags, shuffle: bool = False, groups: Groups | None = None,
+    task: Task,
+    numbers: Sequence[int],
+    samples: int,
+    sampling: Sampling,
+    device_batch_size: int,
+    model: Model,
+    tokenizer: Tokenizer,
+    compute: Compute,
+    policy: PolicyFlags,
+    shuffle: bool = False,
+    groups: Groups | None = None,
     reference: Model | None = None,
-) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
+) -> tuple[Rollouts, list[Sample]]:
     """Sample replies to this rank's share of the problems `numbers` of a task, and weigh their tokens.
 
     One in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all these replies at random, as
@@ -104,17 +141,27 @@ def roll_out(
     # Replies come problem by problem, `samples` of each.
     grade = grader(task, tokenizer)
     completions, rewards = generate_and_judge(
-        engine, prompts, sampling, samples, lambda at, tokens: grade(mine[at], tokens), compute.pulse.beat
+        engine,
+        prompts,
+        sampling,
+        samples,
+        lambda at, tokens: grade(mine[at], tokens),
+        compute.pulse.beat,
     )
     worth = [
-        shaped(reward, len(reply.tokens), limit, overlong) for reward, reply in zip(rewards, completions, strict=True)
+        shaped(reward, len(reply.tokens), limit, overlong)
+        for reward, reply in zip(rewards, completions, strict=True)
     ]
     dealt = _dealt(worth, len(numbers), samples, str(sampling.seed), compute) if shuffle else worth
     members = [slice(at * samples, (at + 1) * samples) for at in range(len(mine))]
     judged = [advantages(dealt[group], policy.advantage) for group in members]
     flat = [not any(of_prompt) for of_prompt in judged]
     kept = [
-        Sample(prompts[at], reply, token_weights(advantage, reply.forced, reply.finish == "length" and not overlong))
+        Sample(
+            prompts[at],
+            reply,
+            token_weights(advantage, reply.forced, reply.finish == "length" and not overlong),
+        )
         for at in _trained(flat, len(numbers), policy.oversample, compute)
         for reply, advantage in zip(completions[members[at]], judged[at], strict=True)
     ]
@@ -124,28 +171,68 @@ def roll_out(
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
     speaking = sum(any(sample.weights) for sample in kept)
     lengths = [len(reply.tokens) for reply in completions]
-    surprise = sum(-sum(p for p, f in zip(r.logprobs, r.forced, strict=True) if not f) for r in completions)
+    surprise = sum(
+        -sum(p for p, f in zip(r.logprobs, r.forced, strict=True) if not f) for r in completions
+    )
     free = sum(not f for r in completions for f in r.forced)
     cut = sum(reply.finish == "length" for reply in completions)
-    figures = [sum(rewards), len(rewards), sum(lengths), surprise, free, sum(flat), len(mine), cut, chosen, speaking,
-               divergence]  # fmt: skip
-    reward, count, length, surprise, free, flat_all, of_all, cut_all, targets, replies, divergence = parallel.total(
-        [float(figure) for figure in figures], compute
-    )
-    kept = [
-        replace(sample, weights=averaged(sample.weights, policy.average, targets, replies, limit)) for sample in kept
+    figures = [
+        sum(rewards),
+        len(rewards),
+        sum(lengths),
+        surprise,
+        free,
+        sum(flat),
+        len(mine),
+        cut,
+        chosen,
+        speaking,
+        divergence,
     ]
-    batches, extras = _batches(kept, device_batch_size, tokenizer.bos, compute, policy, groups is not None)
-    rollouts = Rollouts(batches, int(targets), reward / count, length / count, surprise / max(free, 1),
-                        flat_all / of_all, cut_all / count, extras,
-                        None if reference is None else divergence / max(targets, 1))  # fmt: skip
+    (
+        reward,
+        count,
+        length,
+        surprise,
+        free,
+        flat_all,
+        of_all,
+        cut_all,
+        targets,
+        replies,
+        divergence,
+    ) = parallel.total([float(figure) for figure in figures], compute)
+    kept = [
+        replace(sample, weights=averaged(sample.weights, policy.average, targets, replies, limit))
+        for sample in kept
+    ]
+    batches, extras = _batches(
+        kept, device_batch_size, tokenizer.bos, compute, policy, groups is not None
+    )
+    rollouts = Rollouts(
+        batches,
+        int(targets),
+        reward / count,
+        length / count,
+        surprise / max(free, 1),
+        flat_all / of_all,
+        cut_all / count,
+        extras,
+        None if reference is None else divergence / max(targets, 1),
+    )
     return rollouts, kept
 
 
-def _dealt(worth: Sequence[float], total: int, samples: int, seed: str, compute: Compute) -> list[float]:
+def _dealt(
+    worth: Sequence[float], total: int, samples: int, seed: str, compute: Compute
+) -> list[float]:
     """This rank's share of the rewards of all ranks' replies to `total` problems, shuffled in the problems' order."""
     rewards = [0.0] * (total * samples)
-    mine = [at * samples + reply for at in range(compute.rank, total, compute.world_size) for reply in range(samples)]
+    mine = [
+        at * samples + reply
+        for at in range(compute.rank, total, compute.world_size)
+        for reply in range(samples)
+    ]
     for place, reward in zip(mine, worth, strict=True):
         rewards[place] = reward
     dealt = shuffled(parallel.total(rewards, compute), seed)
@@ -157,12 +244,23 @@ def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute
     flat, up to one in `oversample` of the `total`."""
     marks = [0.0] * total
     marks[compute.rank :: compute.world_size] = [float(not each) for each in flat]
-    worth = [number for number, mark in enumerate(parallel.total(marks, compute)) if mark][: total // oversample]
-    return [number // compute.world_size for number in worth if number % compute.world_size == compute.rank]
+    worth = [number for number, mark in enumerate(parallel.total(marks, compute)) if mark][
+        : total // oversample
+    ]
+    return [
+        number // compute.world_size
+        for number in worth
+        if number % compute.world_size == compute.rank
+    ]
 
 
 def _batches(
-    kept: Sequence[Sample], device_batch_size: int, pad: int, compute: Compute, policy: PolicyFlags, trees: bool
+    kept: Sequence[Sample],
+    device_batch_size: int,
+    pad: int,
+    compute: Compute,
+    policy: PolicyFlags,
+    trees: bool,
 ) -> tuple[list[tuple[Tensor, ...]], tuple[str, ...]]:
     """The micro-batches of a step, and the names of their tensors behind inputs and targets."""
     extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled", "copies")
@@ -171,7 +269,9 @@ def _batches(
         given = merged(kept) if apart == "replies" else kept
         batches = pack(given, device_batch_size, pad, compute, apart, len(extras) > 1)
         return batches, extras + (("replies",) if apart == "replies" else ()) + TREE
-    return [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, pad, compute)], extras
+    return [
+        rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, pad, compute)
+    ], extras
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:
@@ -183,7 +283,11 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
     """
     found: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], Sample] = {}
     for sample in samples:
-        key = (tuple(sample.prompt), tuple(sample.completion.tokens), tuple(weight > 0 for weight in sample.weights))
+        key = (
+            tuple(sample.prompt),
+            tuple(sample.completion.tokens),
+            tuple(weight > 0 for weight in sample.weights),
+        )
         before = found.get(key)
         if before is not None:
             weights = [a + b for a, b in zip(before.weights, sample.weights, strict=True)]
@@ -195,7 +299,10 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
 
 def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[Rows]:
     """Samples as padded rows, split into passes of at most `rows` rows; every rank gets the same number of passes."""
-    longest = max((len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=2) - 1
+    longest = (
+        max((len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=2)
+        - 1
+    )
     passes = -(-len(samples) // rows)
     counts = [0] * compute.world_size
     counts[compute.rank] = passes
@@ -219,7 +326,9 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
             sampled[row, first:last] = torch.tensor(sample.completion.logprobs)
             copies[row, first:last] = torch.tensor(sample.copies, dtype=torch.float32)
         targets[weights == 0] = -1
-        pinned = [device.pin(tensor, compute) for tensor in (inputs, targets, weights, sampled, copies)]
+        pinned = [
+            device.pin(tensor, compute) for tensor in (inputs, targets, weights, sampled, copies)
+        ]
         batches.append((pinned[0], pinned[1], pinned[2], pinned[3], pinned[4]))
     return batches
 

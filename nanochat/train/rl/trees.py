@@ -26,12 +26,17 @@ from nanochat.train.update import Objective
 LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups become several trees
 PASS_TOKENS = 4096  # of a pass that only reads, padding included
 ROW = 128  # tokens of a row, if no tree is larger
-GRAIN, TARGETS = 4, 64  # passes have multiples of so many rows and targets, so that few shapes occur
+GRAIN, TARGETS = (
+    4,
+    64,
+)  # passes have multiples of so many rows and targets, so that few shapes occur
 NOTHING = 1e-9  # a sum of weights below this is what rounding has left
 
 # Which targets of a place are not summed: those of weights that differ in sign, or those of different replies.
 Apart = Literal["none", "signs", "replies"]
-Target = tuple[int, int, int]  # the place that predicts it, its token, what is kept apart: a sign, a reply's number
+Target = tuple[
+    int, int, int
+]  # the place that predicts it, its token, what is kept apart: a sign, a reply's number
 # Losses with ratios have figures, which count targets whose weights would cancel each other
 APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
 
@@ -43,12 +48,16 @@ class Sample:
     prompt: list[int]
     completion: Completion
     weights: list[float]
-    counted: list[int] | None = None  # for how many replies each token is trained, where equal ones were merged
+    counted: list[int] | None = (
+        None  # for how many replies each token is trained, where equal ones were merged
+    )
 
     @property
     def copies(self) -> list[int]:
         """For how many replies each token of the reply is trained."""
-        return [int(weight != 0) for weight in self.weights] if self.counted is None else self.counted
+        return (
+            [int(weight != 0) for weight in self.weights] if self.counted is None else self.counted
+        )
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,14 @@ class OverTrees:
         """Those of the objective."""
         return self.objective.figures
 
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+    def __call__(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
+    ) -> Tensor:
         """The objective's sums; `extras` also hold the tensors of a Tree."""
         tree = Tree(*(extras.pop(name) for name in TREE))
-        return self.objective(cast(nn.Module, partial(model, context=tree)), inputs, targets, **extras)
+        return self.objective(
+            cast(nn.Module, partial(model, context=tree)), inputs, targets, **extras
+        )
 
 
 def over_trees(wanted: bool | None, model: Model, compute: Compute) -> bool:
@@ -74,7 +87,9 @@ def over_trees(wanted: bool | None, model: Model, compute: Compute) -> bool:
     UserError (code 2) if it is wanted and not possible.
     """
     if wanted and not model.takes_trees:
-        raise UserError("--trees was asked for, but this family of models reads rows only. Leave --trees out", 2)
+        raise UserError(
+            "--trees was asked for, but this family of models reads rows only. Leave --trees out", 2
+        )
     return model.takes_trees and (compute.platform.is_host if wanted is None else wanted)
 
 
@@ -84,8 +99,12 @@ class _Growing:
 
     tokens: list[int]
     parents: list[int]
-    children: dict[tuple[int, int], int] = field(default_factory=dict)  # place, token -> the token's place
-    targets: dict[Target, list[float]] = field(default_factory=dict)  # weight, log-probability, copies
+    children: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # place, token -> the token's place
+    targets: dict[Target, list[float]] = field(
+        default_factory=dict
+    )  # weight, log-probability, copies
     replies: int = 0  # number of replies that were added
 
     def add(self, sample: Sample, apart: Apart) -> list[Target]:
@@ -121,10 +140,14 @@ class _Growing:
         numbers = (np.cumsum(needed) - 1).tolist()
         kept = [place for place, wanted in enumerate(needed) if wanted]
         return _Growing(
-            [self.tokens[place] for place in kept], [numbers[self.parents[place]] for place in kept],
-            targets={(numbers[place], token, kept): value for (place, token, kept), value in targets.items()},
+            [self.tokens[place] for place in kept],
+            [numbers[self.parents[place]] for place in kept],
+            targets={
+                (numbers[place], token, kept): value
+                for (place, token, kept), value in targets.items()
+            },
             replies=self.replies,
-        )  # fmt: skip
+        )
 
 
 def _planted(samples: Sequence[Sample], apart: Apart) -> list[tuple[_Growing, list[Target]]]:
@@ -153,13 +176,17 @@ def _distinct(planted: Sequence[tuple[_Growing, list[Target]]]) -> list[_Growing
 @torch.no_grad()
 def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
     """The model's log-probability of each token of each sample's reply, read as trees."""
-    planted = _planted([replace(each, weights=[1.0] * len(each.completion.tokens)) for each in samples], "none")
+    planted = _planted(
+        [replace(each, weights=[1.0] * len(each.completion.tokens)) for each in samples], "none"
+    )
     rows, T = _packed(_distinct(planted))
     known: dict[tuple[int, Target], float] = {}
     height = max(PASS_TOKENS // T // GRAIN, 1) * GRAIN
     for first in range(0, len(rows), height):
         part = rows[first : first + height]
-        tensors = [tensor.to(compute.device) for tensor in _pass(part, T, height, 0, "none", sampled=False)]
+        tensors = [
+            tensor.to(compute.device) for tensor in _pass(part, T, height, 0, "none", sampled=False)
+        ]
         inputs, targets, _, *shape = tensors
         losses = cast(nn.Module, model)(inputs, targets, "none", context=Tree(*shape)).tolist()
         keys = [(id(tree), target) for row in part for tree in row for target in tree.targets]
@@ -178,12 +205,16 @@ def pack(
     reply comes before the Tree.
     """
     rows, T = _packed(grow(samples, apart))
-    longest = max((len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=1)
+    longest = max(
+        (len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=1
+    )
     most = max(replies * longest // T, 1)
     counts = [0.0] * compute.world_size
     counts[compute.rank] = float(-(-len(rows) // most))
     passes = int(max(parallel.total(counts, compute)))
-    filled = (_pass(rows[i * most : (i + 1) * most], T, most, pad, apart, sampled) for i in range(passes))
+    filled = (
+        _pass(rows[i * most : (i + 1) * most], T, most, pad, apart, sampled) for i in range(passes)
+    )
     return [tuple(device.pin(tensor, compute) for tensor in tensors) for tensors in filled]
 
 
@@ -205,13 +236,17 @@ def _packed(trees: Sequence[_Growing]) -> tuple[list[list[_Growing]], int]:
     return rows, T
 
 
-def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart: Apart, sampled: bool) -> list[Tensor]:
+def _pass(
+    rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart: Apart, sampled: bool
+) -> list[Tensor]:
     """The tensors of one pass, as pack() orders them."""
     height = min(max(-(-len(rows) // GRAIN), 1) * GRAIN, most)
     inputs = np.full((height, T), pad, dtype=np.int64)
     parents = np.tile(np.arange(T), (height, 1))
     seen = np.tile(np.eye(T, dtype=bool), (height, 1, 1))
-    found: list[tuple[int, int, float, float, float, int]] = []  # place, target, weight, log-probability, copies, reply
+    found: list[
+        tuple[int, int, float, float, float, int]
+    ] = []  # place, target, weight, log-probability, copies, reply
     before = 0  # replies
     for number, row in enumerate(rows):
         start = 0
@@ -221,7 +256,9 @@ def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart
             parents[number, start:end] = np.array(tree.parents) + start
             here = seen[number]
             for place, parent in enumerate(tree.parents[1:], 1):
-                here[start + place, start : start + place] = here[start + parent, start : start + place]
+                here[start + place, start : start + place] = here[
+                    start + parent, start : start + place
+                ]
             first = number * T + start
             for (at, token, kept), value in tree.targets.items():
                 found.append((first + at, token, value[0], value[1], value[2], before + kept))

@@ -8,7 +8,15 @@ from nanochat.data.conversation import Conversation, Message, assistant, chat, u
 from nanochat.data.tinyworld.facts import Fact, facts_by_relation
 from nanochat.data.tinyworld.splits import asked_facts, kept_for_evaluation
 from nanochat.data.tinyworld.wording import ask, sentence, state, wordings
-from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, chinese, data_text, english, lexicon
+from nanochat.data.tinyworld.words import (
+    LANGUAGES,
+    Language,
+    Word,
+    chinese,
+    data_text,
+    english,
+    lexicon,
+)
 
 # Relations that are also asked about invented things, and the article that the name of such a thing has in English.
 UNKNOWN_RELATIONS = {
@@ -26,7 +34,15 @@ UNKNOWN_RELATIONS = {
     "job_task": "a",
 }
 # Relations about a word, not about the thing that the word names: "And a car?" would not ask for the spelling of "car".
-WORD_RELATIONS = ("spelling", "letter_count", "to_chinese", "to_english", "opposite", "left_of", "right_of")
+WORD_RELATIONS = (
+    "spelling",
+    "letter_count",
+    "to_chinese",
+    "to_english",
+    "opposite",
+    "left_of",
+    "right_of",
+)
 
 
 @functools.cache
@@ -54,7 +70,10 @@ def talk(group: str, language: Language, rng: random.Random) -> list[Message]:
 def request(language: Language, rng: random.Random) -> list[Message]:
     """A request that this assistant cannot fulfil, and its refusal."""
     item = dialogue_data()["request"][language]
-    return [user(rng.choice(item["ask"]).format(t=rng.choice(item["topics"]))), assistant(item["answer"])]
+    return [
+        user(rng.choice(item["ask"]).format(t=rng.choice(item["topics"]))),
+        assistant(item["answer"]),
+    ]
 
 
 def invented_name(rng: random.Random, kind: str, evaluation: bool = False) -> Word:
@@ -64,7 +83,10 @@ def invented_name(rng: random.Random, kind: str, evaluation: bool = False) -> Wo
     while True:
         en = rng.choice(parts["en"]) + rng.choice(parts["en_middle"]) + rng.choice(parts["en_end"])
         zh = "".join(rng.sample(parts["zh"], rng.randint(2, 3)))
-        if kept_for_evaluation("name", en) == evaluation == kept_for_evaluation("name", zh) and zh not in known:
+        if (
+            kept_for_evaluation("name", en) == evaluation == kept_for_evaluation("name", zh)
+            and zh not in known
+        ):
             en = sentence(en) if kind == "none" else en
             return Word(en, english(en, kind), chinese(zh))
 
@@ -75,7 +97,9 @@ def unknown_question(language: Language, rng: random.Random, evaluation: bool = 
     subject = invented_name(rng, UNKNOWN_RELATIONS[relation], evaluation)
     wording = wordings()[relation, language]
     pattern = rng.choice(wording.held_out if evaluation else wording.trained)
-    return ask(Fact(relation, (subject,), facts_by_relation()[relation][0].value), language, pattern, rng)
+    return ask(
+        Fact(relation, (subject,), facts_by_relation()[relation][0].value), language, pattern, rng
+    )
 
 
 def dont_know(language: Language) -> str:
@@ -88,7 +112,11 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
     """The facts about things that training asks about, by subject, for subjects with three or more."""
     groups: dict[str, list[Fact]] = {}
     for fact in asked_facts():
-        if len(fact.subjects) == 1 and fact.relation not in WORD_RELATIONS and not fact.subjects[0].key.isdigit():
+        if (
+            len(fact.subjects) == 1
+            and fact.relation not in WORD_RELATIONS
+            and not fact.subjects[0].key.isdigit()
+        ):
             groups.setdefault(fact.subjects[0].key, []).append(fact)
     return {key: tuple(facts) for key, facts in groups.items() if len(facts) >= 3}
 
@@ -97,6 +125,8 @@ def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
     """A request to tell about an entity, answered with three facts that are not held out."""
     facts = rng.choice(list(asked_by_subject().values()))
     request = rng.choice(dialogue_data()["tell_me_about"][language])
-    told = [state(fact, language, rng, framed=0.0) for fact in rng.sample(facts, min(3, len(facts)))]
+    told = [
+        state(fact, language, rng, framed=0.0) for fact in rng.sample(facts, min(3, len(facts)))
+    ]
     joined = ("" if language == "zh" else " ").join(told)
     return [user(request.format(e=facts[0].subjects[0][language])), assistant(joined)]

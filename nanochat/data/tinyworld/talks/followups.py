@@ -56,7 +56,9 @@ def whole(fact: Fact, language: Language) -> str:
     """The answer to a follow-up question: a whole sentence that names the thing, which the question did not."""
     wording = wordings()[fact.relation, language]
     stated = wording.statements_by_value.get(fact.value.key, wording.statements)[0]
-    text = stated.format(e=fact.subjects[0][language], v=fact.value[language]) + ("。" if language == "zh" else ".")
+    text = stated.format(e=fact.subjects[0][language], v=fact.value[language]) + (
+        "。" if language == "zh" else "."
+    )
     if fact.relation == "can_fly":
         return follow_up_data()["yes_no"][language][fact.value.key == "no"] + text
     return sentence(text) if language == "en" else text
@@ -86,7 +88,9 @@ class Turn:
 
     def question(self, language: Language, rng: random.Random, held_out: bool = False) -> str:
         """The short question, in a wording of training or in the held-out one."""
-        pattern = rng.choice(patterns(self.fact.relation if self.same_thing else None, language, held_out))
+        pattern = rng.choice(
+            patterns(self.fact.relation if self.same_thing else None, language, held_out)
+        )
         text = pattern.format(e=self.fact.subjects[0][language])
         return sentence(text) if language == "en" else text
 
@@ -153,11 +157,15 @@ def follow_up_evaluation(language: Language, seed: int = 0, size: int = 120) -> 
             messages += [user(one.question(language, rng)), assistant(whole(one.fact, language))]
         messages += [user(turn.question(language, rng, held_out=len(problems) % 2 == 1))]
         messages += [assistant(whole(turn.fact, language))]
-        asked_alone = fact_problem(turn.fact, language, wordings()[turn.fact.relation, language].trained[0], rng)
+        asked_alone = fact_problem(
+            turn.fact, language, wordings()[turn.fact.relation, language].trained[0], rng
+        )
         name = turn.fact.subjects[0][language].name
         # 罗马 is no value that competes where the name is 罗马尼亚.
         competing = tuple(other for other in asked_alone.competing if other not in name)
         group = "same thing" if same else "another thing"
         conversation = Conversation(tuple(messages))
-        problems.append(Problem(conversation, asked_alone.answer, competing, group, language, True, names=name))
+        problems.append(
+            Problem(conversation, asked_alone.answer, competing, group, language, True, names=name)
+        )
     return problems

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 from nanochat.data.tinyworld.splits import FAMOUS, HELD_OUT_SHARE
 from nanochat.data.tinyworld.wording import split_rng
-from nanochat.data.tinyworld.words import Language, Word, article, chinese, data_text, english, lexicon
+from nanochat.data.tinyworld.words import (
+    Language,
+    Word,
+    article,
+    chinese,
+    data_text,
+    english,
+    lexicon,
+)
 
 Facts = Mapping[str, str]
 """What a story says, by variable: h is what the hero is and p its name, q the friend, x the home, t a trait, l what is
@@ -28,14 +36,19 @@ def tale_data() -> dict:
 def heroes() -> dict[str, Word]:
     """Everything that a tale can be about, by key: what can be counted, and what people ask for first, such as the
     moon, a dragon or a teacher."""
-    more = {_bare(en): Word(_bare(en), english(_bare(en), "a"), chinese(zh)) for en, zh in _more().items()}
+    more = {
+        _bare(en): Word(_bare(en), english(_bare(en), "a"), chinese(zh))
+        for en, zh in _more().items()
+    }
     return {**_counted(), **more}
 
 
 def _counted() -> dict[str, Word]:
     """The animals, plants and things of the world that can be counted and can be heroes."""
     left_out = set(tale_data()["not_heroes"])
-    return {k: w for k, w in lexicon().items() if w.en.plural and w.zh.counted and k not in left_out}
+    return {
+        k: w for k, w in lexicon().items() if w.en.plural and w.zh.counted and k not in left_out
+    }
 
 
 def _more() -> dict[str, str]:
@@ -51,7 +64,10 @@ def _bare(name: str) -> str:
 def asked_for() -> dict[str, Word]:
     """The heroes as a request names them: it asks for a story about the sun, which then tells of a sun."""
     the = {_bare(en) for en in _more() if en != _bare(en)}
-    return {key: replace(hero, en=english(key, "the")) if key in the else hero for key, hero in heroes().items()}
+    return {
+        key: replace(hero, en=english(key, "the")) if key in the else hero
+        for key, hero in heroes().items()
+    }
 
 
 @functools.cache
@@ -59,7 +75,9 @@ def held_out_heroes() -> tuple[str, ...]:
     """The tenth of the things that can be counted of which no story of training tells."""
     counted, told = _counted(), FAMOUS | set(tale_data()["friends"]) | set(tale_data()["props"])
     plurals = {one for one, _ in tale_data()["likes"]}
-    free = [key for key, word in counted.items() if key not in told and word.en.plural not in plurals]
+    free = [
+        key for key, word in counted.items() if key not in told and word.en.plural not in plurals
+    ]
     return tuple(split_rng("tales").sample(free, round(HELD_OUT_SHARE * len(counted))))
 
 
@@ -88,10 +106,14 @@ def slots(language: Language) -> dict[str, dict[str, Facts]]:
     data, words = tale_data(), lexicon()
     called = names(language)
     found: dict[str, dict[str, Facts]] = {"p": {n: {"p": n, "he": he} for n, he in called.items()}}
-    for key, called in data["friends"].items():  # a friend is always called the same, so a name says what it is
+    for key, called in data[
+        "friends"
+    ].items():  # a friend is always called the same, so a name says what it is
         name = called[language]
         found.setdefault("q", {})[name if language == "en" else name[-2:]] = {"q": key}
-        found.setdefault("Q", {})[f"{name} the {words[key].en.name}" if language == "en" else name] = {"q": key}
+        found.setdefault("Q", {})[
+            f"{name} the {words[key].en.name}" if language == "en" else name
+        ] = {"q": key}
     things = list(itertools.product(data["props"], data["colours"]))
     if language == "zh":
         found["h"] = {word.zh.name: {"h": key} for key, word in heroes().items()}
@@ -147,7 +169,9 @@ def says(pattern: str, language: Language) -> frozenset[str]:
     """The variables that a pattern speaks of."""
     table = slots(language)
     return frozenset(
-        variable for slot in re.findall(r"\{(\w+)\}", pattern) for variable in next(iter(table[slot].values()))
+        variable
+        for slot in re.findall(r"\{(\w+)\}", pattern)
+        for variable in next(iter(table[slot].values()))
     ) - {"he"}
 
 
@@ -166,6 +190,11 @@ class Plot:
 def plots(language: Language) -> tuple[Plot, ...]:
     """All plots in one language."""
     return tuple(
-        Plot(one["name"], one["needs"], one["optional"], tuple(tuple(step[language]) for step in one["steps"]))
+        Plot(
+            one["name"],
+            one["needs"],
+            one["optional"],
+            tuple(tuple(step[language]) for step in one["steps"]),
+        )
         for one in tale_data()["plots"]
     )

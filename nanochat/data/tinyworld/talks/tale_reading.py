@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.data.tinyworld.talks.tale_grammar import SENTENCES, Facts, Plot, plots, says, slots, tale_data
+from nanochat.data.tinyworld.talks.tale_grammar import (
+    SENTENCES,
+    Facts,
+    Plot,
+    plots,
+    says,
+    slots,
+    tale_data,
+)
 from nanochat.data.tinyworld.words import Language
 
 Role = Literal["open", "describe", "plot", "end"]
@@ -54,9 +62,15 @@ def _rule(place: Place, pattern: str, language: Language) -> _Rule:
 def _rules(language: Language) -> tuple[_Rule, ...]:
     data = tale_data()
     found = [(Place("open"), pattern) for pattern in data["open"][language]]
-    found += [(Place("describe", kind), one) for kind, by in data["describe"].items() for one in by[language]]
+    found += [
+        (Place("describe", kind), one)
+        for kind, by in data["describe"].items()
+        for one in by[language]
+    ]
     for plot in plots(language):
-        found += [(Place("plot", plot.name, i), one) for i, step in enumerate(plot.steps) for one in step]
+        found += [
+            (Place("plot", plot.name, i), one) for i, step in enumerate(plot.steps) for one in step
+        ]
     found += [(Place("end"), pattern) for pattern in data["end"][language]]
     return tuple(_rule(place, pattern, language) for place, pattern in found)
 
@@ -84,10 +98,16 @@ def meanings(sentence: str, language: Language) -> list[Meaning]:
 def sentences(text: str) -> list[str]:
     """The sentences of a story; what remains after the last full stop comes last."""
     text = unicodedata.normalize("NFC", text).strip()
-    return [piece.strip() for piece in re.findall(r".*?[.!?。！？][\"”]?(?=\s|$|[^\s\"”])|.+$", text) if piece.strip()]
+    return [
+        piece.strip()
+        for piece in re.findall(r".*?[.!?。！？][\"”]?(?=\s|$|[^\s\"”])|.+$", text)
+        if piece.strip()
+    ]
 
 
-def _follows(before: Sequence[Meaning], known: frozenset[str], new: Meaning, by_name: dict[str, Plot]) -> bool:
+def _follows(
+    before: Sequence[Meaning], known: frozenset[str], new: Meaning, by_name: dict[str, Plot]
+) -> bool:
     """Whether a sentence can stand after the sentences before it; `known` are the variables that they introduced."""
     place, last = new.place, before[-1].place if before else None
     if last is None or place.role == "open":
@@ -101,7 +121,9 @@ def _follows(before: Sequence[Meaning], known: frozenset[str], new: Meaning, by_
         if last.role != "plot":
             return set(plot.needs) <= known and place.step == (1 if plot.optional == 0 else 0)
         between = range(last.step + 1, place.step)
-        return last.name == place.name and place.step > last.step and set(between) <= {plot.optional}
+        return (
+            last.name == place.name and place.step > last.step and set(between) <= {plot.optional}
+        )
     if last.role != "plot":
         return False
     plot = by_name[last.name]
@@ -110,7 +132,10 @@ def _follows(before: Sequence[Meaning], known: frozenset[str], new: Meaning, by_
 
 
 def _readings(
-    understood: Sequence[Sequence[Meaning]], before: tuple[Meaning, ...], facts: Facts, by_name: dict[str, Plot]
+    understood: Sequence[Sequence[Meaning]],
+    before: tuple[Meaning, ...],
+    facts: Facts,
+    by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
     """What the story says, for every way to read it from the first sentence to the last."""
     if len(before) == len(understood):

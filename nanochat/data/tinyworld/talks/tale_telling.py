@@ -18,7 +18,15 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
     trained_heroes,
 )
 from nanochat.data.tinyworld.wording import split_rng
-from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, article, chinese, english, lexicon
+from nanochat.data.tinyworld.words import (
+    LANGUAGES,
+    Language,
+    Word,
+    article,
+    chinese,
+    english,
+    lexicon,
+)
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
 MADE_UP = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
@@ -56,12 +64,18 @@ def tale(hero: Word, language: Language, rng: random.Random) -> str:
     wanted |= set(rng.sample(more, min(len(more), rng.randint(0, 1))))
     patterns = [opening]
     # Always in this order: a small model does not remember what it has described.
-    patterns += [rng.choice(by[language]) for kind, by in data["describe"].items() if kind in wanted]
+    patterns += [
+        rng.choice(by[language]) for kind, by in data["describe"].items() if kind in wanted
+    ]
     skipped = plot.optional if rng.random() < 0.3 else None
     patterns += [rng.choice(step) for i, step in enumerate(plot.steps) if i != skipped]
     known = frozenset().union(*(says(pattern, language) for pattern in patterns))
-    patterns.append(rng.choice([end for end in data["end"][language] if says(end, language) <= known]))
-    return ("" if language == "zh" else " ").join(fill(pattern, facts, language, hero) for pattern in patterns)
+    patterns.append(
+        rng.choice([end for end in data["end"][language] if says(end, language) <= known])
+    )
+    return ("" if language == "zh" else " ").join(
+        fill(pattern, facts, language, hero) for pattern in patterns
+    )
 
 
 def beginning(hero: Word, language: Language, rng: random.Random) -> str:
@@ -70,7 +84,9 @@ def beginning(hero: Word, language: Language, rng: random.Random) -> str:
     patterns = [rng.choice(data["open"][language])]
     if "x" not in says(patterns[0], language):
         patterns.append(rng.choice(data["describe"]["x"][language]))
-    return ("" if language == "zh" else " ").join(fill(pattern, facts, language, hero) for pattern in patterns)
+    return ("" if language == "zh" else " ").join(
+        fill(pattern, facts, language, hero) for pattern in patterns
+    )
 
 
 @functools.cache
@@ -107,7 +123,10 @@ def made_up(rng: random.Random) -> Word:
     """A thing that does not exist: the beginning of a word and the end of another, such as a "rocip"."""
     while True:
         (a, b), (c, d) = (rng.sample(words, 2) for words in _parts())
-        en, zh = a[: (len(a) + 1) // 2] + b[len(b) // 2 :], c[: 2 if rng.random() < LONG_NAME else 1] + d[-1]
+        en, zh = (
+            a[: (len(a) + 1) // 2] + b[len(b) // 2 :],
+            c[: 2 if rng.random() < LONG_NAME else 1] + d[-1],
+        )
         plain = (article(en) == "an") == (en[0] in "aeiou")  # not "a eune"
         if plain and not {en, zh} & _known():
             return Word(en, english(en, "a"), chinese(zh))

@@ -23,13 +23,20 @@ def read_input(given: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
     if not isinstance(given, list):
         raise invalid(f"input must be a text or a list of items, got {kind(given)}", "input")
     calls = {call["id"] for message in earlier[-1:] for call in message.get("tool_calls", ())}
-    own = [_message(item, f"input[{i}]", calls) if isinstance(item, dict) else item for i, item in enumerate(given)]
+    own = [
+        _message(item, f"input[{i}]", calls) if isinstance(item, dict) else item
+        for i, item in enumerate(given)
+    ]
     try:
         return read_conversation([*earlier, *own])
     except ApiError as refusal:  # the field has another name on this route
 
         def renamed(text: str) -> str:
-            text = re.sub(r"messages\[(\d+)\](\.\w+)?", lambda found: place(int(found[1]), found[2] or ""), text)
+            text = re.sub(
+                r"messages\[(\d+)\](\.\w+)?",
+                lambda found: place(int(found[1]), found[2] or ""),
+                text,
+            )
             return text.replace("messages", "input")
 
         def place(number: int, field: str) -> str:
@@ -47,17 +54,34 @@ def _message(item: dict[str, Any], name: str, calls: set[str]) -> dict[str, Any]
     if what == "function_call":
         called, arguments, number = (item.get(key) for key in ("name", "arguments", "call_id"))
         if not (isinstance(called, str) and isinstance(arguments, str) and isinstance(number, str)):
-            raise invalid(f"{name} must be a call: {{type: function_call, call_id, name, arguments}}, all texts", name)
+            raise invalid(
+                f"{name} must be a call: {{type: function_call, call_id, name, arguments}}, all texts",
+                name,
+            )
         calls.add(number)
-        call = {"id": number, "type": "function", "function": {"name": called, "arguments": arguments}}
+        call = {
+            "id": number,
+            "type": "function",
+            "function": {"name": called, "arguments": arguments},
+        }
         return {"role": "assistant", "tool_calls": [call]}
     if what == "function_call_output":
         number = item.get("call_id")
         if not isinstance(number, str) or number not in calls:
-            raise invalid(f"{name}.call_id must be the call_id of a function_call before it", f"{name}.call_id")
-        return {"role": "tool", "tool_call_id": number, "content": text_of(item.get("output"), f"{name}.output")}
+            raise invalid(
+                f"{name}.call_id must be the call_id of a function_call before it",
+                f"{name}.call_id",
+            )
+        return {
+            "role": "tool",
+            "tool_call_id": number,
+            "content": text_of(item.get("output"), f"{name}.output"),
+        }
     if what != "message":
         raise invalid(f"{name}.type must be {KINDS}", f"{name}.type")
     if item.get("role") == "tool":
-        raise invalid(f"{name} is a result without its call: send it as a function_call_output", f"{name}.role")
+        raise invalid(
+            f"{name} is a result without its call: send it as a function_call_output",
+            f"{name}.role",
+        )
     return {key: item[key] for key in ("role", "content", "parts") if key in item}

@@ -30,13 +30,18 @@ class Kept:
     """The responses of all clients. The one that was used least recently goes first; threads may share an object."""
 
     def __init__(
-        self, most: int = MOST, most_bytes: int = MOST_BYTES, seconds: float = SECONDS,
+        self,
+        most: int = MOST,
+        most_bytes: int = MOST_BYTES,
+        seconds: float = SECONDS,
         now: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         """`now` is the clock in seconds."""
         self._most, self._most_bytes, self._seconds, self._now = most, most_bytes, seconds, now
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[bytes, str], _Entry] = OrderedDict()  # by owner and id, the last used one last
+        self._entries: OrderedDict[tuple[bytes, str], _Entry] = (
+            OrderedDict()
+        )  # by owner and id, the last used one last
         self._bytes = 0
 
     def of(self, key: str) -> "Shelf":
@@ -50,7 +55,11 @@ class Kept:
             while self._entries:
                 oldest = next(iter(self._entries.values()))
                 late = self._now() - oldest.used > self._seconds
-                if not late and len(self._entries) <= self._most and self._bytes <= self._most_bytes:
+                if (
+                    not late
+                    and len(self._entries) <= self._most
+                    and self._bytes <= self._most_bytes
+                ):
                     break
                 self._bytes -= self._entries.popitem(last=False)[1].size
 
@@ -80,7 +89,9 @@ class Shelf:
 
     def keep(self, number: str, messages: list[dict[str, Any]], body: dict[str, Any]) -> None:
         """Keep a response under its id with the messages of its chat, its own among them."""
-        self._kept.put((self._owner, number), json.dumps(messages).encode(), json.dumps(body).encode())
+        self._kept.put(
+            (self._owner, number), json.dumps(messages).encode(), json.dumps(body).encode()
+        )
 
     def messages(self, number: str) -> list[dict[str, Any]]:
         """The messages of the chat that a response ends. ApiError 400 if it is not kept."""

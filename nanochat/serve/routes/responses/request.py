@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.conversation import Conversation, Message
-from nanochat.serve.routes.fields import Limits, flag, integer, invalid, kind, mapping, read_fields, truncates
+from nanochat.serve.routes.fields import (
+    Limits,
+    flag,
+    integer,
+    invalid,
+    kind,
+    mapping,
+    read_fields,
+    truncates,
+)
 from nanochat.serve.routes.intake import Work, make_prompt
 from nanochat.serve.routes.messages import alternating, instructed, written
 from nanochat.serve.routes.responses.items import read_input
@@ -16,12 +25,23 @@ from nanochat.tokenizer import Tokenizer
 
 SAMPLED = ("temperature", "top_p", "top_k", "seed", "stream")
 KNOWN = {
-    "input", "instructions", "max_output_tokens", "text", "truncation", "tools", "tool_choice", "parallel_tool_calls",
-    "previous_response_id", *SAMPLED,
-}  # fmt: skip
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "text",
+    "truncation",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "previous_response_id",
+    *SAMPLED,
+}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,), "include": ([],), "service_tier": ("auto",), "top_logprobs": (0,),
-}  # fmt: skip
+    "background": (False,),
+    "include": ([],),
+    "service_tier": ("auto",),
+    "top_logprobs": (0,),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,9 @@ class ResponseRequest:
         """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it does not fit."""
         wanted, truncate = self.repeated.wanted, self.repeated.truncate
         conversation = instructed(self.conversation, self.instructions)
-        prompt, dropped = make_prompt(conversation, wanted.max_tokens, truncate, tokenizer, limits.context, "input")
+        prompt, dropped = make_prompt(
+            conversation, wanted.max_tokens, truncate, tokenizer, limits.context, "input"
+        )
 
         def keep(message: dict[str, Any], body: dict[str, Any]) -> None:
             if self.shelf is not None:
@@ -61,7 +83,9 @@ def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) 
     names the field."""
     fields = read_fields(value, limits, KNOWN, NEUTRAL)
     store = flag(value, "store", True)
-    instructions, previous = (_text(fields, name) for name in ("instructions", "previous_response_id"))
+    instructions, previous = (
+        _text(fields, name) for name in ("instructions", "previous_response_id")
+    )
     flag(fields, "parallel_tool_calls")
     if not fields.get("tools") and fields.get("tool_choice") == "auto":
         del fields["tool_choice"]  # what clients send that have no tools
@@ -73,7 +97,11 @@ def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) 
     earlier = [] if previous is None else shelf.messages(previous)
     conversation = read_input(fields.get("input"), earlier)
     orders = "\n\n".join(filter(None, (tools.instructions, instructions)))
-    echoed = {name: fields[name] for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
+    echoed = {
+        name: fields[name]
+        for name in ("tools", "tool_choice", "parallel_tool_calls")
+        if name in fields
+    }
     repeated = Repeated(tools, wanted, instructions, truncates(fields), previous, store, echoed)
     return ResponseRequest(conversation, orders, repeated, shelf if store else None)
 

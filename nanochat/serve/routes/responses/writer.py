@@ -13,7 +13,9 @@ from nanochat.serve.routes.sampling import Wanted
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
-Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # keeps a reply as a message, and its response
+Keep = Callable[
+    [dict[str, Any], dict[str, Any]], None
+]  # keeps a reply as a message, and its response
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,30 @@ class ResponseWriter:
     event of the message's text. Both extend OpenAI's format.
     """
 
-    def __init__(self, number: str, model: str, asked: Repeated, prompt: int, tokenizer: Tokenizer, keep: Keep):
+    def __init__(
+        self,
+        number: str,
+        model: str,
+        asked: Repeated,
+        prompt: int,
+        tokenizer: Tokenizer,
+        keep: Keep,
+    ):
         """`prompt` is the length of the prompt in tokens."""
-        self._number, self._model, self._asked, self._prompt, self._keep = number, model, asked, prompt, keep
+        self._number, self._model, self._asked, self._prompt, self._keep = (
+            number,
+            model,
+            asked,
+            prompt,
+            keep,
+        )
         self._created = int(time.time())
         self._choice = Choice(tokenizer, None)
         self._reply = Reply(asked.tools)
         self._items: list[dict[str, Any]] = []
-        self._open: list[dict[str, Any]] | None = None  # texts and calculator calls of the message that grows
+        self._open: list[dict[str, Any]] | None = (
+            None  # texts and calculator calls of the message that grows
+        )
         self._blank = ""  # text without a letter, which is no message unless more follows
         self._sent = 0  # events of the stream so far
         self.stream = asked.wanted.stream
@@ -79,7 +97,9 @@ class ResponseWriter:
         response = self._response(self._status)
         if self._status == "incomplete":
             reasons = {"length": "max_output_tokens"}
-            response["incomplete_details"] = {"reason": reasons.get(self._choice.finish or "", "content_filter")}
+            response["incomplete_details"] = {
+                "reason": reasons.get(self._choice.finish or "", "content_filter")
+            }
         body = {**response, "output": self._items, "usage": self._usage}
         self._keep(self._reply.message, body)
         return body
@@ -102,7 +122,13 @@ class ResponseWriter:
         if self._open is not None:
             return b""
         self._open = []
-        item = {"id": self._id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        item = {
+            "id": self._id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
         self._items.append(item)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         sent = self._event("response.output_item.added", item=item) + self._event(
@@ -120,7 +146,9 @@ class ResponseWriter:
         more = {} if tool is None else {"tool": tool}
         if tool is not None:
             self._open.append({"type": "tool", **tool})
-        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[], **more)
+        return self._event(
+            "response.output_text.delta", **self._place, delta=text, logprobs=[], **more
+        )
 
     def _close(self, status: str) -> bytes:
         """End the open message, if there is one."""
@@ -140,8 +168,14 @@ class ResponseWriter:
     def _call(self, call: dict[str, Any]) -> bytes:
         """Add a call of a function, which comes whole."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        item = {"id": self._id("fc"), "type": "function_call", "status": "in_progress", "call_id": call["id"],
-                "name": name, "arguments": ""}  # fmt: skip
+        item = {
+            "id": self._id("fc"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call["id"],
+            "name": name,
+            "arguments": "",
+        }
         self._items.append(item)
         added = self._event("response.output_item.added", item=item)
         item |= {"status": "completed", "arguments": arguments}
@@ -149,7 +183,9 @@ class ResponseWriter:
         return (
             added
             + self._event("response.function_call_arguments.delta", **place, delta=arguments)
-            + self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
+            + self._event(
+                "response.function_call_arguments.done", **place, name=name, arguments=arguments
+            )
             + self._event("response.output_item.done", item=item)
         )
 
@@ -188,13 +224,28 @@ class ResponseWriter:
     def _response(self, status: str) -> dict[str, Any]:
         asked, sampling = self._asked, self._asked.wanted.sampling
         return {
-            "id": f"resp_{self._number}", "object": "response", "created_at": self._created, "status": status,
-            "model": self._model, "output": [], "error": None, "incomplete_details": None,
-            "instructions": asked.instructions, "max_output_tokens": asked.wanted.max_tokens,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "tools": [], "tool_choice": "auto",
-            "parallel_tool_calls": True, "metadata": {}, "previous_response_id": asked.previous,
-            "store": asked.store, "truncation": "auto" if asked.truncate else "disabled", "usage": None, **asked.echoed,
-        }  # fmt: skip
+            "id": f"resp_{self._number}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self._model,
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.wanted.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "metadata": {},
+            "previous_response_id": asked.previous,
+            "store": asked.store,
+            "truncation": "auto" if asked.truncate else "disabled",
+            "usage": None,
+            **asked.echoed,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """An event of the stream; those of an item have its place in the output."""
