@@ -37,6 +37,7 @@ from nanochat.device import Compute
 from nanochat.evals import loss as loss_eval
 from nanochat.evals.loss import Loss
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.platforms.layers import accelerate
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import plan
 from nanochat.runtime import parallel
@@ -146,11 +147,8 @@ def train(base: Path, **flags: Any) -> Path:
 
 def load(step: Path, compute: Compute) -> GPT:
     """Load the model of a checkpoint."""
-    model = GPT(
-        GPTConfig(**read_json(step / "meta.json")["model"]),
-        dtype=compute.dtype,
-        operations=compute.operations,
-    )
+    model = GPT(GPTConfig(**read_json(step / "meta.json")["model"]), dtype=compute.dtype)
+    accelerate(model, compute.operations)
     parallel.load_whole(model, load_file(step / "model.safetensors"))
     return model.eval()
 

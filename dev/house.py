@@ -18,12 +18,13 @@ PACKAGE = "nanochat"
 # From the ground up. A room is a folder or a file of nanochat/. It imports rooms of lower floors only.
 FLOORS = (
     ("common",),
-    ("data", "nn"),
+    ("data", "linear", "cache", "attention", "loss"),
     ("context",),
-    ("model",),
-    ("models", "platforms"),
+    ("gpt", "model"),
+    ("models",),
+    ("platforms",),
     ("device", "tokenizer"),
-    ("runtime", "gpt", "generate"),
+    ("runtime", "generate"),
     ("prepare", "engine", "dataset", "report", "checkpoint_manager"),
     ("dataloader", "serve", "export"),
     ("evals",),
@@ -40,7 +41,7 @@ MEDIAN_LINES = 180
 
 
 def room_of(path: str) -> str:
-    """The room of a file: `nn` for nanochat/nn/loss.py, `gpt` for nanochat/gpt.py."""
+    """The room of a file: `data` for nanochat/data/bpe.py, `gpt` for nanochat/gpt.py."""
     return path.split("/")[1].removesuffix(".py")
 
 

@@ -86,7 +86,7 @@ class Engine:
         )
         cache = model.new_cache(slots + kept, self.length, dtype)
         self._rows = Rows(cache, slots, slots + kept)
-        pad = model.operations.shape_grain > 1 if pad is None else pad
+        pad = model.attention.grain > 1 if pad is None else pad
         self._adapters = adapters
         self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
@@ -351,7 +351,7 @@ class Engine:
             uniforms,
             self._banned,
             adjust,
-            self.model.operations,
+            self.model.log_totals,
         )
         events, leaving = [], []
         for slot, request in enumerate(requests):

@@ -185,7 +185,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             core_eval.download_bundle()
         device.barrier(compute)
     loaded = load_model("base", cfg.model_tag, cfg.step, compute)
-    loaded.model.operations.hold(loaded.model)
+    compute.operations.serve(loaded.model)
     log(f"base model {loaded.tag}, step {loaded.step:,}")
     scores, broken = evaluate_tasks(cfg, loaded, compute)
     core = evaluate_core(cfg, loaded, compute)

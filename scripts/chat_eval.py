@@ -298,7 +298,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     cfg = replace(cfg, graphs=graphs.for_replies(cfg.graphs, compute) is not None)
     sampling_for(None, cfg, None)  # refuses bad flags before the model is loaded
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
-    loaded.model.operations.hold(loaded.model)
+    compute.operations.serve(loaded.model)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     use_task_data(cfg.task_data)
     corpus = loaded.meta["config"]["corpus"]

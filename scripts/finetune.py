@@ -17,7 +17,7 @@ from nanochat.common import UserError, log
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
-from nanochat.nn.lora import LoraConfig
+from nanochat.models.lora import LoraConfig
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning import check_fits
 from nanochat.prepare.conversations import conversation_lengths

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.engine import Completion, Engine
 from nanochat.generate.rows import BORDER, LEAST, common_prefix
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.nn.cache import Cache
 from tests.support.recurrent_model import Recurrent
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer, words
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.nn.loss import chunked_loss
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
+from nanochat.attention import cache_mask
+from nanochat.loss import chunked_loss
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.base import kernels_asked
+from nanochat.platforms.operations import Operations
 
 DEVICE = "npu:0"
 # The largest allowed error, relative to the largest value: one rounding step times the growth of the error in sums.
@@ -188,5 +188,5 @@ def decode(dtype: torch.dtype, window: int = 95) -> float:
         found = made.attend_lengths(q, k, v, [1, 1], ends, None, window)
     else:
         places = torch.tensor(ends, device=DEVICE)[:, None] - 1
-        found = made.attend_cached(q, k, v, cache_mask(places, 96, window))
+        found = made.masked(q, k, v, cache_mask(places, 96, window))
     return error((found,), (torch.cat(rows),))

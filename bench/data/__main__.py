@@ -33,6 +33,7 @@ from nanochat.data.corpora import Corpus
 from nanochat.data.shards import write_shards
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.platforms.layers import accelerate
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import Plan, plan
 from nanochat.prepare.token_files import TokenSet
@@ -151,7 +152,8 @@ def copy_speed(token_set: TokenSet) -> float:
 
 def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> float:
     """The share of a training step spent waiting for its rows, with a small model on one thread; the median step."""
-    model = GPT(D4, compute.dtype, operations=compute.operations)
+    model = GPT(D4, compute.dtype)
+    accelerate(model, compute.operations)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), D4.n_embd, Rates(), 1.0, compute.dtype)
     scale, stream = LossScale(), dataloader.steps(rows, 0, 8, 8, compute)

@@ -39,7 +39,7 @@ def loaded(task: dict[str, Any]) -> tuple[Loaded, Compute]:
 def ours(task: dict[str, Any]) -> dict[str, Evaluation]:
     """What scripts.base_eval calls."""
     model, compute = loaded(task)
-    compute.operations.hold(model.model)
+    compute.operations.serve(model.model)
     tokens = compute.platform.evaluation_rows * model.model.config.sequence_len
     tasks, asked = (
         core_bundle(Path(task["bundle"]) / task["side"], task["problems"]),

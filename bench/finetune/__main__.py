@@ -23,8 +23,8 @@ from typing import Any, Literal
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import UserError, log, run
+from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.nn.lora import LoraConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RANK = 8

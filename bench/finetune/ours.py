@@ -9,9 +9,10 @@ from bench.finetune.side import ALPHA, RATE
 from nanochat import dataloader
 from nanochat.checkpoint_manager.families import held_in
 from nanochat.device import Compute
+from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
 from nanochat.train.compile import compiled
@@ -31,7 +32,8 @@ class Tuned:
         mode: Sharding = "none",
     ) -> None:
         """Make the model, sharded over the ranks in this mode."""
-        self.compute, self.model = compute, Qwen(config, compute.dtype, compute.operations)
+        self.compute, self.model = compute, Qwen(config, compute.dtype)
+        accelerate(self.model, compute.operations)
         self.model.init_weights()
         if rank:
             held_in(self.model, compute.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import graphs
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.sizes import table_rows
@@ -61,7 +62,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     compute = replace(device.compute_init("npu", task["kernels"]), rank=1)
     compute.operations.stacks_matrices |= task["stacked"]
     shape = shape_of(task)
-    model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
+    model = GPT(shape, dtype=compute.dtype)
+    accelerate(model, compute.operations)
     model.init_weights()
     model.to(compute.device)
     optimizers = Optimizers(

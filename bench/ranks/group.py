@@ -20,9 +20,10 @@ from nanochat import dataloader, device
 from nanochat.common import UserError, base_dir
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.nn.lora import LoraConfig
 from nanochat.platforms import host
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import compile as compiling
@@ -187,7 +188,8 @@ def _pretraining(
     task: Task, shape: GPTConfig, rows: int, compute: Compute
 ) -> tuple[int, Callable[[Passes], float]]:
     """The number of parameters of a GPT, and a function that takes a step as base_train does and returns the loss."""
-    model = GPT(shape, compute.dtype, operations=compute.operations)
+    model = GPT(shape, compute.dtype)
+    accelerate(model, compute.operations)
     model.init_weights()
     count = sum(parameter.numel() for parameter in model.parameters())
     parallel.shard(model, model.shard_groups(), compute, task.mode or "none")

@@ -13,6 +13,7 @@ from nanochat.data.conversation import Conversation, chat
 from nanochat.device import Compute
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.platforms.layers import accelerate
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.rl import rollout
 from nanochat.train.rl.groups import Groups
@@ -118,7 +119,8 @@ class Ours:
 
 
 def _model(shape: Shape, compute: Compute) -> GPT:
-    model = GPT(GPTConfig(**MODEL), compute.dtype, compute.operations)
+    model = GPT(GPTConfig(**MODEL), compute.dtype)
+    accelerate(model, compute.operations)
     model.init_weights()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

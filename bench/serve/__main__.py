@@ -79,7 +79,7 @@ def engine_figures(cfg: Config) -> dict[str, Any]:
     words = engine.tokenizer(engine.VOCAB)
     model = engine.untrained(depth, compute, compute.dtype, engine.VOCAB)
     held = engine.weight_bytes(model)
-    model.operations.hold(model)  # as the server holds it
+    compute.operations.serve(model)  # as the server holds it
     greedy, drawn = engine.GREEDY, Sampling(1.0, 50, ignore_eos=True)
     best: dict[tuple[int, str], float] = {}
     memory = 0.0

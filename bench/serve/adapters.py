@@ -9,9 +9,10 @@ from bench.serve.engine import GREEDY, cpu_seconds, prompts, tokenizer
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
+from nanochat.models.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
+from nanochat.platforms.layers import accelerate
 from nanochat.tokenizer import Tokenizer
 
 VOCAB = 4096
@@ -31,7 +32,8 @@ def base(layers: int, channels: int, compute: Compute) -> Qwen:
         n_hidden=3 * channels,
         head_dim=64,
     )
-    model = Qwen(config, compute.dtype, compute.platform.operations("auto"))
+    model = Qwen(config, compute.dtype)
+    accelerate(model, compute.platform.operations("auto"))
     model.init_weights()
     return model.to(compute.dtype).eval()
 

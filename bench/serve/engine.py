@@ -12,6 +12,7 @@ from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.model import Model
+from nanochat.platforms.layers import accelerate
 from nanochat.tokenizer import DEFAULT_PATTERN, PATTERNS, ROLES, Tokenizer
 
 VOCAB = 32_768
@@ -59,7 +60,8 @@ def untrained(depth: int, compute: Compute, dtype: torch.dtype, vocab: int) -> G
         n_kv_head=heads,
         n_embd=128 * heads,
     )
-    model = GPT(config, dtype, compute.platform.operations("auto"))
+    model = GPT(config, dtype)
+    accelerate(model, compute.platform.operations("auto"))
     model.init_weights()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -86,6 +86,7 @@ def ours(task: dict[str, Any]) -> Side:
     from nanochat import dataloader, device
     from nanochat.common import parse
     from nanochat.gpt import GPT, GPTConfig
+    from nanochat.platforms.layers import accelerate
     from nanochat.train import compile as compiling
     from nanochat.train import schedule, sizes
     from nanochat.train.optim import Optimizers, Rates
@@ -97,7 +98,8 @@ def ours(task: dict[str, Any]) -> Side:
     pairs = sizes.table_rows(cfg.bigram_rows, task["shape"]["vocab_size"])
     config = GPTConfig(**{**task["shape"], "bigram_rows": pairs, "offset_layers": offset})
     config = sizes.keep_bigrams(config, cfg.bigram_rows, task["epochs"])
-    model = GPT(config, compute.dtype, operations=compute.operations)
+    model = GPT(config, compute.dtype)
+    accelerate(model, compute.operations)
     model.init_weights(seed_of(task))
     shape, steps = (task["pass_rows"], config.sequence_len), task["steps"]
     tokens, factor = task["rows_per_step"] * config.sequence_len, 1.0

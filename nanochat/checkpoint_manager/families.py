@@ -13,6 +13,7 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 
 # No model of this project is larger, and a shape from a file must not be able to ask for all memory.
@@ -113,16 +114,17 @@ def build(
     shape = checked_shape(family.config, meta["model"], where)
     with torch.device("meta"):
         parallel.check_shapes(family.model(shape), values)
-    return family.model(shape, dtype=compute.dtype, operations=compute.operations)
+    model = family.model(shape, dtype=compute.dtype)
+    accelerate(model, compute.operations)
+    return model
 
 
 def on_meta(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool = False) -> Any:
     """A model of a shape that takes no memory yet: call to_empty(), then init_weights() or load its parameters. With
     `fp8` it trains in FP8; UserError where the device or the family cannot."""
     with torch.device("meta"):
-        model = FAMILIES[family_of(shape)].model(
-            shape, dtype=compute.dtype, operations=compute.operations
-        )
+        model = FAMILIES[family_of(shape)].model(shape, dtype=compute.dtype)
+    accelerate(model, compute.operations)
     if fp8:
         compute.platform.use_fp8(model)
     return model

@@ -23,8 +23,8 @@ from nanochat.checkpoint_manager.locate import MADE_BY, find
 from nanochat.checkpoint_manager.parts.rows import read_parameters
 from nanochat.common import UserError, read_json, sha256_of, warn
 from nanochat.device import Compute
+from nanochat.models.lora import LoraConfig, add_adapters, merge
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, add_adapters, merge
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 

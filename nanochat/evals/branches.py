@@ -6,9 +6,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
 
 
 class Branches:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.nn.lora import Adapter, Linear
+from nanochat.linear import Linear
+from nanochat.models.lora import Adapter
 
 NONE = -1  # the number of a row without an adapter
 SPREAD = 4  # with more adapters than this for each row, copying those of the rows is cheaper than reading all
@@ -57,7 +58,7 @@ class Adapters:
         }
         for name, matrix in model.named_modules():
             if name in changed and isinstance(matrix, Linear):
-                matrix.several = self._halves(name, matrix, list(given.values())).add
+                matrix.adapter = self._halves(name, matrix, list(given.values())).add
 
     @property
     def names(self) -> list[str]:

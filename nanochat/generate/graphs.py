@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
 from nanochat.platforms.base import Platform
 
 LEAST_KEYS = 256  # places of the cache that the smallest graph reads

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.events import Alternatives, Scored
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.request import Request
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
 
 HEAD_ROWS = 64  # positions whose logits over the vocabulary are in memory at the same time
 

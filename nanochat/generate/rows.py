@@ -10,8 +10,8 @@ slot too.
 import itertools
 from collections.abc import Iterable
 
+from nanochat.cache import Cache
 from nanochat.generate.request import Request
-from nanochat.nn.cache import Cache
 
 LEAST = 16  # a shorter common prefix is not worth a copy
 BORDER = 256  # states that cannot be cut are kept every so many tokens of a prompt ...

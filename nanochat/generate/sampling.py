@@ -12,7 +12,6 @@ from torch import Tensor
 from nanochat.common import UserError
 from nanochat.data.traits import Drawing, traits
 from nanochat.generate.events import Alternatives
-from nanochat.nn.operations import Operations
 
 COLDEST = 1e-5  # below this temperature, draws are greedy: fp32 holds no quotient of logits by a smaller number
 UNBOUNDED = 3e38  # the largest temperature: fp32 holds no more
@@ -38,6 +37,10 @@ ARGMAX_GROUP = 256  # logits whose largest is found together
 UNIFORM_BITS = (
     23  # few enough that uniform() times a positive fp32 value always stays below that value
 )
+
+
+# The logarithm of the sum of the exponentials of each row of logits, (B, V) -> (B,); None where log_softmax costs less
+LogTotals = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def choose(
     banned: Tensor,  # (n,) token ids that are never chosen
     adjust: Callable[[Tensor], None]
     | None = None,  # changes logits in place before tokens are chosen
-    operations: Operations | None = None,  # of the model that made the logits
+    log_totals: LogTotals | None = None,  # of the model that made the logits
 ) -> Choice:
     """One token per row.
 
@@ -182,7 +185,7 @@ def choose(
     not depend on the other rows. A setting that no row uses costs nothing.
     """
     count, V = max((s.logprobs for s in samplings), default=0), logits.size(1)
-    likelihood = _Likelihood(logits, operations, adjust is not None or count > 0)
+    likelihood = _Likelihood(logits, log_totals, adjust is not None or count > 0)
     if adjust is not None:
         adjust(logits)
     logits.index_fill_(1, banned, float("-inf"))
@@ -226,14 +229,14 @@ def choose_among(
         float
     ],  # one number in [0, 1) for each reply; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
-    operations: Operations | None = None,  # of the model that made the logits
+    log_totals: LogTotals | None = None,  # of the model that made the logits
 ) -> tuple[list[int], list[float]]:
     """The tokens that choose() would give replies of which many share a row, and their log-probabilities.
 
     What depends on the row alone is computed once for each row. Only temperature and top_k are followed.
     """
     index = torch.tensor(rows).to(logits.device, non_blocking=True)
-    likelihood, V = _Likelihood(logits, operations), logits.size(1)
+    likelihood, V = _Likelihood(logits, log_totals), logits.size(1)
     logits.index_fill_(1, banned, float("-inf"))
     if sampling.temperature < COLDEST:
         choice = likeliest(logits)[index]
@@ -270,13 +273,9 @@ def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
 class _Likelihood:
     """The log-probabilities of tokens at temperature 1. Made before the logits are changed."""
 
-    def __init__(
-        self, logits: Tensor, operations: Operations | None, whole: bool = False
-    ):  # (R, V)
+    def __init__(self, logits: Tensor, log_totals: LogTotals | None, whole: bool = False):  # (R, V)
         """`whole`: all of `rows` are asked for, or logits of tokens that may be chosen will change."""
-        self._totals = (
-            None if whole or operations is None else operations.log_totals(logits)
-        )  # (R,)
+        self._totals = None if whole or log_totals is None else log_totals(logits)  # (R,)
         self.rows = torch.log_softmax(logits, dim=1) if self._totals is None else logits  # (R, V)
 
     def of(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:  # (B,), (B,) -> (B,)

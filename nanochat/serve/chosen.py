@@ -101,7 +101,7 @@ def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
                 f"--weights int8 was asked for, but {why}. Leave --weights out.", exit_code=2
             )
         hold_in_int8(loaded.model)
-    loaded.model.operations.hold(loaded.model)
+    compute.operations.serve(loaded.model)
     return parameters
 
 

@@ -179,7 +179,7 @@ class Stage:
         if (
             not part
             and isinstance(model, GPT)
-            and (how := model.operations.coarser(self.compute.dtype))
+            and (how := self.compute.operations.coarser(self.compute.dtype))
         ):
             log(
                 f"the uncompiled GPT trains in {how}; NANOCHAT_INT8=0 lets it train in bfloat16 alone"

@@ -12,8 +12,8 @@ from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.operations import Asked, Operations
 from nanochat.train.muon import Muon
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, Outcome, update

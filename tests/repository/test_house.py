@@ -15,7 +15,7 @@ from dev import floorplan, house
 def test_an_arrow_is_an_import_between_two_rooms() -> None:
     files = {
         "nanochat/__init__.py": "from nanochat import gpt",  # the package itself is no room
-        "nanochat/gpt.py": "from nanochat.nn import loss\nfrom nanochat.nn.cache import Cache\nimport torch",
+        "nanochat/gpt.py": "from nanochat import loss\nfrom nanochat.cache import Cache\nimport torch",
         "nanochat/nn/loss.py": "from .cache import Cache\nfrom ..common import log",
         "nanochat/engine.py": "def load() -> None:\n    import nanochat.gpt",
     }

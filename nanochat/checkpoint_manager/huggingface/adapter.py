@@ -16,8 +16,9 @@ from nanochat.checkpoint_manager.files import ADAPTER, new_folder
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, read_json, write_json
 from nanochat.device import local
+from nanochat.linear import Linear
+from nanochat.models.lora import Adapter, LoraConfig, LowRank, adapted, matches
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import Adapter, Linear, LoraConfig, adapted, matches
 from nanochat.runtime import parallel
 
 SETTINGS = "adapter_config.json"
@@ -211,9 +212,10 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     }
     model.requires_grad_(False)
     for name in {name.rpartition(".lora_")[0] for name in values}:
-        matrices[name].adapt(config)
-    for name, _, first, second in adapted(model):
-        for half, module in (("A", first), ("B", second)):
+        LowRank(matrices[name], config)
+    for name, matrix_adapter in adapted(model):
+        halves = (("A", matrix_adapter.first), ("B", matrix_adapter.second))
+        for half, module in halves:
             here, value = local(module.weight), values[f"{name}.lora_{half}.weight"]
             start = parallel.place_of(module.weight).first_row(value.shape[0])
             here.copy_(value[start : start + here.shape[0]])

@@ -9,8 +9,8 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
 from nanochat.device import Compute
+from nanochat.models.lora import LoraConfig, add_adapters, first_values
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, add_adapters, first_values
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.engine import Completion, sample_seeds
 from nanochat.generate.calls import Calls, answer_marks
@@ -19,7 +20,6 @@ from nanochat.generate.events import Finish
 from nanochat.generate.request import check
 from nanochat.generate.sampling import Sampling, choose_among, uniform
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
 from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 4096  # prompt tokens of a prefill pass, padding included
@@ -154,7 +154,7 @@ class Groups:
         tokens, logprobs = [], []
         if members:
             tokens, logprobs = choose_among(
-                logits, rows, self._sampling, uniforms, self._banned, self.model.operations
+                logits, rows, self._sampling, uniforms, self._banned, self.model.log_totals
             )
         chosen: list[dict[int, tuple[float, list[int]]]] = [
             {} for _ in ready

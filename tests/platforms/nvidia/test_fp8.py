@@ -11,10 +11,10 @@ from torch import Tensor
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.operations import Operations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.platform import Nvidia
+from nanochat.platforms.operations import Operations
 from nanochat.runtime.tracking import read_metrics
 from tests.support.qwens import tiny_qwen
 from tests.support.small_world import make_corpus, run_stage

@@ -44,10 +44,10 @@ def test_a_renewed_sampler_computes_as_one_that_was_just_made(family: str, dtype
             seen.append(sampler.model(idx))
             far = (seen[-1] - plain(idx)).norm() / seen[-1].norm()
             assert far <= (1e-5 if dtype == torch.float32 else 0.1)  # a DeltaNet magnifies rounding
-            plain.operations.hold(plain)
+            compute.operations.serve(plain)
             assert torch.equal(seen[-1], plain(idx))
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
-    held = any(getattr(module, "packed", None) is not None for module in sampler.model.modules())
+    held = any(getattr(module, "multiply", None) is not None for module in sampler.model.modules())
     assert held == (LAID_OUT and dtype == torch.bfloat16)
 
 

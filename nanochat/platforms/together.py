@@ -1,4 +1,4 @@
-"""A matrix of the GPT, and several handled together: cast, stepped or multiplied with at once.
+"""Several matrices handled together: cast, stepped or multiplied with at once.
 
 Matrices of one shape lie side by side in memory, for devices on which every operator costs a launch. Nothing here
 changes a value: tensors that do not lie side by side are copied instead.
@@ -9,47 +9,15 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
-Unit = tuple[
-    nn.Parameter, ...
-]  # parameters that are used as one matrix, with their rows below one another
-Multiply = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
-Product = Callable[
-    [Tensor, Tensor], Tensor
-]  # (..., inputs), (outputs, inputs) fp32 master -> (..., outputs)
-Pack = Callable[[Tensor], Multiply]  # makes the function that multiplies with a weight
+from nanochat.linear import Linear
 
-
-class Linear(nn.Linear):
-    """A matrix without bias; a use casts the fp32 master to the dtype of the activations, or is given the cast."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
-        self.only_multiplies = True
-        self.packed: Multiply | None = None  # see Operations.hold()
-        self.product: Product | None = None  # multiplies another way in training; None: torch does
-
-    def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
-        if self.packed is not None:
-            return self.packed(input)
-        if self.product is not None and torch.is_grad_enabled():
-            return self.product(input, self.weight)
-        return F.linear(input, self.weight.to(input.dtype) if made is None else made)
-
-    def release(self) -> None:
-        """See Operations.release()."""
-        self.packed = None
-        restore(self)
-
-
-class Embedding(nn.Embedding):
-    """A table of embeddings that init_weights() or a checkpoint fills. torch would draw values in vain; and for a model
-    on the meta device, that imports torch's compiler, which takes 1.6 seconds."""
-
-    def reset_parameters(self) -> None:
-        """Leave the table as it is."""
+Unit = tuple[nn.Parameter, ...]  # parameters used as one matrix, with their rows below one another
+Product = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
+Pack = Callable[
+    [Tensor], Product
+]  # makes the function that multiplies with a weight (outputs, inputs)
 
 
 def restore(matrix: nn.Linear) -> None:
@@ -59,12 +27,17 @@ def restore(matrix: nn.Linear) -> None:
         matrix.weight = nn.Parameter(empty, requires_grad=False)
 
 
-def joined(matrices: Sequence[nn.Linear], pack: Pack, dtype: torch.dtype) -> Multiply | None:
-    """A function that multiplies with all matrices at once, for inference: their own weights are empty from then on.
-    None, and nothing is done, unless all have the number format and no bias, and none is held another way."""
-    held = [matrix for matrix in matrices if matrix.packed is not None or not matrix.weight.numel()]
-    if held or any(matrix.weight.dtype != dtype or matrix.bias is not None for matrix in matrices):
-        return None
+def joined(matrices: Sequence[Linear], pack: Pack, dtype: torch.dtype) -> Product | None:
+    """Return a function that multiplies with all matrices at once, for inference.
+
+    Their own weights are empty from then on. None, and nothing is done, unless all have the number format and no bias,
+    and none multiplies another way.
+    """
+    for matrix in matrices:
+        if matrix.multiply is not None or not matrix.weight.numel():
+            return None
+        if matrix.weight.dtype != dtype or matrix.bias is not None:
+            return None
     multiply = pack(torch.cat([matrix.weight.detach() for matrix in matrices]))
     for matrix in matrices:
         matrix.weight = nn.Parameter(matrix.weight.new_empty(0), requires_grad=False)

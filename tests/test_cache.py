@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat.nn.cache import Cache
+from nanochat.cache import Cache
 
 
 def resident_bytes() -> int:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat.nn import plain_attention
-from nanochat.nn.plain_attention import Kept
+from nanochat import attention
+from nanochat.attention import TensorCache
 
 
 class Maker:
@@ -20,7 +20,7 @@ class Maker:
 
 
 def test_a_tensor_is_made_once_and_the_one_unused_for_longest_is_evicted() -> None:
-    store, make = Kept(2), Maker()
+    store, make = TensorCache(2), Maker()
     first = store.get("a", make)
     store.get("b", make)
     assert store.get("a", make) is first and make.made == 2
@@ -32,7 +32,7 @@ def test_a_tensor_is_made_once_and_the_one_unused_for_longest_is_evicted() -> No
 
 
 def test_a_tensor_made_while_sampling_can_be_trained_with() -> None:
-    store = Kept(1)
+    store = TensorCache(1)
     with torch.inference_mode():
         store.get("a", Maker())
     weight = torch.ones(2, requires_grad=True)
@@ -41,7 +41,7 @@ def test_a_tensor_made_while_sampling_can_be_trained_with() -> None:
 
 
 def test_a_compiled_model_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, make = Kept(1), Maker()
-    monkeypatch.setattr(plain_attention, "is_compiling", lambda: True)
+    store, make = TensorCache(1), Maker()
+    monkeypatch.setattr(attention, "is_compiling", lambda: True)
     assert store.get("a", make) is not store.get("a", make)
     assert len(store) == 0

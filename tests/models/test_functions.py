@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.nn.lean import swiglu, weighted_norm
+from nanochat.models.qwen.functions import swiglu, weighted_norm
 from tests.support.tensors import draw
 
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -9,8 +9,8 @@ import torch
 
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, save_adapter
 from nanochat.common import UserError
+from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
 from tests.support.qwens import VOCABULARY, oracle, tiny_qwen
 
 CONFIG = LoraConfig(rank=4, alpha=12.0)
@@ -27,8 +27,8 @@ def with_adapter(family: str, config: LoraConfig) -> Qwen:
     init_adapters(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for _, _, _, second in adapted(model):
-            second.weight.copy_(torch.randn(second.weight.shape, generator=generator) * 0.1)
+        for _, adapter in adapted(model):
+            adapter.second.weight.copy_(torch.randn(adapter.second.weight.shape, generator=generator) * 0.1)
     return model
 
 

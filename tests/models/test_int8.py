@@ -7,9 +7,10 @@ import torch
 
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.linear import Linear
+from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.models.qwen.int8 import MOST_ROWS, Int8, hold_in_int8
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import Linear, LoraConfig, add_adapters, init_adapters
 from tests.support.qwens import CONFIGS, VOCABULARY, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -71,8 +72,8 @@ def test_matrices_that_torch_would_read_past_their_end_are_left_alone() -> None:
     idx = torch.arange(9)[None]
     plain = model.to(torch.bfloat16)(idx)
     hold_in_int8(model)
-    assert model.head.packed is None
-    packed = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, Linear) and m.packed}
+    assert model.head.multiply is None
+    packed = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, Linear) and m.multiply}
     assert packed == {"o_proj", "down_proj"}  # whose inputs are heads and hidden channels
     for rows in (idx, idx[:, :1]):
         assert (model(rows) - plain[:, : rows.size(1)]).abs().max() < 0.1

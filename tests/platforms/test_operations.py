@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.nn import blocked_attention
-from nanochat.nn.blocked_attention import BlockedAttention
-from nanochat.nn.loss import chunked_loss, softcap, token_losses
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import by_products, cache_mask, one_query
+from nanochat.attention import cache_mask
+from nanochat.loss import chunked_loss, softcap, token_losses
+from nanochat.platforms import blocked_attention
+from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import operations as cpu
+from nanochat.platforms.cpu.decoding import by_products, one_query
 from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.operations import Operations
 from tests.support.tensors import draw
 
 CPU = torch.device("cpu")
@@ -68,8 +69,8 @@ def test_attend_makes_no_mask_that_grows_with_the_sequence() -> None:
     operations = Operations()
     for T in (100, 200, 300):
         operations.attend(*(draw(1, T, 1, 4) for _ in range(3)), 16)
-    assert len(operations.masks.bands) == 1
-    assert operations.masks.band(16, CPU).shape == (16, 32)
+    assert len(operations.bands) == 1
+    assert operations._band(16, CPU).shape == (16, 32)
 
 
 def test_attend_first_used_for_inference_can_be_trained_afterwards() -> None:
@@ -137,7 +138,7 @@ def test_attention_by_products_and_its_gradients_are_a_plain_softmax_s() -> None
     wanted = torch.autograd.grad(expected.square().sum(), given)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), given), wanted, rtol=1e-4, atol=1e-5)
     low = [x.detach().bfloat16().requires_grad_() for x in given]
-    trained = CpuOperations().attend_cached(*low, mask)
+    trained = CpuOperations().masked(*low, mask)
     torch.testing.assert_close(trained.float(), expected, rtol=0.05, atol=0.05)
     for one, other in zip(torch.autograd.grad(trained.float().square().sum(), low), wanted, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=0.1, atol=0.1)
@@ -152,9 +153,9 @@ def test_a_cpu_decodes_many_keys_in_bf16_by_two_products(monkeypatch: pytest.Mon
     for dtype, rows, expected in ((torch.float32, 8, 0), (torch.bfloat16, 2, 0), (torch.bfloat16, 8, 1)):
         calls.clear()
         given = [x[:rows].to(dtype) for x in (q, k, k)]
-        y = operations.attend_cached(*given, mask[:rows])
+        y = operations.masked(*given, mask[:rows])
         assert len(calls) == expected
-        plain = PLAIN.attend_cached(*given, mask[:rows])
+        plain = PLAIN.masked(*given, mask[:rows])
         torch.testing.assert_close(y, plain, rtol=0.03, atol=0.03)
 
 
@@ -207,7 +208,7 @@ def test_attend_cached_equals_the_end_of_each_rows_sequence(window: int, kv_head
     k, v = draw(3, K, kv_heads, D, seed=1), draw(3, K, kv_heads, D, seed=2)
     q = draw(3, T, H, D, seed=3)
     places = torch.tensor([[length - T + t for t in range(T)] for length in lengths])
-    out = PLAIN.attend_cached(q, k, v, cache_mask(places, K, window))
+    out = PLAIN.masked(q, k, v, cache_mask(places, K, window))
     for row, length in enumerate(lengths):
         seen = causal_window(length, window)[-T:]
         expected = plain_attention(q[row, None], k[row, None, :length], v[row, None, :length], seen)

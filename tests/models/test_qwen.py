@@ -12,8 +12,8 @@ from nanochat.context import Packed
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.operations import Operations
 from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.operations import Operations
 from tests.support.qwens import CONFIGS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -169,15 +169,14 @@ def test_the_head_may_leave_out_tokens_without_a_target(answers: float) -> None:
         torch.testing.assert_close(gradient, others[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-class Aside(Operations):
+class Aside:
     """Counts what is put aside and what comes back."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.moved: list[tuple[int, ...]] = []
         self.back = 0
 
-    def put_aside(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def __call__(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.moved.append(tuple(x.shape))
 
         def back() -> torch.Tensor:
@@ -192,13 +191,14 @@ class Aside(Operations):
 def test_inputs_of_layers_that_wait_elsewhere_change_no_gradient(family: str, compiled: bool) -> None:
     idx, gradients = torch.arange(160).view(2, 80), []
     for offloads in (False, True):
-        model = tiny_qwen(family, operations=(operations := Aside()))
+        model = tiny_qwen(family)
+        model.put_aside = aside = Aside()
         model.checkpoints, model.offloads = True, offloads
         fast = cast(nn.Module, torch.compile(model, dynamic=False)) if compiled else model
         fast(idx[:, :-1], idx[:, 1:]).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
         inputs = model.config.n_layer if offloads else 0
-        assert operations.moved == [(2, 79, model.config.n_embd)] * inputs and operations.back == inputs
+        assert aside.moved == [(2, 79, model.config.n_embd)] * inputs and aside.back == inputs
     for first, second in zip(*gradients, strict=True):
         torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from nanochat.nn.together import as_stack, cast_together, place_together
+from nanochat.platforms.together import as_stack, cast_together, place_together
 
 
 def parameters(*shapes: tuple[int, int]) -> list[nn.Parameter]:

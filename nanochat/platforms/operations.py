@@ -1,8 +1,7 @@
-"""The operations that a device may compute its own way, in plain torch, which runs on every device.
+"""The operators that a device may compute its own way, in plain torch, which runs on every device.
 
-A model holds one Operations object and computes norms, rotations, attention and its loss through that object. Each
-platform in nanochat/platforms/ returns a subclass with the device's own operators.
-Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary.
+Each platform returns a subclass with the device's own operators. The layers in layers.py call them; models that are not
+accelerated know nothing of them. Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +13,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nanochat.nn import loss, plain_attention
-from nanochat.nn.lean import weighted_norm
-from nanochat.nn.loss import Fused
-from nanochat.nn.plain_attention import Masks
-from nanochat.nn.previous import shifted, with_offset
-from nanochat.nn.together import Multiply, Unit
+from nanochat import loss
+from nanochat.attention import PlainAttention
+from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
+from nanochat.linear import Linear
+from nanochat.models.qwen.functions import weighted_norm
+from nanochat.platforms.together import Unit, restore
 
 KEPT_GRAIN = 256  # tokens
+HIDDEN = (
+    -3e4
+)  # a score that no fp16 softmax sees, and that stays finite when another is added to it
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
 # Three modules that multiply with the matrices of queries, keys and values, or one function that multiplies with all.
 Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
+
+
+def shifted(x: Tensor) -> Tensor:  # (B, T, ...)
+    """Return what the place before each place of a row has in x; zeros at the first."""
+    return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+
+
+def finite_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what to add to scores: 0 where a key is seen, a large negative number, never -inf, where it is not."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, HIDDEN)
+
+
+def times(matrix: nn.Module, x: Tensor, cast_weight: Tensor | None) -> Tensor:
+    """Multiply with a matrix, or with its weight if that was cast before."""
+    return matrix(x) if cast_weight is None else F.linear(x, cast_weight)
 
 
 def multiplied(
@@ -43,10 +60,10 @@ def multiplied(
     return q, k, v
 
 
-class Operations:
-    """Plain torch, for every device; the masks that attention needs are made once and kept here."""
+class Operations(PlainAttention):
+    """Plain torch, for every device: attention, and the operators that layers.py calls."""
 
-    name = "torch's own"
+    fuses_layers = False  # whether accelerate() swaps layers that call these operators into models
     loss_chunk = 1024  # tokens whose logits exist at the same time
     loss_logits = (
         1 << 25
@@ -54,10 +71,8 @@ class Operations:
     capped_logits = (
         1 << 27
     )  # logits that are softcapped at the same time where the loss of each token is wanted
-    skips_masked = False  # whether the head leaves out tokens without a target, which makes the host wait for the count
-    hidden_score = float("-inf")  # a score that no softmax sees; some chips have no inf
-    shape_grain = (
-        1  # shapes are rounded up to a multiple of this; above 1, a new shape costs a compilation
+    skips_masked = (
+        False  # whether the loss leaves out tokens without a target, for whose count the host waits
     )
     launches_are_dear = (
         False  # whether one operator over many tensors is much cheaper than one for each
@@ -66,24 +81,23 @@ class Operations:
 
     def __init__(self, stacks_matrices: bool = True):
         """`stacks_matrices`: Muon steps all matrices of one shape together."""
+        super().__init__()
         self.stacks_matrices = stacks_matrices
-        self.masks = Masks()
 
-    def finite(self, x: Tensor) -> bool:
-        """Whether attention on `x` must mask with a large negative number instead of -inf."""
-        return False
-
-    def hold(self, model: nn.Module) -> None:
-        """Hold the matrices of a model as the device multiplies them fastest. This is for inference: their values must
-        not change before release(). Modules that have a `packed` attribute take part. A weight that is not read
-        otherwise, `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several
-        at once, and those that have a method `settle` may keep what they compute from their weights."""
+    def serve(self, model: nn.Module) -> None:
+        """Let a model multiply as the device does fastest. This is for inference: weights must not change before
+        release(), and those that are not read otherwise are empty afterwards."""
 
     def release(self, model: nn.Module) -> None:
-        """Undo hold(), so that a model can take other weights: every weight has its shape again. The weights that were
-        empty hold no numbers yet, so load all parameters, and then hold() the model again."""
+        """Undo serve(), so that a model can take other weights: every weight has its shape again. The weights that were
+        empty hold no numbers yet, so load all parameters, and then serve() the model again."""
         for module in model.modules():
-            if (undo := getattr(module, "release", None)) is not None:
+            if hasattr(module, "multiply"):
+                setattr(module, "multiply", None)  # noqa: B010 - not an attribute of every module
+            if isinstance(module, Linear):
+                restore(module)
+            undo = getattr(module, "release", None)
+            if undo is not None:
                 undo()
 
     def coarser(self, dtype: torch.dtype) -> str:
@@ -94,19 +108,9 @@ class Operations:
         """Why a training step of the GPT in `dtype` is as fast uncompiled as compiled; "" where compiling pays."""
         return ""
 
-    def put_aside(self, x: Tensor) -> Callable[[], Tensor]:
-        """Move a tensor to the host's memory; the function brings it back to its device."""
-        if x.is_cpu:
-            return lambda: x
-        device, host = x.device, torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        host.copy_(
-            x.detach(), non_blocking=True
-        )  # nothing waits: the copy back comes later in the same stream
-        return lambda: host.to(device, non_blocking=True)
-
     def norm(self, x: Tensor) -> Tensor:
         """RMS norm over the last dimension, without parameters."""
-        return F.rms_norm(x, (x.size(-1),))
+        return rms_norm(x)
 
     def weighted_norm(
         self,
@@ -127,11 +131,7 @@ class Operations:
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary embedding (RoFormer, arXiv 2104.09864), as rotary() reads them: here
         (length, D/2) each."""
-        frequency = base ** (
-            -torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        )
-        angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        return rotary_tables(length, head_dim, device, dtype, base)
 
     def rotary(
         self,
@@ -140,8 +140,7 @@ class Operations:
         sin: Tensor,  # (1 or B, T, 1, D/2)
     ) -> Tensor:
         """Rotate pairs (i, i + D/2) of channels by -theta, as upstream does: only relative angles matter."""
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+        return rotate(x, cos, sin)
 
     def heads(
         self,
@@ -212,8 +211,8 @@ class Operations:
         )
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
-        """Keys of whole sequences, half of each from the token before; see previous.with_offset."""
-        return with_offset(k, shifted(k))
+        """Keys of whole sequences, half of each from the token before; see gpt.offset_keys."""
+        return offset_keys(k, shifted(k))
 
     def backout(
         self, x: Tensor, middle: Tensor, share: Tensor
@@ -261,13 +260,6 @@ class Operations:
         """See loss.softcap."""
         return loss.softcap(logits)
 
-    def token_losses(
-        self, x: Tensor, head: Tensor, targets: Tensor, vocab: int
-    ) -> Tensor:  # (N,) fp32
-        """See loss.token_losses."""
-        chunk = min(self.loss_chunk, max(self.capped_logits // vocab, 16))
-        return loss.token_losses(x, head, targets, vocab, chunk)
-
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
         """The logarithm of the sum of each row's exponentials; None where a log_softmax costs less."""
         return None
@@ -279,21 +271,12 @@ class Operations:
         targets: Tensor,  # (N,) token ids, -1 = ignored
         vocab: int,
         weights: Tensor | None,  # (N,) weight of each token's loss
+        chunk: int,
+        capped: bool = True,
     ) -> Tensor:  # () fp32
         """See loss.chunked_loss."""
         x, targets, weights = self.with_targets(x, targets, weights)
-        fused, multiply = self.fused_loss(x), self.training_logits(x, head)
-        return loss.chunked_loss(
-            x,
-            head,
-            targets,
-            vocab,
-            weights,
-            self.loss_chunk,
-            self.hidden_score,
-            fused=fused,
-            multiply=multiply,
-        )
+        return loss.chunked_loss(x, head, targets, vocab, weights, chunk, capped)
 
     def with_targets(
         self,
@@ -312,16 +295,6 @@ class Operations:
         kept = wanted.logical_not().int().argsort(stable=True)[:count]
         return x[kept], targets[kept], None if weights is None else weights[kept]
 
-    def training_logits(
-        self, x: Tensor, head: Tensor
-    ) -> Multiply | None:  # (N, C), (V', C) fp32 master
-        """What multiplies with the head in training, where fused_loss() takes part; None: torch does."""
-        return None
-
-    def fused_loss(self, x: Tensor) -> Fused | None:  # (N, C) normed activations
-        """What computes a chunk of a loss in one function; None: torch's operators do."""
-        return None
-
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
         """The factor of the scores that attend() is to be given after heads(); None means 1/sqrt(D)."""
         return None
@@ -338,7 +311,7 @@ class Operations:
         made: Sequence[Tensor | None],  # both matrices in the compute dtype, from cast_together()
     ) -> Tensor:  # (..., C)
         """Two matrices with a squared ReLU between them."""
-        return out(self.squared_relu(into(x, made[0])), made[1])
+        return times(out, self.squared_relu(times(into, x, made[0])), made[1])
 
     def project(
         self,
@@ -347,67 +320,8 @@ class Operations:
         made: Tensor | None,  # the matrix in the compute dtype, from cast_together()
     ) -> Tensor:  # (..., outputs)
         """A matrix, such as the one that attention's heads are joined by."""
-        return matrix(x, made)
+        return times(matrix, x, made)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """The sum of squares of each tensor."""
         return torch.stack([g.float().square().sum() for g in gradients])
-
-    def attend(
-        self,
-        q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, T, Hkv, D)
-        v: Tensor,  # (B, T, Hkv, D)
-        window: int,
-        scale: float | None = None,  # of the scores, default 1/sqrt(D)
-    ) -> Tensor:  # (B, T, H, D)
-        """Causal attention in which a query also sees at most `window` keys before its own."""
-        return plain_attention.attend(q, k, v, window, scale, self.masks, self.finite(q))
-
-    def attend_cached(
-        self,
-        q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, K, Hkv, D) cached keys, the new keys included
-        v: Tensor,  # (B, K, Hkv, D)
-        mask: Tensor,  # (B, 1, T, K) from plain_attention.cache_mask
-        scale: float | None = None,  # of the scores, default 1/sqrt(D)
-    ) -> Tensor:  # (B, T, H, D)
-        """Attention of new queries over a cache; rows may be at different places."""
-        return plain_attention.masked(q, k, v, mask, scale, self.finite(q))
-
-    def extends(self, q: Tensor, held_k: Tensor) -> bool:
-        """Whether extend() serves queries (B, T, H, D) over a cache (B, K, Hkv, D)."""
-        return False
-
-    def extend(
-        self,
-        q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, T, Hkv, D)
-        v: Tensor,  # (B, T, Hkv, D)
-        held_k: Tensor,  # (B, K, Hkv, D) of the cache, overwritten at `places`
-        held_v: Tensor,  # (B, K, Hkv, D)
-        places: Tensor,  # (B, T) where in its row each new token goes, one after the other
-        window: int,
-        scale: float | None = None,
-    ) -> Tensor:  # (B, T, H, D)
-        """Write the new keys and values into the cache and attend to what the rows hold, where extends() is True."""
-        raise NotImplementedError(f"{type(self).__name__} writes and attends in several operators")
-
-    def takes_lengths(self, q: Tensor) -> bool:
-        """Whether attention of the queries (B, T, H, D) over a cache reads the rows' lengths instead of a mask."""
-        return False
-
-    def attend_lengths(
-        self,
-        q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, K, Hkv, D) cached keys, the new keys included
-        v: Tensor,  # (B, K, Hkv, D)
-        fresh: Sequence[int],  # of each row, how many of the T tokens are real
-        ends: Sequence[int],  # of each row, how many keys it holds
-        last: Tensor
-        | None,  # (B, W + 1) places of the last keys of each row; given where there is one query
-        window: int,
-        scale: float | None = None,
-    ) -> Tensor:  # (B, T, H, D)
-        """attend_cached() by lengths, for devices whose takes_lengths() says True."""
-        raise NotImplementedError(f"{type(self).__name__} attends over a cache by mask")

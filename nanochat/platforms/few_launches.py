@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.nn.loss import SOFTCAP
+from nanochat.loss import SOFTCAP
 
 
 class _SquaredRelu(torch.autograd.Function):
@@ -131,7 +131,7 @@ def add_values(
 
 
 class _OffsetKeys(torch.autograd.Function):
-    """previous.with_offset() on whole sequences. Its gradient is the same, with the token after."""
+    """gpt.offset_keys() on whole sequences. Its gradient is the same, with the token after."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, none: Tensor) -> Tensor:
