@@ -31,8 +31,16 @@ GIGA = 1e9
 # The files and folders that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
 OURS = (
     "nanochat/gpt.py",
-    "nanochat/nn",
+    "nanochat/linear.py",
+    "nanochat/attention.py",
+    "nanochat/context.py",
+    "nanochat/loss.py",
     "nanochat/train",
+    "nanochat/platforms/layers.py",
+    "nanochat/platforms/operations.py",
+    "nanochat/platforms/few_launches.py",
+    "nanochat/platforms/together.py",
+    "nanochat/platforms/blocked_attention.py",
     "nanochat/platforms/cpu",
     "nanochat/platforms/host.py",
     "scripts/base_train.py",

@@ -246,7 +246,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanochat.nn import operations
+from nanochat.data import bpe
 from nanochat.common import UserError
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def run(model: "torch.nn.Module") -> None:  # cuda is named in a comment only
     WORDS.copy()
     counts = dict.fromkeys(WORDS, 0)
     counts["x"] = model.mode == "eval" and DEFAULT.device
-    raise UserError(f"run the check {operations}")
+    raise UserError(f"run the check {bpe}")
 
 
 if __name__ == "__main__":
