@@ -34,9 +34,9 @@ def caught(pulse: Pulse) -> Iterator[None]:
     alone = not os.environ.get("RANK")
 
     def note(number: int, _: FrameType | None) -> None:
-        if alone and pulse.asked == "SIGINT" and number == signal.SIGINT:
+        if alone and pulse.stop_reason == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not pulse.asked:
+        if not pulse.stop_reason:
             again = "; again to stop at once" if alone and number == signal.SIGINT else ""
             words = "stopping" if pulse.at_once else f"saving at the end of this step{again}"
             os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
@@ -45,11 +45,11 @@ def caught(pulse: Pulse) -> Iterator[None]:
             raise Stopped
 
     before = {number: signal.signal(number, note) for number in CAUGHT}
-    pulse.catching, pulse.asked, pulse.moments, pulse.step = True, "", 0, 0
+    pulse.catching, pulse.stop_reason, pulse.moments, pulse.step = True, "", 0, 0
     try:
         yield
     finally:
-        pulse.catching, pulse.asked = False, ""
+        pulse.catching, pulse.stop_reason = False, ""
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -60,7 +60,7 @@ def at_once(pulse: Pulse) -> Iterator[None]:
     finishing, such as compiling. A launcher gives its ranks 30 seconds before it kills them."""
     pulse.at_once = True
     try:
-        if pulse.asked:
+        if pulse.stop_reason:
             raise Stopped
         yield
     finally:
@@ -72,8 +72,8 @@ def agreed(compute: Compute) -> bool:
     pulse = compute.pulse
     pulse.beat()
     if compute.world_size == 1 or not pulse.catching:
-        return bool(pulse.asked)
-    flag = torch.tensor([int(bool(pulse.asked))], dtype=torch.int32)
+        return bool(pulse.stop_reason)
+    flag = torch.tensor([int(bool(pulse.stop_reason))], dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     pulse.beat()
     if flag.item():
@@ -91,5 +91,5 @@ def check_alone(compute: Compute) -> None:
     """Raise Stopped if this rank was asked to stop, where ranks work at their own pace; every rank must call check()
     afterwards."""
     compute.pulse.beat()
-    if compute.pulse.asked:
+    if compute.pulse.stop_reason:
         raise Stopped

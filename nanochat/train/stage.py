@@ -430,7 +430,7 @@ class Stage:
         if asked:
             self.stop = self.step
             self._saver.wait()
-            log(f"{self.compute.pulse.asked}: saved step {self.stop:,} and stopping")
+            log(f"{self.compute.pulse.stop_reason}: saved step {self.stop:,} and stopping")
 
     def _tick(self, outcome: Outcome) -> Line:
         """Count the step as done and show it; returns its figures."""
@@ -492,7 +492,7 @@ class Stage:
         done = self.step == self.total
         if done and not self._cut and self.compute.main:
             training_section(self.name, self.tag, self.folder, self.settings.values, self._where())
-        left_out = [] if self.compute.pulse.asked else ["--stop_at"]
+        left_out = [] if self.compute.pulse.stop_reason else ["--stop_at"]
         if self.flags.resume != "auto":  # the same command would begin there again
             left_out.append(f"--resume={self.flags.resume}")
         how = (
