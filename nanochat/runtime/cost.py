@@ -71,8 +71,9 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
         # A process may end at any moment.
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = _stat_fields(str(pid))
-            ticks = int(fields[11]) + int(fields[12])
-            cpu_seconds[pid] = ticks / ticks_per_second
+            user_ticks = int(fields[11])
+            system_ticks = int(fields[12])
+            cpu_seconds[pid] = (user_ticks + system_ticks) / ticks_per_second
             memory += _pss(pid)
     return memory, cpu_seconds
 
@@ -116,12 +117,14 @@ class _Costs:
         seconds = time.monotonic() - self._start
         ended_seconds = _ended_children() - self._ended_before
         cpu_seconds = max(sum(self._cpu_seconds.values()), ended_seconds)
+        memory_gb = self._peak_memory / 1e9
+        earlier = {"minutes": 0.0, "cpu_minutes": 0.0, "memory_gb": 0.0, "runs": 0, **self._earlier}
         stages = read_stages()
         stages[self.name] = {
-            "minutes": self._earlier.get("minutes", 0.0) + seconds / 60,
-            "cpu_minutes": self._earlier.get("cpu_minutes", 0.0) + cpu_seconds / 60,
-            "memory_gb": max(self._earlier.get("memory_gb", 0.0), self._peak_memory / 1e9),
-            "runs": self._earlier.get("runs", 0) + 1,
+            "minutes": earlier["minutes"] + seconds / 60,
+            "cpu_minutes": earlier["cpu_minutes"] + cpu_seconds / 60,
+            "memory_gb": max(earlier["memory_gb"], memory_gb),
+            "runs": earlier["runs"] + 1,
         }
         write_json(stages_file(), stages)
 

@@ -66,7 +66,11 @@ def place_of(tensor: Tensor) -> Place:
     if mesh is None:
         return Place()
     inner = mesh.ndim - 1
-    place = Place(mesh.size(inner), mesh.get_local_rank(inner), mesh.get_group(inner))
+    place = Place(
+        shards=mesh.size(inner),
+        shard=mesh.get_local_rank(inner),
+        shard_group=mesh.get_group(inner),
+    )
     if inner == 0:
         return place
     return replace(
@@ -124,8 +128,12 @@ def shard(
 
     replicas, shards = mesh_shape(mode, compute)
     log(f"parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)")
-    dims = {"replicate": replicas, "shard": shards} if replicas > 1 else {"shard": shards}
-    mesh = init_device_mesh(compute.device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    sizes = (replicas, shards)
+    names = ("replicate", "shard")
+    if replicas == 1:
+        sizes = (shards,)
+        names = ("shard",)
+    mesh = init_device_mesh(compute.device_type, sizes, mesh_dim_names=names)
     is_mixed = compute.dtype != torch.float32
     # Inputs are not cast: models cast what they use, and the token weights of RL must stay fp32.
     policy = MixedPrecisionPolicy(
@@ -135,8 +143,9 @@ def shard(
     )
     compute.platform.prepare_sharding()
     unsharded = _unsharded(model, mode, compute)
-    sharded_groups = [group for group in groups if not unsharded.issuperset(group.parameters())]
-    for module in [*sharded_groups, model]:
+    modules = [group for group in groups if not unsharded.issuperset(group.parameters())]
+    modules.append(model)
+    for module in modules:
         fully_shard(
             module,
             mesh=mesh,
@@ -210,7 +219,8 @@ def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
         indices, values = torch.empty(0, dtype=torch.int64), table[:0]
     else:
         indices, values = met(table.grad)
-    lengths = [int(length) for length in gathered(torch.tensor([len(indices)]), ranks)]
+    length = torch.tensor([len(indices)])
+    lengths = [int(rank_length) for rank_length in gathered(length, ranks)]
     # All ranks send tensors of one shape: the rows of the longest, padded.
     padded_indices = torch.zeros(max(lengths), dtype=torch.int64)
     padded_values = table.new_zeros(max(lengths), *table.shape[1:])
@@ -226,7 +236,9 @@ def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
 
 def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     """Return the first rows of each tensor, as many as its length says, one after another."""
-    pieces = [tensor[:length] for tensor, length in zip(tensors, lengths, strict=True)]
+    pieces = []
+    for tensor, length in zip(tensors, lengths, strict=True):
+        pieces.append(tensor[:length])
     return torch.cat(pieces)
 
 
@@ -355,8 +367,10 @@ def _shard_of(parameter: Tensor) -> ParameterShard:
         owners = [(0, shape[0])]
     else:
         place = place_of(parameter)
-        first_replica = mesh.mesh.reshape(-1, place.shards)[0].tolist()
-        owners = list(zip(first_replica, place.row_counts(shape[0]), strict=True))
+        replicas = mesh.mesh.reshape(-1, place.shards)
+        ranks = replicas[0].tolist()
+        row_counts = place.row_counts(shape[0])
+        owners = list(zip(ranks, row_counts, strict=True))
     if dist.is_initialized() and dist.get_rank() not in dict(owners):
         rows = rows[:0]
     return ParameterShard(rows, shape, tuple(owners))
@@ -382,7 +396,8 @@ def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
     for name, parameter in trained(model):
         local_rows = local(parameter)
         first = place_of(parameter).first_row(parameter.shape[0])
-        local_rows.copy_(values[name][first : first + local_rows.shape[0]])
+        end = first + local_rows.shape[0]
+        local_rows.copy_(values[name][first:end])
 
 
 def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:

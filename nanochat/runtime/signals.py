@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 ask a training run to save and stop, on all ranks at the same step."""
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to save and stop, on all ranks at the same step."""
 
 import contextlib
 import os
