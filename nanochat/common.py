@@ -153,8 +153,11 @@ def base_dir() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as failure:  # RuntimeError: this user has no home folder
         raise UserError(
-            f"the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a folder that "
-            "you may write, then type the same command again."
+            tr(
+                "the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a "
+                "folder that you may write, then type the same command again.",
+                failure=failure,
+            )
         ) from failure
     return folder
 
@@ -164,8 +167,11 @@ def folder_for_scripts() -> Path:
     folder = base_dir()
     if not os.access(folder, os.W_OK):
         raise UserError(
-            f"the base folder {folder} cannot be written. Set NANOCHAT_BASE_DIR to a folder that "
-            "you may write, then type the same command again."
+            tr(
+                "the base folder {folder} cannot be written. Set NANOCHAT_BASE_DIR to a "
+                "folder that you may write, then type the same command again.",
+                folder=folder,
+            )
         )
     return folder
 
@@ -282,7 +288,12 @@ def read_json(path: Path) -> Any:
         return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as failure:
         raise UserError(
-            f"{path} cannot be read as JSON: {failure}. Delete it, or copy it again from its source"
+            tr(
+                "{path} cannot be read as JSON: {failure}. Delete it, or copy it again from "
+                "its source",
+                path=path,
+                failure=failure,
+            )
         ) from failure
 
 
@@ -341,7 +352,12 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
             continue
         if equals and value.lower() not in _WORDS:
             raise UserError(
-                f"{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False", 2
+                tr(
+                    "{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False",
+                    name=name,
+                    value=value,
+                ),
+                2,
             )
         value_follows = bool(words) and words[0].lower() in _WORDS
         if not negated and not equals and value_follows:

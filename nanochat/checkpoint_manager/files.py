@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.parts.index import INDEX, read_index
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, to_json, warn, write_json
+from nanochat.common import (
+    UserError,
+    fsync_path,
+    read_json,
+    sha256_of,
+    to_json,
+    tr,
+    warn,
+    write_json,
+)
 
 FORMAT = 1
 # The types of the values that meta.json must hold, and of those that it may hold: of the step, of
@@ -46,7 +55,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
     UserError (code 2) if `folder` exists already.
     """
     if folder.exists():
-        raise UserError(f"{folder} exists already: name another folder, or delete it", exit_code=2)
+        raise UserError(
+            tr("{folder} exists already: name another folder, or delete it", folder=folder),
+            exit_code=2,
+        )
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -130,7 +142,12 @@ def prune(folder: Path, keep: int, newest: int) -> None:
             delete(doomed)
         except OSError as failure:
             warn(
-                f"{doomed} could not be removed ({failure}); training continues: delete it yourself"
+                tr(
+                    "{doomed} could not be removed ({failure}); training continues: delete "
+                    "it yourself",
+                    doomed=doomed,
+                    failure=failure,
+                )
             )
 
 
@@ -280,8 +297,13 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         raise _damaged(where, "it is not an object")
     if meta.get("format") != FORMAT:
         raise UserError(
-            f"{where} has checkpoint format {reprlib.repr(meta.get('format'))}, this version reads "
-            f"{FORMAT}: use the version that wrote it, or name another checkpoint"
+            tr(
+                "{where} has checkpoint format {saved_format}, this version reads {format}: use the "
+                "version that wrote it, or name another checkpoint",
+                where=where,
+                saved_format=reprlib.repr(meta.get("format")),
+                format=FORMAT,
+            )
         )
     problem = _type_problem(meta, step)
     if problem:
@@ -301,7 +323,12 @@ def weights_hash(meta: dict[str, Any]) -> str:
 
 def _damaged(where: Path, why: str) -> UserError:
     return UserError(
-        f"{where / 'meta.json'} is damaged ({why}): delete {where} to use the step before it"
+        tr(
+            "{where} is damaged ({why}): delete {folder} to use the step before it",
+            where=where / "meta.json",
+            why=why,
+            folder=where,
+        )
     )
 
 

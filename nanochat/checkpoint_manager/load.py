@@ -21,7 +21,7 @@ from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 from nanochat.checkpoint_manager.locate import MADE_BY, find
 from nanochat.checkpoint_manager.parts.model import read_parameters
-from nanochat.common import UserError, read_json, sha256_of, warn
+from nanochat.common import UserError, read_json, sha256_of, tr, warn
 from nanochat.device import Compute
 from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import LoraConfig, add_adapters, merge
@@ -71,7 +71,13 @@ def _newest_undamaged(folder: Path, training: bool) -> int:
         problem = verify(path, training)
         if not problem:
             return step
-        warn(f"{path} is damaged: {problem}; falling back to the step before it")
+        warn(
+            tr(
+                "{path} is damaged: {problem}; falling back to the step before it",
+                path=path,
+                problem=problem,
+            )
+        )
     return -1
 
 
@@ -148,18 +154,37 @@ def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -
         step = newest_whole(folder, compute, training=False)
         if step is None:
             raise UserError(
-                f"every checkpoint in {folder} is damaged; train stage {stage} again with `{maker}`"
+                tr(
+                    "every checkpoint in {folder} is damaged; train stage {stage} again with "
+                    "`{maker}`",
+                    folder=folder,
+                    stage=stage,
+                    maker=maker,
+                )
             )
         return step
     complete_steps = steps(folder)
     if step not in complete_steps:
         listed = ", ".join(map(str, complete_steps))
-        raise UserError(f"{folder} has steps {listed}, not {step}: name one of them", exit_code=2)
+        raise UserError(
+            tr(
+                "{folder} has steps {steps}, not {step}: name one of them",
+                folder=folder,
+                steps=listed,
+                step=step,
+            ),
+            exit_code=2,
+        )
     problem = verify(step_dir(folder, step), training=False)
     if problem:
         raise UserError(
-            f"{step_dir(folder, step)} is damaged: {problem}. Name another step, or run `{maker}` "
-            "to make it again from the step before it"
+            tr(
+                "{step_dir} is damaged: {problem}. Name another step, or run `{maker}` to "
+                "make it again from the step before it",
+                step_dir=step_dir(folder, step),
+                problem=problem,
+                maker=maker,
+            )
         )
     return step
 
@@ -173,10 +198,15 @@ def _load_base(
     """
     base = Path(meta["base"]["folder"])
     if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
-        state = "another one now" if base.is_dir() else "gone"
+        state = tr("another one now") if base.is_dir() else tr("gone")
         raise UserError(
-            f"{where} is an adapter of the model in {base}, which is {state}. "
-            "Put that model back, or train the adapter again with `python -m scripts.finetune`"
+            tr(
+                "{where} is an adapter of the model in {base}, which is {state}. Put that "
+                "model back, or train the adapter again with `python -m scripts.finetune`",
+                where=where,
+                base=base,
+                state=state,
+            )
         )
     model = load_qwen(base, compute, dtype)
     lora = dict(meta["lora"])
@@ -190,9 +220,15 @@ def _matching_tokenizer(where: Path, vocab_size: int, expected_hash: str) -> Tok
     tokenizer = load_tokenizer(where, vocab_size)
     if tokenizer.vocab_size != vocab_size or tokenizer.hash != expected_hash:
         raise UserError(
-            f"the tokenizer in {where} has {tokenizer.vocab_size:,} tokens and hash "
-            f"{tokenizer.hash[:8]}, but the model was trained with {vocab_size:,} and "
-            f"{expected_hash[:8]}: the folder was changed. Put the original tokenizer.json back, "
-            "or name another step"
+            tr(
+                "the tokenizer in {where} has {vocab_size:,} tokens and hash {hash}, but the "
+                "model was trained with {expected_size:,} and {expected_hash}: the folder was "
+                "changed. Put the original tokenizer.json back, or name another step",
+                where=where,
+                vocab_size=tokenizer.vocab_size,
+                hash=tokenizer.hash[:8],
+                expected_size=vocab_size,
+                expected_hash=expected_hash[:8],
+            )
         )
     return tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps, weights_hash
-from nanochat.common import CONTROL, UserError, base_dir, visible
+from nanochat.common import CONTROL, UserError, base_dir, tr, visible
 
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
 MADE_BY = {
@@ -37,10 +37,14 @@ def checked_tag(tag: str) -> str:
     one_folder = not tag.startswith(".") and "/" not in tag and "\\" not in tag
     if not (one_line and is_short and one_folder):
         raise UserError(
-            "the tag of a model (--model_tag, --out_tag) must be a name of 1 to "
-            f"{MAX_TAG_BYTES} bytes, without slashes, tabs, line breaks and control characters, "
-            f"that does not begin with a dot, got {reprlib.repr(tag)}. Give another name, such as "
-            "d20",
+            tr(
+                "the tag of a model (--model_tag, --out_tag) must be a name of 1 to "
+                "{max_tag_bytes} bytes, without slashes, tabs, line breaks and control "
+                "characters, that does not begin with a dot, got {tag}. Give another name, "
+                "such as d20",
+                max_tag_bytes=MAX_TAG_BYTES,
+                tag=reprlib.repr(tag),
+            ),
             exit_code=2,
         )
     return tag
@@ -89,7 +93,14 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
     UserError (code 2) if there is no such checkpoint.
     """
     if stage is not None and stage not in STAGES:
-        raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
+        raise UserError(
+            tr(
+                "the stage must be one of {stages}, got {stage!r}",
+                stages=", ".join(STAGES),
+                stage=stage,
+            ),
+            exit_code=2,
+        )
     for name, folder in _candidates(stage, tag):
         return name, folder
     raise _none(stage, tag)
@@ -97,17 +108,25 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
 
 def _none(stage: str | None, tag: str | None) -> UserError:
     """Return the error for a checkpoint that is missing; it lists the checkpoints that exist."""
-    missing = f"no checkpoint of stage {stage}" if stage else "no checkpoint of any stage"
-    under = f" with tag {tag}" if tag else ""
+    missing = tr("no checkpoint of any stage")
+    if stage:
+        missing = tr("no checkpoint of stage {stage}", stage=stage)
+    under = tr(" with tag {tag}", tag=tag) if tag else ""
     names = [f"{name} {visible(folder.name)}" for name, folder in _candidates(None, None)]
     existing = ""
     if names:
         more = ", ..." if len(names) > NAMED else ""
-        existing = f", which holds {', '.join(names[:NAMED])}{more}"
+        existing = tr(", which holds {names}{more}", names=", ".join(names[:NAMED]), more=more)
     return UserError(
-        f"{missing}{under} in {base_dir()}{existing}. Make one with "
-        f"`python -m {MADE_BY[stage or 'base']}`, or run the whole pipeline with "
-        "`bash speedrun.sh`.",
+        tr(
+            "{missing}{under} in {base_dir}{existing}. Make one with `python -m {made_by}`, "
+            "or run the whole pipeline with `bash speedrun.sh`.",
+            missing=missing,
+            under=under,
+            base_dir=base_dir(),
+            existing=existing,
+            made_by=MADE_BY[stage or "base"],
+        ),
         exit_code=2,
     )
 
@@ -195,14 +214,25 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
         meta = read_meta(folder, step)
         if step < meta["steps"]:
             raise UserError(
-                f"{folder} is at step {step:,} of {meta['steps']:,}: finish it with "
-                f"`python -m {MADE_BY[stage]}`, or name one of its steps to start from there",
+                tr(
+                    "{folder} is at step {step:,} of {steps:,}: finish it with `python -m "
+                    "{made_by}`, or name one of its steps to start from there",
+                    folder=folder,
+                    step=step,
+                    steps=meta["steps"],
+                    made_by=MADE_BY[stage],
+                ),
                 exit_code=2,
             )
     if step is None or step not in steps(folder):
         listed = ", ".join(map(str, steps(folder)))
         raise UserError(
-            f"{folder} has steps {listed}, not {step}; name one of them",
+            tr(
+                "{folder} has steps {steps}, not {step}; name one of them",
+                folder=folder,
+                steps=listed,
+                step=step,
+            ),
             exit_code=2,
         )
     meta = read_meta(folder, step)

@@ -196,7 +196,12 @@ def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
     if start not in complete_steps:
         listed = ", ".join(map(str, complete_steps)) or "none"
         raise UserError(
-            f"--resume={start}: {folder} has steps {listed}; name one of them",
+            tr(
+                "--resume={start}: {folder} has steps {steps}; name one of them",
+                start=start,
+                folder=folder,
+                steps=listed,
+            ),
             exit_code=2,
         )
     path = step_dir(folder, int(start))
@@ -204,7 +209,14 @@ def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
     if compute.world_size > 1:
         dist.broadcast_object_list(problems, src=0)
     if problems[0]:
-        raise UserError(f"--resume={start}: {path} is damaged: {problems[0]}. Name another step")
+        raise UserError(
+            tr(
+                "--resume={start}: {path} is damaged: {problem}. Name another step",
+                start=start,
+                path=path,
+                problem=problems[0],
+            )
+        )
     return int(start)
 
 
@@ -236,8 +248,13 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
             RuntimeError,
         ) as failure:  # another format
             raise UserError(
-                f"{path} cannot be read as optimizer state ({failure}). Delete {folder} to resume "
-                "from the step before"
+                tr(
+                    "{path} cannot be read as optimizer state ({failure}). Delete {folder} "
+                    "to resume from the step before",
+                    path=path,
+                    failure=failure,
+                    folder=folder,
+                )
             ) from failure
     # Runs begun before 2026-11-26 have no ages: they stepped every row in every step.
     incomplete = [
@@ -245,9 +262,14 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
     ]
     if incomplete:
         raise UserError(
-            f"{folder} holds no complete optimizer state: {incomplete[0]} and "
-            f"{len(incomplete) - 1} more lack rows. Delete this folder to resume from the step "
-            "before."
+            tr(
+                "{folder} holds no complete optimizer state: {incomplete} and "
+                "{incomplete_count} more lack rows. Delete this folder to resume from the "
+                "step before.",
+                folder=folder,
+                incomplete=incomplete[0],
+                incomplete_count=len(incomplete) - 1,
+            )
         )
     optimizers.restored()
 

@@ -179,8 +179,12 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
             differences.append(f"{name} {before[name]} before, {value} now")
     if differences:
         warn(
-            f"{folder} resumes with {'; '.join(differences)}: the rest of the run will not repeat "
-            "bit for bit"
+            tr(
+                "{folder} resumes with {differences}: the rest of the run will not repeat "
+                "bit for bit",
+                folder=folder,
+                differences="; ".join(differences),
+            )
         )
 
 

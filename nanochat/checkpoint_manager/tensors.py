@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
 # Formats -> their names in the header (huggingface.co/docs/safetensors).
 FORMAT_NAMES = {
@@ -39,8 +39,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     # KeyError: a format that torch does not have
     except (SafetensorError, OSError, ValueError, KeyError) as failure:
         raise UserError(
-            f"{path} is not a whole safetensors file ({failure}): delete its folder to use the "
-            "step before it, or copy the file again"
+            tr(
+                "{path} is not a whole safetensors file ({failure}): delete its folder to "
+                "use the step before it, or copy the file again",
+                path=path,
+                failure=failure,
+            )
         ) from failure
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():

@@ -20,7 +20,7 @@ from nanochat.checkpoint_manager.families import checked_shape
 from nanochat.checkpoint_manager.files import FORMAT, publish, seal, step_dir, write_meta
 from nanochat.checkpoint_manager.locate import STAGES, checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import UserError, check_regular, read_json
+from nanochat.common import UserError, check_regular, read_json, tr
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
@@ -90,7 +90,12 @@ def _existing_step(folder: Path, step: int | None) -> int:
         return steps[-1]
     if step not in steps:
         raise UserError(
-            f"{folder} has steps {', '.join(map(str, steps))}, not {step}: name one of them",
+            tr(
+                "{folder} has steps {steps}, not {step}: name one of them",
+                folder=folder,
+                steps=", ".join(map(str, steps)),
+                step=step,
+            ),
             exit_code=2,
         )
     return step

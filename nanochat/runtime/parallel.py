@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.device import Compute, is_sharded, local
 
 if TYPE_CHECKING:
@@ -127,7 +127,14 @@ def shard(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     replicas, shards = mesh_shape(mode, compute)
-    log(f"parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)")
+    log(
+        tr(
+            "parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)",
+            mode=mode,
+            replicas=replicas,
+            shards=shards,
+        )
+    )
     sizes = (replicas, shards)
     names = ("replicate", "shard")
     if replicas == 1:
@@ -305,7 +312,9 @@ def together(name: str, compute: Compute) -> Iterator[None]:
         failure = mistake
     succeeded = least(int(failure is None), compute)
     if not succeeded:
-        raise failure or UserError(f"{name} is broken on another rank, whose message says why")
+        raise failure or UserError(
+            tr("{name} is broken on another rank, whose message says why", name=name)
+        )
 
 
 # --- whole parameters ----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.runtime.trackers.beside import Beside
 from nanochat.runtime.trackers.jsonl import Jsonl
 from nanochat.runtime.trackers.jsonl import read_metrics as read_metrics
@@ -35,8 +35,12 @@ def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
         name, colon, mode = word.strip().partition(":")
         if name not in MODES or name in trackers:
             raise UserError(
-                f"--track takes {', '.join(MODES)}, each at most once and with commas between "
-                f"them; got {text!r}",
+                tr(
+                    "--track takes {modes}, each at most once and with commas between them; "
+                    "got {text!r}",
+                    modes=", ".join(MODES),
+                    text=text,
+                ),
                 2,
             )
         if colon and mode not in MODES[name]:
@@ -44,16 +48,22 @@ def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
             raise UserError(f"--track: {name} has {modes}, got {mode!r}", 2)
         if name != "jsonl" and not _is_installed(name):
             raise UserError(
-                f"--track {name} needs the package {name}, which is not installed. Type "
-                f"`pip install {name}`, or leave {name} out",
+                tr(
+                    "--track {name} needs the package {name}, which is not installed. Type "
+                    "`pip install {name}`, or leave {name} out",
+                    name=name,
+                ),
                 2,
             )
         trackers[name] = mode
     if run != NO_RUN:
         if not _is_installed("wandb"):
             raise UserError(
-                f"--run {run} needs wandb, which is not installed. Install wandb, or leave --run "
-                "out"
+                tr(
+                    "--run {run} needs wandb, which is not installed. Install wandb, or "
+                    "leave --run out",
+                    run=run,
+                )
             )
         trackers.setdefault("wandb", "")
     return trackers
@@ -106,8 +116,12 @@ class Tracker:
         for started_tracker in self._beside:
             started_tracker.abandon()
         raise UserError(
-            f"wandb could not start run {run!r}: {tracker.failure}. Log in with `wandb login`, set "
-            "WANDB_MODE=offline, or leave --run out"
+            tr(
+                "wandb could not start run {run!r}: {failure}. Log in with `wandb login`, "
+                "set WANDB_MODE=offline, or leave --run out",
+                run=run,
+                failure=tracker.failure,
+            )
         )
 
     def log(self, **figures: Any) -> None:

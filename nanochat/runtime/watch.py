@@ -277,6 +277,6 @@ def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
             try:
                 work(cfg, compute)
             except signals.Stopped:
-                log("stopped by a signal before the first step; type the same command to start")
+                log(tr("stopped by a signal before the first step; type the same command to start"))
 
     return with_compute(guard)

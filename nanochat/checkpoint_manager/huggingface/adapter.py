@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanochat.checkpoint_manager.files import ADAPTER, new_folder
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import UserError, read_json, write_json
+from nanochat.common import UserError, read_json, tr, write_json
 from nanochat.device import local
 from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import Adapter, Linear, LoraConfig, adapted, matches
@@ -116,8 +116,12 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
     path = folder / SETTINGS
     if not path.is_file():
         raise UserError(
-            f"{folder} is no adapter: it has no {SETTINGS}. Name the folder that peft or nanochat "
-            "wrote",
+            tr(
+                "{folder} is no adapter: it has no {settings}. Name the folder that peft or "
+                "nanochat wrote",
+                folder=folder,
+                settings=SETTINGS,
+            ),
             2,
         )
     content = read_json(path)
@@ -177,7 +181,14 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
     config, base, is_partial = read_settings(folder)
     path = folder / ADAPTER
     if not path.is_file():
-        raise UserError(f"{folder} has no {ADAPTER}. Copy the adapter again from its source", 2)
+        raise UserError(
+            tr(
+                "{folder} has no {adapter}. Copy the adapter again from its source",
+                folder=folder,
+                adapter=ADAPTER,
+            ),
+            2,
+        )
     base_mark, tensors = _read_tensors(path)
     other_base = f"the adapter in {folder} belongs to another base, {base}"
     if base_mark is not None and base_mark != facts(model)["base"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.families import checked_shape
-from nanochat.common import UserError, read_json
+from nanochat.common import UserError, read_json, tr
 from nanochat.models.qwen.config import QwenConfig
 
 # Architectures that are known -> the models that have them.
@@ -34,7 +34,11 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{folder} is no model: it has no config.json. Name the folder that holds config.json",
+            tr(
+                "{folder} is no model: it has no config.json. Name the folder that holds "
+                "config.json",
+                folder=folder,
+            ),
             2,
         )
     content = read_json(path)
@@ -53,13 +57,23 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
         ZeroDivisionError,
     ) as failure:
         raise UserError(
-            f"{path} is damaged: {failure!r}. Copy the model again from its source", 2
+            tr(
+                "{path} is damaged: {failure!r}. Copy the model again from its source",
+                path=path,
+                failure=failure,
+            ),
+            2,
         ) from failure
     if sequence_len is not None:
         if sequence_len > shape["sequence_len"]:
             raise UserError(
-                f"a context of {sequence_len:,} tokens was asked for, and the model in {folder} "
-                f"was made for at most {shape['sequence_len']:,}. Ask for less",
+                tr(
+                    "a context of {sequence_len:,} tokens was asked for, and the model in "
+                    "{folder} was made for at most {longest:,}. Ask for less",
+                    sequence_len=sequence_len,
+                    folder=folder,
+                    longest=shape["sequence_len"],
+                ),
                 2,
             )
         shape["sequence_len"] = sequence_len
@@ -74,8 +88,13 @@ def _architecture(content: Any, path: Path) -> str:
         return name
     choices = [f"{choice} ({models})" for choice, models in ARCHITECTURES.items()]
     raise UserError(
-        f"{path} names the architecture {reprlib.repr(name)}, and the known ones are "
-        f"{', '.join(choices)}. Use one of those",
+        tr(
+            "{path} names the architecture {name}, and the known ones are {choices}. Use one "
+            "of those",
+            path=path,
+            name=reprlib.repr(name),
+            choices=", ".join(choices),
+        ),
         2,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
-from nanochat.common import UserError, fsync_path, read_json, sha256_of
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
 from nanochat.data.conversation import Conversation, Message, user
 from nanochat.tokenizer import Rendered
@@ -71,7 +71,11 @@ class FolderTokenizer:
         path = folder / FILE_NAME
         if not path.is_file():
             raise UserError(
-                f"{folder} has no {FILE_NAME}. Copy the model again, with its tokenizer"
+                tr(
+                    "{folder} has no {file_name}. Copy the model again, with its tokenizer",
+                    folder=folder,
+                    file_name=FILE_NAME,
+                )
             )
         self.folder = folder
         self.vocab_size = vocab_size
@@ -107,7 +111,11 @@ class FolderTokenizer:
             kind = content["decoder"]["type"]
         except Exception as failure:  # the library raises Exception itself
             raise UserError(
-                f"{path} is damaged: {failure}. Copy the model again from its source"
+                tr(
+                    "{path} is damaged: {failure}. Copy the model again from its source",
+                    path=path,
+                    failure=failure,
+                )
             ) from failure
         if kind != "ByteLevel":
             raise UserError(

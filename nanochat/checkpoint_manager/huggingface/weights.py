@@ -14,7 +14,7 @@ from torch import Tensor
 from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.parts.index import INDEX
-from nanochat.common import UserError, log, read_json
+from nanochat.common import UserError, log, read_json, tr
 from nanochat.device import Compute, local
 from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
@@ -26,7 +26,11 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 MAX_NAME_LENGTH = 200  # characters of a file's name
 COMPARED_ROWS = 4096  # of head and embedding, compared together
-COPY = "Copy the model again from its source"
+
+
+def _copy_again() -> str:
+    """Return what to do about damaged files, in the user's language."""
+    return tr("Copy the model again from its source")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -39,13 +43,19 @@ def _files(folder: Path) -> list[Path]:
         if Path(name).name != name or len(name) > MAX_NAME_LENGTH:
             raise UserError(
                 f"{index} names {reprlib.repr(name)}, and files must lie in the model's folder and "
-                f"have names of at most {MAX_NAME_LENGTH} characters. {COPY}"
+                f"have names of at most {MAX_NAME_LENGTH} characters. {_copy_again()}"
             )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UserError(
-            f"{folder} lacks {len(missing)} of {len(names)} weight files: "
-            f"{', '.join(missing[:3])}. {COPY}"
+            tr(
+                "{folder} lacks {missing_count} of {names_count} weight files: {missing}. {copy}",
+                folder=folder,
+                missing_count=len(missing),
+                names_count=len(names),
+                missing=", ".join(missing[:3]),
+                copy=_copy_again(),
+            )
         )
     return [folder / name for name in names]
 
@@ -58,7 +68,7 @@ def _indexed_files(index: Path) -> list[str]:
         names = list(weight_map.values())
         if all(isinstance(name, str) for name in names):
             return sorted(set(names))
-    raise UserError(f"{index} is no index of safetensors files. {COPY}")
+    raise UserError(f"{index} is no index of safetensors files. {_copy_again()}")
 
 
 def folder_mark(folder: Path) -> str:
@@ -92,7 +102,12 @@ class Weights:
                 slices = {name: file.get_slice(name) for name in names}
             except (SafetensorError, OSError, ValueError) as failure:
                 raise UserError(
-                    f"{path} is not a whole safetensors file ({failure}). {COPY}"
+                    tr(
+                        "{path} is not a whole safetensors file ({failure}). {copy}",
+                        path=path,
+                        failure=failure,
+                        copy=_copy_again(),
+                    )
                 ) from failure
             for name, tensor_slice in slices.items():
                 our_name = name.replace("model.language_model.", "model.", 1)
@@ -104,7 +119,7 @@ class Weights:
                 self.skipped[part_of_model] = self.skipped.get(part_of_model, 0) + 1
                 return
         if name in self._slices:
-            raise UserError(f"{path} holds {name}, which another file holds too. {COPY}")
+            raise UserError(f"{path} holds {name}, which another file holds too. {_copy_again()}")
         self._slices[name] = tensor_slice
 
     def check(self, model: Qwen, folder: Path) -> None:
@@ -125,8 +140,14 @@ class Weights:
                 wrong.append(f"{name} is {in_files} in the files and {in_model} in the model")
         if wrong:
             raise UserError(
-                f"the weights in {folder} do not fit its config.json: {'; '.join(wrong[:3])}, "
-                f"{len(wrong)} in all. {COPY}"
+                tr(
+                    "the weights in {folder} do not fit its config.json: {wrong}, "
+                    "{wrong_count} in all. {copy}",
+                    folder=folder,
+                    wrong="; ".join(wrong[:3]),
+                    wrong_count=len(wrong),
+                    copy=_copy_again(),
+                )
             )
         if head is not None and not self._is_embedding(head, shapes[EMBEDDING]):
             raise UserError(
@@ -171,7 +192,14 @@ def load_weights(model: Qwen, folder: Path) -> None:
     """
     with open_weights(folder, model) as weights:
         for part_of_model, count in weights.skipped.items():
-            log(f"model: {part_of_model} ({count} tensors) skipped; only the text model is loaded")
+            log(
+                tr(
+                    "model: {part_of_model} ({count} tensors) skipped; only the text model "
+                    "is loaded",
+                    part_of_model=part_of_model,
+                    count=count,
+                )
+            )
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 continue
@@ -181,8 +209,12 @@ def load_weights(model: Qwen, folder: Path) -> None:
                 local_rows.copy_(weights.rows(name, first, local_rows.shape[0]))
             if local_rows.dtype == torch.float16 and not local_rows.isfinite().all():
                 raise UserError(
-                    f"{name} in {folder} has values that fp16 cannot hold. Set "
-                    "NANOCHAT_DTYPE=float32"
+                    tr(
+                        "{name} in {folder} has values that fp16 cannot hold. Set "
+                        "NANOCHAT_DTYPE=float32",
+                        name=name,
+                        folder=folder,
+                    )
                 )
 
 

@@ -23,7 +23,7 @@ from nanochat.checkpoint_manager.parts.index import (
     write_index,
 )
 from nanochat.checkpoint_manager.tensors import TensorFile, read_tensors, write_tensors
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.device import Compute
 from nanochat.runtime.parallel import ParameterShard, Rows
 
@@ -199,7 +199,12 @@ def _read_all_files(folder: Path) -> dict[str, Rows]:
         raise
     except ValueError as failure:
         raise UserError(
-            f"{folder}: {failure}. Delete this folder to use the step before it, or copy it again"
+            tr(
+                "{folder}: {failure}. Delete this folder to use the step before it, or copy "
+                "it again",
+                folder=folder,
+                failure=failure,
+            )
         ) from failure
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from nanochat.common import warn
+from nanochat.common import tr, warn
 from nanochat.runtime.trackers.start import Start
 
 START_SECONDS = 100.0  # how long a tracker may take to start
@@ -137,4 +137,10 @@ class Beside:
     def _name_failure(self) -> None:
         if self.failure and not self._failure_named:
             self._failure_named = True
-            warn(f"{self.name} failed and is off for the rest of this run: {self.failure}")
+            warn(
+                tr(
+                    "{name} failed and is off for the rest of this run: {failure}",
+                    name=self.name,
+                    failure=self.failure,
+                )
+            )
