@@ -198,7 +198,7 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.target_examples_per_step,
         cfg.device_batch_size,
         base.model.config,
-        base.held,
+        base.equivalent_parameters,
         answers,
         conversations.name,
         compute,

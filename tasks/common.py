@@ -134,7 +134,7 @@ def _check_files(files: Sequence[Path]) -> None:
     """UserError for a file that would fill the memory when it is read."""
     for path in files:
         try:
-            check_regular(path, most=path.stat().st_size)
+            check_regular(path, max_bytes=path.stat().st_size)
             if path.suffix == ".parquet":
                 check_packing(path)
         except (OSError, ValueError) as failure:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bench.finetune.side import ALPHA, RATE
 from nanochat import dataloader
-from nanochat.checkpoint_manager.families import held_in
+from nanochat.checkpoint_manager.families import cast_matrices
 from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.models.qwen.config import QwenConfig
@@ -36,7 +36,7 @@ class Tuned:
         accelerate(self.model, compute.operations)
         self.model.init_weights()
         if rank:
-            held_in(self.model, compute.dtype)
+            cast_matrices(self.model, compute.dtype)
             add_adapters(self.model, LoraConfig(rank, ALPHA, targets=tuple(targets)))
             init_adapters(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanochat import device
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.common import UserError
 from nanochat.context import Packed
 from nanochat.device import DTYPES, MASTER, Compute
@@ -160,7 +160,7 @@ def prepared(tuning: Tuning, compute: Compute) -> Qwen:
     """The model as fine-tuning prepares it, on meta and sharded."""
     model: Qwen = on_meta(tuning.shape, compute)
     model.put_aside = _put_aside
-    held_in(model, compute.dtype if tuning.lora else MASTER)
+    cast_matrices(model, compute.dtype if tuning.lora else MASTER)
     if tuning.lora:
         add_adapters(model, tuning.lora)
     model.checkpoints, model.offloads = tuning.checkpoint_activations, tuning.offloads

@@ -231,7 +231,7 @@ def _compile(
     except (
         Exception
     ) as failure:  # the edge to a foreign compiler, which raises anything; eager always works
-        if compute.pulse.asked:  # the signal ended the compiler's processes, or another rank
+        if compute.pulse.stop_reason:  # the signal ended the compiler's processes, or another rank
             raise signals.Stopped from failure
         if memory.ran_out(failure):
             raise memory.advice(rows, rows) from failure

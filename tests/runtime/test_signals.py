@@ -32,7 +32,7 @@ def test_a_signal_is_noted_and_the_handlers_are_put_back(number: int) -> None:
         compute.pulse.beat(7)
         assert not signals.agreed(compute)
         press(number)
-        assert compute.pulse.asked == signal.Signals(number).name
+        assert compute.pulse.stop_reason == signal.Signals(number).name
         assert signals.agreed(compute)
         with pytest.raises(signals.Stopped):
             signals.check(compute)
@@ -49,7 +49,7 @@ def test_before_anything_is_trained_one_process_stops_at_once(monkeypatch: pytes
     monkeypatch.setenv("RANK", "0")
     with signals.caught(pulse := Pulse()):  # ranks only stop together
         press()
-        assert pulse.asked == "SIGTERM"
+        assert pulse.stop_reason == "SIGTERM"
 
 
 def test_a_second_ctrl_c_stops_one_process_at_once() -> None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch.nn as nn
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.device import Compute
 from nanochat.model import Model
 from nanochat.runtime import parallel
@@ -21,7 +21,7 @@ class Sampler:
         self.operations = copy.copy(compute.operations)
         own = replace(compute, operations=self.operations)
         self.model = on_meta(cast(Any, trained.config), own).eval()
-        held_in(self.model, compute.dtype)
+        cast_matrices(self.model, compute.dtype)
         self.model.to_empty(device=compute.device)
 
     def renew(self, trained: Model) -> None:

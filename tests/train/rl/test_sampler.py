@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.gpt import GPT
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.cpu.operations import CpuOperations
@@ -38,7 +38,7 @@ def test_a_renewed_sampler_computes_as_one_that_was_just_made(family: str, dtype
         changed(trained, step)
         sampler.renew(trained)
         plain = on_meta(trained.config, compute).to_empty(device=compute.device).eval()
-        held_in(plain, dtype)
+        cast_matrices(plain, dtype)
         parallel.refresh(plain, trained)
         with torch.inference_mode():
             seen.append(sampler.model(idx))
