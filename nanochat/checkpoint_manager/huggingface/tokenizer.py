@@ -309,7 +309,7 @@ class FolderTokenizer:
         and the mark that ends its turn, but not the turns that are given or not to be trained. UserError if the
         template refuses the conversation or leaves out its words."""
         trains = [
-            message.role == "assistant" and message.trained and n >= conversation.given
+            message.role == "assistant" and message.trained and n >= conversation.prompt_turns
             for n, message in enumerate(conversation.messages)
         ]
         messages = []
