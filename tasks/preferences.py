@@ -81,7 +81,7 @@ def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
         raise ValueError(
             "chosen and rejected must answer the same question, and their first questions differ"
         )
-    return replace(chosen, given=given), replace(rejected, given=given)
+    return replace(chosen, prompt_turns=given), replace(rejected, prompt_turns=given)
 
 
 def _sides(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -27,7 +27,7 @@ from nanochat.common import (
     sha256_of,
     warn,
 )
-from nanochat.data import download
+from nanochat.data.sources import download
 from nanochat.device import Compute
 from nanochat.evals.likelihood import PromptRow, score_rows
 from nanochat.evals.records import Records

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError, base_dir
-from nanochat.data.download import Patience
+from nanochat.data.sources.download import Patience
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals.core import IclTask, PromptRow, choose_examples, common_prefix, make_rows

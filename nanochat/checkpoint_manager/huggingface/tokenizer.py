@@ -372,7 +372,7 @@ class FolderTokenizer:
         for number, message in enumerate(conversation.messages):
             text = self._safe(message.text)
             is_reply = message.role == "assistant"
-            if is_reply and message.trained and number >= conversation.given:
+            if is_reply and message.trained and number >= conversation.prompt_turns:
                 text = _marked(text)
                 trains = True
             messages.append(_message(message.role, text))

@@ -16,8 +16,17 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import UserError
-from nanochat.data import download
-from nanochat.data.download import Fetched, Patience, Remote, check_space, fetch_all, part_of, part_size, probe_size
+from nanochat.data.sources import download
+from nanochat.data.sources.download import (
+    Fetched,
+    Patience,
+    Remote,
+    check_space,
+    fetch_all,
+    part_of,
+    part_size,
+    probe_size,
+)
 from tests.support.file_server import CONTENT, SHA, Handler, Server, stall, status, truncate
 
 QUICK = Patience(attempts=4, stall_seconds=0.3, first_wait_seconds=0.01, longest_wait_seconds=0.05)
@@ -201,7 +210,7 @@ def test_ctrl_c_keeps_the_part_and_ends_at_once(server, tmp_path):
     server.faults = [lambda handler: (handler.whole(upto=400_000), time.sleep(5))[0]]
     code = (
         "import os, signal, sys, threading, time; from pathlib import Path\n"
-        "from nanochat.data.download import *\n"
+        "from nanochat.data.sources.download import *\n"
         "path = Path(sys.argv[2])\n"
         "def press():\n"
         "    while part_size(path) < 300_000: time.sleep(0.01)\n"

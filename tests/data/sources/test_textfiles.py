@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import UserError
-from nanochat.data import textfiles
-from nanochat.data.textfiles import documents
+from nanochat.data.sources import textfiles
+from nanochat.data.sources.textfiles import documents
 
 
 def read(path: Path, content: str | bytes, column: str = "text") -> list[str]:
