@@ -119,7 +119,7 @@ def evaluate_tasks(
                 task = makers[name]()
                 facts = {"shots": task.shots, "data": fingerprint(task, limit)}
             records = answers(name, facts, cfg, loaded, compute)
-            before = records.finished()
+            before = records.saved_score()
             if parallel.least(int(before is not None), compute) and before is not None:
                 log(f"{name}: done before, as {records.path} says; --again evaluates it again")
                 scores[name] = ChoiceScore(**before)

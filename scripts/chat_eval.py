@@ -261,7 +261,7 @@ def measure(
         "data": data,
     }
     records = Records(records_dir(loaded.stage, loaded.tag, loaded.step), task.name, about, compute)
-    before = records.finished() if compute.main and not cfg.again else None
+    before = records.saved_score() if compute.main and not cfg.again else None
     if parallel.agree(int(before is not None), compute):
         if before is None:
             return None

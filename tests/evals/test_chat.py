@@ -100,7 +100,7 @@ def test_letters_in_batches_are_judged_as_one_by_one(batch_size):
 def test_replies_in_words_are_graded_greedily_through_the_engine():
     task, heard = Words(), {}
     score = evaluate(
-        task, MODEL, TOKENIZER, on_cpu(), SHORT, batch_size=4, heard=lambda i, parts, grade: heard.update({i: grade})
+        task, MODEL, TOKENIZER, on_cpu(), SHORT, batch_size=4, on_reply=lambda i, parts, grade: heard.update({i: grade})
     )
     for i in range(len(task)):
         (completion,) = Engine(MODEL, TOKENIZER).generate([TOKENIZER.render_prompt(task[i])], SHORT)

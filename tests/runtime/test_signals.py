@@ -130,7 +130,7 @@ def test_rl_stops_in_its_measurement(base_folder: Path, monkeypatch: pytest.Monk
     compute = on_cpu()
     with pytest.MonkeyPatch.context() as patch, signals.caught(compute.pulse):
         compute.pulse.beat()
-        pressed_in(patch, chat_eval, "_write", 2)  # the first is before the first step
+        pressed_in(patch, chat_eval, "_grade_replies", 2)  # the first is before the first step
         run_stage("rl", compute, num_iterations=4, eval_every=2)
     assert [path.name for path in stage_folder(base_folder, "rl").glob("step_*")] == ["step_000002"]
     run_stage("rl", on_cpu(), num_iterations=4, eval_every=2)
