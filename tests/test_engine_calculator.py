@@ -5,8 +5,8 @@ import torch
 
 from nanochat.context import Cached
 from nanochat.data.conversation import Part
-from nanochat.engine import FAILED, Engine
-from nanochat.generate.reply import reply_parts
+from nanochat.engine import Engine
+from nanochat.generate.reply import FAILED, reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPTConfig
 from nanochat.nn.cache import Cache
