@@ -7,8 +7,8 @@ from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.data.conversation import Part
-from nanochat.engine import FAILED, Engine
-from nanochat.generate.reply import reply_parts
+from nanochat.engine import Engine
+from nanochat.generate.reply import FAILED, reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPTConfig
 from tests.support.tiny_model import tiny_tokenizer

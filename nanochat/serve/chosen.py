@@ -80,7 +80,9 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
     newest = trained(flags.source, flags.model_tag)[0]
     loaded = load_model(newest.stage, newest.tag, flags.step, compute)
     parameters, latest = _held(flags, loaded, compute), "" if given else newest.saved
-    return Chosen(loaded, _context(flags, loaded), newest.alternatives(), latest, parameters, captures)
+    return Chosen(
+        loaded, _context(flags, loaded), newest.alternatives(), latest, parameters, captures
+    )
 
 
 def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:

@@ -355,7 +355,9 @@ class Stage:
             if parallel.agree(int(self.tracker.last < self.step), compute)
             else None
         )
-        self.progress = Progress(self.name, self.total, "steps", completed=self.step, shown=compute.main)
+        self.progress = Progress(
+            self.name, self.total, "steps", completed=self.step, shown=compute.main
+        )
         self._clock = SaveClock(flags.save_seconds)
         self._saver = Saver(compute, flags.keep, flags.checkpoint_files, self._clock.saved)
         compute.ending.push(self._saver)

@@ -12,8 +12,9 @@ import torch.multiprocessing
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Part, chat
 from nanochat.device import Compute, compute_cleanup, compute_init
-from nanochat.engine import Engine, reply_parts
+from nanochat.engine import Engine
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
+from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from tests.emulated_npu.worker import on_npu
 from tests.support.meeting import join, open_meeting

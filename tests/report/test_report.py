@@ -15,8 +15,8 @@ from nanochat.report.curves import running_mean
 from nanochat.report.sections import (
     TITLES,
     has_training_section,
-    report_dir,
     read_sections,
+    report_dir,
     training_section,
     write_section,
 )

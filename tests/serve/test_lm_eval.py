@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.engine import reply_parts
+from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from tests.support.served import Served, serving
 
