@@ -101,8 +101,8 @@ class Published:
     ] = ()  # tiktoken names them by the SHA-1 of their addresses; () if it lacks the vocabulary
 
 
-# Counted with tiktoken 0.14 from the files whose SHA-256s it knows; Qwen's counts come from the file in Alibaba's
-# package dashscope 2.0.2, SHA-256 b2b1b8df.... Count again if a sample changes.
+# Counted with tiktoken 0.14 from the files whose SHA-256s it knows; Qwen's counts come from the
+# file in Alibaba's package dashscope 2.0.2, SHA-256 b2b1b8df.... Count again if a sample changes.
 PUBLISHED = {
     "gpt2": Published(
         50_256,
@@ -150,8 +150,8 @@ def first_documents(corpus: Corpus, split: Literal["train", "val"]) -> list[str]
 
 
 def published_ratios(kinds: dict[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Bytes per token of each published vocabulary for each kind of text. Vocabularies that tiktoken has not cached
-    have figures for the samples only."""
+    """Bytes per token of each published vocabulary for each kind of text. Vocabularies that
+    tiktoken has not cached have figures for the samples only."""
     ratios: dict[str, dict[str, float]] = {}
     for name, known in PUBLISHED.items():
         counts = dict(known.samples)
@@ -168,7 +168,8 @@ def published_ratios(kinds: dict[str, list[str]]) -> dict[str, dict[str, float]]
 
 
 def train(cfg: Config) -> list[dict[str, float | str]]:
-    """Print a table and keep it for the report: one row per kind of text, one column per vocabulary."""
+    """Print a table and keep it for the report: one row per kind of text, one column per
+    vocabulary."""
     data = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     kinds = {name: [text] for name, text in SAMPLES.items()}

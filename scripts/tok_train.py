@@ -31,21 +31,23 @@ class Config:
     """Train the tokenizer of a corpus."""
 
     data: str | None = None
-    """The corpus: its name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
-    Default: the only corpus there is."""
+    """The corpus: its name, the folder it was imported from, or a mixture such as
+    web:0.7,books:0.3. Default: the only corpus there is."""
     max_chars: int = 2_000_000_000
     """How many characters to read at most."""
     doc_cap: int = 10_000
-    """How many characters to read from each document at most, so that a few long documents do not dominate."""
+    """How many characters to read from each document at most, so that a few long documents do not
+    dominate."""
     vocab_size: int | Auto = "auto"
     """How many tokens the vocabulary has, including special tokens. auto: 32,768.
     For a corpus of less than 50 million characters: 4,096."""
     pattern: str = DEFAULT_PATTERN
-    """How text is cut before merging. nanochat suits most text; han separates runs of Han letters from other text;
-    han4 also cuts these runs after four letters, which compresses Chinese less (dev/LOG.md)."""
+    """How text is cut before merging. nanochat suits most text; han separates runs of Han letters
+    from other text; han4 also cuts these runs after four letters, which compresses Chinese less
+    (dev/LOG.md)."""
     export: Path | None = None
-    """A folder for copies of the vocabulary: one for tiktoken, and tokenizer.json for Hugging Face's tokenizers.
-    Default: no copies."""
+    """A folder for copies of the vocabulary: one for tiktoken, and tokenizer.json for Hugging
+    Face's tokenizers. Default: no copies."""
 
 
 @dataclass
@@ -60,7 +62,8 @@ class Used:
 def sample(
     corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: Used
 ) -> Iterator[str]:
-    """Documents cut to `doc_cap` characters, until `max_chars` characters are read; `used` counts them.
+    """Documents cut to `doc_cap` characters, until `max_chars` characters are read; `used` counts
+    them.
 
     Each of several corpora gives its share of the characters, until one of the corpora ends.
     """
@@ -96,7 +99,8 @@ def known_characters(data: Data) -> int | None:
 
 
 def identity(paths: list[Path]) -> list[list[Any]]:
-    """The names, sizes and known SHA-256s of shards, which tell them from other shards with the same names."""
+    """The names, sizes and known SHA-256s of shards, which tell them from other shards with the
+    same names."""
     known = read_about(paths[0].parent).get("shards", {}) if paths else {}
     return [
         [path.name, path.stat().st_size, known.get(path.name, {}).get("sha256")] for path in paths
@@ -104,19 +108,22 @@ def identity(paths: list[Path]) -> list[list[Any]]:
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
-    """The identity of the first `counts[k]` shards of each corpus k; for a single corpus, without the outer list."""
+    """The identity of the first `counts[k]` shards of each corpus k; for a single corpus, without
+    the outer list."""
     each = [identity(paths[:count]) for paths, count in zip(corpora, counts, strict=True)]
     return each if len(each) > 1 else each[0]
 
 
 def noted(cfg: Config, data: Data) -> dict[str, Any]:
-    """The settings that belong to a tokenizer. The name of a single corpus is left out, since it names the folder."""
+    """The settings that belong to a tokenizer. The name of a single corpus is left out, since it
+    names the folder."""
     kept = {name: value for name, value in settings(cfg).items() if name != "export"}
     return {**kept, "data": data.name if len(data.corpora) > 1 else None}
 
 
 def export_folder(cfg: Config) -> Path | None:
-    """Where --export writes to, None without the flag. UserError (code 2) if a file has this name."""
+    """Where --export writes to, None without the flag. UserError (code 2) if a file has this
+    name."""
     if cfg.export is None:
         return None
     folder = cfg.export.expanduser()
@@ -145,7 +152,8 @@ def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
 
 
 def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]) -> float:
-    """Bytes per token on the first 1,000 documents of each corpus. Also checks that decoding gives the same texts."""
+    """Bytes per token on the first 1,000 documents of each corpus. Also checks that decoding gives
+    the same texts."""
     some = [text for corpus in data.corpora for text in islice(texts(shards(corpus, split)), 1_000)]
     tokens = tokenizer.encode_batch(some)
     if [tokenizer.decode(ids) for ids in tokens] != some:
@@ -156,8 +164,8 @@ def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]
 def done_before(
     folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]
 ) -> Tokenizer | None:
-    """The tokenizer that was trained with these settings on these shards, if there is one. Shards that were added
-    since then do not matter."""
+    """The tokenizer that was trained with these settings on these shards, if there is one. Shards
+    that were added since then do not matter."""
     if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
         return None
     note = read_json(folder / NOTE)
@@ -185,7 +193,8 @@ class Merging:
 
 
 def train(cfg: Config) -> Tokenizer:
-    """Train, check and save the tokenizer, and write its section of the report; or find that all this is done."""
+    """Train, check and save the tokenizer, and write its section of the report; or find that all
+    this is done."""
     for name in ("max_chars", "doc_cap"):
         if getattr(cfg, name) <= 0:
             raise UserError(
