@@ -188,7 +188,12 @@ def first_documents(corpus: Corpus, split: Literal["train", "val"]) -> list[str]
     return list(islice(texts(shards(corpus, split)), CORPUS_DOCUMENTS))
 
 
-def measure(kind: str, documents: list[str], tokenizer: Tokenizer, data_name: str) -> Row:
+def measure(
+    kind: str,
+    documents: list[str],
+    tokenizer: Tokenizer,
+    data_name: str,
+) -> Row:
     """Return bytes, tokens and their ratio for one kind of text. UserError if a text does not come
     back from its tokens."""
     tokens = tokenizer.encode_batch(documents)
@@ -239,7 +244,11 @@ def is_cached(name: str) -> bool:
     return bool(cached_names) and all(Path(folder, file).exists() for file in cached_names)
 
 
-def print_table(rows: list[Row], tokenizer: Tokenizer, data_name: str) -> None:
+def print_table(
+    rows: list[Row],
+    tokenizer: Tokenizer,
+    data_name: str,
+) -> None:
     """Print bytes per token, with a column for each published vocabulary."""
     vocabulary_text = f"{tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}"
     table = Table(title=f"{data_name}, {vocabulary_text}: bytes per token")

@@ -34,23 +34,23 @@ class Config:
     """Train the tokenizer of a corpus."""
 
     data: str | None = None
-    """The corpus: its name, the folder it was imported from, or a mixture such as
-    web:0.7,books:0.3. Default: the only corpus there is."""
+    """The corpus: its name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
+    Default: the only corpus there is."""
     max_chars: int = 2_000_000_000
     """How many characters to read at most."""
     doc_cap: int = 10_000
-    """How many characters to read from each document at most, so that a few long documents do not
-    dominate."""
+    """How many characters to read from each document at most,
+    so that a few long documents do not dominate."""
     vocab_size: int | Auto = "auto"
     """How many tokens the vocabulary has, including special tokens. auto: 32,768.
     For a corpus of less than 50 million characters: 4,096."""
     pattern: str = DEFAULT_PATTERN
-    """How text is cut before merging. nanochat suits most text; han separates runs of Han letters
-    from other text; han4 also cuts these runs after four letters, which compresses Chinese less
-    (dev/LOG.md)."""
+    """How text is cut before merging.
+    nanochat suits most text; han separates runs of Han letters from other text;
+    han4 also cuts these runs after four letters, which compresses Chinese less (dev/LOG.md)."""
     export: Path | None = None
-    """A folder for copies of the vocabulary: one for tiktoken, and tokenizer.json for Hugging
-    Face's tokenizers. Default: no copies."""
+    """A folder for copies of the vocabulary:
+    one for tiktoken, and tokenizer.json for Hugging Face's tokenizers. Default: no copies."""
 
 
 def train(cfg: Config) -> Tokenizer:
@@ -198,7 +198,11 @@ class Merging:
             self._progress.say(f"{count:,} merges learned")
 
 
-def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]) -> float:
+def compression(
+    tokenizer: Tokenizer,
+    data: Data,
+    split: Literal["train", "val"],
+) -> float:
     """Return bytes per token on the first 1,000 documents of each corpus. Also checks that decoding
     gives the same texts."""
     documents: list[str] = []

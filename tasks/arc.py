@@ -26,7 +26,12 @@ def _read(row: Mapping[str, Any]) -> ChoiceProblem:
 class ARC(ChoiceTask):
     """subset: ARC-Easy or ARC-Challenge. split: train, validation or test."""
 
-    def __init__(self, subset: str, split: str, folder: str | Path | None = None):
+    def __init__(
+        self,
+        subset: str,
+        split: str,
+        folder: str | Path | None = None,
+    ):
         one_of("the subset of ARC", subset, ("ARC-Easy", "ARC-Challenge"))
         one_of("the split of ARC", split, ("train", "validation", "test"))
         columns = ("question", "choices", "answerKey")

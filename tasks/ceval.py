@@ -87,7 +87,12 @@ class CEval(ChoiceTask):
     """split: val or dev; the answers of the split test are not published. Questions of dev are the
     examples."""
 
-    def __init__(self, split: str = "val", folder: str | Path | None = None, shots: int = 5):
+    def __init__(
+        self,
+        split: str = "val",
+        folder: str | Path | None = None,
+        shots: int = 5,
+    ):
         one_of("the split of C-Eval", split, ("val", "dev"))
         table = _load(split, folder)
         examples = _load("dev", folder) if shots else None

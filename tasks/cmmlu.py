@@ -84,12 +84,12 @@ COLUMNS = ("Question", "A", "B", "C", "D", "Answer")
 def source(subject: str, split: str) -> Published:
     """Return a split of a subject: on the hub's branch of parquet files, or in the authors' zip,
     unpacked."""
-    others = (
+    patterns = (
         f"{subject}/{split}/*.parquet",
         f"{subject}/cmmlu-{split}.parquet",
         f"{split}/{subject}.csv",
     )
-    return Published("haonan-li/cmmlu", subject, split, (subject,), others, parquet_branch=True)
+    return Published("haonan-li/cmmlu", subject, split, (subject,), patterns, parquet_branch=True)
 
 
 def intro(subject: str) -> str:
@@ -100,7 +100,12 @@ def intro(subject: str) -> str:
 class CMMLU(ChoiceTask):
     """split: test or dev. Questions of dev are the examples."""
 
-    def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 5):
+    def __init__(
+        self,
+        split: str = "test",
+        folder: str | Path | None = None,
+        shots: int = 5,
+    ):
         one_of("the split of CMMLU", split, ("test", "dev"))
         table = _load(split, folder)
         examples = _load("dev", folder) if shots else None

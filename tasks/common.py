@@ -14,7 +14,11 @@ from nanochat.data.conversation import Conversation, Message, Part, Task
 from tasks.record_keys import check_message, is_trained
 
 
-def one_of(what: str, value: str, allowed: Sequence[str]) -> str:
+def one_of(
+    what: str,
+    value: str,
+    allowed: Sequence[str],
+) -> str:
     """Return `value` if it is allowed; otherwise raise a UserError that lists the allowed
     values."""
     if value not in allowed:
@@ -66,7 +70,11 @@ def read_messages(messages: Any) -> Conversation:
     return Conversation(tuple(turns))
 
 
-def _read_message(message: Any, n: int, expected_role: str) -> Message:
+def _read_message(
+    message: Any,
+    n: int,
+    expected_role: str,
+) -> Message:
     """Return message `n` of a conversation as a turn. ValueError names the rule that it breaks."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise ValueError(f'message {n} must be an object with "role" and "content"')

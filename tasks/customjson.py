@@ -181,7 +181,11 @@ def read_file(
     return items
 
 
-def _read_at(place: str, value: Any, read: Callable[[Any], Record]) -> Record:
+def _read_at(
+    place: str,
+    value: Any,
+    read: Callable[[Any], Record],
+) -> Record:
     """Return what `read` makes of a record. ValueError, which names its place, if it breaks a
     rule."""
     try:

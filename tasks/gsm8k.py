@@ -46,7 +46,12 @@ class GSM8K:
     name = "GSM8K"
     kind: Literal["choice", "generative"] = "generative"
 
-    def __init__(self, split: str, subset: str = "main", folder: str | Path | None = None):
+    def __init__(
+        self,
+        split: str,
+        subset: str = "main",
+        folder: str | Path | None = None,
+    ):
         one_of("the split of GSM8K", split, ("train", "test"))
         one_of("the subset of GSM8K", subset, ("main",))
         self._table = load_table(source(split, subset), ("question", "answer"), folder)

@@ -27,7 +27,12 @@ def extract_code(reply: str, function: str) -> str:
     return blocks[0]
 
 
-def build_program(prompt: str, reply: str, test: str, function: str) -> str:
+def build_program(
+    prompt: str,
+    reply: str,
+    test: str,
+    function: str,
+) -> str:
     """Return the program that grades a reply: the prompt, the code of the reply, the tests, and the
     call of the tests.
 

@@ -17,15 +17,15 @@ _LABEL = re.compile(r"^\s*(?:问题|逐步解答)\s*[:：]\s*")  # the examples 
 def source(split: str) -> Published:
     """Return a split on the hub's branch of parquet files; the authors' mgsm_zh.tsv has the split
     test."""
-    others = [f"zh/{split}/*.parquet", f"zh/mgsm-{split}.parquet"]
+    patterns = [f"zh/{split}/*.parquet", f"zh/mgsm-{split}.parquet"]
     if split == "test":
-        others.append("mgsm_zh.tsv")
+        patterns.append("mgsm_zh.tsv")
     return Published(
         repo="juletxara/mgsm",
         subset="zh",
         split=split,
         inside=("zh",),
-        others=tuple(others),
+        patterns=tuple(patterns),
         header=("question", "answer_number"),
         parquet_branch=True,
     )
@@ -49,7 +49,12 @@ class MGSM:
     name = "MGSM-zh"
     kind: Literal["choice", "generative"] = "generative"
 
-    def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 8):
+    def __init__(
+        self,
+        split: str = "test",
+        folder: str | Path | None = None,
+        shots: int = 8,
+    ):
         one_of("the split of MGSM", split, ("test", "train"))
         self.shots = shots
         self._table = load_table(source(split), COLUMNS[split], folder)

@@ -181,7 +181,12 @@ class WithYours:
     Of yours that are repeated, every HELD_OUT-th is held out; if there are fewer, all are trained.
     """
 
-    def __init__(self, mixture: Conversations, yours: Conversations, seed: int):
+    def __init__(
+        self,
+        mixture: Conversations,
+        yours: Conversations,
+        seed: int,
+    ):
         self._mixture = mixture
         self._yours = yours
         self._copies = max(round(len(mixture) / (9 * len(yours))), 1)

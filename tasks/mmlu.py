@@ -36,7 +36,13 @@ class MMLU(ChoiceTask):
     models show five.
     """
 
-    def __init__(self, subset: str, split: str, folder: str | Path | None = None, shots: int = 0):
+    def __init__(
+        self,
+        subset: str,
+        split: str,
+        folder: str | Path | None = None,
+        shots: int = 0,
+    ):
         one_of("the subset of MMLU", subset, tuple(_SPLITS))
         one_of(f"the split of MMLU {subset}", split, _SPLITS[subset])
         columns = () if subset == "auxiliary_train" else ("question", "choices", "answer")

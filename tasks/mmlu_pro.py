@@ -42,7 +42,12 @@ class MMLUPro(ChoiceTask):
     """split: test or validation. Questions of the split validation are the examples, without their
     reasoning."""
 
-    def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 5):
+    def __init__(
+        self,
+        split: str = "test",
+        folder: str | Path | None = None,
+        shots: int = 5,
+    ):
         one_of("the split of MMLU-Pro", split, ("test", "validation"))
         examples = load_table(source("validation"), COLUMNS, folder) if shots else None
         table = load_table(source(split), COLUMNS, folder)

@@ -33,15 +33,15 @@ class Published:
     """A split of a data set on the Hugging Face hub.
 
     A copy of the hub's repository has its files (`<split>*.parquet` or `<split>*.jsonl`) in the
-    folders `inside`, which are searched in this order, or in files that one of the patterns
-    `others` names.
+    folders `inside`, which are searched in this order, or in files that one of
+    `patterns` names.
     """
 
     repo: str
     subset: str | None
     split: str
     inside: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     header: tuple[str, ...] = ()  # the columns of a tsv file, which has no line with their names
     # Whether the hub's main branch is a program; then another branch has what the program makes, in
     # a folder per subset.
@@ -69,7 +69,7 @@ class Published:
                     files = self._files_with_ending(folder / name, ending)
                     if files:
                         return files
-        for pattern in self.others:
+        for pattern in self.patterns:
             files = sorted(folder.glob(pattern))
             if files:
                 return files
@@ -104,7 +104,12 @@ def carry_in(repos: Sequence[str]) -> str:
 class Table:
     """The rows of a data set in a seeded order, so that the first n rows are a random sample."""
 
-    def __init__(self, rows: Any, source: str, seed: int = 42):
+    def __init__(
+        self,
+        rows: Any,
+        source: str,
+        seed: int = 42,
+    ):
         self.source = source
         self._rows = rows
         self._order = np.random.default_rng(seed).permutation(len(rows))
@@ -254,7 +259,7 @@ def _from_folder(
 
 def _no_rows(source: Published, folder: Path) -> UserError:
     patterns = [f"{name}/{source.split}*.parquet|jsonl" for name in source.inside]
-    patterns += source.others
+    patterns += source.patterns
     paths = " or ".join(str(folder / pattern) for pattern in patterns)
     return UserError(
         f"there are no rows of {source.name} ({source.split}) in {folder}: looked for {paths}. "

@@ -78,7 +78,11 @@ def check_message(message: Mapping[str, Any], n: int) -> None:
             _check(key, value, f" of message {n}")
 
 
-def _check(key: str, value: Any, place: str) -> None:
+def _check(
+    key: str,
+    value: Any,
+    place: str,
+) -> None:
     reason = None
     if key in _WEIGHTS and value not in (None, 1):
         reason = _SAMPLING

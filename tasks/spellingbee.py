@@ -63,7 +63,11 @@ def _is_chinese(text: str) -> bool:
     return any("一" <= character <= "鿿" for character in text)
 
 
-def _solution(word: str, letter: str, chinese: bool) -> list[str | Part]:
+def _solution(
+    word: str,
+    letter: str,
+    chinese: bool,
+) -> list[str | Part]:
     """Spell the word, go through its letters with a running count, check with the tool, and answer
     after ####."""
     count = 0

@@ -44,7 +44,11 @@ class ConversationSplits(Protocol):
     def val(self) -> Iterable[Conversation]: ...
 
 
-def conversation_folder(name: str, tokenizer: Tokenizer, key: str) -> Path:
+def conversation_folder(
+    name: str,
+    tokenizer: Tokenizer,
+    key: str,
+) -> Path:
     """Return the folder for the tokens of a stage's conversations.
 
     Other conversations and other tokenizers get other folders, so two runs in one base folder do
@@ -70,7 +74,7 @@ def prepare_conversations(
 
     def is_done() -> bool:
         meta = read_meta(folder)
-        if meta is None or any(meta.get(name) != value for name, value in identity.items()):
+        if meta is None or {name: meta.get(name) for name in identity} != identity:
             return False
         return all(files_exist(folder, part) for part in meta["parts"])
 

@@ -88,7 +88,12 @@ def plan(
     return saved
 
 
-def _log_cut(plan: Plan, token_set: TokenSet, too_long: TooLong | None, pairs: bool) -> None:
+def _log_cut(
+    plan: Plan,
+    token_set: TokenSet,
+    too_long: TooLong | None,
+    pairs: bool,
+) -> None:
     """Log how many conversations were longer than a row."""
     items = f"{token_set.documents:,} conversations"
     if pairs:
@@ -104,7 +109,11 @@ def _log_cut(plan: Plan, token_set: TokenSet, too_long: TooLong | None, pairs: b
 # --- on disk -------------------------------------------------------------------------------------
 
 
-def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
+def _load_plan(
+    folder: Path,
+    key: str,
+    row_tokens: int,
+) -> Plan | None:
     """Return the saved plan with this key; None if there is none, or if it is damaged, which also
     prints a warning."""
     try:

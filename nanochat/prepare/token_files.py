@@ -144,7 +144,11 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
     return TokenSet(folder, meta, tuple(parts))
 
 
-def _map_file(path: Path, dtype: str, count: int) -> np.ndarray:
+def _map_file(
+    path: Path,
+    dtype: str,
+    count: int,
+) -> np.ndarray:
     """Return the `count` values of a file, memory-mapped. UserError if it has another size."""
     if not path.exists():
         raise damage(path, "it is missing")
@@ -176,7 +180,13 @@ class TokenWriter:
     description does not count.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str, masked: bool):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        dtype: str,
+        masked: bool,
+    ):
         self.folder = folder
         self.name = name
         self.dtype = dtype
@@ -254,7 +264,12 @@ class TokenWriter:
 
 
 @contextlib.contextmanager
-def token_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[TokenWriter]:
+def token_writer(
+    folder: Path,
+    name: str,
+    dtype: str,
+    masked: bool,
+) -> Iterator[TokenWriter]:
     """Yield a TokenWriter that leaves no files behind unless `finish` was called."""
     writer = TokenWriter(folder, name, dtype, masked)
     try:
@@ -266,15 +281,24 @@ def token_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[
 # --- checks --------------------------------------------------------------------------------------
 
 
-def damaged(folder: Path, hashes: Mapping[str, str], again: bool = False) -> dict[str, str]:
+def damaged(
+    folder: Path,
+    hashes: Mapping[str, str],
+    again: bool = False,
+) -> dict[str, str]:
     """Return which of the files in `hashes` (name -> SHA-256) are damaged, and why.
 
     A file is hashed once, and hashed again if its size or its time of change is different, or with
     `again`. Safe to call from every rank at once: one rank hashes, the others wait and use its
     result.
     """
-    existing = {name: digest for name, digest in hashes.items() if (folder / name).exists()}
-    problems = {name: "it is missing" for name in hashes if name not in existing}
+    existing: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for name, digest in hashes.items():
+        if (folder / name).exists():
+            existing[name] = digest
+        else:
+            problems[name] = "it is missing"
     if not again and not _unchecked(folder, existing):
         return problems
     if not os.access(folder, os.W_OK):
@@ -285,8 +309,10 @@ def damaged(folder: Path, hashes: Mapping[str, str], again: bool = False) -> dic
         wrong, intact = _hash(folder, existing if again else _unchecked(folder, existing))
         if intact:
             notes = _read_notes(folder)
-            current = {name: note for name, note in notes.items() if (folder / name).exists()}
-            write_json(folder / CHECKED, current | intact)
+            for name in list(notes):
+                if not (folder / name).exists():
+                    del notes[name]
+            write_json(folder / CHECKED, notes | intact)
     return problems | wrong
 
 
