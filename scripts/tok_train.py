@@ -2,8 +2,8 @@
 
 python -m scripts.tok_train                                    # on the only corpus
 python -m scripts.tok_train --data fineweb --vocab_size 65536
-python -m scripts.tok_train --export exported                  # also for tiktoken and Hugging Face's tokenizers
-python -m scripts.tok_train --data web:0.7,books:0.3           # on a mixture; its weights may change later
+python -m scripts.tok_train --export exported                  # also for tiktoken and tokenizers
+python -m scripts.tok_train --data web:0.7,books:0.3           # a mixture; weights may change later
 """
 
 import time
@@ -34,7 +34,7 @@ class Config:
     """Train the tokenizer of a corpus."""
 
     data: str | None = None
-    """The corpus: its name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
+    """The corpus: its name, the folder it was imported from, or a mixture: web:0.7,books:0.3.
     Default: the only corpus there is."""
     max_chars: int = 2_000_000_000
     """How many characters to read at most."""
