@@ -218,7 +218,9 @@ def test_a_mixture_takes_each_set_in_its_share_and_in_its_own_order(documents, c
         taken[k] += 1
     # Far on, where 32 bits would overflow: the pattern repeats every `total` rows.
     whole, rest = divmod(10**12, total)
-    assert mixed.rows_before(10**12) == [whole * share + n for share, n in zip(shares, mixed.rows_before(rest), strict=True)]
+    assert mixed.rows_before(10**12) == [
+        whole * share + n for share, n in zip(shares, mixed.rows_before(rest), strict=True)
+    ]
     assert sum(mixed.rows_before(10**12)) == 10**12
 
 

@@ -166,7 +166,7 @@ def _decide(
             is_dropped[contaminated] = True
             summary["dropped_contaminated"] = True
     summary["documents"] = int(is_dropped.sum())
-    dropped = [np.flatnonzero(part) for part in np.split(is_dropped, ends[:-1])]
+    dropped = [np.flatnonzero(shard_flags) for shard_flags in np.split(is_dropped, ends[:-1])]
     return _Decision(dropped, summary)
 
 

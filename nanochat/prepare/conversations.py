@@ -76,7 +76,7 @@ def prepare_conversations(
         meta = read_meta(folder)
         if meta is None or {name: meta.get(name) for name in identity} != identity:
             return False
-        return all(files_exist(folder, part) for part in meta["parts"])
+        return all(files_exist(folder, entry) for entry in meta["parts"])
 
     if not is_done():
         with locked(folder.parent / f".{folder.name}.lock"):
@@ -129,12 +129,12 @@ def _write(
             lengths = np.array([len(tokens) for tokens in ids], np.int64)
             writer.add(joined(ids, dtype), lengths, token_bytes, joined(masks, "uint8"))
             progress.advance(len(batch))
-        part = writer.finish({})
-    if not part["documents"]:
+        entry = writer.finish({})
+    if not entry["documents"]:
         raise UserError(
             f"there are no conversations to tokenise for {folder}; check the data of this stage"
         )
-    meta = {**identity, "dtype": dtype, "border": tokenizer.border, "parts": [part]}
+    meta = {**identity, "dtype": dtype, "border": tokenizer.border, "parts": [entry]}
     write_json(folder / META, meta)
 
 

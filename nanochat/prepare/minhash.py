@@ -53,8 +53,8 @@ class Signatures:
     @staticmethod
     def joined(parts: Sequence["Signatures"]) -> "Signatures":
         """Return the signatures of several lists of documents, one after the other."""
-        bands = np.concatenate([part.bands for part in parts])
-        bins = np.concatenate([part.bins for part in parts])
+        bands = np.concatenate([batch.bands for batch in parts])
+        bins = np.concatenate([batch.bins for batch in parts])
         return Signatures(bands, bins)
 
 
