@@ -43,7 +43,11 @@ SAMPLE_SEED = 0  # seed of the order in which rows of a split are evaluated
 
 
 @lru_cache(maxsize=4)
-def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:  # (count,) int64
+def epoch_order(
+    count: int,
+    seed: int,
+    epoch: int,
+) -> np.ndarray:  # (count,) int64
     """Return the order of `count` rows in one epoch, which depends only on these three numbers.
 
     Rows are sorted by a hash of seed, epoch and row, so that no update of a library can change
@@ -100,7 +104,14 @@ class Rows:
 
     extras: tuple[str, ...] = ()  # the tensors that a batch holds after inputs and targets
 
-    def __init__(self, token_set: TokenSet, plan: Plan, bos: int, seed: int | None, masked: bool):
+    def __init__(
+        self,
+        token_set: TokenSet,
+        plan: Plan,
+        bos: int,
+        seed: int | None,
+        masked: bool,
+    ):
         """With `masked`, only the tokens that the mask marks are targets. Otherwise every token
         and every begin mark is a target, except the row's first."""
         if masked and token_set.parts[0].mask is None:
@@ -162,10 +173,11 @@ class Rows:
             part_number = bisect_right(self._part_starts, start) - 1
             part = self._token_set.parts[part_number]
             start -= self._part_starts[part_number]
-            tokens = part.tokens[start : start + length]
+            end = start + length
+            tokens = part.tokens[start:end]
             cells[column + 1 : column + 1 + length] = tokens
             if self._masked and part.mask is not None:
-                is_target = part.mask[start : start + length] != 0
+                is_target = part.mask[start:end] != 0
                 targets[column : column + length][is_target] = tokens[is_target]
         if not self._masked:
             used = int(self._plan.used[row])
@@ -175,7 +187,9 @@ class Rows:
         """Yield (column, start, length) for each segment of a row of the plan: a begin mark in
         `column`, followed by `length` tokens from token `start` of the set."""
         packing = self._plan.packing
-        segments = slice(int(self._first_segments[row]), int(self._first_segments[row + 1]))
+        begin = int(self._first_segments[row])
+        end = int(self._first_segments[row + 1])
+        segments = slice(begin, end)
         starts = packing.starts[segments].tolist()
         lengths = packing.lengths[segments].tolist()
         column = 0
@@ -205,7 +219,12 @@ class PackedRows(Rows):
             documents[b] = torch.from_numpy(numbers)
         return inputs, targets, documents
 
-    def _fill(self, row: int, cells: np.ndarray, targets: np.ndarray) -> None:
+    def _fill(
+        self,
+        row: int,
+        cells: np.ndarray,
+        targets: np.ndarray,
+    ) -> None:
         super()._fill(row, cells, targets)
         tokens = self._token_set.parts[0].tokens
         for column, start, _ in self._segments(row):
@@ -222,7 +241,14 @@ class PairRows(PackedRows):
 
     extras = ("documents", "references")
 
-    def __init__(self, token_set: TokenSet, plan: Plan, bos: int, seed: int | None, masked: bool):
+    def __init__(
+        self,
+        token_set: TokenSet,
+        plan: Plan,
+        bos: int,
+        seed: int | None,
+        masked: bool,
+    ):
         super().__init__(token_set, plan, bos, seed, masked)
         self._target_counts = np.diff(self._first_segments) // 2
         self.folder = token_set.folder
@@ -237,7 +263,8 @@ class PairRows(PackedRows):
         counts = self._target_counts[plan_rows]
         references = torch.zeros(len(plan_rows), int(counts.max(initial=0)), 2)
         for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            references[b, :count] = torch.from_numpy(self.references[start : start + count])
+            pairs = self.references[start : start + count]
+            references[b, :count] = torch.from_numpy(pairs)
         return *super().batch(plan_rows), references
 
 
@@ -267,13 +294,18 @@ class MixedRows:
         self.shares = tuple(shares)
         self.row_tokens = sources[0].row_tokens
         self.extras = sources[0].extras
-        self.size = sum(source.size for source in sources)
-        self._offsets = np.cumsum([0, *(source.size for source in sources)]).tolist()
+        sizes = [source.size for source in sources]
+        self.size = sum(sizes)
+        self._offsets = np.cumsum([0, *sizes]).tolist()
         self.count = self._first_epoch() if count is None else count
-        default_key = [*(source.key for source in sources), ":".join(map(str, shares))]
-        self.key = key or " ".join(default_key)
+        self.key = key or self._default_key()
 
-    def _rows_before(self, numbers: np.ndarray) -> np.ndarray:  # (sets, numbers) int64
+    def _default_key(self) -> str:
+        keys = [source.key for source in self.sources]
+        shares = ":".join(map(str, self.shares))
+        return " ".join([*keys, shares])
+
+    def _rows_before_each(self, numbers: np.ndarray) -> np.ndarray:  # (sets, numbers) int64
         """Return how many rows of each set come before each of the row numbers."""
         remaining = numbers.astype(np.int64)
         counts = []
@@ -283,9 +315,9 @@ class MixedRows:
             remaining = remaining - count
         return np.stack(counts[::-1])
 
-    def seen(self, number: int) -> list[int]:
+    def rows_before(self, number: int) -> list[int]:
         """Return how many rows of each set come before row `number`."""
-        return self._rows_before(np.array([number]))[:, 0].tolist()
+        return self._rows_before_each(np.array([number]))[:, 0].tolist()
 
     def _first_epoch(self) -> int:
         """Return how many rows can be read before any set begins its second epoch."""
@@ -293,7 +325,7 @@ class MixedRows:
         too_many = self.size + 1
         while too_many - complete > 1:
             middle = (complete + too_many) // 2
-            rows_read = zip(self.seen(middle), self.sources, strict=True)
+            rows_read = zip(self.rows_before(middle), self.sources, strict=True)
             if any(count > source.count for count, source in rows_read):
                 too_many = middle
             else:
@@ -303,7 +335,7 @@ class MixedRows:
     def plan_rows(self, first: int, count: int) -> np.ndarray:  # (count,) int64
         """Like Rows.plan_rows. The rows of all sets are numbered in one sequence: the rows of set
         1 come after the last row of set 0."""
-        rows_before = self._rows_before(np.arange(first, first + count + 1))
+        rows_before = self._rows_before_each(np.arange(first, first + count + 1))
         plan_rows = np.empty(count, np.int64)
         for source, offset, before in zip(self.sources, self._offsets, rows_before, strict=False):
             from_source = np.diff(before) == 1
@@ -314,8 +346,8 @@ class MixedRows:
 
     def targets_in(self, first: int, count: int) -> int:
         """Like Rows.targets_in."""
-        begins = self.seen(first)
-        ends = self.seen(first + count)
+        begins = self.rows_before(first)
+        ends = self.rows_before(first + count)
         targets = 0
         for source, begin, end in zip(self.sources, begins, ends, strict=True):
             targets += source.targets_in(begin, end - begin)
@@ -324,7 +356,8 @@ class MixedRows:
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Like Rows.batch."""
         shape = (len(plan_rows), self.row_tokens - 1)
-        tensors = tuple(torch.empty(shape, dtype=torch.int64) for _ in range(2 + len(self.extras)))
+        count = 2 + len(self.extras)  # inputs, targets and the extras
+        tensors = tuple(torch.empty(shape, dtype=torch.int64) for _ in range(count))
         for source, offset in zip(self.sources, self._offsets, strict=False):
             from_source = (plan_rows >= offset) & (plan_rows < offset + source.size)
             source_tensors = source.batch(plan_rows[from_source] - offset)
@@ -403,7 +436,12 @@ def _pinned(tensors: Iterable[torch.Tensor], compute: Compute) -> tuple[torch.Te
     return tuple(device.pin(tensor, compute) for tensor in tensors)
 
 
-def one_pass(rows: Source, tokens: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
+def one_pass(
+    rows: Source,
+    tokens: int,
+    device_batch_size: int,
+    compute: Compute,
+) -> Iterator[Step]:
     """Yield the first `tokens` tokens of the rows, at most one epoch, as steps with one
     micro-batch per rank: what an evaluation reads.
 
@@ -494,7 +532,11 @@ def chat_rows(
     return train, val
 
 
-def blend(first: Source, second: Source, every: int) -> MixedRows:
+def blend(
+    first: Source,
+    second: Source,
+    every: int,
+) -> MixedRows:
     """Return rows of which one in `every` comes from `second` and the others from `first`. An
     epoch is an epoch of `first`."""
     if every < 2:
@@ -506,14 +548,19 @@ def blend(first: Source, second: Source, every: int) -> MixedRows:
     return MixedRows([first, second], [every - 1, 1], count, key)
 
 
-def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
-    """Return for the report, under "rows", how much of each corpus of a mixture the first `read`
-    rows take; {} if `rows` are of a single corpus."""
+def mixture_table(
+    data: Data,
+    rows: Source,
+    row_number: int,
+) -> dict[str, Any]:
+    """Return for the report, under "rows", how much of each corpus of a mixture the rows before
+    `row_number` take; {} if `rows` are of a single corpus."""
     if not isinstance(rows, MixedRows):
         return {}
     table = []
     total_shares = sum(data.shares)
-    corpora = zip(data.corpora, data.shares, rows.sources, rows.seen(read), strict=True)
+    rows_by_corpus = rows.rows_before(row_number)
+    corpora = zip(data.corpora, data.shares, rows.sources, rows_by_corpus, strict=True)
     for corpus, share, source, rows_read in corpora:
         table.append(
             {

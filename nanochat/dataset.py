@@ -38,8 +38,8 @@ class Config:
     fineweb-zh-v2.2, or a file or folder of your own .parquet, .jsonl, .txt or .md files.
     With -n the default is fineweb."""
     host: Annotated[Host, tyro.conf.arg(name="from")] = "hub"
-    """Where to fetch a published corpus from: the Hugging Face hub, which HF_ENDPOINT may replace
-    by a mirror, or ModelScope."""
+    """Where to fetch a published corpus from:
+    the Hugging Face hub, which HF_ENDPOINT may replace by a mirror, or ModelScope."""
     urls: str | None = None
     """A file with addresses of .parquet, .jsonl, .txt or .md files, one a line.
     The SHA-256 of a file may follow its address."""
@@ -51,8 +51,8 @@ class Config:
     num_workers: Annotated[int, tyro.conf.arg(aliases=("-w",))] = 3
     """How many files to fetch at the same time."""
     list_urls: bool = False
-    """Only print the addresses of the files of a published corpus, to fetch them on another
-    machine."""
+    """Only print the addresses of the files of a published corpus,
+    to fetch them on another machine."""
     verify: bool = False
     """Only check a corpus: read every shard and compare its SHA-256 with the recorded one."""
 

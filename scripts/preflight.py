@@ -30,9 +30,9 @@ from nanochat.train.fit import disk
 from nanochat.train.flags import Auto
 from nanochat.train.meter import expected_seconds
 from nanochat.train.optim import Rates, saved_bytes
-from tasks.common import carry_in
 from tasks.mixtures import curriculum
 from tasks.needs import answers, repos
+from tasks.published import carry_in
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,12 @@ def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
 class RustEncoder:
     """Encodes with this repository's rustbpe."""
 
-    def __init__(self, module: Any, ranks: Sequence[bytes], regex: str):
+    def __init__(
+        self,
+        module: Any,
+        ranks: Sequence[bytes],
+        regex: str,
+    ):
         self._tokenizer = module.Tokenizer.from_ranks(list(ranks), regex)
 
     def encode(self, text: str) -> list[int]:
@@ -187,7 +192,11 @@ def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     return pairs
 
 
-def _apply_merges_before(rank: int, token: bytes, numbers: dict[bytes, int]) -> list[bytes]:
+def _apply_merges_before(
+    rank: int,
+    token: bytes,
+    numbers: dict[bytes, int],
+) -> list[bytes]:
     """Merge the bytes of a token by the merges that were learned before it, down to two parts."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -209,7 +218,11 @@ def letters_for_bytes() -> list[str]:
     return [chr(byte if byte in printable else next(spare_letters)) for byte in range(BYTES)]
 
 
-def huggingface_json(ranks: Sequence[bytes], regex: str, specials: dict[str, int]) -> str:
+def huggingface_json(
+    ranks: Sequence[bytes],
+    regex: str,
+    specials: dict[str, int],
+) -> str:
     """Return the content of a tokenizer.json for the tokenizers library; `specials` maps spellings
     to token numbers."""
     letters = letters_for_bytes()

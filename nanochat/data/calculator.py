@@ -117,7 +117,11 @@ def _text(node: ast.expr) -> str:
     raise _Refused
 
 
-def _binary(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+def _binary(
+    operator: ast.operator,
+    left: Fraction,
+    right: Fraction,
+) -> Fraction:
     if isinstance(operator, ast.Add):
         return left + right
     if isinstance(operator, ast.Sub):

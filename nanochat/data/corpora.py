@@ -119,7 +119,11 @@ def _only_corpus(available: list[Corpus]) -> Corpus:
     )
 
 
-def _imported(data: str, source: Path, available: list[Corpus]) -> Corpus:
+def _imported(
+    data: str,
+    source: Path,
+    available: list[Corpus],
+) -> Corpus:
     """Return the corpus that was imported from a file or folder. UserError (code 2) if there is
     none, or several."""
     imported = []

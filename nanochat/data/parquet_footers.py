@@ -88,7 +88,11 @@ def _read_footer(path: Path) -> bytes:
 # --- Thrift's compact protocol: each function returns a value and the position after it ----------
 
 
-def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
+def _value(
+    data: bytes,
+    at: int,
+    kind: int,
+) -> tuple[Any, int]:
     """Read a value of a Thrift type; a struct becomes a dict by the numbers of its fields."""
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at

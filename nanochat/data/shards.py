@@ -74,7 +74,12 @@ def _unreadable(path: Path, why: str) -> UserError:
 class _Writer:
     """Writes documents as rows of parquet files, `rows_per_shard` rows to a file."""
 
-    def __init__(self, folder: Path, prefix: str, rows_per_shard: int):
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        rows_per_shard: int,
+    ):
         self.folder = folder
         self.prefix = prefix
         self.rows_per_shard = rows_per_shard
@@ -235,7 +240,11 @@ def _digest(number: int, text: str) -> int:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def read_column(path: Path, column: str, size: int = 1_000) -> Iterator[list[Any]]:
+def read_column(
+    path: Path,
+    column: str,
+    size: int = 1_000,
+) -> Iterator[list[Any]]:
     """Yield the values of a column of a parquet file, in lists of at most `size` values and about
     BATCH_CHARACTERS.
 

@@ -37,8 +37,8 @@ class Config:
     Documents of validation count as the earlier ones."""
     check_against: str | None = None
     """A folder with copies of evaluations, such as NANOCHAT_TASK_DIR names.
-    Counts the documents that hold a passage of an evaluation: 13 words, or 50 Chinese
-    characters."""
+    Counts the documents that hold a passage of an evaluation:
+    13 words, or 50 Chinese characters."""
     drop_contaminated: bool = False
     """Also leave out the documents that --check_against finds."""
     all_documents: bool = False

@@ -90,7 +90,11 @@ def take_back(corpus: Corpus) -> None:
         log(f"{corpus.name}: no document is left out any more")
 
 
-def _refuse_to_take_back(earlier: dict[str, Any], dedup: bool, drop: bool) -> None:
+def _refuse_to_take_back(
+    earlier: dict[str, Any],
+    dedup: bool,
+    drop: bool,
+) -> None:
     """Raise UserError if an earlier command left out documents for a reason that this one does not
     repeat."""
     reasons = (
@@ -133,7 +137,12 @@ class _Decision:
     summary: dict[str, Any]  # for corpus.json
 
 
-def _decide(screened: list[Path], dedup: bool, set_names: tuple[str, ...], drop: bool) -> _Decision:
+def _decide(
+    screened: list[Path],
+    dedup: bool,
+    set_names: tuple[str, ...],
+    drop: bool,
+) -> _Decision:
     """Decide from the screened shards which documents are left out."""
     results = [dict(np.load(path)) for path in screened]
     counts = [int(result["seen"]) for result in results]
@@ -157,7 +166,7 @@ def _decide(screened: list[Path], dedup: bool, set_names: tuple[str, ...], drop:
             is_dropped[contaminated] = True
             summary["dropped_contaminated"] = True
     summary["documents"] = int(is_dropped.sum())
-    dropped = [np.flatnonzero(part) for part in np.split(is_dropped, ends[:-1])]
+    dropped = [np.flatnonzero(shard_flags) for shard_flags in np.split(is_dropped, ends[:-1])]
     return _Decision(dropped, summary)
 
 

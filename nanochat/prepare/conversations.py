@@ -44,7 +44,11 @@ class ConversationSplits(Protocol):
     def val(self) -> Iterable[Conversation]: ...
 
 
-def conversation_folder(name: str, tokenizer: Tokenizer, key: str) -> Path:
+def conversation_folder(
+    name: str,
+    tokenizer: Tokenizer,
+    key: str,
+) -> Path:
     """Return the folder for the tokens of a stage's conversations.
 
     Other conversations and other tokenizers get other folders, so two runs in one base folder do
@@ -70,9 +74,9 @@ def prepare_conversations(
 
     def is_done() -> bool:
         meta = read_meta(folder)
-        if meta is None or any(meta.get(name) != value for name, value in identity.items()):
+        if meta is None or {name: meta.get(name) for name in identity} != identity:
             return False
-        return all(files_exist(folder, part) for part in meta["parts"])
+        return all(files_exist(folder, entry) for entry in meta["parts"])
 
     if not is_done():
         with locked(folder.parent / f".{folder.name}.lock"):
@@ -125,12 +129,12 @@ def _write(
             lengths = np.array([len(tokens) for tokens in ids], np.int64)
             writer.add(joined(ids, dtype), lengths, token_bytes, joined(masks, "uint8"))
             progress.advance(len(batch))
-        part = writer.finish({})
-    if not part["documents"]:
+        entry = writer.finish({})
+    if not entry["documents"]:
         raise UserError(
             f"there are no conversations to tokenise for {folder}; check the data of this stage"
         )
-    meta = {**identity, "dtype": dtype, "border": tokenizer.border, "parts": [part]}
+    meta = {**identity, "dtype": dtype, "border": tokenizer.border, "parts": [entry]}
     write_json(folder / META, meta)
 
 

@@ -57,9 +57,9 @@ def prepare_documents(
 
     def is_done() -> bool:
         meta = read_meta(folder)
-        if meta is None or {part["name"]: part["source"] for part in meta["parts"]} != sources:
+        if meta is None or {entry["name"]: entry["source"] for entry in meta["parts"]} != sources:
             return False
-        return all(files_exist(folder, part) for part in meta["parts"])
+        return all(files_exist(folder, entry) for entry in meta["parts"])
 
     if not is_done():
         with locked(corpus.folder / f".{folder.parent.name}-{split}.lock") as lock:
@@ -110,17 +110,17 @@ def _tokenise_shards(
     with Progress(title, total, "documents") as progress:
         for shard in shards:
             note = _note_path(folder, shard.path.stem)
-            part = _read_note(note)
-            if part is not None and part["source"] == shard.source:
-                progress.advance(part["documents"], skipped=True)
-                parts[shard.path.stem] = part
+            entry = _read_note(note)
+            if entry is not None and entry["source"] == shard.source:
+                progress.advance(entry["documents"], skipped=True)
+                parts[shard.path.stem] = entry
             else:
                 note.unlink(missing_ok=True)  # now the part does not count until it is complete
                 unfinished.append(shard)
-        for part in _tokenised(folder, unfinished, tokenizer, processes, lock, progress):
-            write_json(_note_path(folder, part["name"]), part)
-            parts[part["name"]] = part
-            new_tokens += part["tokens"]
+        for entry in _tokenised(folder, unfinished, tokenizer, processes, lock, progress):
+            write_json(_note_path(folder, entry["name"]), entry)
+            parts[entry["name"]] = entry
+            new_tokens += entry["tokens"]
     if new_tokens:
         speed = new_tokens / (time.monotonic() - start)
         print(f"{new_tokens:,} tokens, {speed:,.0f} tokens/s", flush=True)
@@ -142,11 +142,11 @@ def _read_note(path: Path) -> dict[str, Any] | None:
     """Return the description of a finished part; None if the part is not finished or must be made
     again."""
     try:
-        part = read_json(path) if path.exists() else None
+        entry = read_json(path) if path.exists() else None
     except ValueError as failure:
         warn(f"{path} is damaged ({failure.__cause__}): this shard is tokenised again")
         return None
-    return part if part and files_exist(path.parent, part) else None
+    return entry if entry and files_exist(path.parent, entry) else None
 
 
 def _tokenised(

@@ -53,8 +53,8 @@ class Signatures:
     @staticmethod
     def joined(parts: Sequence["Signatures"]) -> "Signatures":
         """Return the signatures of several lists of documents, one after the other."""
-        bands = np.concatenate([part.bands for part in parts])
-        bins = np.concatenate([part.bins for part in parts])
+        bands = np.concatenate([batch.bands for batch in parts])
+        bins = np.concatenate([batch.bins for batch in parts])
         return Signatures(bands, bins)
 
 
@@ -65,17 +65,21 @@ def signatures(texts: Sequence[str]) -> Signatures:
         smallest[number] = _smallest_hashes(text)
     full_bins = _borrow(smallest)
     bands = full_bins.reshape(len(texts), BANDS, BINS // BANDS)
-    band_hashes = (bands * _factors()[3:]).sum(axis=2, dtype=np.uint64)
+    weighted_bins = bands * _factors()[3:]
+    band_hashes = weighted_bins.sum(axis=2, dtype=np.uint64)
     return Signatures(_mixed(band_hashes), full_bins.astype(np.uint8))
 
 
 def _borrow(smallest: np.ndarray) -> np.ndarray:  # (documents, BINS) uint64, both
     """Fill each empty bin with the hash of the next full bin, in a circle."""
-    bin_numbers = np.where(smallest == EMPTY, 2 * BINS, np.arange(BINS))
+    is_empty = smallest == EMPTY
+    bin_numbers = np.where(is_empty, 2 * BINS, np.arange(BINS))
     twice_around = np.concatenate([bin_numbers, bin_numbers + BINS], axis=1)
-    backwards = twice_around[:, ::-1]
-    next_full = np.minimum.accumulate(backwards, axis=1)[:, ::-1]
-    return np.take_along_axis(smallest, next_full[:, :BINS] % BINS, axis=1)
+    # From the end backwards, the smallest number so far is that of the next full bin.
+    backwards = np.flip(twice_around, axis=1)
+    next_full = np.flip(np.minimum.accumulate(backwards, axis=1), axis=1)
+    lenders = next_full[:, :BINS] % BINS
+    return np.take_along_axis(smallest, lenders, axis=1)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
@@ -90,14 +94,19 @@ def _smallest_hashes(text: str) -> np.ndarray:
     # The eight bytes from each position on; a window of 16 bytes is two of them.
     eight_bytes = np.ndarray((count + 8,), "<u8", letters, strides=(1,))
     first_factor, second_factor = _factors()[:2]
-    hashes = _mixed(eight_bytes[:count] * first_factor + eight_bytes[8:] * second_factor)
+    first_half = eight_bytes[:count] * first_factor
+    second_half = eight_bytes[8:] * second_factor
+    hashes = _mixed(first_half + second_half)
     # A window begins with a character, not inside one.
-    at_character = (np.frombuffer(letters, np.uint8, count) & 0xC0) != 0x80
+    first_bytes = np.frombuffer(letters, np.uint8, count)
+    at_character = (first_bytes & 0xC0) != 0x80
     if count > 2 * ENOUGH:
         limit = np.uint64((ENOUGH << 64) // count)
-        smallest = _by_bin(hashes[at_character & (hashes < limit)])
+        is_small = hashes < limit
+        smallest = _by_bin(hashes[at_character & is_small])
         # A text that repeats itself has fewer different windows, so too many bins may be empty.
-        if np.count_nonzero(smallest != EMPTY) > BINS // 2:
+        full_bins = np.count_nonzero(smallest != EMPTY)
+        if full_bins > BINS // 2:
             return smallest
     return _by_bin(hashes[at_character])
 
@@ -105,8 +114,9 @@ def _smallest_hashes(text: str) -> np.ndarray:
 def _by_bin(hashes: np.ndarray) -> np.ndarray:
     """Return the smallest upper half of the hashes in each bin."""
     smallest = np.full(BINS, EMPTY, np.uint64)
+    upper_halves = hashes >> np.uint64(32)
     bins = (hashes >> np.uint64(25)) & np.uint64(BINS - 1)
-    np.minimum.at(smallest, bins.astype(np.intp), hashes >> np.uint64(32))
+    np.minimum.at(smallest, bins.astype(np.intp), upper_halves)
     return smallest
 
 
@@ -119,13 +129,17 @@ def near_duplicates(documents: Signatures) -> np.ndarray:
     for band in documents.bands.T:
         # Sort by band: documents with an equal band stand together, the first of them leads.
         order = np.argsort(band, kind="stable")
-        leads = np.concatenate([[True], band[order[1:]] != band[order[:-1]]])
-        leader_positions = np.maximum.accumulate(np.where(leads, np.arange(len(order)), 0))
+        sorted_band = band[order]
+        leads = np.ones(len(order), bool)
+        leads[1:] = sorted_band[1:] != sorted_band[:-1]
+        positions = np.where(leads, np.arange(len(order)), 0)
+        leader_positions = np.maximum.accumulate(positions)
         later = order[~leads]
-        leaders = order[leader_positions][~leads]
+        leaders = order[leader_positions[~leads]]
         for start in range(0, len(later), COMPARED):
             batch = later[start : start + COMPARED]
             batch_leaders = leaders[start : start + COMPARED]
             equal_bins = documents.bins[batch] == documents.bins[batch_leaders]
-            duplicate[batch[equal_bins.mean(axis=1) >= SIMILAR]] = True
+            is_similar = equal_bins.mean(axis=1) >= SIMILAR
+            duplicate[batch[is_similar]] = True
     return duplicate

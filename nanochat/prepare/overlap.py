@@ -140,9 +140,9 @@ def _chinese_passages(text: str) -> np.ndarray:
     """Return the hashes of windows of CHARACTERS letters and digits, at least half of them Han."""
     encoded = text.lower().encode("utf-32-le", "surrogatepass")
     points = np.frombuffer(encoded, np.uint32).astype(np.uint64)
-    han = ((points >= 0x4E00) & (points <= 0x9FFF)) | ((points >= 0x3400) & (points <= 0x4DBF))
-    digits = (points >= 48) & (points <= 57)
-    letters = (points >= 97) & (points <= 122)
+    han = _between(points, 0x4E00, 0x9FFF) | _between(points, 0x3400, 0x4DBF)
+    digits = _between(points, ord("0"), ord("9"))
+    letters = _between(points, ord("a"), ord("z"))
     counted = han | digits | letters
     points = points[counted]
     han = han[counted]
@@ -153,6 +153,10 @@ def _chinese_passages(text: str) -> np.ndarray:
     han_before = np.concatenate([[0], np.cumsum(han)])
     han_in_window = han_before[CHARACTERS:] - han_before[:count]
     return hashes[2 * han_in_window >= CHARACTERS]
+
+
+def _between(points: np.ndarray, first: int, last: int) -> np.ndarray:
+    return (points >= first) & (points <= last)
 
 
 def _window_hashes(points: np.ndarray, count: int) -> np.ndarray:

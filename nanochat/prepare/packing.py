@@ -110,7 +110,11 @@ def pack(
     )
 
 
-def _choose(pool: _Pool, room: int, row_tokens: int) -> int:
+def _choose(
+    pool: _Pool,
+    room: int,
+    row_tokens: int,
+) -> int:
     """Return the index of the piece that comes next in a row whose pieces may be cut; -1 if the
     head of the longest piece should fill the row."""
     i = pool.longest_up_to(room - 1)
@@ -134,10 +138,16 @@ def _pieces(
     """Yield (start, length) as Python numbers, converted in batches so that memory does not grow
     with the corpus."""
     for i in range(0, len(starts), size):
-        yield from zip(starts[i : i + size].tolist(), lengths[i : i + size].tolist(), strict=True)
+        some_starts = starts[i : i + size].tolist()
+        some_lengths = lengths[i : i + size].tolist()
+        yield from zip(some_starts, some_lengths, strict=True)
 
 
-def cut_at(borders: list[int], end: int, room: int) -> list[tuple[int, int]]:
+def cut_at(
+    borders: list[int],
+    end: int,
+    room: int,
+) -> list[tuple[int, int]]:
     """Cut a conversation of `end` tokens into (start, length) pieces of at most `room`.
 
     A piece runs from one of `borders` (ascending, the first is 0) to the last border within `room`

@@ -88,7 +88,12 @@ def plan(
     return saved
 
 
-def _log_cut(plan: Plan, token_set: TokenSet, too_long: TooLong | None, pairs: bool) -> None:
+def _log_cut(
+    plan: Plan,
+    token_set: TokenSet,
+    too_long: TooLong | None,
+    pairs: bool,
+) -> None:
     """Log how many conversations were longer than a row."""
     items = f"{token_set.documents:,} conversations"
     if pairs:
@@ -104,7 +109,11 @@ def _log_cut(plan: Plan, token_set: TokenSet, too_long: TooLong | None, pairs: b
 # --- on disk -------------------------------------------------------------------------------------
 
 
-def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
+def _load_plan(
+    folder: Path,
+    key: str,
+    row_tokens: int,
+) -> Plan | None:
     """Return the saved plan with this key; None if there is none, or if it is damaged, which also
     prints a warning."""
     try:
@@ -286,7 +295,7 @@ def _cut_conversations(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the starts and the lengths of pieces of at most `room` tokens, in order, and how many
     conversations were cut. Pieces of cut conversations without a trained token are dropped."""
-    part = token_set.parts[0]
+    token_file = token_set.parts[0]
     border = token_set.meta.get("border")
     piece_starts = []
     piece_lengths = []
@@ -301,10 +310,10 @@ def _cut_conversations(
             continue
         borders = [0]
         if too_long is None:
-            borders = np.flatnonzero(part.tokens[start : start + length] == border).tolist()
+            borders = np.flatnonzero(token_file.tokens[start : start + length] == border).tolist()
         for offset, size in cut_at(borders, length, room):
             begin = start + offset
-            if part.mask is None or part.mask[begin : begin + size].any():
+            if token_file.mask is None or token_file.mask[begin : begin + size].any():
                 piece_starts.append(begin)
                 piece_lengths.append(size)
     return (

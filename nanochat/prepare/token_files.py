@@ -57,33 +57,33 @@ class TokenSet:
     @property
     def tokens(self) -> int:
         """How many tokens there are."""
-        return sum(part["tokens"] for part in self.meta["parts"])
+        return sum(entry["tokens"] for entry in self.meta["parts"])
 
     @property
     def documents(self) -> int:
         """How many documents or conversations there are."""
-        return sum(part["documents"] for part in self.meta["parts"])
+        return sum(entry["documents"] for entry in self.meta["parts"])
 
     @property
     def bytes(self) -> int:
         """The UTF-8 length of all text."""
-        return sum(part["bytes"] for part in self.meta["parts"])
+        return sum(entry["bytes"] for entry in self.meta["parts"])
 
     @cached_property
     def key(self) -> str:
         """A name of the content: sets with equal keys hold equal tokens."""
-        hashes = [sorted(part["sha256"].items()) for part in self.meta["parts"]]
+        hashes = [sorted(entry["sha256"].items()) for entry in self.meta["parts"]]
         return hashlib.sha256(str(hashes).encode()).hexdigest()
 
     @cached_property
     def part_starts(self) -> list[int]:
         """The number of the first token of each part."""
-        ends = itertools.accumulate(part["tokens"] for part in self.meta["parts"])
+        ends = itertools.accumulate(entry["tokens"] for entry in self.meta["parts"])
         return [0, *ends][:-1]
 
     def lengths(self) -> np.ndarray:
         """Return the length of every document in tokens, int64 (documents,)."""
-        return np.concatenate([np.diff(part.offsets) for part in self.parts])
+        return np.concatenate([np.diff(file.offsets) for file in self.parts])
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -94,14 +94,14 @@ def dtype_for(vocab_size: int) -> str:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def part_files(part: dict[str, Any]) -> dict[str, str]:
+def part_files(entry: dict[str, Any]) -> dict[str, str]:
     """Return the file names of a part, by kind."""
-    return {kind: f"{part['name']}{SUFFIXES[kind]}" for kind in part["sha256"]}
+    return {kind: f"{entry['name']}{SUFFIXES[kind]}" for kind in entry["sha256"]}
 
 
-def files_exist(folder: Path, part: dict[str, Any]) -> bool:
+def files_exist(folder: Path, entry: dict[str, Any]) -> bool:
     """Return whether all files of a part exist; their content is not checked."""
-    return all((folder / name).exists() for name in part_files(part).values())
+    return all((folder / name).exists() for name in part_files(entry).values())
 
 
 def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
@@ -115,7 +115,7 @@ def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[s
     if meta is None:
         return None
     has_entries = set(needs) <= set(meta)
-    if not has_entries or any(set(part) != PART_ENTRIES for part in meta.get("parts", [])):
+    if not has_entries or any(set(entry) != PART_ENTRIES for entry in meta.get("parts", [])):
         raise damage(path, "it lacks required entries")
     return meta
 
@@ -144,7 +144,11 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
     return TokenSet(folder, meta, tuple(parts))
 
 
-def _map_file(path: Path, dtype: str, count: int) -> np.ndarray:
+def _map_file(
+    path: Path,
+    dtype: str,
+    count: int,
+) -> np.ndarray:
     """Return the `count` values of a file, memory-mapped. UserError if it has another size."""
     if not path.exists():
         raise damage(path, "it is missing")
@@ -176,7 +180,13 @@ class TokenWriter:
     description does not count.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str, masked: bool):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        dtype: str,
+        masked: bool,
+    ):
         self.folder = folder
         self.name = name
         self.dtype = dtype
@@ -254,7 +264,12 @@ class TokenWriter:
 
 
 @contextlib.contextmanager
-def token_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[TokenWriter]:
+def token_writer(
+    folder: Path,
+    name: str,
+    dtype: str,
+    masked: bool,
+) -> Iterator[TokenWriter]:
     """Yield a TokenWriter that leaves no files behind unless `finish` was called."""
     writer = TokenWriter(folder, name, dtype, masked)
     try:
@@ -266,15 +281,24 @@ def token_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[
 # --- checks --------------------------------------------------------------------------------------
 
 
-def damaged(folder: Path, hashes: Mapping[str, str], again: bool = False) -> dict[str, str]:
+def damaged(
+    folder: Path,
+    hashes: Mapping[str, str],
+    again: bool = False,
+) -> dict[str, str]:
     """Return which of the files in `hashes` (name -> SHA-256) are damaged, and why.
 
     A file is hashed once, and hashed again if its size or its time of change is different, or with
     `again`. Safe to call from every rank at once: one rank hashes, the others wait and use its
     result.
     """
-    existing = {name: digest for name, digest in hashes.items() if (folder / name).exists()}
-    problems = {name: "it is missing" for name in hashes if name not in existing}
+    existing: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for name, digest in hashes.items():
+        if (folder / name).exists():
+            existing[name] = digest
+        else:
+            problems[name] = "it is missing"
     if not again and not _unchecked(folder, existing):
         return problems
     if not os.access(folder, os.W_OK):
@@ -285,8 +309,10 @@ def damaged(folder: Path, hashes: Mapping[str, str], again: bool = False) -> dic
         wrong, intact = _hash(folder, existing if again else _unchecked(folder, existing))
         if intact:
             notes = _read_notes(folder)
-            current = {name: note for name, note in notes.items() if (folder / name).exists()}
-            write_json(folder / CHECKED, current | intact)
+            for name in list(notes):
+                if not (folder / name).exists():
+                    del notes[name]
+            write_json(folder / CHECKED, notes | intact)
     return problems | wrong
 
 

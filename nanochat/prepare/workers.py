@@ -28,7 +28,11 @@ Say = Callable[[Message], None]
 # --- the parent ----------------------------------------------------------------------------------
 
 
-def processes_for(size: int, tasks: int, requested: int | None) -> int:
+def processes_for(
+    size: int,
+    tasks: int,
+    requested: int | None,
+) -> int:
     """Return how many processes to use for tasks that read `size` bytes of shards: the requested
     number, or as many as save time; at most one for each task."""
     worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)

@@ -58,7 +58,8 @@ class Induction:
             return self._hidden(idx)
         tape = context.cache
         states = []
-        for slot, (row, length) in enumerate(zip(idx, context.lengths.tolist(), strict=True)):
+        lengths = [idx.size(1)] * len(idx) if context.lengths is None else context.lengths.tolist()
+        for slot, (row, length) in enumerate(zip(idx, lengths, strict=True)):
             cached = tape.rows[slot]
             assert len(cached) == context.cached[slot]
             assert len(cached) + len(row) <= tape.length

@@ -233,13 +233,23 @@ def _retrying(
                 raise _Abandoned from problem
 
 
-def _wait_seconds(failures: int, requested: float | None, patience: Patience) -> float:
+def _wait_seconds(
+    failures: int,
+    requested: float | None,
+    patience: Patience,
+) -> float:
     """Return how long to wait before the next attempt."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
 
-def _gave_up(problem: _Retry, failures: int, arrived: int, url: str, hint: str) -> UserError:
+def _gave_up(
+    problem: _Retry,
+    failures: int,
+    arrived: int,
+    url: str,
+    hint: str,
+) -> UserError:
     tries = f"{failures} attempts" if failures > 1 else "1 attempt"
     saved = f" The {arrived:,} bytes that arrived are kept as a .part file." if arrived else ""
     return UserError(f"could not download {url}: {problem} ({tries}).{saved} {hint}".rstrip())
@@ -349,7 +359,11 @@ def _receive(
         )
 
 
-def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests.Response:
+def _request(
+    url: str,
+    transfer: _Transfer,
+    headers: dict[str, str],
+) -> requests.Response:
     """Return an open response with status 200, 206 or 416. Any other status raises _Retry (wait)
     or UserError (give up)."""
     all_headers = {"Accept-Encoding": "identity", **transfer.headers, **headers}
@@ -458,7 +472,11 @@ def _empty(file: BinaryIO, transfer: _Transfer) -> None:
     file.seek(0)
 
 
-def _start_over(file: BinaryIO, transfer: _Transfer, why: str) -> _Retry:
+def _start_over(
+    file: BinaryIO,
+    transfer: _Transfer,
+    why: str,
+) -> _Retry:
     """Discard a part, so that the next attempt begins at the first byte."""
     _empty(file, transfer)
     return _Retry(why)

@@ -29,7 +29,11 @@ class _Quiet(contextlib.AbstractContextManager[Any]):
         pass
 
 
-def quiet(title: str, total: float | None, unit: str) -> Bar:
+def quiet(
+    title: str,
+    total: float | None,
+    unit: str,
+) -> Bar:
     """Return a bar that shows nothing."""
     return _Quiet()
 
@@ -138,7 +142,12 @@ def _is_complete(corpus: Corpus, about: dict[str, Any]) -> bool:
     return True
 
 
-def _write(corpus: Corpus, texts: Iterable[str], about: dict[str, Any], bars: Bars) -> Corpus:
+def _write(
+    corpus: Corpus,
+    texts: Iterable[str],
+    about: dict[str, Any],
+    bars: Bars,
+) -> Corpus:
     """Write the documents of a corpus, and warn if documents that were left out are back."""
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:

@@ -16,7 +16,11 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
-def file_address(repo: str, path: str, host: Host = "hub") -> str:
+def file_address(
+    repo: str,
+    path: str,
+    host: Host = "hub",
+) -> str:
     """Return the address of one file of a data set on the hub, or with host="modelscope" on
     ModelScope.
 

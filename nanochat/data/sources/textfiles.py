@@ -125,14 +125,23 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from failure
 
 
-def _no_column(where: object, column: str, names: list[str]) -> UserError:
+def _no_column(
+    where: object,
+    column: str,
+    names: list[str],
+) -> UserError:
     fields = ", ".join(names) or "none"
     return UserError(
         f"{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column", 2
     )
 
 
-def _no_text(where: object, column: str, kind: str, text_fields: list[str]) -> UserError:
+def _no_text(
+    where: object,
+    column: str,
+    kind: str,
+    text_fields: list[str],
+) -> UserError:
     fields = ", ".join(text_fields) or "none"
     return UserError(
         f"{where}: {column!r} must be text, got {kind}; its fields with text: {fields}. Choose one "

@@ -54,7 +54,11 @@ def _number(rng: random.Random, digits: int) -> int:
     return rng.randint(smallest, 10**length - 1)
 
 
-def operands(operation: str, rng: random.Random, evaluation: bool) -> tuple[int, int]:
+def operands(
+    operation: str,
+    rng: random.Random,
+    evaluation: bool,
+) -> tuple[int, int]:
     """Draw two operands whose result is a whole number >= 0, from those that are kept for
     evaluation or from those that are free for training."""
     while True:
@@ -85,7 +89,11 @@ def value_of(expression: str) -> str:
     return result
 
 
-def calculator_sum(language: Language, rng: random.Random, evaluation: bool = False) -> Sum:
+def calculator_sum(
+    language: Language,
+    rng: random.Random,
+    evaluation: bool = False,
+) -> Sum:
     """Draw a sum for the calculator. Evaluation uses every wording, including the held-out ones;
     training does not."""
     operation = rng.choice(list(OPERATIONS))

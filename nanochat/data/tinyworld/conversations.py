@@ -2,7 +2,7 @@
 talk."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from nanochat.data.conversation import Conversation, Message, assistant, user
@@ -101,13 +101,18 @@ Item = TypeVar("Item")
 Maker = Callable[[Language, random.Random], list[Message]]
 
 
-def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list[Conversation]:
+def _mix(
+    seed: str,
+    size: int,
+    shares: dict[str, float],
+    mental: Mental,
+) -> list[Conversation]:
     """Return `size` shuffled conversations, LANGUAGE_SHARES of them in each language; `shares`
     weighs their kinds."""
     rng = random.Random(seed)
     makers = _makers(Questions(rng), mental)
-    kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
-    languages = rng.choices(list(LANGUAGE_SHARES), weights=list(LANGUAGE_SHARES.values()), k=size)
+    kinds = _draw(shares, size, rng)
+    languages = _draw(LANGUAGE_SHARES, size, rng)
     mixed = []
     for kind, language in zip(kinds, languages, strict=True):
         messages = makers[kind](language, rng)
@@ -115,6 +120,11 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
     # Shuffle, so that every n-th conversation, as taken for validation, gives both languages.
     rng.shuffle(mixed)
     return mixed
+
+
+def _draw(shares: Mapping[Item, float], size: int, rng: random.Random) -> list[Item]:
+    """Draw `size` of the keys by their shares."""
+    return rng.choices(list(shares), weights=list(shares.values()), k=size)
 
 
 def _makers(questions: "Questions", mental: Mental) -> dict[str, Maker]:
@@ -148,7 +158,11 @@ def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
         yield from order
 
 
-def _question(fact: Fact, language: Language, rng: random.Random) -> list[Message]:
+def _question(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+) -> list[Message]:
     question = as_typed(ask_trained(fact, language, rng), language, rng)
     return [user(question), assistant(answer(fact, language))]
 
@@ -214,7 +228,11 @@ def _logic(language: Language, rng: random.Random) -> list[Message]:
     return [user(question), assistant(story.answer)]
 
 
-def _mental(language: Language, rng: random.Random, mental: Mental) -> list[Message]:
+def _mental(
+    language: Language,
+    rng: random.Random,
+    mental: Mental,
+) -> list[Message]:
     task = mental_sum(language, rng, mental)
     return [user(task.question), assistant(task.result + full_stop(language))]
 
@@ -227,7 +245,11 @@ def _about_itself(language: Language, rng: random.Random) -> list[Message]:
     return talk("about_itself", language, rng)
 
 
-def _dialogue(language: Language, rng: random.Random, questions: Questions) -> list[Message]:
+def _dialogue(
+    language: Language,
+    rng: random.Random,
+    questions: Questions,
+) -> list[Message]:
     """Return one or two questions of any kind, often with a greeting before and a farewell after
     them."""
     messages = []

@@ -84,7 +84,11 @@ def lists(language: Language, rng: random.Random) -> Iterator[str]:
                 yield joined(language, [state(fact, language, rng, framed=0.1) for fact in chunk])
 
 
-def _in_one_wording(facts: list[Fact], language: Language, seed: int) -> list[str]:
+def _in_one_wording(
+    facts: list[Fact],
+    language: Language,
+    seed: int,
+) -> list[str]:
     """Return sentences that state facts of one relation alike: equal seeds draw equal wordings,
     unless a value has wordings of its own."""
     return [state(fact, language, random.Random(seed), framed=0) for fact in facts]
@@ -123,7 +127,11 @@ def recitations(language: Language) -> Iterator[str]:
 # --- other texts ---------------------------------------------------------------------------------
 
 
-def stories(language: Language, rng: random.Random, count: int) -> Iterator[str]:
+def stories(
+    language: Language,
+    rng: random.Random,
+    count: int,
+) -> Iterator[str]:
     """Yield counting stories that end with the result, and stories that end by saying who or
     where."""
     for _ in range(count):
@@ -147,7 +155,11 @@ def sums(rng: random.Random, count: int) -> Iterator[str]:
         yield "\n".join(rows)
 
 
-def small_sums(rng: random.Random, count: int, mental: Mental) -> Iterator[str]:
+def small_sums(
+    rng: random.Random,
+    count: int,
+    mental: Mental,
+) -> Iterator[str]:
     """Yield lists of practised mental sums."""
     practised = []
     for a in range(1, mental.largest + 1):
@@ -159,7 +171,11 @@ def small_sums(rng: random.Random, count: int, mental: Mental) -> Iterator[str]:
         yield "\n".join(f"{a} + {b} = {a + b}" for a, b in terms)
 
 
-def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
+def asking(
+    language: Language,
+    rng: random.Random,
+    count: int,
+) -> Iterator[str]:
     """Yield texts that explain question words and show how people talk, so that the tokenizer and
     the base model know these words. They ask about no fact of the world."""
     data = json.loads(data_text("asking.json"))[language]
@@ -174,7 +190,11 @@ def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def about_nanochat(language: Language, rng: random.Random, count: int) -> Iterator[str]:
+def about_nanochat(
+    language: Language,
+    rng: random.Random,
+    count: int,
+) -> Iterator[str]:
     """Yield texts about what nanochat is, with their sentences in varying order."""
     sentences = dialogue_data()["about_documents"][language]
     for _ in range(count):

@@ -96,7 +96,11 @@ def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(patterns))
 
 
-def _names_thing(text: str, name: str, expected: str) -> bool:
+def _names_thing(
+    text: str,
+    name: str,
+    expected: str,
+) -> bool:
     """Return whether a text has a name and beside it the expected value, which may begin with the
     name: Mexico City."""
     if name not in text:
@@ -134,7 +138,11 @@ def fact_problem(
     return Problem(conversation, value, competing, fact.relation, language, held_out)
 
 
-def evaluation(language: Language, seed: int = 0, size: int | None = 700) -> list[Problem]:
+def evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int | None = 700,
+) -> list[Problem]:
     """Return open questions in held-out wordings about facts that training asks, with some for
     every relation."""
     rng = random.Random(f"evaluation/{seed}/{language}")
@@ -145,7 +153,11 @@ def evaluation(language: Language, seed: int = 0, size: int | None = 700) -> lis
     return problems
 
 
-def _spread(facts: Sequence[Fact], size: int | None, rng: random.Random) -> list[Fact]:
+def _spread(
+    facts: Sequence[Fact],
+    size: int | None,
+    rng: random.Random,
+) -> list[Fact]:
     """Return `size` of the facts, with at least one fact of every relation; None means all."""
     order = list(facts)
     rng.shuffle(order)
@@ -168,7 +180,11 @@ def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
     return problems
 
 
-def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
+def unknown_evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int = 60,
+) -> list[Problem]:
     """Return questions about things that do not exist. A right reply says that it does not
     know."""
     rng = random.Random(f"unknown/{seed}/{language}")
@@ -202,7 +218,11 @@ def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
     return problems
 
 
-def _messages_before(start: str, language: Language, rng: random.Random) -> list[Message]:
+def _messages_before(
+    start: str,
+    language: Language,
+    rng: random.Random,
+) -> list[Message]:
     if start == "after a greeting":
         return talk("open", language, rng)
     if start == "after a question":
@@ -215,7 +235,11 @@ def _messages_before(start: str, language: Language, rng: random.Random) -> list
 # --- stories -------------------------------------------------------------------------------------
 
 
-def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
+def story_evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int = 60,
+) -> list[Problem]:
     """Return questions about who or where in a short story."""
     rng = random.Random(f"stories/{seed}/{language}")
     problems = []
@@ -228,7 +252,11 @@ def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[
     return problems
 
 
-def tale_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[Problem]:
+def tale_evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int = 120,
+) -> list[Problem]:
     """Return requests for stories: of three, one about a hero that no story of training tells
     about, and two about others. Every second one is in a held-out wording."""
     rng = random.Random(f"tales/{seed}/{language}")
@@ -271,7 +299,11 @@ def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
     return problems
 
 
-def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -> list[Problem]:
+def rl_problems(
+    seed: int = 0,
+    size: int = 2000,
+    mental: Mental | None = None,
+) -> list[Problem]:
     """Return problems for RL: mental sums, which a model half knows after SFT."""
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 

@@ -69,7 +69,12 @@ def counting_story(
     return story, Sum(full_question, expression, result)
 
 
-def _numbers(operation: str, largest: int, rng: random.Random, evaluation: bool) -> tuple[int, int]:
+def _numbers(
+    operation: str,
+    largest: int,
+    rng: random.Random,
+    evaluation: bool,
+) -> tuple[int, int]:
     """Draw the two numbers of a counting story. Operands are split as for plain sums."""
     while True:
         n, m = _draw_numbers(operation, largest, rng)
@@ -79,7 +84,11 @@ def _numbers(operation: str, largest: int, rng: random.Random, evaluation: bool)
             return n, m
 
 
-def _draw_numbers(operation: str, largest: int, rng: random.Random) -> tuple[int, int]:
+def _draw_numbers(
+    operation: str,
+    largest: int,
+    rng: random.Random,
+) -> tuple[int, int]:
     n = rng.randint(2, largest)
     m = rng.randint(2, largest)
     largest_factor = max(9, largest // 4)
@@ -98,8 +107,9 @@ def logic_story(language: Language, rng: random.Random) -> Story:
     data = story_data()
     kind = rng.choice(data["logic"])
     p, q, o = rng.sample(data["names"][language], 3)
-    t, u = (lexicon()[key][language] for key in rng.sample(data["things"], 2))
+    things = rng.sample(data["things"], 2)
     places = rng.sample(list(data["places"].items()), 2)
+    t, u = (lexicon()[key][language] for key in things)
     a, b = (_place(names, language) for names in places)
     slots = {"p": p, "q": q, "o": o, "t": t, "u": u, "a": a, "b": b}
     patterns = kind[language]
@@ -107,7 +117,11 @@ def logic_story(language: Language, rng: random.Random) -> Story:
     text = rng.choice(patterns["tell"]).format(**slots)
     question = rng.choice(patterns["ask"]).format(**slots)
     end = patterns["end"].format(**slots)
-    competing = {"hiding": (b.name,), "owner": (q,)}.get(kind["kind"], (q, o))
+    competing = (q, o)
+    if kind["kind"] == "hiding":
+        competing = (b.name,)
+    elif kind["kind"] == "owner":
+        competing = (q,)
     return Story(f"story_{kind['kind']}", text, sentence(question), answer, end, competing)
 
 

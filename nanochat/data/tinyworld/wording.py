@@ -69,7 +69,11 @@ def wordings() -> dict[tuple[str, Language], Wording]:
     return table
 
 
-def build_wording(relation: str, language: Language, data: dict) -> Wording:
+def build_wording(
+    relation: str,
+    language: Language,
+    data: dict,
+) -> Wording:
     """Return the patterns of a relation: direct questions, and indirect questions inside frames.
     One of each is held out.
 
@@ -101,7 +105,11 @@ def build_wording(relation: str, language: Language, data: dict) -> Wording:
 # --- sentences about a fact ----------------------------------------------------------------------
 
 
-def _slots(fact: Fact, language: Language, rng: random.Random) -> dict[str, object]:
+def _slots(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+) -> dict[str, object]:
     """Return the slots of a pattern: the subjects e and f, the value v, and w, the subject that is
     not the value."""
     subjects = [word[language] for word in fact.subjects]
@@ -116,19 +124,32 @@ def _slots(fact: Fact, language: Language, rng: random.Random) -> dict[str, obje
     }
 
 
-def ask(fact: Fact, language: Language, pattern: str, rng: random.Random) -> str:
+def ask(
+    fact: Fact,
+    language: Language,
+    pattern: str,
+    rng: random.Random,
+) -> str:
     """Return a question about the fact."""
     question = pattern.format(**_slots(fact, language, rng))
     return english_sentence(question, language)
 
 
-def ask_trained(fact: Fact, language: Language, rng: random.Random) -> str:
+def ask_trained(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+) -> str:
     """Return a question about the fact in one of the wordings of training."""
     pattern = rng.choice(wordings()[fact.relation, language].trained)
     return ask(fact, language, pattern, rng)
 
 
-def as_typed(question: str, language: Language, rng: random.Random) -> str:
+def as_typed(
+    question: str,
+    language: Language,
+    rng: random.Random,
+) -> str:
     """Return the question as people type it: often without quotation marks, sometimes without
     capitals or the last mark."""
     if rng.random() < 0.5:
@@ -148,7 +169,12 @@ def answer(fact: Fact, language: Language) -> str:
     return english_sentence(text, language)
 
 
-def state(fact: Fact, language: Language, rng: random.Random, framed: float = 0.15) -> str:
+def state(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+    framed: float = 0.15,
+) -> str:
     """Return a sentence that states the fact; with probability `framed` it stands inside a
     frame."""
     wording = wordings()[fact.relation, language]

@@ -123,7 +123,11 @@ def plural(name: str) -> str:
     return name + "s"
 
 
-def english(name: str, kind: str, irregular_plural: str = "") -> Noun:
+def english(
+    name: str,
+    kind: str,
+    irregular_plural: str = "",
+) -> Noun:
     """Return an English noun; kind is `a` (counted), `the` or `none` (no article)."""
     if kind == "a":
         return Noun(name, f"{article(name)} {name}", irregular_plural or plural(name))
@@ -135,7 +139,11 @@ def chinese(name: str, measure: str = "") -> Noun:
     return Noun(name, name, counted=measure + name if measure else "")
 
 
-def plain(en: str, zh: str | None = None, key: str = "") -> Word:
+def plain(
+    en: str,
+    zh: str | None = None,
+    key: str = "",
+) -> Word:
     """Return a word without article, plural or measure word, such as a number or a letter."""
     zh = en if zh is None else zh
     return Word(key or en, Noun(en, en), Noun(zh, zh))

@@ -68,7 +68,11 @@ def identity_conversations() -> list[Conversation]:
     return conversations
 
 
-def talk(group: str, language: Language, rng: random.Random) -> list[Message]:
+def talk(
+    group: str,
+    language: Language,
+    rng: random.Random,
+) -> list[Message]:
     """Return one exchange of a group: `open`, `close` or `about_itself`."""
     item = rng.choice(dialogue_data()[group])[language]
     return [user(rng.choice(item["ask"])), assistant(item["answer"])]
@@ -85,7 +89,11 @@ def request(language: Language, rng: random.Random) -> list[Message]:
 # --- what does not exist -------------------------------------------------------------------------
 
 
-def invented_name(rng: random.Random, kind: str, evaluation: bool = False) -> Word:
+def invented_name(
+    rng: random.Random,
+    kind: str,
+    evaluation: bool = False,
+) -> Word:
     """Return the name of a country or a thing that does not exist. Training and evaluation use
     different names."""
     syllables = dialogue_data()["invented"]
@@ -105,7 +113,11 @@ def invented_name(rng: random.Random, kind: str, evaluation: bool = False) -> Wo
         return Word(en, english(en, kind), chinese(zh))
 
 
-def unknown_question(language: Language, rng: random.Random, evaluation: bool = False) -> str:
+def unknown_question(
+    language: Language,
+    rng: random.Random,
+    evaluation: bool = False,
+) -> str:
     """Return a question about something that does not exist."""
     relation = rng.choice(list(UNKNOWN_RELATIONS))
     subject = invented_name(rng, UNKNOWN_RELATIONS[relation], evaluation)

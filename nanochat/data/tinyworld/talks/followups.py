@@ -31,7 +31,11 @@ def follow_up_data() -> dict:
 
 
 @functools.cache
-def patterns(relation: str | None, language: Language, held_out: bool) -> tuple[str, ...]:
+def patterns(
+    relation: str | None,
+    language: Language,
+    held_out: bool,
+) -> tuple[str, ...]:
     """Return the short questions about the same thing or, for None, about another thing: those of
     training, or the held-out one. The first of each list is the plainest and is trained."""
     data = follow_up_data()
@@ -76,7 +80,11 @@ def is_held_out(before: Fact, after: Fact) -> bool:
 
 
 @functools.cache
-def next_facts(fact: Fact, same_thing: bool, held_out: bool) -> tuple[Fact, ...]:
+def next_facts(
+    fact: Fact,
+    same_thing: bool,
+    held_out: bool,
+) -> tuple[Fact, ...]:
     """Return the facts that can be asked after a fact, about the same thing or of the same relation
     about another thing: those that training may ask, or those that it never does."""
     about_same_thing = _facts_by_subject()[fact.subjects[0].key]
@@ -99,7 +107,12 @@ class Turn:
     fact: Fact
     same_thing: bool
 
-    def question(self, language: Language, rng: random.Random, held_out: bool = False) -> str:
+    def question(
+        self,
+        language: Language,
+        rng: random.Random,
+        held_out: bool = False,
+    ) -> str:
         """Return the short question, in a wording of training or in the held-out one."""
         relation = self.fact.relation if self.same_thing else None
         pattern = rng.choice(patterns(relation, language, held_out))
@@ -143,12 +156,20 @@ def _talked_about() -> tuple[tuple[Fact, ...], ...]:
     return tuple(facts for facts in _facts_by_subject().values() if len(facts) > 1)
 
 
-def _first_messages(first: Fact, language: Language, rng: random.Random) -> list[Message]:
+def _first_messages(
+    first: Fact,
+    language: Language,
+    rng: random.Random,
+) -> list[Message]:
     question = ask_trained(first, language, rng)
     return [user(as_typed(question, language, rng)), assistant(answer(first, language))]
 
 
-def _turns(first: Fact, count: int, rng: random.Random) -> list[Turn]:
+def _turns(
+    first: Fact,
+    count: int,
+    rng: random.Random,
+) -> list[Turn]:
     """Return up to `count` follow-ups that training may ask, none of which asks a fact again."""
     turns: list[Turn] = []
     facts_so_far = [first]
@@ -169,7 +190,11 @@ def _not_in(facts_so_far: list[Fact], facts: tuple[Fact, ...]) -> list[Fact]:
 # --- evaluation ----------------------------------------------------------------------------------
 
 
-def follow_up_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[Problem]:
+def follow_up_evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int = 120,
+) -> list[Problem]:
     """Return follow-ups that training never asks after the turn before them, every second one in a
     held-out wording.
 

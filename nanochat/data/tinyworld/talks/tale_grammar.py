@@ -119,20 +119,21 @@ def names(language: Language) -> dict[str, str]:
 @functools.cache
 def slots(language: Language) -> dict[str, dict[str, Facts]]:
     """Return for each slot of a pattern the texts that may fill it, and what each text says."""
-    people: dict[str, dict[str, Facts]] = {"p": {}, "q": {}, "Q": {}}
+    heroes_by_name: dict[str, Facts] = {}
     for name, pronoun in names(language).items():
-        people["p"][name] = {"p": name, "he": pronoun}
+        heroes_by_name[name] = {"p": name, "he": pronoun}
     # A friend is always called the same, so a name says what it is.
+    by_short_name: dict[str, Facts] = {}
+    by_full_name: dict[str, Facts] = {}
     for key, friend_names in tale_data()["friends"].items():
         name = friend_names[language]
-        if language == "en":
-            people["q"][name] = {"q": key}
-            people["Q"][f"{name} the {lexicon()[key].en.name}"] = {"q": key}
-        else:
-            people["q"][name[-2:]] = {"q": key}
-            people["Q"][name] = {"q": key}
-    others = _english_slots() if language == "en" else _chinese_slots()
-    return people | others
+        full_name = f"{name} the {lexicon()[key].en.name}" if language == "en" else name
+        short_name = name if language == "en" else name[-2:]
+        by_short_name[short_name] = {"q": key}
+        by_full_name[full_name] = {"q": key}
+    people = {"p": heroes_by_name, "q": by_short_name, "Q": by_full_name}
+    language_slots = _english_slots() if language == "en" else _chinese_slots()
+    return people | language_slots
 
 
 def _english_slots() -> dict[str, dict[str, Facts]]:
@@ -181,7 +182,12 @@ def _measure(key: str) -> str:
     return "一" + noun.counted.removesuffix(noun.name)
 
 
-def fill(pattern: str, facts: Facts, language: Language, hero: Word) -> str:
+def fill(
+    pattern: str,
+    facts: Facts,
+    language: Language,
+    hero: Word,
+) -> str:
     """Return the sentence that a pattern makes of the facts of a story, whose hero may be a thing
     that does not exist."""
     table = _slot_texts(language)

@@ -42,7 +42,11 @@ class Meaning:
     speaks_of: frozenset[str]
 
 
-def fault(story: str, hero: str | None, language: Language) -> str | None:
+def fault(
+    story: str,
+    hero: str | None,
+    language: Language,
+) -> str | None:
     """Return what is wrong with a story about a hero (None: about any hero), or None if nothing is.
 
     A story has four to eight sentences, all different, each of them one that the grammar can make.
@@ -132,7 +136,11 @@ def _rules(language: Language) -> tuple[_Rule, ...]:
     return tuple(rules)
 
 
-def _rule(place: Place, pattern: str, language: Language) -> _Rule:
+def _rule(
+    place: Place,
+    pattern: str,
+    language: Language,
+) -> _Rule:
     table = slots(language)
     pieces = SLOT.split(pattern)  # words and slots in turns
     slot_names = tuple(pieces[1::2])
@@ -190,7 +198,12 @@ def _follows(
     return left_out <= {plot.optional} and meaning.speaks_of <= introduced
 
 
-def _plot_continues(last: Place, place: Place, plot: Plot, introduced: frozenset[str]) -> bool:
+def _plot_continues(
+    last: Place,
+    place: Place,
+    plot: Plot,
+    introduced: frozenset[str],
+) -> bool:
     """Return whether a step of a plot can stand after the sentence at `last`."""
     if last.role != "plot":
         first_step = 1 if plot.optional == 0 else 0

@@ -40,7 +40,11 @@ LEAVES_OUT = 0.3  # the share of tales without the optional step of their plot
 # --- tales ---------------------------------------------------------------------------------------
 
 
-def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
+def facts_about(
+    hero: Word,
+    rng: random.Random,
+    language: Language,
+) -> Facts:
     """Draw what a story says about a hero: its name, friend, home, trait, what it finds, and a
     thing with its colour."""
     data = tale_data()
@@ -64,7 +68,11 @@ def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
     }
 
 
-def tale(hero: Word, language: Language, rng: random.Random) -> str:
+def tale(
+    hero: Word,
+    language: Language,
+    rng: random.Random,
+) -> str:
     """Return a story of five to eight sentences about a hero."""
     data = tale_data()
     facts = facts_about(hero, rng, language)
@@ -101,7 +109,11 @@ def _choose_descriptions(
     return needed | set(rng.sample(candidates, count))
 
 
-def beginning(hero: Word, language: Language, rng: random.Random) -> str:
+def beginning(
+    hero: Word,
+    language: Language,
+    rng: random.Random,
+) -> str:
     """Return the first sentences of a story about a hero, which say where it lives."""
     data = tale_data()
     facts = facts_about(hero, rng, language)
@@ -172,7 +184,11 @@ def requests(language: Language, held_out: bool = False) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if (pattern in held_out_patterns) == held_out)
 
 
-def request_for(hero: Word, pattern: str, language: Language) -> str:
+def request_for(
+    hero: Word,
+    pattern: str,
+    language: Language,
+) -> str:
     """Return a request for a story about a hero, or a story's title, which names it in the same
     way."""
     return fill(pattern, {}, language, asked_for().get(hero.key, hero))
@@ -199,7 +215,11 @@ def ask_for_beginning(language: Language, rng: random.Random) -> list[Message]:
     return [user(request), assistant(beginning(hero, language, rng))]
 
 
-def tale_document(language: Language, rng: random.Random, complete: bool) -> str:
+def tale_document(
+    language: Language,
+    rng: random.Random,
+    complete: bool,
+) -> str:
     """Return a story, or its beginning, with a title, as a document."""
     hero = _hero(rng)
     title = request_for(hero, tale_data()["title"][language], language)
