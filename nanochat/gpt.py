@@ -4,6 +4,7 @@ The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp3
 the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -112,14 +113,52 @@ def rotary_tables(
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotary_at(
-    tables: tuple[Tensor, Tensor], context: Context, length: int
-) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
-    """Return the rows of rotary tables at the positions of a pass of `length` tokens."""
-    cos, sin = tables
-    if context.positions is None:
-        return cos[None, :length, None], sin[None, :length, None]
-    return cos[context.positions][:, :, None], sin[context.positions][:, :, None]
+class RotaryCache:
+    """The rotary tables of a model, made once for a device and again only where a pass needs longer ones."""
+
+    def __init__(self) -> None:
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def at(
+        self,
+        context: Context,
+        length: int,  # tokens of the pass
+        device: torch.device,
+        make: Callable[[int], tuple[Tensor, Tensor]],  # makes tables of so many rows
+        min_rows: int = 0,  # rows that new tables have at least
+    ) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
+        """Return the cosines and sines at the positions of a pass."""
+        needed = context.longest or length
+        tables = self._tables
+        if tables is None or tables[0].device != device or tables[0].size(0) < needed:
+            with torch.inference_mode(False):  # tables made while sampling must serve training too
+                tables = make(max(needed, min_rows))
+            self._tables = tables
+        cos, sin = tables
+        if context.positions is None:
+            return cos[None, :length, None], sin[None, :length, None]
+        return cos[context.positions][:, :, None], sin[context.positions][:, :, None]
+
+
+def logits_or_loss(
+    head: Callable[..., Tensor],  # Head, or another module that is called as Head is
+    x: Tensor,  # (B, T, C) normed activations
+    targets: Tensor | None,  # (B, T), -1 = ignored
+    reduction: Literal["mean", "sum", "none"],
+    weights: Tensor | None,  # (B, T) weight of each token's loss, with reduction "sum"
+    context: Context | None,  # with targets_at, targets and weights are (N,)
+) -> Tensor:
+    """Return logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
+    if context is not None and context.targets_at is not None:
+        x = x.flatten(0, 1)[context.targets_at]
+    if targets is None:
+        return head(x)
+    if reduction == "none":
+        return head(x, targets, reduction="none")
+    loss = head(x, targets, weights)
+    if reduction == "sum":
+        return loss
+    return loss / (targets >= 0).sum().clamp_min(1)
 
 
 def rotate(
@@ -314,7 +353,7 @@ class GPT(nn.Module):
         self.smear_gate = Linear(SMEAR_CHANNELS, 1)
         self.smear_lambda = nn.Parameter(torch.empty(1))
         self.backout_lambda = nn.Parameter(torch.empty(1))
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._rotary = RotaryCache()
 
     @property
     def blocks(self) -> list[Block]:
@@ -394,13 +433,8 @@ class GPT(nn.Module):
 
     def rotary(self, context: Context, length: int) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2)
         """Return the cosines and sines at the positions of a pass of `length` tokens."""
-        needed = context.longest or length
-        tables = self._tables
-        if tables is None or tables[0].device != self.device or tables[0].size(0) < needed:
-            with torch.inference_mode(False):  # tables made while sampling must serve training too
-                tables = self.rotary_tables(max(needed, self.config.sequence_len))
-            self._tables = tables
-        return rotary_at(tables, context, length)
+        rows = self.config.sequence_len
+        return self._rotary.at(context, length, self.device, self.rotary_tables, rows)
 
     def embed(self, idx: Tensor) -> Tensor:  # (...) -> (..., C)
         """Return the normed embeddings of tokens, before smearing."""
@@ -469,16 +503,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
         x = self.hidden(idx, context)
-        if context is not None and context.targets_at is not None:
-            x = x.flatten(0, 1)[context.targets_at]
-        if targets is None:
-            return self.lm_head(x)
-        if reduction == "none":
-            return self.lm_head(x, targets, reduction="none")
-        loss = self.lm_head(x, targets, weights)
-        if reduction == "sum":
-            return loss
-        return loss / (targets >= 0).sum().clamp_min(1)
+        return logits_or_loss(self.lm_head, x, targets, reduction, weights, context)
 
     def parameter_roles(self) -> dict[str, Role]:
         """The role of each parameter; optim.py has settings for every role."""

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from nanochat import loss
 from nanochat.attention import PlainAttention
+from nanochat.context import Rows
 from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
 from nanochat.models.qwen.functions import weighted_norm
@@ -27,11 +28,6 @@ HIDDEN = (
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
 # Three modules that multiply with the matrices of queries, keys and values, or one function that multiplies with all.
 Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
-
-
-def shifted(x: Tensor) -> Tensor:  # (B, T, ...)
-    """Return what the place before each place of a row has in x; zeros at the first."""
-    return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
 
 
 def finite_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -204,7 +200,7 @@ class Operations(PlainAttention):
         most: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
         """x plus a gated part of the token before: most sigmoid(gate) times it."""
-        before = shifted(x) if before is None else before
+        before = Rows().previous(x) if before is None else before
         return (
             x
             + most.to(x.dtype) * torch.sigmoid(gate(x[..., : cast(int, gate.in_features)])) * before
@@ -212,7 +208,7 @@ class Operations(PlainAttention):
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
         """Keys of whole sequences, half of each from the token before; see gpt.offset_keys."""
-        return offset_keys(k, shifted(k))
+        return offset_keys(k, Rows().previous(k))
 
     def backout(
         self, x: Tensor, middle: Tensor, share: Tensor

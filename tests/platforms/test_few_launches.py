@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanochat.context import Rows
 from nanochat.gpt import offset_keys
 from nanochat.loss import chunked_loss
 from nanochat.platforms import few_launches
-from nanochat.platforms.operations import shifted
 from tests.support.tensors import draw
 
 
@@ -64,7 +64,7 @@ def test_keys_with_an_offset() -> None:
         none = torch.zeros(batch, 1, heads, 2, channels // 4)
         check(
             lambda k, none=none: few_launches.offset_keys(k, none),
-            lambda k: offset_keys(k, shifted(k)),
+            lambda k: offset_keys(k, Rows().previous(k)),
             draw(batch, length, heads, channels),
         )
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
 from nanochat.context import Context, Rows
-from nanochat.gpt import rotary_at, rotary_tables
+from nanochat.gpt import RotaryCache, logits_or_loss, rotary_tables
 from nanochat.linear import Linear
 from nanochat.models.lora import adapted
 from nanochat.models.qwen.config import QwenConfig
@@ -49,7 +49,7 @@ class Qwen(nn.Module):
         self._checkpoints = False
         self.offloads = False  # with `checkpoints`, the inputs of layers wait in the host's memory
         self.put_aside = put_aside
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._rotary = RotaryCache()
 
     @property
     def takes_trees(self) -> bool:
@@ -123,13 +123,7 @@ class Qwen(nn.Module):
 
     def rotary(self, context: Context, length: int) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines at the positions of a pass of `length` tokens, (1 or B, T, 1, rotated / 2)."""
-        needed = context.longest or length
-        tables = self._tables
-        if tables is None or tables[0].device != self.device or tables[0].size(0) < needed:
-            with torch.inference_mode(False):  # tables made while sampling must serve training too
-                tables = self.rotary_tables(needed)
-            self._tables = tables
-        return rotary_at(tables, context, length)
+        return self._rotary.at(context, length, self.device, self.rotary_tables)
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
@@ -191,14 +185,7 @@ class Qwen(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
         x = self.hidden(idx, context)
-        if context is not None and context.targets_at is not None:
-            x = x.flatten(0, 1)[context.targets_at]
-        if targets is None:
-            return self.head(x)
-        if reduction == "none":
-            return self.head(x, targets, reduction="none")
-        total = self.head(x, targets, weights)
-        return total if reduction == "sum" else total / (targets >= 0).sum().clamp_min(1)
+        return logits_or_loss(self.head, x, targets, reduction, weights, context)
 
     def parameter_roles(self) -> dict[str, Role]:
         """The role of each parameter; optim.py has settings for every role."""
