@@ -182,6 +182,12 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def operations_of(model: nn.Module) -> Operations:
+    """Return the operations that a model computes with: plain torch's unless accelerate() gave it others."""
+    attention = getattr(model, "attention", None)
+    return attention if isinstance(attention, Operations) else Operations()
+
+
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
     """Let a model compute with the operators of a device; returns how many modules of each class were swapped.
 

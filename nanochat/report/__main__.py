@@ -106,18 +106,19 @@ class Config:
     verb: Annotated[
         Literal["generate", "show", "compare", "reset", "begin", "finished"], tyro.conf.Positional
     ] = "generate"
-    """generate writes the report; show prints its summary table; compare puts several runs side by
-    side; reset deletes the report and all sections; begin deletes the costs of runs other than
-    --key; finished exits with 0 if run --key is finished, else with 3."""
+    """generate writes the report; show prints its summary table;
+    compare puts several runs side by side; reset deletes the report and all sections;
+    begin deletes the costs of runs other than --key;
+    finished exits with 0 if run --key is finished, else with 3."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """With compare: base folders or report.json files of two or more finished runs, each as PATH or
-    NAME=PATH."""
+    """With compare: base folders or report.json files of two or more finished runs,
+    each as PATH or NAME=PATH."""
     price_per_hour: float | None = None
-    """With compare: the price of an hour of the machine in any currency, to show what each run
-    cost."""
+    """With compare: the price of an hour of the machine in any currency,
+    to show what each run cost."""
     key: str = ""
-    """Name of a run. generate keeps it in report.json, begin and finished compare it with the kept
-    name."""
+    """Name of a run. generate keeps it in report.json,
+    begin and finished compare it with the kept name."""
 
 
 def main(cfg: Config) -> None:

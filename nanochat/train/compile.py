@@ -19,6 +19,7 @@ from nanochat.common import UserError, log, read_json, tr, warn, write_json
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.linear import Linear
+from nanochat.platforms.layers import operations_of
 from nanochat.runtime import parallel, signals
 from nanochat.train.fit import memory
 
@@ -156,7 +157,7 @@ def _unneeded(model: nn.Module, compute: Compute) -> str:
     """Why an uncompiled step is as fast as a compiled one, the same on every rank that says it; "" if it is not."""
     why = ""
     if isinstance(model, GPT):
-        why = compute.operations.needs_no_compiler(model.config.head_dim, model.dtype)
+        why = operations_of(model).needs_no_compiler(model.config.head_dim, model.dtype)
     return why if parallel.least(int(bool(why)), compute) else ""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanochat.device import is_sharded, local
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
-from nanochat.platforms.operations import Operations
+from nanochat.platforms.layers import operations_of
 from nanochat.runtime.parallel import met, place_of, trained
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
@@ -202,13 +202,12 @@ class Optimizers:
         self.rows = RowAdam(by_row, {}) if by_row else None
         self.muon = None
         if rates.matrix_optimizer == "muon":
-            attention = getattr(model, "attention", None)
             self.muon = Muon(
                 named["matrix"],
                 lr=rates.matrix_lr * scale,
                 weight_decay=rates.weight_decay,
                 dtype=dtype,
-                operations=attention if isinstance(attention, Operations) else None,
+                operations=operations_of(model),
             )
         self.before_step: Callable[[], None] = lambda: None  # called before anything changes
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
