@@ -14,7 +14,7 @@ from nanochat.device import DTYPES, Compute, compute_init, local
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.nn.lora import LoraConfig
 from nanochat.nn.operations import Operations
-from nanochat.planner.forecast import Memory, Tuning, forecast, optimizers_of, prepared, take_step
+from nanochat.planner.forecast import Memory, Tuning, build_model, build_optimizers, forecast, take_step
 from nanochat.runtime import parallel
 from tests.support.ranks import run_ranks
 
@@ -37,11 +37,11 @@ class OutOfSight(Operations):
 def measured(tuning: Tuning, compute: Compute) -> Memory:
     """Bytes of such a step on real tensors, by the allocations that torch's profiler records."""
     compute = replace(compute, dtype=DTYPES[tuning.dtype], operations=OutOfSight())
-    model = prepared(tuning, compute)
+    model = build_model(tuning, compute)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)
-    optimizers = optimizers_of(model, compute)
+    optimizers = build_optimizers(model, compute)
 
     def step() -> None:
         take_step(tuning, model, optimizers)
@@ -72,7 +72,7 @@ def measured(tuning: Tuning, compute: Compute) -> Memory:
 def test_one_rank_takes_what_was_forecast(shape: QwenConfig, changes: dict) -> None:
     tuning = Tuning(shape, rows=2, **changes)
     told, real = forecast(tuning), measured(tuning, compute_init("cpu"))
-    assert abs(told.held / real.held - 1) < 0.02
+    assert abs(told.state / real.state - 1) < 0.02
     assert abs(told.peak / real.peak - 1) < 0.1, (told, real)
 
 
