@@ -1,5 +1,4 @@
-"""Evaluate a base model: CORE, if the eval bundle is on this machine, multiple choice, and bits per
-byte.
+"""Evaluate a base model: CORE, multiple choice, and bits per byte, as far as the data is here.
 
 python -m scripts.base_eval
 python -m scripts.base_eval --max_per_task=100                 # a quick look
@@ -34,34 +33,37 @@ class Config:
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
-    """Corpus to measure bits per byte on: a name, a folder of your own, or a mixture such as
-    web:0.7,books:0.3. Default: the corpus that the model was trained on."""
+    """Corpus to measure bits per byte on: a name, a folder of your own,
+    or a mixture such as web:0.7,books:0.3.
+    Default: the corpus that the model was trained on."""
     model_tag: str | None = None
     """Tag of the model, such as d20. Default: the newest."""
     step: int | None = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     eval_bundle: str | None = None
-    """Folder of CORE's tasks. Default: eval_bundle in the base folder. Set it if you copied the
-    bundle by hand."""
+    """Folder of CORE's tasks. Default: eval_bundle in the base folder.
+    Set it if you copied the bundle by hand."""
     download: bool = False
     """Download the bundle (162 MB) into the base folder first, unless it is there already."""
     tasks: str | None = None
-    """Multiple choice to evaluate, with | between the names: ARC-Easy, ARC-Challenge, MMLU,
-    MMLU-Pro, C-Eval, CMMLU. Default: none."""
+    """Multiple choice to evaluate, with | between the names:
+    ARC-Easy, ARC-Challenge, MMLU, MMLU-Pro, C-Eval, CMMLU.
+    Default: none."""
     shots: int | None = None
-    """Examples to show before each question of --tasks; default: five, as the authors show, and
-    none for ARC."""
+    """Examples to show before each question of --tasks; default:
+    five, as the authors show, and none for ARC."""
     task_data: str | None = None
-    """Folder with copies of the data sets of --tasks, for a machine without a network. Default:
-    NANOCHAT_TASK_DIR."""
+    """Folder with copies of the data sets of --tasks, for a machine without a network.
+    Default: NANOCHAT_TASK_DIR."""
     again: bool = False
-    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data, are kept
-    already."""
+    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data,
+    are kept already."""
     max_per_task: int = -1
     """Most problems to evaluate of each task; -1 means all. Set 100 for a quick look."""
     device_batch_size: int | Literal["auto"] = "auto"
-    """Rows per pass on one device. auto: 32; on a CPU, 4 for CORE and 4,096 tokens for bits per
-    byte. Lower it if the device runs out of memory."""
+    """Rows per pass on one device. auto: 32; on a CPU,
+    4 for CORE and 4,096 tokens for bits per byte.
+    Lower it if the device runs out of memory."""
     split_tokens: int | Literal["auto"] = "auto"
     """Tokens to measure bits per byte on, at most the whole split. auto: 10 M, on a CPU 262,144."""
 

@@ -1,9 +1,8 @@
-"""Measure bits per byte on both splits of the corpus, by language and domain too, and continue a
-few prompts.
+"""Measure bits per byte on both splits of the corpus, and by domain, and continue a few prompts.
 
-python -m scripts.base_loss python -m scripts.base_loss --source=sft # what fine-tuning has left of
-pretraining, for the report torchrun --standalone --nproc_per_node=8 -m scripts.base_loss --
---device_batch_size=32 --split_tokens=10485760
+python -m scripts.base_loss
+python -m scripts.base_loss --source=sft     # what fine-tuning has left of pretraining
+torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --split_tokens=10485760
 """
 
 from dataclasses import asdict, dataclass
@@ -45,20 +44,21 @@ class Config:
     """Measure bits per byte of a model, by default a base model, and let it continue a few prompts."""
 
     source: Literal["base", "mid", "sft", "rl"] = "base"
-    """Stage of the model. A later stage is measured on the validation split of the base corpus, to
-    show forgetting."""
+    """Stage of the model. A later stage is measured on the validation split of the base corpus,
+    to show forgetting."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
-    """Corpus to measure bits per byte on: a name, a folder of your own, or a mixture such as
-    web:0.7,books:0.3. Default: the corpus that the model was trained on."""
+    """Corpus to measure bits per byte on: a name, a folder of your own,
+    or a mixture such as web:0.7,books:0.3.
+    Default: the corpus that the model was trained on."""
     model_tag: str | None = None
     """Tag of the model, such as d20. Default: the newest."""
     model_step: int | None = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     device_batch_size: int | Literal["auto"] = "auto"
-    """Rows per pass on one device. auto: 32, on a CPU 4,096 tokens. Lower it if the device runs out
-    of memory."""
+    """Rows per pass on one device. auto: 32, on a CPU 4,096 tokens.
+    Lower it if the device runs out of memory."""
     split_tokens: int | Literal["auto"] = "auto"
     """Tokens of each split to measure on, at most the whole split. auto: 10 M, on a CPU 262,144."""
     sample_tokens: int = 16

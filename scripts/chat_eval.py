@@ -1,9 +1,9 @@
 """Evaluate a chat model: what share of the problems of each task it solves.
 
-python -m scripts.chat_eval # the latest stage, on the tasks that suit its corpus python -m
-scripts.chat_eval -i sft -a "ARC-Easy|GSM8K" python -m scripts.chat_eval -a "C-Eval|CMMLU|MGSM-zh"
---task_data DIR # from copies that were carried in torchrun --standalone --nproc_per_node=8 -m
-scripts.chat_eval -- -i sft
+python -m scripts.chat_eval                   # the latest stage, on the tasks that suit its corpus
+python -m scripts.chat_eval -i sft -a "ARC-Easy|GSM8K"
+python -m scripts.chat_eval -a "C-Eval|CMMLU|MGSM-zh" --task_data DIR    # from copies of the tasks
+torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- -i sft
 """
 
 import time
@@ -41,26 +41,27 @@ class Config:
     )
     """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     task_name: Annotated[str | None, arg(aliases=["-a"])] = None
-    """Tasks to evaluate, with | between their names. Default: the tasks that suit the corpus of the
-    model."""
+    """Tasks to evaluate, with | between their names.
+    Default: the tasks that suit the corpus of the model."""
     temperature: Annotated[float | None, arg(aliases=["-t"])] = None
     """Randomness of the replies: 0 always takes the likeliest token. Raise it for several samples.
-    Default: 0, but stories are drawn as a chat draws them, since all would be one story otherwise.
-    """
+    Default: 0, but stories are drawn as a chat draws them,
+    since all would be one story otherwise."""
     max_new_tokens: Annotated[int, arg(aliases=["-m"])] = 512
     """Longest reply, in tokens."""
     num_samples: Annotated[int, arg(aliases=["-n"])] = 1
-    """Replies to each problem; a problem counts as right if one of them is. Needs a temperature
-    above 0."""
+    """Replies to each problem; a problem counts as right if one of them is.
+    Needs a temperature above 0."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Sample from the k likeliest tokens; 0 samples from all."""
     min_p: float | None = None
-    """Never draw a token less likely than this share of the likeliest, 0 to 1; 0 draws from all of
-    top_k. Default: 0, and for stories as in a chat. Chats with a TinyWorld model take 0.5, at
-    temperature 1."""
+    """Never draw a token less likely than this share of the likeliest, 0 to 1;
+    0 draws from all of top_k.
+    Default: 0, and for stories as in a chat. Chats with a TinyWorld model take 0.5,
+    at temperature 1."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
-    """Problems or replies to compute together on each device. Lower it if the device runs out of
-    memory."""
+    """Problems or replies to compute together on each device.
+    Lower it if the device runs out of memory."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
     """Tag of the model, such as d20. Default: the newest."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
@@ -71,19 +72,19 @@ class Config:
     """Examples to show before each problem of C-Eval, CMMLU, MMLU-Pro and MGSM-zh; 0 shows none.
     Default: as many as their authors show. The tasks of ChatCORE show none."""
     task_data: str | None = None
-    """Folder with copies of the tasks' data sets, for a machine without a network. Default:
-    NANOCHAT_TASK_DIR."""
+    """Folder with copies of the tasks' data sets, for a machine without a network.
+    Default: NANOCHAT_TASK_DIR."""
     once: bool = False
-    """Skip the tasks whose figures, for this checkpoint and these flags, are already in the report.
-    """
+    """Skip the tasks whose figures, for this checkpoint and these flags,
+    are already in the report."""
     again: bool = False
-    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data, are kept
-    already."""
+    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data,
+    are kept already."""
     show: int = 0
     """Number of wrong replies to print for each task."""
     unsafe_exec: bool = False
-    """HumanEval: run the model's programs even if this machine cannot isolate them. They can then
-    read your files."""
+    """HumanEval: run the model's programs even if this machine cannot isolate them.
+    They can then read your files."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = (
         "auto"
     )

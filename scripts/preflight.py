@@ -1,5 +1,4 @@
-"""Checks before a run that every stage will find its data, disk and memory, and estimates how long
-it trains.
+"""Checks before a run that every stage finds its data, disk and memory; estimates the duration.
 
 python -m scripts.preflight --data fineweb --shards 40 --depth 12
 """
@@ -42,8 +41,8 @@ class Config:
     """What is going to be trained."""
 
     data: str = "tinyworld"
-    """Corpus to pretrain on, by name, or a mixture. Default: tinyworld, which needs no data from
-    outside."""
+    """Corpus to pretrain on, by name, or a mixture.
+    Default: tinyworld, which needs no data from outside."""
     shards: int = 0
     """Training shards that the run downloads of each published corpus in --data.
     Default: 0, for corpora that are already here."""
@@ -58,11 +57,11 @@ class Config:
     vocab_size: int = 65_536
     """Number of tokens in the vocabulary."""
     tokens: float = 0
-    """Number of tokens that the run trains on. Default: 0, for 12 tokens per parameter, as
-    base_train does."""
+    """Number of tokens that the run trains on.
+    Default: 0, for 12 tokens per parameter, as base_train does."""
     conversations: str | None = None
-    """The corpus whose conversations the later stages learn from, as their --data. Default: the
-    corpus of --data."""
+    """The corpus whose conversations the later stages learn from, as their --data.
+    Default: the corpus of --data."""
     model_tag: str | None = None
     """The folder of the run's checkpoints, as the stages' --model_tag.
     Space that checkpoints there take already is not asked for again. Default: none are there."""

@@ -1,11 +1,10 @@
 """Measures how fast the cards of this host are, for the planner: check_npu.py --bench.
 
-python -m tools_npu.bench print the measurements as Markdown, to post in an issue: check_npu.py
---share
+python -m tools_npu.bench      # print the measurements as Markdown: check_npu.py --share
 
-Every figure is the average of work that is queued without a pause for seconds, because a single
-operation that is waited for measures its launch and a cool card. The file is card_bench.json in the
-base folder.
+Every figure is the average of work that is queued without a pause for seconds. A single operation
+that is waited for would measure its launch and a cool card. The file is card_bench.json in the base
+folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Runs the checks that need torch, in a separate process: python -m tools_npu.device_checks PIPE
-[--bench].
+"""Runs the checks that need torch, in a separate process.
+
+python -m tools_npu.device_checks PIPE [--bench]
 
 The process writes each result to the file descriptor PIPE as a line of JSON. Before each check it
-writes a line that names the check, so check_npu.py knows which check was running if this process
-crashes or hangs.
+writes a line that names the check, so that check_npu.py knows which check was running if this
+process crashes or hangs.
 """
 
 from __future__ import annotations

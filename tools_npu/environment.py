@@ -192,7 +192,7 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
                 f"export {name}={default}",
             )
     old_name = "HCCL_ASYNC_ERROR_HANDLING"
-    new_name = f"TORCH_{old_name}"
+    new_name = "TORCH_HCCL_ASYNC_ERROR_HANDLING"
     only_old_name = old_name in environment and new_name not in environment
     if only_old_name and is_since(torch_npu, FIRST_WITH_ASYNC_NAME):
         add(

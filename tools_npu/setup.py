@@ -1,5 +1,4 @@
-"""Sets up an Ascend host: picks the torch and torch_npu that fit its CANN, makes .venv, and exports
-variables.
+"""Sets up an Ascend host: picks torch and torch_npu for its CANN, makes .venv, exports variables.
 
     bash setup_ascend.sh             make the environment
     source setup_ascend.sh           make the environment and set its variables in this shell

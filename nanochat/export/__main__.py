@@ -1,5 +1,4 @@
-"""Export a model for other programs: a folder for Hugging Face transformers and vLLM, or a file for
-llama.cpp.
+"""Export a model for other programs: Hugging Face transformers and vLLM, or llama.cpp.
 
 python -m nanochat.export ~/my-model
 python -m nanochat.export ~/my-model --source base --model_tag d12 --dtype bfloat16
@@ -36,8 +35,8 @@ class Config:
     step: int | None = None
     """Step of the checkpoint. Default: the last."""
     model: Path | None = None
-    """Folder of a published Qwen model to export instead: config.json, tokenizer.json and
-    safetensors files."""
+    """Folder of a published Qwen model to export instead:
+    config.json, tokenizer.json and safetensors files."""
     adapter: Path | None = None
     """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it;
     it is merged."""

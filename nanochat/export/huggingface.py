@@ -19,7 +19,6 @@ from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, write_atomic, write_json
 from nanochat.data import bpe
-from nanochat.gpt import GPTConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
 
@@ -127,7 +126,7 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _own_config(shape: GPTConfig) -> dict[str, Any]:
+def _own_config(shape: Any) -> dict[str, Any]:
     """Return the config.json of nanochat's GPT, which names the classes in modeling_nanochat.py."""
     return {
         "architectures": ["NanochatForCausalLM"],

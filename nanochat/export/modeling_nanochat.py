@@ -1,10 +1,9 @@
 """The GPT of nanochat/gpt.py for Hugging Face transformers.
 
-`python -m nanochat.export` copies it beside the weights.
-
-Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. No code
-of nanochat imports this file. The model has no key-value cache: generate() computes all tokens
-again in every step, which is correct but slow. Shapes: B batch, T time, C channels.
+`python -m nanochat.export` copies this file beside the weights, and no code of nanochat imports it.
+Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. The model
+has no key-value cache: generate() computes all tokens again in every step, which is correct but slow.
+Shapes: B batch, T time, C channels, H heads, D channels of a head.
 """
 
 import math

@@ -1,16 +1,15 @@
-"""Predicts speed, memory and disk of pretraining on accelerators, forecasts the memory of
-fine-tuning, plans flags.
+"""Plans flags: predicts speed, memory and disk of pretraining, and the memory of fine-tuning.
 
-python -m nanochat.planner # flags of pretraining for the cards of this host python -m
-nanochat.planner --chip 910B3 --ranks 8 # for other cards python -m nanochat.planner --table # d12
-to d32 on every known chip and 1 to 128 cards python -m nanochat.planner --rows # rows of a pass
-that each chip's memory holds python -m nanochat.planner --published # what it says of runs that
-others have published python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard
-full # memory of fine-tuning
+python -m nanochat.planner                            # pretraining on the cards of this host
+python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
+python -m nanochat.planner --table                    # d12 to d32, every known chip, 1 to 128 cards
+python -m nanochat.planner --rows                     # rows of a pass that fit each chip's memory
+python -m nanochat.planner --published                # predictions of runs that others published
+python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # fine-tuning
 
-The flags are printed on one line, and the reason for them on standard error. The cards' speed comes
-from data sheets and from what others have measured; after `python check_npu.py --bench` that of
-your own cards comes from there.
+The flags are printed on one line, and the reasons for them on standard error. The speed of the cards
+comes from data sheets and from what others have measured; after `python check_npu.py --bench`, the
+speed of your own cards comes from that measurement.
 """
 
 import re
@@ -50,24 +49,24 @@ class Config:
     vocab_size: int = 65_536
     """tokens of the vocabulary; default: as in speedrun.sh"""
     chip: str = ""
-    """kind of card: 910A, 910B3, 910C, ...; default: the cards of this host, or with --table every
-    kind"""
+    """kind of card: 910A, 910B3, 910C, ...; default:
+    the cards of this host, or with --table every kind"""
     ranks: int = 0
     """number of cards; default: all cards of this host, or with --table 1 to 128"""
     table: bool = False
-    """print a table of predicted tokens/s, MFU, hours of pretraining, memory and disk for d12 to
-    d32"""
+    """print a table of predicted tokens/s, MFU, hours of pretraining,
+    memory and disk for d12 to d32"""
     rows: bool = False
-    """print a table for several depths: how many rows of a pass fit, with a vocabulary of 32,768 /
-    65,536"""
+    """print a table for several depths: how many rows of a pass fit,
+    with a vocabulary of 32,768 / 65,536"""
     published: bool = False
     """print the predictions for runs that others have published beside what they reached"""
     published_memory: bool = False
-    """print the forecast memory of fine-tuning runs that others have published beside theirs; takes
-    minutes"""
+    """print the forecast memory of fine-tuning runs that others have published beside theirs;
+    takes minutes"""
     model: Path | None = None
-    """folder of a published model, where config.json is enough: forecast the memory of fine-tuning
-    it"""
+    """folder of a published model, where config.json is enough:
+    forecast the memory of fine-tuning it"""
     lora_rank: int = 8
     """with --model: rank of the adapter; 0 trains every parameter"""
     device_batch_size: int = 1
@@ -77,8 +76,8 @@ class Config:
     checkpoint_activations: bool = False
     """with --model: compute each layer again in the backward pass"""
     offload_activations: bool = False
-    """with --model: like --checkpoint_activations, with the inputs of layers in the host's memory
-    """
+    """with --model: like --checkpoint_activations,
+    with the inputs of layers in the host's memory"""
     shard: parallel.Sharding = "grad"
     """with --model: what the cards share, as in training"""
 
