@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks an Ascend host from the driver to collectives over all cards; says why a check failed and what to do.
+"""Checks an Ascend host from the driver to the collectives; says why a check failed and what to do.
 
     python check_npu.py                  one line per check: PASS, WARN, FAIL or SKIP; the exit code is 1 if any fails
     python check_npu.py --json           the same as JSON, for programs
@@ -8,8 +8,8 @@
     python check_npu.py --processes      list your training processes; add --end ID... to end those that you pick
     python check_npu.py --lang zh        print Chinese (default: the language of the locale)
 
-The script needs only the standard library of Python 3.8 or later. The checks that need torch run in a separate
-process, with .venv/bin/python if this Python has no torch.
+The script needs only the standard library of Python 3.8 or later. The checks that need torch run in
+a separate process, with .venv/bin/python if this Python has no torch.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def evaluate_tasks(
 
 
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
-    """Measure CORE and write it to <base>/base_eval/<tag>_<step>.csv. None if there is no bundle."""
+    """Measure CORE, write <base>/base_eval/<tag>_<step>.csv; None if there is no bundle."""
     bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
         log(

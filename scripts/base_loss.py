@@ -41,7 +41,7 @@ SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 
 @dataclass(frozen=True)
 class Config:
-    """Measure bits per byte of a model, by default a base model, and let it continue a few prompts."""
+    """Measure bits per byte of a model, by default a base model; let it continue a few prompts."""
 
     source: Literal["base", "mid", "sft", "rl"] = "base"
     """Stage of the model. A later stage is measured on the validation split of the base corpus,

@@ -90,7 +90,7 @@ def has_line(lines: Sequence[Line], name: str, statuses: Sequence[str]) -> bool:
 
 
 def inference_only(lines: Sequence[Line]) -> bool:
-    """Return whether the first card cannot train, and was skipped in all checks that are unproven."""
+    """Return whether the first card cannot train and skipped all checks that are unproven."""
     if not all(has_line(lines, name, (SKIP,)) for name in unproven(lines)):
         return False
     cards = [line for line in lines if line.name == "npu:0"]

@@ -151,7 +151,7 @@ def there_and_back() -> float:
 
 
 def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
-    """Check the project's training attention, forward and backward; `window` below 255 is a band."""
+    """Check the attention of training, forward and backward; a `window` below 255 is a band."""
     kernels = operations()
     q, k, v = inputs(
         3,

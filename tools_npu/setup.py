@@ -216,29 +216,29 @@ def job_environment(
     return new
 
 
-def set_defaults(env: dict[str, str], torch_npu: str) -> None:
+def set_defaults(job: dict[str, str], torch_npu: str) -> None:
     """Set the variables that set-up exports, unless the user has set them."""
     for variable in environment.exported_variables(torch_npu):
-        env.setdefault(variable.name, variable.value)
+        job.setdefault(variable.name, variable.value)
 
 
-def add_driver(env: dict[str, str], driver: host.Driver | None) -> None:
+def add_driver(job: dict[str, str], driver: host.Driver | None) -> None:
     """Put the libraries of the driver on LD_LIBRARY_PATH."""
-    paths = [path for path in env.get("LD_LIBRARY_PATH", "").split(":") if path]
+    paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
     libraries = driver.libraries if driver else ()
     missing = [path for path in libraries if path not in paths]
-    env["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
+    job["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
 
 
-def activate_venv(env: dict[str, str]) -> None:
+def activate_venv(job: dict[str, str]) -> None:
     """Put .venv first on PATH, as its activate script does."""
     venv = str(ROOT / ".venv")
     programs = venv + "/bin"
     if os.path.isdir(programs):
-        env["VIRTUAL_ENV"] = venv
-        paths = [path for path in env.get("PATH", "").split(":") if path != programs]
-        env["PATH"] = ":".join([programs, *paths])
-        env.pop("PYTHONHOME", None)
+        job["VIRTUAL_ENV"] = venv
+        paths = [path for path in job.get("PATH", "").split(":") if path != programs]
+        job["PATH"] = ":".join([programs, *paths])
+        job.pop("PYTHONHOME", None)
 
 
 # --- the environment

@@ -128,7 +128,7 @@ def pick_of(row: Row, warning: tuple[str, str] = ("", "")) -> Pick:
 
 
 def resolve(cann: str) -> Pick:
-    """Return the newest torch_npu for an installed CANN, or a refusal that says why there is none."""
+    """Return the newest torch_npu for an installed CANN, or a refusal with the reason."""
     key = cann_key(cann)
     floor = cann_key(CANN_FLOOR)
     if key is None or floor is None:

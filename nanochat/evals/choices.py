@@ -118,7 +118,7 @@ def _fit(
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> tuple[list[PromptRow], bool]:
-    """Return the rows of a question with as many examples as fit, and whether some were left out."""
+    """Return the rows of a question with as many examples as fit, and whether some are missing."""
     for first in range(len(cloze.examples) + 1):
         context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question
         rows = rows_of(i, context, cloze.choices, tokenizer)

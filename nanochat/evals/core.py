@@ -277,7 +277,7 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
 
 
 def _check_problem(kind: str, problem: dict[str, Any]) -> None:
-    """ValueError if a problem lacks a field, or if `gold` is not the index of one of its options."""
+    """ValueError if a problem lacks a field, or if `gold` is not the index of an option."""
     missing = [field for field in FIELDS[kind] if field not in problem]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")

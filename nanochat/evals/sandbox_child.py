@@ -167,7 +167,7 @@ def library() -> tuple[str, ...]:
 
 
 def build_root(root: str) -> None:
-    """Make `root` a small folder in memory that holds Python, read-only, and move into it for good."""
+    """Make `root` a read-only folder in memory that holds Python, and move into it for good."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SCRATCH},mode=755")
     for folder in library():

@@ -1,8 +1,9 @@
 """The GPT of nanochat/gpt.py for Hugging Face transformers.
 
 `python -m nanochat.export` copies this file beside the weights, and no code of nanochat imports it.
-Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. The model
-has no key-value cache: generate() computes all tokens again in every step, which is correct but slow.
+Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. The
+model has no key-value cache: generate() computes all tokens again in every step, which is correct
+but slow.
 Shapes: B batch, T time, C channels, H heads, D channels of a head.
 """
 
@@ -77,7 +78,7 @@ class NanochatConfig(PretrainedConfig):
         return min(quarter, self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return whether a layer has a value embedding: every other layer, and always the last one."""
+        """Return whether a layer has a value embedding: every other one, and always the last."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
@@ -253,7 +254,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return (causal & real[:, None, None, :]) | itself
 
     def _embed(self, idx: Tensor, real: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
-        """Return the embedding of each token, with a share of the one before, and that of the pair."""
+        """Return the embedding of each token, with a share of the token before and of the pair."""
         x = _norm(self.wte(idx))
         gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
         x = x + self.smear_lambda.to(x.dtype) * gate * _previous(x, real)

@@ -7,9 +7,9 @@ python -m nanochat.planner --rows                     # rows of a pass that fit 
 python -m nanochat.planner --published                # predictions of runs that others published
 python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # fine-tuning
 
-The flags are printed on one line, and the reasons for them on standard error. The speed of the cards
-comes from data sheets and from what others have measured; after `python check_npu.py --bench`, the
-speed of your own cards comes from that measurement.
+The flags are printed on one line, and the reasons for them on standard error. The speed of the
+cards comes from data sheets and from what others have measured; after `python check_npu.py --bench`,
+the speed of your own cards comes from that measurement.
 """
 
 import re

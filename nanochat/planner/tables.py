@@ -82,7 +82,7 @@ def of_rows(
     depths: Iterable[int],
     vocabularies: Sequence[int],
 ) -> str:
-    """Return a table of how many rows of a pass the memory of each chip holds, for each vocabulary."""
+    """Return a table of how many rows of a pass fit each chip, for each vocabulary."""
     depths = tuple(depths)
     rows = []
     for chip in chips:

@@ -3,7 +3,7 @@
 python -m nanochat.report generate    # make the report of the stages that have run
 python -m nanochat.report show        # print the summary table
 python -m nanochat.report reset       # delete all sections, before a run from scratch
-python -m nanochat.report compare ~/runs/english both=~/runs/chinese    # two base folders side by side
+python -m nanochat.report compare ~/runs/english both=~/runs/chinese    # two base folders
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Reads and writes samples.jsonl: replies of the checkpoints of a stage, one JSON object per line."""
+"""Reads and writes samples.jsonl: what the checkpoints of a stage replied, a JSON object per line."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ class Sample:
 
 
 def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
-    """Add samples to the file of a stage; they replace earlier samples of the same step and source."""
+    """Add samples to the file of a stage, in place of earlier ones of the same step and source."""
     new = list(samples)
     replaced = {(sample.step, sample.source) for sample in new}
     samples = []
@@ -51,7 +51,7 @@ def _write(folder: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Return the samples of a stage, earlier steps first. A line that holds no sample is skipped."""
+    """Return the samples of a stage, earlier steps first. Lines without a sample are skipped."""
     path = folder / "samples.jsonl"
     try:
         check_regular(path, MAX_BYTES)
