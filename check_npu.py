@@ -51,9 +51,7 @@ def python_with_torch() -> str:
 
 
 def torch_npu_version(python: str) -> str:
-    """Return the version of the installed torch_npu from its metadata, because importing it may
-    fail.
-    """
+    """Return the version of the installed torch_npu from its metadata: importing it may fail."""
     if not python:
         return ""
     code = "from importlib import metadata; print(metadata.version('torch_npu'))"
@@ -64,9 +62,7 @@ def torch_npu_version(python: str) -> str:
 
 
 def with_pythonpath(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which another Python imports tools_npu and nanochat from this
-    repository.
-    """
+    """Return an environment in which another Python imports from this repository."""
     paths = [str(ROOT)]
     if env.get("PYTHONPATH"):
         paths.append(env["PYTHONPATH"])
@@ -80,8 +76,7 @@ def device_lines(
     bench: bool,
     log: Path,
 ) -> Iterator[Line]:
-    """Yield the findings of the process with torch as they come; a crash or a hang of it is a
-    finding too.
+    """Yield the findings of the process with torch; its crash or hang is a finding too.
 
     `cann` is the version of CANN, or "".
     """
@@ -141,9 +136,7 @@ def device_lines(
 
 
 def unanswered(name: str, exit_code: int | None, log: Path) -> Line:
-    """Return the line of the check that ran when its process ended, or hung if the exit code is
-    None.
-    """
+    """Return the line of the check whose process ended, or hung if the exit code is None."""
     if exit_code is None:
         english = f"gave no answer within {DEVICE_SECONDS} s"
         chinese = f" {DEVICE_SECONDS} 秒内没有响应"

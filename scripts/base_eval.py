@@ -93,9 +93,7 @@ def answers(
     loaded: Loaded,
     compute: Compute,
 ) -> Records:
-    """Return the file of the answers to a task; with --again, without the answers of an earlier
-    evaluation.
-    """
+    """Return the file of the answers to a task; with --again, without earlier answers."""
     about = {
         "model": loaded.weights,
         "settings": {"limit": cfg.max_per_task, "dtype": str(compute.dtype)},
@@ -204,9 +202,7 @@ def evaluate_bits(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Run the evaluations whose data is on this machine, write the figures to the report, and
-    return them.
-    """
+    """Run the evaluations whose data is here, write the figures to the report, and return them."""
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()

@@ -103,8 +103,7 @@ def choose_tasks(
     compute: Compute,
     shots: int | None = None,
 ) -> tuple[list[Task], list[str]]:
-    """Return the tasks to evaluate, and the names of requested tasks whose rows cannot be read on
-    some rank.
+    """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
     `task_names` separates names by |; None means all tasks that suit the corpus. UserError (code 2)
     for an unknown name, or if no task is left.
@@ -172,8 +171,7 @@ class Listener:
 
 
 def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling:
-    """Return how replies are drawn: by the flags, else greedily, or as in a chat if the task asks
-    for that.
+    """Return how replies are drawn: by the flags, else greedily, or as the task asks.
 
     UserError (code 2) for a flag that is out of range, with any task or without one.
     """
@@ -226,8 +224,7 @@ def saved_section(
     sampling: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the stage's section of the report, or an empty one if that is of another checkpoint or
-    other settings.
+    """Return the stage's section of the report, or an empty one for other weights or settings.
 
     A setting that the section of an earlier version does not name has its value in `defaults`.
     """
@@ -251,8 +248,7 @@ def save_figures(
     defaults: Mapping[str, Any],
     tasks: Mapping[str, Any],
 ) -> None:
-    """Add figures to the stage's section of the report, and ChatCORE once the section has all of
-    its tasks.
+    """Add figures to the stage's section of the report, and ChatCORE once all its tasks are there.
 
     Figures of another checkpoint or other settings are dropped.
     """

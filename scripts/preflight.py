@@ -112,8 +112,7 @@ def size_of(folder: Path) -> int:
 
 
 def bytes_of_steps(folder: Path) -> float:
-    """Return the bytes of the checkpoints of a stage, or infinity if the stage is done and will
-    write no more.
+    """Return the bytes of the checkpoints of a stage, or infinity if the stage is done.
 
     Steps that were set aside do not count, because the stage will not replace them.
     """

@@ -39,8 +39,7 @@ def average(
     seconds: float,
     wait: Callable[[], None],
 ) -> float:
-    """Return the seconds of one call of `work`, averaged over calls that are queued without a
-    pause.
+    """Return the seconds of one call of `work`, averaged over calls that are queued at once.
 
     The calls take at least `seconds` together.
     """
@@ -98,9 +97,7 @@ class Card:
         return best
 
     def attention(self) -> float:
-        """Return the TFLOP/s of causal attention, forward and backward, with the operators of
-        training.
-        """
+        """Return the TFLOP/s of causal attention in training, forward and backward."""
         from tools_npu import numerics
 
         operations = numerics.operations()

@@ -18,9 +18,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def wrong_collectives(rank: int, ranks: int) -> list[str]:
-    """Run every collective that training uses on inputs with known answers, and return the names of
-    the wrong ones.
-    """
+    """Run every collective of training on known inputs, and return the names of the wrong ones."""
     import torch
     import torch.distributed as dist
 

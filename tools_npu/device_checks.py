@@ -88,9 +88,7 @@ def first_line(failure: BaseException) -> str:
 
 
 def explanation(text: str) -> tuple[str, str]:
-    """Return what an error of torch_npu, HCCL or the driver means, in English and Chinese; "" if
-    that is not known.
-    """
+    """Return what an error of torch_npu, HCCL or the driver means, in English and Chinese."""
     from nanochat.platforms import ascend_errors
 
     return ascend_errors.explain(text, "en"), ascend_errors.explain(text, "zh")
@@ -414,9 +412,7 @@ class RankResult(NamedTuple):
 
 
 def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
-    """Check each HCCL collective over all visible cards for its known result; return GB/s of
-    all_reduce, if any.
-    """
+    """Check each HCCL collective over all visible cards; return GB/s of all_reduce, if any."""
     from nanochat.platforms.ascend_environment import PortBlocks
 
     if ranks < 2:
@@ -465,9 +461,7 @@ def report_collectives(
     results: Sequence[RankResult],
     ranks: int,
 ) -> float | None:
-    """Report the results of all ranks, or the first rank that failed; return GB/s of all_reduce if
-    all are correct.
-    """
+    """Report the results of all ranks; return GB/s of all_reduce if all of them are correct."""
     failed = [result for result in results if result.exit_code != 0]
     if failed:
         report_failed_rank(out, failed[0])

@@ -54,8 +54,7 @@ def is_since(torch_npu: str, first_patches: Mapping[tuple[int, ...], int]) -> bo
 
 
 def exported_variables(torch_npu: str) -> list[Variable]:
-    """Return the variables that setup_ascend.sh exports; a value that the user has already set
-    wins.
+    """Return the variables that setup_ascend.sh exports, unless the user has set them.
 
     HCCL_IF_BASE_PORT is not among them, because each job picks a free block of ports when it
     starts.
@@ -73,9 +72,7 @@ def exported_variables(torch_npu: str) -> list[Variable]:
 
 
 class Finding(NamedTuple):
-    """A harmful variable: WARN or FAIL, the reason in both languages, and the command that fixes
-    it.
-    """
+    """A harmful variable: WARN or FAIL, the reason in two languages, and the command that fixes it."""
 
     status: str
     name: str
@@ -133,9 +130,7 @@ def _allocator(environment: Mapping[str, str], torch_npu: str) -> list[Finding]:
 
 
 def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
-    """Return a finding for every variable that conflicts with another, has no effect, or slows a
-    run down.
-    """
+    """Return a finding for every variable that conflicts, has no effect, or slows a run down."""
     findings = _allocator(environment, torch_npu)
 
     def add(

@@ -23,9 +23,7 @@ SMI_SECONDS = 30
 
 
 class Cann(NamedTuple):
-    """An installed CANN: the folder with its libraries, the script that sets its variables, its
-    version.
-    """
+    """An installed CANN: its folder, the script that sets its variables, and its version."""
 
     home: str
     set_env: str
@@ -34,9 +32,7 @@ class Cann(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The driver's version ("" if unknown), and the folders of the driver that belong on
-    LD_LIBRARY_PATH.
-    """
+    """The driver: its version ("" if unknown), its folder, and its folders for LD_LIBRARY_PATH."""
 
     version: str
     path: str
@@ -64,17 +60,13 @@ def read_text(path: Path) -> str:
 
 
 def first_value(path: Path, name: str) -> str:
-    """Return the value of the first `name=value` line of a file, or "" if there is no such line or
-    no file.
-    """
+    """Return the value of the first `name=value` line of a file, or ""."""
     match = re.search(rf"^{name}\s*=\s*(\S+)", read_text(path), re.M | re.I)
     return match[1] if match else ""
 
 
 def cann_version(home: Path) -> str:
-    """Return the version that the installer wrote to <arch>-linux/ascend_*_install.info, or else to
-    version.cfg.
-    """
+    """Return the version in <arch>-linux/ascend_*_install.info, or else in version.cfg."""
     for info in sorted(home.glob("*-linux/ascend_*_install.info")):
         version = first_value(info, "version")
         if version:
@@ -168,9 +160,7 @@ def find_driver(environment: Mapping[str, str]) -> Driver | None:
 
 
 def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Device]]:
-    """Return the device files of the cards in the order of their numbers, and the manager files
-    that exist.
-    """
+    """Return the device files of the cards by number, and the manager files that exist."""
     folder = Path(prefix(environment) + "/dev")
 
     def device(path: Path) -> Device:
@@ -196,9 +186,7 @@ def may_use_devices(
 
 
 def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int], list[str]]:
-    """Return the cards that ASCEND_RT_VISIBLE_DEVICES leaves visible, and its entries that name no
-    card.
-    """
+    """Return the cards that ASCEND_RT_VISIBLE_DEVICES shows, and its entries that name no card."""
     value = environment.get("ASCEND_RT_VISIBLE_DEVICES")
     if value is None or not value.strip():
         return list(range(cards)), []
@@ -257,9 +245,7 @@ CARD_NAME = re.compile(r"(NPU|Phy-?ID)\d+", re.I)  # as the topology names a car
 
 
 class SmiInfo(NamedTuple):
-    """The output of `npu-smi info`: the version of the driver, the chips, and the processes on
-    them.
-    """
+    """The output of `npu-smi info`: the version of the driver, the chips, and their processes."""
 
     version: str
     cards: list[Card]
@@ -306,9 +292,7 @@ def _card(first_row: re.Match[str], second_row: re.Match[str]) -> Card:
 
 
 def parse_topology(text: str) -> dict[str, dict[str, str]]:
-    """Return the output of `npu-smi info -t topo` as links[a][b], without the diagonal and the CPU
-    column.
-    """
+    """Return `npu-smi info -t topo` as links[a][b], without the diagonal and the CPU column."""
     links: dict[str, dict[str, str]] = {}
     header: list[str] = []
     for line in text.splitlines():

@@ -211,9 +211,7 @@ def permissions(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[
 
 
 def smi(env: Mapping[str, str], has_cards: bool) -> Iterator[Line]:
-    """Check the health, the memory and the processes of every chip, and the links between the
-    cards.
-    """
+    """Check health, memory and processes of every chip, and the links between the cards."""
     text, failure = host.run_smi(["info"], env)
     if failure:
         remedy = GROUP_REMEDY if "-8005" in failure else SMI_REMEDY
@@ -305,9 +303,7 @@ def card_state(
     card: host.Card,
     holders: Sequence[host.Holder],
 ) -> Iterator[Line]:
-    """Report a chip that is unhealthy (FAIL), in use or hot (WARN); a healthy idle chip gives no
-    line.
-    """
+    """Report a chip that is unhealthy (FAIL), in use or hot (WARN); say nothing of other chips."""
     if card.health != "OK":
         yield Line(
             name,
@@ -478,9 +474,7 @@ def limits(folder: Path) -> Iterator[Line]:
 
 
 def base_folder(env: Mapping[str, str]) -> Path:
-    """Return the folder of all data and checkpoints, as nanochat itself finds it; ~ is the home
-    folder.
-    """
+    """Return the folder of all data and checkpoints, as nanochat itself finds it."""
     folder = env.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
     if folder.startswith("~/"):
         home = env.get("HOME") or os.path.expanduser("~")

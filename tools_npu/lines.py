@@ -82,9 +82,7 @@ def unproven(lines: Sequence[Line]) -> list[str]:
 
 
 def has_line(lines: Sequence[Line], name: str, statuses: Sequence[str]) -> bool:
-    """Return whether a check of this name, or one whose name goes on after it, has one of the
-    statuses.
-    """
+    """Return whether a check of this name, or one that begins with it, has one of the statuses."""
     names = [line.name for line in lines if line.status in statuses]
     return any(f"{line_name} ".startswith(f"{name} ") for line_name in names)
 
@@ -98,9 +96,7 @@ def inference_only(lines: Sequence[Line]) -> bool:
 
 
 def summary(lines: Sequence[Line], language: str) -> str:
-    """Return the last line: how many checks have each status, which failed, and whether this host
-    is ready to train.
-    """
+    """Return the last line: the number of checks by status, and whether this host can train."""
     counts = count(lines)
     figures = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
     failed = ", ".join(line.name for line in lines if line.status == FAIL)
@@ -154,9 +150,7 @@ def as_json(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def escape_unprintable() -> None:
-    """Print characters that the encoding of standard output lacks as escape sequences instead of
-    failing.
-    """
+    """Print characters that standard output cannot encode as escape sequences, not as errors."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -25,16 +25,12 @@ Function = Callable[..., Tensor]
 
 
 def operations() -> Operations:
-    """Return the operations that the project uses on the card; UserError if the chip's operators
-    are missing.
-    """
+    """Return the operations that the project uses on the card; UserError if some are missing."""
     return Operations() if DEVICE == "cpu" else Ascend().operations(kernels_asked("auto"))
 
 
 def error(results: Tensors, expected: Tensors) -> float:
-    """Return the largest difference relative to the largest value; infinity if any value is not
-    finite.
-    """
+    """Return the largest difference relative to the largest value; infinity if not all are finite."""
     largest_error = 0.0
     for result, reference in zip(results, expected, strict=True):
         result = result.detach().cpu().float()
@@ -54,9 +50,7 @@ def inputs(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def with_gradients(function: Function, tensors: list[Tensor]) -> Tensors:
-    """Return the output of a function, and the gradients of a randomly weighted sum of the output
-    for every input.
-    """
+    """Return the output of a function, and the gradients of a weighted sum of it for every input."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     output = function(*leaves)
     (weights,) = inputs(10, tuple(output.shape))
@@ -72,9 +66,7 @@ def compare(
     dtype: torch.dtype,
     backward: bool = True,
 ) -> float:
-    """Return the error of a function on the NPU in `dtype`; the reference gets the same rounded
-    values in fp32.
-    """
+    """Return the error of a function on the NPU in `dtype`, against a reference in fp32."""
     rounded = [tensor.to(dtype) for tensor in tensors]
     on_card = [tensor.to(DEVICE) for tensor in rounded]
     on_host = [tensor.float() for tensor in rounded]

@@ -1,6 +1,4 @@
-"""Lists your own training processes, and ends those that you pick by id; nothing is ever ended by
-name.
-"""
+"""Lists your own training processes, and ends those that you pick by id, never by name."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ def list_own(
     holders: Sequence[Holder] = (),
     proc: Path = Path("/proc"),
 ) -> list[Process]:
-    """Return this user's training processes, without this process and the processes that started
-    it.
-    """
+    """Return this user's training processes, without this process and its ancestors."""
     ancestors = set(ancestry(os.getpid(), proc))
     used_mb: dict[int, int] = {}  # memory on cards by process
     for holder in holders:

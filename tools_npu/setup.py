@@ -72,9 +72,7 @@ def glibc() -> tuple[int, ...]:
 
 
 class Inventory(NamedTuple):
-    """What the host has: CANN or None, the driver or None, and the device files of cards and
-    managers.
-    """
+    """What the host has: CANN and the driver, if any, and the device files of cards and managers."""
 
     cann: host.Cann | None
     driver: host.Driver | None
@@ -107,8 +105,7 @@ def describe(inventory: Inventory) -> None:
 
 
 def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
-    """Return the pair to install on this host; `torch_npu` is the version that the user names, or
-    "".
+    """Return the pair to install; `torch_npu` is the version that the user names, or "".
 
     Raises Refusal if the host is too old or lacks something.
     """
@@ -293,8 +290,7 @@ def venv_python() -> str:
 
 
 def can_stay(pair: Pair, cann: str, torch_npu: str) -> bool:
-    """Return whether the installed pair can stay: it loads, both packages match, and CANN is new
-    enough for it.
+    """Return whether the installed pair can stay: it loads, and fits itself and CANN.
 
     `torch_npu` is the version that the user names, or "".
     """
@@ -319,9 +315,7 @@ def make_environment(
     env: Mapping[str, str],
     dry: bool,
 ) -> None:
-    """Make .venv with setup_env.sh and install the pair, beside this major version of numpy; None
-    keeps the pair.
-    """
+    """Make .venv with setup_env.sh, with this major version of numpy; None keeps the pair."""
     command = ["setup_env"]
     if pick is not None:
         command += ["--npu", pick.torch_npu, "--python-max", str(pick.python[1])]
@@ -465,8 +459,7 @@ def check_pair(env: Mapping[str, str], cards: bool, fix: bool) -> None:
 
 
 def report_load_failure(pair: Pair, cards: bool, fix: bool) -> None:
-    """Say that the pair does not load and which file is missing: an error if there are cards,
-    otherwise a warning.
+    """Report that the pair does not load: an error if there are cards, otherwise a warning.
 
     Without cards, as in the build of an image, the pair cannot load yet.
     """

@@ -1,6 +1,4 @@
-"""Picks the torch_npu that fits a CANN and a Python, also for versions that the table does not
-list.
-"""
+"""Picks the torch_npu that fits a CANN and a Python, also for versions outside the table."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ GLIBC_FLOOR = (2, 28)
 
 
 class Row(NamedTuple):
-    """A release of torch_npu, the CANN it was built for, and the newest Python for which it has a
-    wheel.
-    """
+    """A release of torch_npu, the CANN it was built for, and the newest Python with a wheel."""
 
     torch_npu: str
     cann: str
@@ -64,9 +60,7 @@ LAST_PATCHES = (
 
 
 def cann_key(version: str) -> tuple[int, int, int, int] | None:
-    """Return a CANN version as a tuple that sorts, 8.3.RC1 before 8.3.0; None if the text is not a
-    version.
-    """
+    """Return a CANN version as a tuple that sorts, 8.3.RC1 before 8.3.0; None for other texts."""
     match = re.match(r"(\d+)\.(\d+)(?:\.?(RC|T|alpha|beta)?\.?(\d+))?", version.strip(), re.I)
     if not match:
         return None
@@ -86,9 +80,7 @@ def numpy_for(cann: str) -> int:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a package's version, without `post` and local parts:
-    2.9.0.post2 -> (2, 9, 0).
-    """
+    """Return the release numbers of a package's version: 2.9.0.post2 -> (2, 9, 0)."""
     match = re.match(r"\d+(\.\d+)*", version.strip())
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -106,9 +98,7 @@ def torch_for(torch_npu: str) -> str:
 
 
 class Pick(NamedTuple):
-    """The pair to install; `warning` and `refusal` are (English, Chinese), and empty if there is
-    nothing to say.
-    """
+    """The pair to install; `warning` and `refusal` are (English, Chinese), or empty."""
 
     torch_npu: str
     torch: str
@@ -222,9 +212,7 @@ def pick_named(torch_npu: str) -> Pick:
 
 
 class Fit(NamedTuple):
-    """Whether installed versions fit each other: PASS, WARN or FAIL, and the reason in both
-    languages.
-    """
+    """Whether installed versions fit each other: PASS, WARN or FAIL, and the reason."""
 
     status: str
     english: str = ""

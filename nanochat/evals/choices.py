@@ -1,5 +1,4 @@
-"""Multiple choice for models that continue a text: finds the answer that the model thinks
-likeliest.
+"""Multiple choice for models that continue a text: finds the likeliest answer.
 
 Likelihoods are compared in three ways, as lm-evaluation-harness does: as they are, per byte and per
 token.
@@ -74,8 +73,7 @@ def rows_of(
     choices: Sequence[str],
     tokenizer: Tokenizer,
 ) -> list[PromptRow]:
-    """Return a row for each choice after a context and a space, tokenised as lm-evaluation-harness
-    does.
+    """Return a row for each choice, tokenised as lm-evaluation-harness does.
 
     Context and choice are encoded as one text; the tokens after those of the context alone are
     scored. Spaces at the end of the context count to the choice.
@@ -88,9 +86,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Picks:
-    """The index of the likeliest choice by log-probability, by log-probability per byte, and per
-    token.
-    """
+    """The index of the likeliest choice by log-probability: as it is, per byte and per token."""
 
     plain: int
     by_bytes: int

@@ -1,6 +1,4 @@
-"""Writes a checkpoint as a folder that Hugging Face transformers loads without a network, tokenizer
-included.
-"""
+"""Writes a checkpoint, tokenizer included, as a folder that Hugging Face transformers loads."""
 
 import json
 from dataclasses import asdict
@@ -77,9 +75,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def is_known_family(loaded: Loaded) -> bool:
-    """Return whether transformers has code for the model's family, so that it needs no code of
-    ours.
-    """
+    """Return whether transformers has code for the model's family."""
     return isinstance(loaded.model.config, QwenConfig)
 
 

@@ -161,9 +161,7 @@ def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
 
 
 def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
-    """Yield the tensors of a model without adapters: matrices and tables in `dtype`, others in
-    fp32.
-    """
+    """Yield the tensors of a model without adapters: matrices in `dtype`, others in fp32."""
     for name, parameter in model.named_parameters():
         # Vectors, and the few numbers of convolutions, stay in fp32.
         stored_dtype = dtype if parameter.dim() == 2 else torch.float32

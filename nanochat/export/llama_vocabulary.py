@@ -1,6 +1,4 @@
-"""Writes vocabulary and chat template for llama.cpp; refuses tokenizers that llama.cpp cannot
-reproduce.
-"""
+"""Writes vocabulary and chat template for llama.cpp, if llama.cpp can reproduce the tokenizer."""
 
 from collections.abc import Mapping
 from typing import Any

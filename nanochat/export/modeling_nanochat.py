@@ -64,9 +64,7 @@ class NanochatConfig(PretrainedConfig):
 
     @property
     def padded_vocab(self) -> int:
-        """The rows of the embedding tables and of the head: the vocabulary rounded up to a multiple
-        of 64.
-        """
+        """The vocabulary rounded up to a multiple of 64: the rows of the tables and of the head."""
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
@@ -98,9 +96,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _previous(x: Tensor, real: Tensor) -> Tensor:  # (B, T, ...), (B, T)
-    """Return the entry of `x` of the token before each token; zeros at the beginning and after
-    padding.
-    """
+    """Return `x` of the token before each token; zeros at the beginning and after padding."""
     ones = [1] * (x.dim() - 2)
     masked = x * real.view(*real.shape, *ones)
     beginning = torch.zeros_like(x[:, :1])

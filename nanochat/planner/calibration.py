@@ -1,6 +1,4 @@
-"""The measured speed of your own cards: `python check_npu.py --bench` writes it, the planner reads
-it.
-"""
+"""Reads and writes the measured speed of your own cards, from `python check_npu.py --bench`."""
 
 import math
 from dataclasses import asdict, dataclass, fields
@@ -117,9 +115,7 @@ def rates_from(bench: Bench) -> Rates:
 
 
 def rates_for(chip: Chip, bench: Bench | None) -> tuple[Rates | None, str]:
-    """Return the rates of a kind of card and their source: measured on this host's cards, or the
-    data sheet.
-    """
+    """Return the rates of a kind of card, and their source: this host or the data sheet."""
     if bench is not None and bench.chip == chip.name:
         return rates_from(bench), f"measured on your cards, {NAME}"
     return rates_of(chip), "data sheet and shares that others have measured"

@@ -147,9 +147,7 @@ class Ledger(TorchDispatchMode):
 
 
 class _Imagined(Operations):
-    """Plain torch on a card that is not there: what moves to the host's memory is not counted until
-    it is back.
-    """
+    """Plain torch on a card that is not there: what moves to the host's memory is not counted until it is back."""
 
     def put_aside(self, x: Tensor) -> Callable[[], Tensor]:
         shape, dtype = x.shape, x.dtype
@@ -202,9 +200,7 @@ def take_step(tuning: Tuning, model: Qwen, optimizers: Optimizers) -> None:
 
 
 def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
-    """Run a step without data and count its memory, with the moments that AdamW has from its first
-    step on.
-    """
+    """Run a step without data, and count its memory with the moments of AdamW."""
     gc.collect()  # the tensors of an earlier model
     start = ledger.now
     model = build_model(tuning, compute)

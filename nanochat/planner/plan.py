@@ -57,8 +57,7 @@ def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
 
 
 def batch_of(size: Size, ranks: int) -> int:
-    """Return the tokens of a step: those of the preset of speedrun.sh, or else those that training
-    would choose.
+    """Return the tokens of a step: those of the preset of speedrun.sh, or of training's own choice.
 
     The number is a multiple of one row on every card.
     """

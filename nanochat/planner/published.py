@@ -29,9 +29,7 @@ VOCABULARY = 32_768
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: what was trained on what, and the tokens per second that follow from its
-    report.
-    """
+    """A published run: what was trained on what, and the tokens per second that it reports."""
 
     who: str
     depth: int

@@ -64,8 +64,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A published run with an adapter of rank 8, rows of 2,048 tokens and activations computed
-    again.
+    """A published run with an adapter of rank 8, rows of 2,048 tokens and recomputed activations.
 
     Unsloth moves the inputs of layers to the host's memory, so its runs are forecast in that way.
     """

@@ -100,9 +100,7 @@ def of_rows(
 
 
 def of_published() -> str:
-    """Return a table of the runs that others have published beside what the roofline predicts for
-    them.
-    """
+    """Return a table of published runs beside the predictions of the roofline."""
     rows = []
     for run in RUNS:
         predicted = run.predicted()

@@ -1,5 +1,4 @@
-"""The work of a step on each card: FLOPs, bytes through memory, bytes to other cards, and
-operators.
+"""The work of a step on each card: FLOPs, bytes of memory and of links, and operators.
 
 Matmuls and attention follow from the shape of the model. The bytes that element-wise operators move
 follow from how the model is computed; a Traffic has them by what they grow with. dev/LOG.md says

@@ -36,9 +36,7 @@ def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
 
 
 def forget_samples(folder: Path, step: int) -> None:
-    """Drop the samples of later steps than `step` from the file of a stage that runs these steps
-    again.
-    """
+    """Drop the samples of steps after `step`, which the stage runs again."""
     samples = read_samples(folder)
     remaining = [sample for sample in samples if sample.step <= step]
     if len(remaining) < len(samples):
