@@ -39,8 +39,8 @@ from nanochat.serve.chosen import (
 )
 from nanochat.serve.cli.terminal import harmless
 from nanochat.serve.connections import Caps
-from nanochat.serve.hosted import Announced, Loadable
 from nanochat.serve.listening import App, serve
+from nanochat.serve.models import Announced, Loadable
 from nanochat.serve.server import Settings, create_app, create_runs_app
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"

@@ -18,22 +18,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from nanochat.common import UserError
-from nanochat.engine import Event
+from nanochat.generate.reply import Event
 from nanochat.serve.connections import Caps, neighbour
 from nanochat.serve.engine_thread import Ticket
 from nanochat.serve.guard import Guard
-from nanochat.serve.hosted import Hosted, Loadable, Models
 from nanochat.serve.listening import App
+from nanochat.serve.models import Hosted, Loadable, Models
 from nanochat.serve.routes import intake, tokens
-from nanochat.serve.routes.answers import QUEUE_FULL, Answer, Writer, error, while_connected
+from nanochat.serve.routes.answers import (
+    QUEUE_FULL,
+    Answer,
+    Work,
+    Writer,
+    error,
+    while_connected,
+)
 from nanochat.serve.routes.chat import read_chat
 from nanochat.serve.routes.completions import read_completion
-from nanochat.serve.routes.fields import ApiError, Limits
-from nanochat.serve.routes.intake import Work
+from nanochat.serve.routes.fields import ApiError, Defaults, Limits
 from nanochat.serve.routes.responses.kept import Kept, Shelf
 from nanochat.serve.routes.responses.request import read_response
-from nanochat.serve.routes.sampling import Defaults
 from nanochat.serve.runs.routes import Runs
+from nanochat.serve.waiting import ByAddress, SmallestFirst, Turns
 from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -131,11 +137,11 @@ class ChatServer:
         self.models = Models(models, settings.waiting)
         self.settings = settings
         self.kept = Kept()
-        self.turns = intake.Turns(settings.preparing)
+        self.turns = Turns(SmallestFirst(settings.preparing))
         self.preparing = ThreadPoolExecutor(
             1, "prepare"
         )  # the turns need no more, and each thread keeps memory
-        self.schema_turns = intake.AddressTurns(settings.preparing)
+        self.schema_turns = Turns(ByAddress(settings.preparing))
         self.schemas = ThreadPoolExecutor(1, "schemas")  # a new schema may take seconds
 
     async def health(self) -> JSONResponse:
@@ -181,7 +187,7 @@ class ChatServer:
 
             def found_in_body() -> dict[str, Any]:
                 value = intake.decode_json(body)
-                asked = self.models.asked(value)
+                asked = self.models.of_body(value)
                 return work(value, asked.tokenizer, asked.limits)
 
             found = await while_connected(request.receive, self._in_turn(body, found_in_body))
@@ -229,7 +235,7 @@ class ChatServer:
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
         """Run work on a body off the event loop. One body at a time, the smallest first."""
         try:
-            async with self.turns.turn(len(body)):
+            async with self.turns.turn(size=len(body)):
                 return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
@@ -246,11 +252,11 @@ class ChatServer:
 
         def checked() -> tuple[Hosted, Asked]:
             value = intake.decode_json(body)
-            model = self.models.asked(value)
+            model = self.models.of_body(value)
             return model, read(value, model.limits, model.defaults)
 
         try:
-            async with self.turns.turn(len(body)):
+            async with self.turns.turn(size=len(body)):
                 model, asked = await loop.run_in_executor(self.preparing, checked)
                 self._check_place(model, owner)
                 work = await loop.run_in_executor(self.preparing, _work, asked, model)

@@ -30,7 +30,7 @@ from nanochat.generate.sampling import Sampling
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps
-from nanochat.serve.hosted import Loadable
+from nanochat.serve.models import Loadable
 from nanochat.serve.server import Settings, create_app
 from scripts.chat_web import (
     Config,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from nanochat.serve.guard import needs_key
-from nanochat.serve.hosted import Loadable
+from nanochat.serve.models import Loadable
 from nanochat.serve.server import create_app
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running
 

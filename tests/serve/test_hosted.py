@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from nanochat.common import UserError
-from nanochat.serve.hosted import Announced, Loadable
+from nanochat.serve.models import Announced, Loadable
 from nanochat.serve.server import create_app
 from tests.support.fake_engine import CHAT, SETTINGS, ByteTokenizer, FakeEngine, ask, eventually, running
 

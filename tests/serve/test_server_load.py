@@ -15,7 +15,7 @@ import pytest
 
 from nanochat.data.conversation import Part
 from nanochat.serve import listening, server
-from nanochat.serve.hosted import Loadable
+from nanochat.serve.models import Loadable
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, eventually, running
 from tests.support.raw_client import connect, post
 

@@ -8,7 +8,9 @@ from fastapi import Request
 
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.intake import BODY_BYTES, AddressTurns, Turns, decode_json, make_prompt, read_body
+from nanochat.serve.routes.intake import BODY_BYTES, decode_json, read_body
+from nanochat.serve.routes.messages import make_prompt
+from nanochat.serve.waiting import ByAddress, SmallestFirst, Turns
 from tests.support.fake_engine import ByteTokenizer
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -72,11 +74,11 @@ def order(sizes: list[int], waiting: int, leaving: tuple[int, ...] = ()) -> tupl
     """The sizes that get their turn, in order, and those that are refused; the ones at `leaving` leave the queue."""
 
     async def main() -> tuple[list[int], list[int]]:
-        turns, done, refused = Turns(waiting), [], []
+        turns, done, refused = Turns(SmallestFirst(waiting)), [], []
 
         async def one(size: int) -> None:
             try:
-                async with turns.turn(size):
+                async with turns.turn(size=size):
                     await asyncio.sleep(0)
                     done.append(size)
             except asyncio.QueueFull:
@@ -159,7 +161,7 @@ def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tupl
     """The arrivals that get their turn, in order, and those that are refused; each letter is an address."""
 
     async def main() -> tuple[str, str]:
-        turns, done, refused = AddressTurns(waiting), [], []
+        turns, done, refused = Turns(ByAddress(waiting)), [], []
 
         async def one(number: int, owner: str) -> None:
             try:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.conversation import Conversation, Message
+from nanochat.serve.routes.answers import Work
 from nanochat.serve.routes.fields import (
+    Defaults,
     Limits,
     flag,
     integer,
@@ -12,19 +14,24 @@ from nanochat.serve.routes.fields import (
     kind,
     mapping,
     read_fields,
+    read_format,
+    read_settings,
     truncates,
 )
-from nanochat.serve.routes.intake import Work, make_prompt
-from nanochat.serve.routes.messages import alternating, instructed, written
+from nanochat.serve.routes.messages import (
+    alternating,
+    as_request,
+    make_prompt,
+    with_instructions,
+)
 from nanochat.serve.routes.responses.items import read_input
 from nanochat.serve.routes.responses.kept import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
-from nanochat.serve.routes.sampling import Defaults, read_format, read_wanted
 from nanochat.serve.routes.tools import only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
 
 SAMPLED = ("temperature", "top_p", "top_k", "seed", "stream")
-KNOWN = {
+FIELDS = {
     "input",
     "instructions",
     "max_output_tokens",
@@ -55,20 +62,21 @@ class ResponseRequest:
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
         """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it does not fit."""
-        wanted, truncate = self.repeated.wanted, self.repeated.truncate
-        conversation = instructed(self.conversation, self.instructions)
+        settings = self.repeated.settings
+        truncate = self.repeated.truncate
+        conversation = with_instructions(self.conversation, self.instructions)
         prompt, dropped = make_prompt(
-            conversation, wanted.max_tokens, truncate, tokenizer, limits.context, "input"
+            conversation, settings.max_tokens, truncate, tokenizer, limits.context, "input"
         )
 
         def keep(message: dict[str, Any], body: dict[str, Any]) -> None:
             if self.shelf is not None:
-                self.shelf.keep(body["id"], [*map(written, self._from(dropped)), message], body)
+                self.shelf.keep(body["id"], [*map(as_request, self._from(dropped)), message], body)
 
         def writer(number: str) -> ResponseWriter:
             return ResponseWriter(number, limits.model, self.repeated, len(prompt), tokenizer, keep)
 
-        return Work(wanted.requests(prompt, limits.context), writer)
+        return Work(settings.requests(prompt, limits.context), writer)
 
     def _from(self, dropped: int) -> tuple[Message, ...]:
         """The messages that the model read: a chat that is kept never outgrows the context, nor does a request that
@@ -81,7 +89,7 @@ class ResponseRequest:
 def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) -> ResponseRequest:
     """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an unknown model) that
     names the field."""
-    fields = read_fields(value, limits, KNOWN, NEUTRAL)
+    fields = read_fields(value, limits, FIELDS, NEUTRAL)
     store = flag(value, "store", True)
     instructions, previous = (
         _text(fields, name) for name in ("instructions", "previous_response_id")
@@ -93,7 +101,7 @@ def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) 
     longest = integer(fields, "max_output_tokens", 1, limits.context)
     schema = only_schema(tools, read_format(mapping(fields, "text").get("format"), "text.format"))
     sampled = {name: fields[name] for name in SAMPLED if name in fields}
-    wanted = read_wanted(sampled, limits, defaults, longest, schema=schema)
+    settings = read_settings(sampled, limits, defaults, longest, schema=schema)
     earlier = [] if previous is None else shelf.messages(previous)
     conversation = read_input(fields.get("input"), earlier)
     orders = "\n\n".join(filter(None, (tools.instructions, instructions)))
@@ -102,7 +110,7 @@ def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) 
         for name in ("tools", "tool_choice", "parallel_tool_calls")
         if name in fields
     }
-    repeated = Repeated(tools, wanted, instructions, truncates(fields), previous, store, echoed)
+    repeated = Repeated(tools, settings, instructions, truncates(fields), previous, store, echoed)
     return ResponseRequest(conversation, orders, repeated, shelf if store else None)
 
 

@@ -5,17 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.engine import Event
-from nanochat.serve.routes.answers import event
-from nanochat.serve.routes.choices import Choice, Reply, add_text
-from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.sampling import Wanted
+from nanochat.generate.reply import Event
+from nanochat.serve.routes.answers import Choice, Reply, add_text, event
+from nanochat.serve.routes.fields import ApiError, ReplySettings
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
-Keep = Callable[
-    [dict[str, Any], dict[str, Any]], None
-]  # keeps a reply as a message, and its response
+# Stores a reply as a message, and its response.
+Store = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class Repeated:
     """What a response repeats of its request, and the functions that the model may call."""
 
     tools: Tools
-    wanted: Wanted
+    settings: ReplySettings
     instructions: str | None
     truncate: bool
     previous: str | None  # the id of the response that this one continues
@@ -42,29 +39,27 @@ class ResponseWriter:
         self,
         number: str,
         model: str,
-        asked: Repeated,
-        prompt: int,
+        repeated: Repeated,
+        prompt_length: int,
         tokenizer: Tokenizer,
-        keep: Keep,
+        store: Store,
     ):
-        """`prompt` is the length of the prompt in tokens."""
-        self._number, self._model, self._asked, self._prompt, self._keep = (
-            number,
-            model,
-            asked,
-            prompt,
-            keep,
-        )
+        """`prompt_length` is the length of the prompt in tokens."""
+        self._number = number
+        self._model = model
+        self._repeated = repeated
+        self._prompt_length = prompt_length
+        self._store = store
         self._created = int(time.time())
         self._choice = Choice(tokenizer, None)
-        self._reply = Reply(asked.tools)
+        self._reply = Reply(repeated.tools)
         self._items: list[dict[str, Any]] = []
         self._open: list[dict[str, Any]] | None = (
             None  # texts and calculator calls of the message that grows
         )
         self._blank = ""  # text without a letter, which is no message unless more follows
         self._sent = 0  # events of the stream so far
-        self.stream = asked.wanted.stream
+        self.stream = repeated.settings.stream
 
     def opening(self) -> bytes:
         """The response without output."""
@@ -101,7 +96,7 @@ class ResponseWriter:
                 "reason": reasons.get(self._choice.finish or "", "content_filter")
             }
         body = {**response, "output": self._items, "usage": self._usage}
-        self._keep(self._reply.message, body)
+        self._store(self._reply.message, body)
         return body
 
     # --- items -----------------------------------------------------------------------------------
@@ -214,15 +209,16 @@ class ResponseWriter:
     def _usage(self) -> dict[str, Any]:
         tokens, cached = self._choice.tokens, self._choice.reused
         return {
-            "input_tokens": self._prompt,
+            "input_tokens": self._prompt_length,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self._prompt + tokens,
+            "total_tokens": self._prompt_length + tokens,
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, sampling = self._asked, self._asked.wanted.sampling
+        repeated = self._repeated
+        sampling = repeated.settings.sampling
         return {
             "id": f"resp_{self._number}",
             "object": "response",
@@ -232,19 +228,19 @@ class ResponseWriter:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.wanted.max_tokens,
+            "instructions": repeated.instructions,
+            "max_output_tokens": repeated.settings.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "tools": [],
             "tool_choice": "auto",
             "parallel_tool_calls": True,
             "metadata": {},
-            "previous_response_id": asked.previous,
-            "store": asked.store,
-            "truncation": "auto" if asked.truncate else "disabled",
+            "previous_response_id": repeated.previous,
+            "store": repeated.store,
+            "truncation": "auto" if repeated.truncate else "disabled",
             "usage": None,
-            **asked.echoed,
+            **repeated.echoed,
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
