@@ -378,7 +378,8 @@ class Engine:
             uniform(request.random) if samples else 0.0
             for request, samples in zip(requests, sampled, strict=True)
         ]
-        adjust = adjuster([request.history for request in requests], masks)
+        histories = [request.history for request in requests]
+        adjust = adjuster(histories, masks) if masks or any(histories) else None
         choice = choose(
             logits,
             [request.sampling for request in requests],

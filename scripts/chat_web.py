@@ -27,6 +27,7 @@ from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import chat_drawing
+from nanochat.serve.app import create_app, create_runs_app
 from nanochat.serve.chosen import (
     Chosen,
     ModelFlags,
@@ -41,7 +42,7 @@ from nanochat.serve.cli.terminal import harmless
 from nanochat.serve.connections import Caps
 from nanochat.serve.listening import App, serve
 from nanochat.serve.models import Announced, Loadable
-from nanochat.serve.server import Settings, create_app, create_runs_app
+from nanochat.serve.server import Settings
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
 FEW_UPDATES = (

@@ -109,7 +109,7 @@ STUCK = """
 import socket, sys, time
 from nanochat.serve import listening
 from nanochat.serve.models import Loadable
-from nanochat.serve.server import create_app
+from nanochat.serve.app import create_app
 from tests.support.fake_engine import SETTINGS, FakeEngine
 listening.STOP_SECONDS = 1.0
 engine = FakeEngine()

@@ -46,14 +46,6 @@ LARGEST_SEED = 2**63 - 1
 # before it is sent, so one answer takes at most 160 MB. A reply of 4,096 tokens with 20
 # alternatives has 86,016 of them.
 MOST_SCORES = 1 << 18
-# JSON types in words; all other values are numbers.
-KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    bool: "true or false",
-    type(None): "null",
-}
 
 
 class ApiError(Exception):
@@ -155,7 +147,14 @@ def missing(name: str, advice: str) -> ApiError:
 def kind(value: Any) -> str:
     """Return the type of a JSON value in words. The value itself may be private and is not
     repeated."""
-    return KINDS.get(type(value), "a number")
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return names.get(type(value), "a number")
 
 
 def number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:

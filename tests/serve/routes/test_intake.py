@@ -8,8 +8,8 @@ from fastapi import Request
 
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.intake import BODY_BYTES, decode_json, read_body
 from nanochat.serve.routes.messages import make_prompt
+from nanochat.serve.server import BODY_BYTES, decode_json, read_body
 from nanochat.serve.waiting import ByAddress, SmallestFirst, Turns
 from tests.support.fake_engine import ByteTokenizer
 from tests.support.tiny_model import tiny_tokenizer

@@ -1,4 +1,5 @@
-"""Reads the items of an input as messages of the chat format, so that both routes share what follows."""
+"""Reads the items of an input as messages of the chat format, so that both routes share what
+follows."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ KINDS = "message, function_call or function_call_output"
 def read_input(given: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
     """The conversation of an input that follows the messages of an earlier response. ApiError 400.
 
-    The result of a call must name a call of the earlier response or one that stands before the result.
+    The result of a call must name a call of the earlier response or one that stands before the
+    result.
     """
     if given is None:
         raise missing("input", "a text or a list of items")
@@ -55,7 +57,8 @@ def _message(item: dict[str, Any], name: str, calls: set[str]) -> dict[str, Any]
         called, arguments, number = (item.get(key) for key in ("name", "arguments", "call_id"))
         if not (isinstance(called, str) and isinstance(arguments, str) and isinstance(number, str)):
             raise invalid(
-                f"{name} must be a call: {{type: function_call, call_id, name, arguments}}, all texts",
+                f"{name} must be a call: {{type: function_call, call_id, name, arguments}}, all "
+                "texts",
                 name,
             )
         calls.add(number)

@@ -25,7 +25,7 @@ from nanochat.serve.routes.messages import (
     with_instructions,
 )
 from nanochat.serve.routes.responses.items import read_input
-from nanochat.serve.routes.responses.kept import Shelf
+from nanochat.serve.routes.responses.store import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
 from nanochat.serve.routes.tools import only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
@@ -61,7 +61,8 @@ class ResponseRequest:
     shelf: Shelf | None  # where the response is kept; None: nowhere
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it does not fit."""
+        """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it
+        does not fit."""
         settings = self.repeated.settings
         truncate = self.repeated.truncate
         conversation = with_instructions(self.conversation, self.instructions)
@@ -79,16 +80,16 @@ class ResponseRequest:
         return Work(settings.requests(prompt, limits.context), writer)
 
     def _from(self, dropped: int) -> tuple[Message, ...]:
-        """The messages that the model read: a chat that is kept never outgrows the context, nor does a request that
-        continues it."""
+        """The messages that the model read: a chat that is kept never outgrows the context, nor
+        does a request that continues it."""
         messages = (alternating(self.conversation) if dropped else self.conversation).messages
         head = int(messages[0].role == "system")
         return (*messages[:head], *messages[head + dropped :])
 
 
 def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) -> ResponseRequest:
-    """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an unknown model) that
-    names the field."""
+    """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an
+    unknown model) that names the field."""
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     store = flag(value, "store", True)
     instructions, previous = (

@@ -29,10 +29,11 @@ class Repeated:
 
 
 class ResponseWriter:
-    """Writes one reply. Its output holds a message for each run of text, and an item for each call of a function.
+    """Writes one reply. Its output holds a message for each run of text, and an item for each call
+    of a function.
 
-    A calculator call is in the message around it: {expression, result} in `parts` and, in a stream, in `tool` of an
-    event of the message's text. Both extend OpenAI's format.
+    A calculator call is in the message around it: {expression, result} in `parts` and, in a stream,
+    in `tool` of an event of the message's text. Both extend OpenAI's format.
     """
 
     def __init__(
