@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.data.conversation import Part
 from nanochat.generate.reply import Event
 from nanochat.serve.routes.answers import Choice, Reply, add_text, event
 from nanochat.serve.routes.fields import ApiError, ReplySettings
@@ -55,9 +56,8 @@ class ResponseWriter:
         self._choice = Choice(tokenizer, None)
         self._reply = Reply(repeated.tools)
         self._items: list[dict[str, Any]] = []
-        self._open: list[dict[str, Any]] | None = (
-            None  # texts and calculator calls of the message that grows
-        )
+        # Texts and calculator calls of the message that grows.
+        self._open: list[dict[str, Any]] | None = None
         self._blank = ""  # text without a letter, which is no message unless more follows
         self._sent = 0  # events of the stream so far
         self.stream = repeated.settings.stream
@@ -65,37 +65,41 @@ class ResponseWriter:
     def opening(self) -> bytes:
         """The response without output."""
         response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
         """Follow events; return the events of what they add."""
-        deltas = self._reply.add([part for _, item in news for part in self._choice.add(item)])
+        parts: list[Part] = []
+        for _, token_event in news:
+            parts += self._choice.add(token_event)
+        deltas = self._reply.add(parts)
         if self._choice.finish:
             deltas += self._reply.end()
         return b"".join(map(self._follow, deltas))
 
     def closing(self) -> bytes:
         """The end of the last item, and the response, which is kept from now on."""
-        sent, body = self._end(), self.body()
+        sent = self._end()
+        body = self.body()
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
         return sent + self._event(kind, response=body)
 
     def failure(self, refusal: ApiError) -> bytes:
         """The response with its error."""
         error = {"code": refusal.code, "message": str(refusal)}
-        return self._event("response.failed", response={**self._response("failed"), "error": error})
+        response = {**self._response("failed"), "error": error}
+        return self._event("response.failed", response=response)
 
     def body(self) -> dict[str, Any]:
         """The whole response, which is kept from now on."""
         self._end()
         response = self._response(self._status)
         if self._status == "incomplete":
-            reasons = {"length": "max_output_tokens"}
-            response["incomplete_details"] = {
-                "reason": reasons.get(self._choice.finish or "", "content_filter")
-            }
+            reason = "content_filter"
+            if self._choice.finish == "length":
+                reason = "max_output_tokens"
+            response["incomplete_details"] = {"reason": reason}
         body = {**response, "output": self._items, "usage": self._usage}
         self._store(self._reply.message, body)
         return body
@@ -106,7 +110,8 @@ class ResponseWriter:
         """Add a piece of the reply to the items; return its events."""
         if "tool_calls" in delta:
             return self._close("completed") + self._call(delta["tool_calls"][0])
-        text, tool = self._blank + delta.get("content", ""), delta.get("tool")
+        text = self._blank + delta.get("content", "")
+        tool = delta.get("tool")
         if self._open is None and tool is None and not text.strip():
             self._blank = text
             return b""
@@ -126,11 +131,10 @@ class ResponseWriter:
             "content": [],
         }
         self._items.append(item)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        sent = self._event("response.output_item.added", item=item) + self._event(
-            "response.content_part.added", **self._place, part=part
-        )
-        item["content"] = [part]
+        content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        sent = self._event("response.output_item.added", item=item)
+        sent += self._event("response.content_part.added", **self._position, part=content)
+        item["content"] = [content]
         return sent
 
     def _grow(self, text: str, tool: dict[str, Any] | None) -> bytes:
@@ -139,31 +143,32 @@ class ResponseWriter:
         if text:
             add_text(self._open, text)
             self._items[-1]["content"][0]["text"] += text
-        more = {} if tool is None else {"tool": tool}
+        fields = {**self._position, "delta": text, "logprobs": []}
         if tool is not None:
             self._open.append({"type": "tool", **tool})
-        return self._event(
-            "response.output_text.delta", **self._place, delta=text, logprobs=[], **more
-        )
+            fields["tool"] = tool
+        return self._event("response.output_text.delta", **fields)
 
     def _close(self, status: str) -> bytes:
         """End the open message, if there is one."""
         if self._open is None:
             return b""
-        item, parts = self._items[-1], self._open
-        item["status"], self._open = status, None
+        item = self._items[-1]
+        parts = self._open
+        self._open = None
+        item["status"] = status
         if any(part["type"] == "tool" for part in parts):
             item["parts"] = parts
-        (part,) = item["content"]
-        return (
-            self._event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
-            + self._event("response.content_part.done", **self._place, part=part)
-            + self._event("response.output_item.done", item=item)
-        )
+        (content,) = item["content"]
+        fields = {**self._position, "text": content["text"], "logprobs": []}
+        sent = self._event("response.output_text.done", **fields)
+        sent += self._event("response.content_part.done", **self._position, part=content)
+        return sent + self._event("response.output_item.done", item=item)
 
     def _call(self, call: dict[str, Any]) -> bytes:
         """Add a call of a function, which comes whole."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         item = {
             "id": self._id("fc"),
             "type": "function_call",
@@ -173,24 +178,24 @@ class ResponseWriter:
             "arguments": "",
         }
         self._items.append(item)
-        added = self._event("response.output_item.added", item=item)
+        sent = self._event("response.output_item.added", item=item)
         item |= {"status": "completed", "arguments": arguments}
-        place, self._blank = {"item_id": item["id"]}, ""
-        return (
-            added
-            + self._event("response.function_call_arguments.delta", **place, delta=arguments)
-            + self._event(
-                "response.function_call_arguments.done", **place, name=name, arguments=arguments
-            )
-            + self._event("response.output_item.done", item=item)
-        )
+        self._blank = ""
+        kind = "response.function_call_arguments"
+        item_id = item["id"]
+        sent += self._event(f"{kind}.delta", item_id=item_id, delta=arguments)
+        sent += self._event(f"{kind}.done", item_id=item_id, name=name, arguments=arguments)
+        return sent + self._event("response.output_item.done", item=item)
 
     def _end(self) -> bytes:
         """End the last message; a reply of nothing is an empty message."""
         sent = b""
         if not self._items:
-            text, self._blank = self._blank, ""
-            sent = self._begin() + (self._grow(text, None) if text else b"")
+            text = self._blank
+            self._blank = ""
+            sent = self._begin()
+            if text:
+                sent += self._grow(text, None)
         return sent + self._close(self._status)
 
     # --- objects ---------------------------------------------------------------------------------
@@ -200,7 +205,7 @@ class ResponseWriter:
         return "completed" if self._choice.finish == "stop" else "incomplete"
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "content_index": 0}
 
     def _id(self, kind: str) -> str:
@@ -208,7 +213,8 @@ class ResponseWriter:
 
     @property
     def _usage(self) -> dict[str, Any]:
-        tokens, cached = self._choice.tokens, self._choice.reused
+        tokens = self._choice.tokens
+        cached = self._choice.reused
         return {
             "input_tokens": self._prompt_length,
             "input_tokens_details": {"cached_tokens": cached},
