@@ -35,7 +35,7 @@ from nanochat.serve.chosen import (
     cache_sizes,
     choose,
     choose_also,
-    hold_adapters,
+    load_adapters,
     names_adapter,
 )
 from nanochat.serve.cli.terminal import harmless
@@ -347,7 +347,7 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
                 f"--also {words} names a model that is served already, as {name}: leave it out", 2
             )
         chosen[name] = further
-    adapters = hold_adapters(first, folders, compute)
+    adapters = load_adapters(first, folders, compute)
     sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
     models: list[Loadable] = []
     for (name, each), size in zip(chosen.items(), sizes, strict=True):

@@ -8,8 +8,8 @@ TEXTS = {
         "others": "other models, newest first: {flags}",
         "drawing": "temperature {temperature:g}, min-p {min_p:g}: {reason}",
         "base": "this is a base model, which has not learned to chat: it continues the text that you type",
-        "smoke": "the smoke preset trained this model for a few steps to test the installation: it can answer nothing. "
-        "Train one that answers with: bash speedrun.sh",
+        "smoke": "the smoke preset trained this model for a few steps to test the installation: it "
+        "can answer nothing. Train one that answers with: bash speedrun.sh",
         "hello": "/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat",
         "help": """/help         show this list
 /new          start a new chat; the instructions stay
