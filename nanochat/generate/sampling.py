@@ -109,9 +109,10 @@ class Sampling:
             )
         if self.max_tokens < 1:
             raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}", exit_code=2)
-        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MOST_ALTERNATIVES:
+        count = self.prompt_logprobs
+        if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
             raise UserError(
-                f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {self.prompt_logprobs}",
+                f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {count}",
                 exit_code=2,
             )
 

@@ -16,7 +16,8 @@ def instructions(messages: list[Message]) -> list[Message]:
 
 
 def write_transcript(path: Path, messages: list[Message]) -> None:
-    """Write a chat as JSON: role and text of every message, and also the parts of replies with calculator calls.
+    """Write a chat as JSON: role and text of every message, and also the parts of replies with
+    calculator calls.
 
     UserError if the file cannot be written.
     """
@@ -39,9 +40,11 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
 
 
 def read_transcript(path: Path) -> list[Message]:
-    """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of whole exchanges.
+    """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of
+    whole exchanges.
 
-    U+FFFD replaces each half of a surrogate pair. UserError if the file cannot be read or is not a chat.
+    U+FFFD replaces each half of a surrogate pair. UserError if the file cannot be read or is not a
+    chat.
     """
     try:
         messages = [_read_message(entry) for entry in read_json(path)["messages"]]
@@ -51,7 +54,8 @@ def read_transcript(path: Path) -> list[Message]:
         ) from failure
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise UserError(
-            f'{path} is not a chat: name a JSON file of the form {{"messages": [{{"role": "user", "content": "..."}}, '
+            f"{path} is not a chat: name a JSON file of the form "
+            f'{{"messages": [{{"role": "user", "content": "..."}}, '
             f'{{"role": "assistant", "content": "..."}}]}}'
         ) from failure
     turns = [message.role for message in messages[len(instructions(messages)) :]]

@@ -1,7 +1,8 @@
-"""POST /v1/chat/completions: reads chats in OpenAI's format, and writes replies as its clients expect them."""
+"""POST /v1/chat/completions: reads chats in OpenAI's format, and writes replies as clients expect
+them."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +137,8 @@ def read_chat(value: Any, limits: Limits, defaults: Defaults) -> ChatRequest:
 
 
 def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a reply without the mark that ends it, so that the model continues it."""
+    """Return the tokens of a reply without the mark that ends it, so that the model continues
+    it."""
     roles = {"python": "python", "python_output": "output"}
     tokens: list[int] = []
     for part in message.parts:
@@ -157,7 +159,8 @@ def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
 class Envelope:
     """The fields that every piece of one answer repeats; `created` is in seconds since 1970.
 
-    `truncated` is how many of the oldest messages the model did not see, which the client allowed (truncation: auto).
+    `truncated` is how many of the oldest messages the model did not see, which the client allowed
+    (truncation: auto).
     """
 
     id: str
@@ -186,7 +189,9 @@ class Envelope:
 class ChatWriter:
     """Writes the replies to one chat."""
 
-    def __init__(self, envelope: Envelope, request: ChatRequest, prompt_length: int, tokenizer: Tokenizer):
+    def __init__(
+        self, envelope: Envelope, request: ChatRequest, prompt_length: int, tokenizer: Tokenizer
+    ):
         self._envelope = envelope
         self._request = request
         self._prompt_length = prompt_length
@@ -228,53 +233,62 @@ class ChatWriter:
         return sent
 
     def closing(self) -> bytes:
-        """The usage, if the client wants it alone, and the end of the stream."""
-        alone = self._request.settings.include_usage
-        usage = (
-            event(self._envelope.body("chat.completion.chunk", [], self.usage)) if alone else b""
-        )
-        return usage + DONE
+        """Return the usage, if the client wants it alone, and the end of the stream."""
+        if not self._request.settings.include_usage:
+            return DONE
+        usage = self._envelope.body("chat.completion.chunk", [], self.usage)
+        return event(usage) + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
-        """The error, and the end of the stream."""
+        """Return the error, and the end of the stream."""
         return event(refusal.body) + DONE
 
     def body(self) -> dict[str, Any]:
-        """The whole answer. A reply with calculator calls has `parts`, which the client may send back later."""
+        """Return the whole answer.
+
+        A reply with calculator calls has `parts`, which the client may send back later.
+        """
         choices = []
         for index, reply in enumerate(self._replies):
-            logprobs = (
-                {"content": self._scores[index], "refusal": None} if self._request.logprobs else None
-            )
-            choices.append(
-                {
-                    "index": index,
-                    "message": reply.message,
-                    "logprobs": logprobs,
-                    "finish_reason": self._end(index),
-                }
-            )
+            logprobs = None
+            if self._request.logprobs:
+                logprobs = {"content": self._scores[index], "refusal": None}
+            choice = {
+                "index": index,
+                "message": reply.message,
+                "logprobs": logprobs,
+                "finish_reason": self._finish_reason(index),
+            }
+            choices.append(choice)
         return self._envelope.body("chat.completion", choices, self.usage)
 
-    def _end(self, index: int) -> str | None:
-        """Why a reply ended, in OpenAI's words."""
+    def _finish_reason(self, index: int) -> str | None:
+        """Return why a reply ended, in OpenAI's words."""
         finish = self._choices[index].finish
-        return "tool_calls" if finish == "stop" and self._replies[index].tool_calls else finish
+        if finish == "stop" and self._replies[index].tool_calls:
+            return "tool_calls"
+        return finish
 
     def _chunks(
-        self, index: int, deltas: list[dict[str, Any]], scores: list[dict[str, Any]]
+        self,
+        index: int,
+        deltas: list[dict[str, Any]],
+        scores: list[dict[str, Any]],
     ) -> bytes:
-        """The chunks of one reply. Scores go with the first; the last says why the reply ended."""
+        """Return the chunks of one reply. Scores go with the first; the last says why the reply
+        ended."""
+        if scores and not deltas:
+            deltas = [{"content": ""}]
         sent = b""
-        for delta in deltas or [{"content": ""}] * bool(scores):
+        for delta in deltas:
             sent += self._chunk(index, delta, scores=scores)
             scores = []
         if self._choices[index].finish:
-            last = (
-                all(choice.finish for choice in self._choices)
-                and not self._request.settings.include_usage
-            )
-            sent += self._chunk(index, {}, self._end(index), usage=self.usage if last else None)
+            ended = all(choice.finish for choice in self._choices)
+            usage = None
+            if ended and not self._request.settings.include_usage:
+                usage = self.usage
+            sent += self._chunk(index, {}, self._finish_reason(index), usage=usage)
         return sent
 
     def _chunk(
@@ -282,25 +296,31 @@ class ChatWriter:
         index: int,
         delta: dict[str, Any],
         finish: str | None = None,
-        scores: Iterable[dict[str, Any]] = (),
+        scores: Sequence[dict[str, Any]] = (),
         usage: dict[str, Any] | None = None,
     ) -> bytes:
-        scores = [*scores]
-        logprobs = {"content": scores, "refusal": None} if scores else None
-        if (
-            self._request.settings.continuous_usage
-            and finish is None
-            and any(c.tokens for c in self._choices)
-        ):
+        """Return one chunk of a reply."""
+        begun = any(choice.tokens for choice in self._choices)
+        if self._request.settings.continuous_usage and finish is None and begun:
             usage = self.usage
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        logprobs = {"content": list(scores), "refusal": None} if scores else None
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
         return event(self._envelope.body("chat.completion.chunk", [choice], usage))
 
     def _score(self, score: TokenScore) -> dict[str, Any]:
-        """A token as OpenAI describes it, with the likeliest tokens at its index."""
-        top = [self._named(token, logprob) for token, logprob in score.alternatives]
-        return {**self._named(score.token, score.logprob), "top_logprobs": top}
+        """Return a token as OpenAI describes it, with the likeliest tokens at its position."""
+        alternatives = [self._token(token, logprob) for token, logprob in score.alternatives]
+        return {**self._token(score.token, score.logprob), "top_logprobs": alternatives}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = [*self._tokenizer.decode_bytes([token])]
-        return {"token": spelling(token, self._tokenizer), "logprob": finite(logprob), "bytes": raw}
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return a token with its log-probability and its bytes."""
+        return {
+            "token": spelling(token, self._tokenizer),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.decode_bytes([token])),
+        }

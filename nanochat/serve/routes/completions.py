@@ -225,25 +225,29 @@ class CompletionWriter:
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts so far. A prompt counts once, however many replies it has."""
-        tokens = 0 if self._request.silent else sum(choice.tokens for choice in self._choices)
-        cached = sum(choice.reused for choice in self._choices[:: self._request.settings.n])
-        return count_usage(sum(map(len, self._prompts)), tokens, cached)
+        prompt_tokens = sum(map(len, self._prompts))
+        reply_tokens = 0
+        if not self._request.silent:
+            reply_tokens = sum(choice.tokens for choice in self._choices)
+        first_replies = self._choices[:: self._request.settings.n]
+        cached = sum(choice.reused for choice in first_replies)
+        return count_usage(prompt_tokens, reply_tokens, cached)
 
     def opening(self) -> bytes:
-        """Nothing: the first chunk of a reply is its first text."""
+        """Return nothing: the first chunk of a reply is its first text."""
         return b""
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow events; return the chunks of what they add."""
-        grown: dict[int, str] = {}
-        for index, item in news:
-            choice = self._choices[index]
-            if choice.tokens == 0:
-                grown[index] = self._begin(index, item)
-            text = "".join(part.text for part in choice.add(item))
-            grown[index] = grown.get(index, "") + ("" if self._request.silent else text)
+        """Consume events; return the chunks of what they add."""
+        texts: dict[int, str] = {}
+        for index, token_event in news:
+            text = self._echo(index, token_event)
+            parts = self._choices[index].add(token_event)
+            if not self._request.silent:
+                text += "".join(part.text for part in parts)
+            texts[index] = texts.get(index, "") + text
         sent = b""
-        for index, text in grown.items():
+        for index, text in texts.items():
             self._texts[index] += text
             if not self._request.silent:
                 for score in self._choices[index].scores():
@@ -253,63 +257,60 @@ class CompletionWriter:
         return sent
 
     def closing(self) -> bytes:
-        """The usage, if the client wants it alone, and the end of the stream."""
-        alone = self._request.settings.include_usage
-        return (event({**self._head, "choices": [], "usage": self.usage}) if alone else b"") + DONE
+        """Return the usage, if the client wants it alone, and the end of the stream."""
+        if not self._request.settings.include_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": self.usage}) + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
-        """The error, and the end of the stream."""
+        """Return the error, and the end of the stream."""
         return event(refusal.body) + DONE
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
-        choices = [self._choice(index, self._texts[index]) for index in range(len(self._choices))]
+        """Return the whole answer."""
+        choices = [self._choice(index, text) for index, text in enumerate(self._texts)]
         return {**self._head, "choices": choices, "usage": self.usage}
 
-    def _begin(self, index: int, first: Event) -> str:
-        """The echo of a reply's prompt."""
-        if not self._request.echo:
+    def _echo(self, index: int, token_event: Event) -> str:
+        """Return the echo of a reply's prompt in front of the first token."""
+        if not self._request.echo or self._choices[index].tokens:
             return ""
+        prompt_index = index // self._request.settings.n
         if self._request.logprobs:
-            listed, count = self._scores[index], self._request.settings.sampling.logprobs
-            listed.add(self._prompt(index)[0], None, ())
-            for scored in first.prompt_scores:
+            listed = self._scores[index]
+            count = self._request.settings.sampling.logprobs
+            listed.add(self._prompts[prompt_index][0], None, ())
+            for scored in token_event.prompt_scores:
                 listed.add(scored.token, scored.logprob, scored.alternatives[:count])
-        return self._echoes[index // self._request.settings.n]
-
-    def _prompt(self, index: int) -> list[int]:
-        return self._prompts[index // self._request.settings.n]
+        return self._echoes[prompt_index]
 
     def _chunk(self, index: int, text: str) -> bytes:
+        """Return a chunk with new text; nothing if there is nothing to say."""
         choice = self._choice(index, text)
         if not (text or choice["logprobs"] or choice["finish_reason"]):
             return b""
+        settings = self._request.settings
         body: dict[str, Any] = {**self._head, "choices": [choice]}
-        last = (
-            all(other.finish for other in self._choices)
-            and not self._request.settings.include_usage
-        )
-        if last or self._request.settings.continuous_usage:
+        ended = all(other.finish for other in self._choices)
+        if settings.continuous_usage or (ended and not settings.include_usage):
             body["usage"] = self.usage
         return event(body)
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
+        """Return a reply with a text, and the log-probabilities that are not sent yet."""
         choice = self._choices[index]
+        finish = choice.finish
+        if finish and self._request.silent:
+            finish = "length"
         content = {
             "index": index,
             "text": text,
             "logprobs": self._scores[index].take() if self._request.logprobs else None,
-            "finish_reason": "length" if self._request.silent and choice.finish else choice.finish,
+            "finish_reason": finish,
         }
-        if (
-            self._request.prompt_logprobs
-            and choice.prompt_scores is not None
-            and (choice.finish or not self.stream)
-        ):
-            content["prompt_logprobs"] = [
-                None,
-                *(self._ranked(scored) for scored in choice.prompt_scores),
-            ]
+        if self._request.prompt_logprobs and (choice.finish or not self.stream):
+            scores = [self._ranked(scored) for scored in choice.prompt_scores]
+            content["prompt_logprobs"] = [None, *scores]
         return content
 
     def _ranked(self, scored: Scored) -> dict[str, Any]:
