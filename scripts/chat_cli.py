@@ -228,7 +228,11 @@ def reply(chat: Chat, question: str) -> bool:
     return finish is not None
 
 
-def note_ending(chat: Chat, finish: str | None, has_parts: bool) -> None:
+def note_ending(
+    chat: Chat,
+    finish: str | None,
+    has_parts: bool,
+) -> None:
     """Say so if a reply was stopped or cut off, or is empty."""
     if finish is None:
         chat.note("stopped")
@@ -408,8 +412,8 @@ def open_model(cfg: Config, chat: Chat) -> None:
     )
     if chosen.latest:
         chat.note("latest", saved=chosen.latest)
-    if chosen.others:
-        chat.note("others", flags=harmless(" | ".join(chosen.others)))
+    if chosen.other_models:
+        chat.note("others", flags=harmless(" | ".join(chosen.other_models)))
     chat.note(
         "drawing",
         temperature=drawing.temperature,

@@ -273,12 +273,15 @@ def about(chosen: Chosen) -> dict[str, Any]:
         "corpus": corpus,
         "parameters": chosen.parameters,
         "knows": knows,
-        "others": chosen.others,
+        "others": chosen.other_models,
     }
 
 
 def loadable(
-    name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None
+    name: str,
+    chosen: Chosen,
+    cfg: Config,
+    adapters: Adapters | None = None,
 ) -> tuple[Loadable, Drawing]:
     """Return a chosen model with an engine, as the server takes it, and how it draws words. The
     engine holds `adapters`."""
@@ -365,8 +368,8 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     for model in adapted:
         tag = harmless(model.announced.tag)
         log(f"适配器 / adapter: {tag}, in the API {harmless(model.announced.model)}")
-    if first.others and not cfg.also:
-        log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.others))}")
+    if first.other_models and not cfg.also:
+        log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.other_models))}")
     # The adapters of --adapter come before their base, those of --also behind it.
     count = len(cfg.adapter)
     return [*adapted[:count], models[0], *adapted[count:], *models[1:]]
@@ -400,7 +403,13 @@ def named_models(
     return chosen
 
 
-def log_model(chosen: Chosen, slots: int, size: int, drawing: Drawing, name: str) -> None:
+def log_model(
+    chosen: Chosen,
+    slots: int,
+    size: int,
+    drawing: Drawing,
+    name: str,
+) -> None:
     """Log which model is served, with the bytes of its cache; `name` is its name in the API, if
     clients need it."""
     loaded = chosen.loaded
@@ -415,7 +424,11 @@ def log_model(chosen: Chosen, slots: int, size: int, drawing: Drawing, name: str
     log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
 
 
-def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
+def chat_web(
+    cfg: Config,
+    compute: Compute,
+    listener: socket.socket,
+) -> None:
     """Load the models and serve them until Ctrl-C."""
     serve_until_stopped(cfg, create_app(models_of(cfg, compute), settings_of(cfg)), listener)
 
@@ -430,7 +443,11 @@ def show_runs(cfg: Config, listener: socket.socket) -> None:
     serve_until_stopped(cfg, create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg)), listener)
 
 
-def serve_until_stopped(cfg: Config, app: App, listener: socket.socket) -> None:
+def serve_until_stopped(
+    cfg: Config,
+    app: App,
+    listener: socket.socket,
+) -> None:
     """Say where the server can be reached, and serve."""
     if not is_local(cfg.host) and not key_of(cfg):
         action = "use the model" if app.threads else "see the training runs"

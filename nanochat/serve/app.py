@@ -130,7 +130,11 @@ def _add_api(app: FastAPI, server: ChatServer) -> None:
     app.add_api_route("/v1/responses/{number}", server.remove_response, methods=["DELETE"])
 
 
-def create_runs_app(base: Path, hosts: tuple[str, ...], api_key: str) -> App:
+def create_runs_app(
+    base: Path,
+    hosts: tuple[str, ...],
+    api_key: str,
+) -> App:
     """Build an application without a model, whose only page shows the runs under a base folder."""
     runs = Runs(base, chat=False)
     files = assets()
@@ -173,7 +177,11 @@ def _application(
     return app
 
 
-def _add_pages(app: FastAPI, pages: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
+def _add_pages(
+    app: FastAPI,
+    pages: Mapping[str, bytes],
+    files: Mapping[str, bytes],
+) -> None:
     """Add routes to pages, by path, and to the files that they load."""
 
     async def asset(name: str) -> Response:

@@ -56,13 +56,18 @@ class Chosen:
 
     loaded: Loaded
     context: int  # the longest chat in tokens
-    others: list[str]  # the flags of the other models
+    other_models: list[str]  # the flags of the other models
     latest: str = ""  # when the model was saved, if it is the one that was trained last
     parameters: int = 0  # how many the model has
     captures: Platform | None = None  # what replays decoding steps, if they are to be replayed
 
 
-def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None = None) -> Chosen:
+def choose(
+    flags: ModelFlags,
+    dtype: str,
+    compute: Compute,
+    adapter: Path | None = None,
+) -> Chosen:
     """Load the model that the flags name, in the number format `dtype` (auto: the device's), with
     the adapter of a folder merged into it. UserError if the flags do not go together or the model
     cannot be loaded."""
@@ -80,26 +85,30 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
         )
     if flags.model is not None:
         loaded = load_published(flags.model, adapter, compute)
-        others: list[str] = []
+        other_models: list[str] = []
         latest = ""
     else:
         newest = trained(flags.source, flags.model_tag)[0]
         loaded = load_model(newest.stage, newest.tag, flags.step, compute)
-        others = newest.others()
+        other_models = newest.others()
         latest = "" if names_trained else newest.saved
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     _lay_out(flags, loaded, compute)
     return Chosen(
         loaded,
         _context(flags, loaded),
-        others,
+        other_models,
         latest,
         parameters,
         captures,
     )
 
 
-def _lay_out(flags: ModelFlags, loaded: Loaded, compute: Compute) -> None:
+def _lay_out(
+    flags: ModelFlags,
+    loaded: Loaded,
+    compute: Compute,
+) -> None:
     """Store the model's matrices as --weights says, laid out for the device. UserError if 8 bits
     would not make it faster here."""
     if flags.weights == "int8":
@@ -127,7 +136,12 @@ def _no_int8(loaded: Loaded, compute: Compute) -> str:
     return ""
 
 
-def choose_also(value: str, flags: ModelFlags, dtype: str, compute: Compute) -> tuple[str, Chosen]:
+def choose_also(
+    value: str,
+    flags: ModelFlags,
+    dtype: str,
+    compute: Compute,
+) -> tuple[str, Chosen]:
     """Return the name and the model that a value of --also asks for: STAGE/TAG, STAGE/TAG/STEP or
     NAME=FOLDER.
 
@@ -184,7 +198,11 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
     return folders
 
 
-def load_adapters(first: Chosen, folders: Mapping[str, Path], compute: Compute) -> Adapters | None:
+def load_adapters(
+    first: Chosen,
+    folders: Mapping[str, Path],
+    compute: Compute,
+) -> Adapters | None:
     """Load the adapters of folders beside the model that was chosen; None if there are none.
     UserError if one cannot be read or is of another base."""
     if not folders:
@@ -194,7 +212,11 @@ def load_adapters(first: Chosen, folders: Mapping[str, Path], compute: Compute) 
     return Adapters(model, adapters, model.dtype, compute.device)
 
 
-def cache_sizes(models: Sequence[Chosen], slots: int, platform: Platform) -> list[int]:
+def cache_sizes(
+    models: Sequence[Chosen],
+    slots: int,
+    platform: Platform,
+) -> list[int]:
     """Return the bytes of the cache of each model for so many slots.
 
     UserError if the device has less memory left than all of these caches take together, which a CPU

@@ -83,7 +83,12 @@ class Guard:
     """Checks Host header and key of every request, and adds the safety headers to every
     response."""
 
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], api_key: str = ""):
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: tuple[str, ...],
+        api_key: str = "",
+    ):
         """Without an `api_key`, clients need none."""
         self.app = app
         self.hosts = hosts
@@ -100,7 +105,12 @@ class Guard:
         same = hmac.compare_digest(digest(key.strip()), self._key)
         return same and scheme.lower() == b"bearer"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = [*message["headers"], *self._safety_headers]

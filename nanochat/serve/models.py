@@ -77,7 +77,12 @@ class Families:
 class Metrics:
     """The counters of one model. All times are in seconds."""
 
-    def __init__(self, families: Families, model: str, thread: EngineThread[Event] | None):
+    def __init__(
+        self,
+        families: Families,
+        model: str,
+        thread: EngineThread[Event] | None,
+    ):
         """`thread` is the one of the model's engine; None for an adapter, whose base tells how busy
         the engine is."""
         self._families = families
@@ -126,17 +131,32 @@ class Metrics:
     def _counter(self, name: str, help_text: str) -> Counter:
         return self._families.get(Counter, name, help_text).labels(self._model)
 
-    def _gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+    def _gauge(
+        self,
+        name: str,
+        help_text: str,
+        value: Callable[[], float],
+    ) -> None:
         self._families.get(Gauge, name, help_text).labels(self._model).set_function(value)
 
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(
+        self,
+        name: str,
+        help_text: str,
+        buckets: Sequence[float],
+    ) -> Histogram:
         return self._families.get(Histogram, name, help_text, buckets=buckets).labels(self._model)
 
 
 class Watch:
     """Times the replies of one request, and counts their tokens."""
 
-    def __init__(self, metrics: Metrics, prompts: Sequence[int], start: float):
+    def __init__(
+        self,
+        metrics: Metrics,
+        prompts: Sequence[int],
+        start: float,
+    ):
         """`prompts` are the lengths of the prompts in tokens; `start` is when the request came,
         monotonic."""
         self._metrics = metrics
@@ -221,7 +241,12 @@ class Hosted:
     """One model of the server. Adapters of a model share its slots and its line of waiting
     requests."""
 
-    def __init__(self, loadable: Loadable, thread: EngineThread[Event], families: Families):
+    def __init__(
+        self,
+        loadable: Loadable,
+        thread: EngineThread[Event],
+        families: Families,
+    ):
         """`thread` is the one of its engine; `families` are the server's metrics."""
         engine = loadable.engine
         announced = loadable.announced

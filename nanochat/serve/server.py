@@ -151,14 +151,14 @@ class ChatServer:
 
         return answer
 
-    def generating(self, read: ReadBody) -> Route:
+    def generating(self, reader: ReadBody) -> Route:
         """Return a route that the engine answers."""
 
         async def answer(request: Request) -> Response:
             start = time.monotonic()
             owner = neighbour(request.client.host if request.client else "")
             body = await read_body(request)
-            preparation = self._prepare(body, read, owner)
+            preparation = self._prepare(body, reader, owner)
             prepared = await while_connected(request.receive, preparation)
             if prepared is None:
                 return Response()  # the client has left
@@ -170,8 +170,8 @@ class ChatServer:
 
     async def respond(self, request: Request) -> Response:
         """POST /v1/responses."""
-        read = functools.partial(read_response, shelf=self._shelf(request))
-        return await self.generating(read)(request)
+        reader = functools.partial(read_response, shelf=self._shelf(request))
+        return await self.generating(reader)(request)
 
     async def response(self, number: str, request: Request) -> JSONResponse:
         """GET /v1/responses/NUMBER: a response that is stored."""
@@ -199,7 +199,12 @@ class ChatServer:
         except asyncio.QueueFull:
             raise _queue_full() from None
 
-    async def _prepare(self, body: bytes, read: ReadBody, owner: str) -> Prepared:
+    async def _prepare(
+        self,
+        body: bytes,
+        reader: ReadBody,
+        owner: str,
+    ) -> Prepared:
         """Check a body and submit its ticket. One body at a time: its place is certain before its
         text is encoded.
 
@@ -211,7 +216,7 @@ class ChatServer:
         def check() -> tuple[Hosted, CheckedRequest]:
             value = decode_json(body)
             model = self.models.of_body(value)
-            return model, read(value, model.limits, model.defaults)
+            return model, reader(value, model.limits, model.defaults)
 
         try:
             async with self.turns.turn(size=len(body)):
@@ -239,7 +244,13 @@ class ChatServer:
         if 0 < self.settings.per_address <= requests or model.thread.full(owner):
             raise asyncio.QueueFull
 
-    def _submitted(self, model: Hosted, work: Work, owner: str, automaton: object) -> Prepared:
+    def _submitted(
+        self,
+        model: Hosted,
+        work: Work,
+        owner: str,
+        automaton: object,
+    ) -> Prepared:
         """Queue the requests of a body; the ticket keeps the automaton of their schema alive."""
         ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
         model.thread.submit(ticket)
@@ -288,8 +299,8 @@ async def read_body(request: Request) -> bytes:
 
     The type matters: a browser lets any web site post plain text to this server, but not JSON.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    content_type, _, _ = request.headers.get("content-type", "").partition(";")
+    if content_type.strip().lower() != "application/json":
         raise ApiError(415, "unsupported_media_type", "Content-Type must be application/json")
     body = bytearray()
     announced = int(request.headers.get("content-length", 0))

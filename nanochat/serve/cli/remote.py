@@ -66,7 +66,10 @@ class Remote:
         return settings
 
     def reply(
-        self, messages: Sequence[Message], settings: dict[str, Any], stopped: Callable[[], bool]
+        self,
+        messages: Sequence[Message],
+        settings: dict[str, Any],
+        stopped: Callable[[], bool],
     ) -> Iterator[Part]:
         """Yield the parts of a reply while it streams, until `stopped` says so. UserError if the
         server refuses."""
@@ -136,7 +139,12 @@ class Remote:
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise UserError(f"{self.url} sent what is no chat completion: check --url") from failure
 
-    def _send(self, method: str, path: str, body: Any = None) -> requests.Response:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+    ) -> requests.Response:
         timeout = (CONNECT_SECONDS, READ_SECONDS)
         try:
             response = requests.request(

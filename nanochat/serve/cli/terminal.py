@@ -42,8 +42,9 @@ def harmless(text: str) -> str:
 
 def dim(text: str, stream: TextIO) -> str:
     """Text in grey if the stream shows colours, else unchanged."""
-    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if plain else f"\033[2m{text}\033[0m"
+    if not stream.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return text if os.environ.get("TERM") == "dumb" else f"\033[2m{text}\033[0m"
 
 
 def take_any_text() -> None:

@@ -312,7 +312,12 @@ class Answer(Response):
         prompt_lengths = [len(prompt) for prompt, _ in ticket.requests]
         self.watch = Watch(metrics, prompt_lengths, start)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         try:
             if self.writer.stream:
                 await while_connected(receive, self._stream(send))
@@ -343,7 +348,12 @@ class Answer(Response):
             raise ApiError(400, "schema_too_complex", TOO_COMPLEX)
         return news
 
-    async def _send_at_once(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_at_once(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Send the answer when all replies have ended."""
         try:
             while not self.watch.done:

@@ -98,7 +98,11 @@ class ChatRequest:
         return Work(requests, writer)
 
 
-def read_chat(value: Any, limits: Limits, defaults: Defaults) -> ChatRequest:
+def read_chat(
+    value: Any,
+    limits: Limits,
+    defaults: Defaults,
+) -> ChatRequest:
     """Check a decoded body. ApiError (400, or 404 for an unknown model) that names the field."""
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     logprobs = flag(fields, "logprobs")
@@ -169,7 +173,10 @@ class Envelope:
     truncated: int = 0
 
     def body(
-        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
+        self,
+        kind: str,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """An object of the API with some choices."""
         body = {
@@ -190,7 +197,11 @@ class ChatWriter:
     """Writes the replies to one chat."""
 
     def __init__(
-        self, envelope: Envelope, request: ChatRequest, prompt_length: int, tokenizer: Tokenizer
+        self,
+        envelope: Envelope,
+        request: ChatRequest,
+        prompt_length: int,
+        tokenizer: Tokenizer,
     ):
         self._envelope = envelope
         self._request = request

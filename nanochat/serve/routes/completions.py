@@ -95,7 +95,12 @@ class CompletionRequest:
         tokens = tokenizer.encode(item)
         return [tokenizer.bos, *tokens] if self.bos and tokenizer.marks_begin else tokens
 
-    def _check_length(self, number: int, prompt: list[int], limits: Limits) -> None:
+    def _check_length(
+        self,
+        number: int,
+        prompt: list[int],
+        limits: Limits,
+    ) -> None:
         """Raise ApiError 400 for a prompt that is empty, or that leaves no room for the reply."""
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
@@ -122,7 +127,11 @@ class CompletionRequest:
         return scores
 
 
-def read_completion(value: Any, limits: Limits, defaults: Defaults) -> CompletionRequest:
+def read_completion(
+    value: Any,
+    limits: Limits,
+    defaults: Defaults,
+) -> CompletionRequest:
     """Check a decoded body. ApiError (400, or 404 for an unknown model) that names the field."""
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     max_tokens = integer(fields, "max_tokens", 0, limits.context)
@@ -323,7 +332,12 @@ class CompletionWriter:
         entry = ranked.get(key) or self._entry(scored.token, scored.logprob, None)
         return {key: entry, **ranked}
 
-    def _entry(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _entry(
+        self,
+        token: int,
+        logprob: float,
+        rank: int | None,
+    ) -> dict[str, Any]:
         """Return a token in vLLM's form."""
         text = spelling(token, self._tokenizer)
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
@@ -339,7 +353,12 @@ class Listed:
         self._characters = 0  # of all tokens so far
         self._rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
 
-    def add(self, token: int, logprob: float | None, alternatives: Alternatives) -> None:
+    def add(
+        self,
+        token: int,
+        logprob: float | None,
+        alternatives: Alternatives,
+    ) -> None:
         """Add a token; the first one of a prompt has no log-probability."""
         text = spelling(token, self._tokenizer)
         top = None

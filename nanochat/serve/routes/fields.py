@@ -157,7 +157,12 @@ def kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+def number(
+    fields: Mapping[str, Any],
+    name: str,
+    low: float,
+    high: float,
+) -> float | None:
     """Return a number from `low` to `high`; None if the field is absent."""
     value = fields.get(name)
     if value is None:
@@ -172,7 +177,12 @@ def number(fields: Mapping[str, Any], name: str, low: float, high: float) -> flo
     return float(value)
 
 
-def integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+def integer(
+    fields: Mapping[str, Any],
+    name: str,
+    low: int,
+    high: int,
+) -> int | None:
     """Return a whole number from `low` to `high`; None if the field is absent."""
     value = fields.get(name)
     if value is None:
@@ -191,7 +201,11 @@ def _shown(value: int) -> int | str:
     return value if abs(value) < 1e18 else "a number out of range"
 
 
-def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+def flag(
+    fields: Mapping[str, Any],
+    name: str,
+    default: bool = False,
+) -> bool:
     """Return true or false; `default` if the field is absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
@@ -271,7 +285,12 @@ def read_settings(
     400."""
     options = mapping(fields, "stream_options")
 
-    def number_or(name: str, low: float, high: float, default: float) -> float:
+    def number_or(
+        name: str,
+        low: float,
+        high: float,
+        default: float,
+    ) -> float:
         value = number(fields, name, low, high)
         return default if value is None else value
 

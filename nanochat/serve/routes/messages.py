@@ -29,7 +29,11 @@ TEXTS = ("text", "input_text", "output_text")
 # --- reading -------------------------------------------------------------------------------------
 
 
-def read_conversation(items: Any, instructions: str = "", continued: bool = False) -> Conversation:
+def read_conversation(
+    items: Any,
+    instructions: str = "",
+    continued: bool = False,
+) -> Conversation:
     """Return the conversation of a list of messages, in any order that OpenAI takes. ApiError 400.
 
     The assistant speaks last in a chat whose last reply is to be `continued`. Results of tools
@@ -288,7 +292,9 @@ def answerable(conversation: Conversation) -> Conversation:
 
 
 def render_chat(
-    conversation: Conversation, tokenizer: Tokenizer, field: str = "messages"
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    field: str = "messages",
 ) -> list[int]:
     """Return the tokens of a chat and of what opens the reply. ApiError 400 if a template refuses
     the chat.

@@ -18,7 +18,11 @@ from nanochat.tokenizer import ROLES, Tokenizer
 FIELDS = {"prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt"}
 
 
-def tokenize(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
+def tokenize(
+    value: Any,
+    tokenizer: Tokenizer,
+    limits: Limits,
+) -> dict[str, Any]:
     """Return the tokens of a text or of a chat.
 
     A text that spells one special token, and nothing else, is that token.
@@ -57,7 +61,11 @@ def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     return tokens
 
 
-def detokenize(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
+def detokenize(
+    value: Any,
+    tokenizer: Tokenizer,
+    limits: Limits,
+) -> dict[str, Any]:
     """Return the text of tokens; a special token gives its spelling."""
     fields = read_fields(value, limits, {"tokens"}, {})
     if "tokens" not in fields:

@@ -104,7 +104,12 @@ class ResponseRequest:
         return (*messages[:head], *messages[head + dropped :])
 
 
-def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) -> ResponseRequest:
+def read_response(
+    value: Any,
+    limits: Limits,
+    defaults: Defaults,
+    shelf: Shelf,
+) -> ResponseRequest:
     """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an
     unknown model) that names the field."""
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
@@ -187,7 +192,11 @@ def _renamed(text: str, earlier: int) -> str:
     return text.replace("messages", "input")
 
 
-def _message(item: dict[str, Any], name: str, call_ids: set[str]) -> dict[str, Any]:
+def _message(
+    item: dict[str, Any],
+    name: str,
+    call_ids: set[str],
+) -> dict[str, Any]:
     """Return the message of an item. The ids of calls join `call_ids`."""
     item_type = item.get("type", "message")
     if item_type == "function_call":
@@ -202,7 +211,11 @@ def _message(item: dict[str, Any], name: str, call_ids: set[str]) -> dict[str, A
     return {key: item[key] for key in ("role", "content", "parts") if key in item}
 
 
-def _call_message(item: dict[str, Any], name: str, call_ids: set[str]) -> dict[str, Any]:
+def _call_message(
+    item: dict[str, Any],
+    name: str,
+    call_ids: set[str],
+) -> dict[str, Any]:
     """Return the message of a call."""
     values = [item.get(key) for key in ("call_id", "name", "arguments")]
     if not all(isinstance(value, str) for value in values):
@@ -218,7 +231,11 @@ def _call_message(item: dict[str, Any], name: str, call_ids: set[str]) -> dict[s
     return {"role": "assistant", "tool_calls": [call]}
 
 
-def _result_message(item: dict[str, Any], name: str, call_ids: set[str]) -> dict[str, Any]:
+def _result_message(
+    item: dict[str, Any],
+    name: str,
+    call_ids: set[str],
+) -> dict[str, Any]:
     """Return the message of a call's result."""
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in call_ids:

@@ -53,7 +53,12 @@ class ResponseStore:
         empty."""
         return Shelf(self, hashlib.sha256(api_key.encode(errors="replace")).digest())
 
-    def put(self, key: tuple[bytes, str], messages: bytes, body: bytes) -> None:
+    def put(
+        self,
+        key: tuple[bytes, str],
+        messages: bytes,
+        body: bytes,
+    ) -> None:
         """Keep a response, and drop what is then too old or too much."""
         with self._lock:
             self._add(key, _Entry(self._now(), messages, body))
@@ -93,11 +98,17 @@ class Shelf:
         self._store = store
         self._owner = owner
 
-    def keep(self, number: str, messages: list[dict[str, Any]], body: dict[str, Any]) -> None:
+    def keep(
+        self,
+        number: str,
+        messages: list[dict[str, Any]],
+        body: dict[str, Any],
+    ) -> None:
         """Keep a response under its id with the messages of its chat, its own among them."""
-        self._store.put(
-            (self._owner, number), json.dumps(messages).encode(), json.dumps(body).encode()
-        )
+        key = (self._owner, number)
+        chat = json.dumps(messages)
+        response = json.dumps(body)
+        self._store.put(key, chat.encode(), response.encode())
 
     def messages(self, number: str) -> list[dict[str, Any]]:
         """The messages of the chat that a response ends. ApiError 400 if it is not kept."""
