@@ -50,7 +50,7 @@ def logits(choice: chosen.Chosen) -> torch.Tensor:
 
 def test_a_published_model_is_served_as_it_is_or_with_its_adapter(folder: Path) -> None:
     plain = choose(ModelFlags(model=folder), "auto", on_cpu())
-    assert (plain.loaded.stage, plain.loaded.tag, plain.context, plain.others) == ("published", "Qwen-tiny", 256, [])
+    assert (plain.loaded.stage, plain.loaded.tag, plain.context, plain.other_models) == ("published", "Qwen-tiny", 256, [])
     mine = choose(ModelFlags(model=folder), "auto", on_cpu(), folder.parent / "mine")
     assert mine.loaded.tag == "Qwen-tiny + mine"
     other = load_qwen(folder, on_cpu())
