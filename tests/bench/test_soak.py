@@ -14,7 +14,7 @@ from bench.soak.clients import CONDUCTS, large_prompt, within
 from bench.soak.figures import Requests, growth, percentile
 from bench.soak.server import Served
 from nanochat.common import UserError
-from nanochat.serve.routes.intake import BODY_BYTES
+from nanochat.serve.server import BODY_BYTES
 from tests.support.fake_engine import FakeEngine, running
 
 
