@@ -28,6 +28,7 @@ PURPOSES = {
     "cache": "keys and values of sequences in flight",
     "attention": "plain attention and its masks",
     "loss": "cross-entropy in chunks",
+    "muon": "the arithmetic of the optimizer Muon",
     "context": "what a forward pass knows beside its tokens",
     "model": "what every family of models offers",
     "models": "the published families",

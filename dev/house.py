@@ -17,7 +17,7 @@ PACKAGE = "nanochat"
 # From the ground up. A room is a folder or a file of nanochat/. It imports rooms of lower floors only.
 FLOORS = (
     ("common",),
-    ("data", "linear", "cache", "attention", "loss"),
+    ("data", "linear", "cache", "attention", "loss", "muon"),
     ("context",),
     ("gpt", "model"),
     ("models",),

@@ -1,7 +1,8 @@
 """Attention in torch's own operators, and the masks that attention needs.
 
-A model has one PlainAttention, or a platform's subclass that replaces what its device computes faster, and every
-Context (context.py) calls it. Shapes: B batch, T time, H heads, Hkv heads of keys and values, D head dimension, K keys.
+A model has one PlainAttention, or a platform's subclass that replaces what its device computes
+faster, and every Context (context.py) calls it. Shapes: B batch, T time, H heads, Hkv heads of keys
+and values, D head dimension, K keys.
 """
 
 from collections import OrderedDict
@@ -63,8 +64,8 @@ class PlainAttention:
     ) -> Tensor:  # (B, T, H, D)
         """Attend causally; a query sees its own key and at most `window` keys before it.
 
-        A short window is computed in blocks of W queries against 2W keys, so that neither the time nor any mask grows
-        with T squared. All blocks and layers share one (W, 2W) mask.
+        A short window is computed in blocks of W queries against 2W keys, so that neither the time
+        nor any mask grows with T squared. All blocks and layers share one (W, 2W) mask.
         """
         B, T, _, _ = q.shape
         W = window
@@ -125,7 +126,7 @@ class PlainAttention:
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Write new keys and values into a cache and attend to what the rows then hold, in one operator.
+        """Write new keys and values into a cache and attend to it, in one operator.
 
         None, and nothing is written, where the device has no such operator.
         """
@@ -142,7 +143,7 @@ class PlainAttention:
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Attend to a cache by the lengths of its rows instead of a mask; None where the device needs a mask."""
+        """Attend to a cache by the lengths of its rows; None where the device needs a mask."""
         return None
 
     def causal(
@@ -163,7 +164,7 @@ class PlainAttention:
         return seen
 
     def _band(self, window: int, device: torch.device) -> Tensor:
-        """Return (W, 2W) bool: which keys of the block before and of its own each query of a block sees.
+        """Return which keys of its own block and the one before each query sees, (W, 2W) bool.
 
         Query r sees keys r .. r + W, W + 1 keys.
         """
@@ -182,6 +183,9 @@ def cache_mask(
     keys: int,  # K, how many positions of the cache attention reads
     window: int,
 ) -> Tensor:  # (B, 1, T, K) bool
-    """Return which cached keys each query sees: none after its own position, at most `window` before it."""
+    """Return which cached keys each query sees.
+
+    A query sees no key after its own position, and at most `window` before it.
+    """
     distance = positions[:, :, None] - torch.arange(keys, device=positions.device)
     return ((distance >= 0) & (distance <= window))[:, None]

@@ -1,4 +1,6 @@
-"""What a forward pass knows beside its tokens: whole rows, packed rows, trees of replies, or new tokens of a cache.
+"""What a forward pass knows beside its tokens.
+
+A pass reads whole rows, packed rows, trees of replies, or new tokens of a cache.
 
 The caller makes one context for a pass, and every layer asks the same context: for the token before each token, for
 attention, and for the state that a recurrent layer keeps. Nothing else in a model depends on the kind of the pass.
@@ -58,18 +60,24 @@ class Context(Protocol):
         ...
 
     def bind(self, model: Embeds) -> None:
-        """Take what the pass needs of the model that it runs through. The model calls this first."""
+        """Take what the pass needs of the model that it runs through.
+
+        The model calls this first.
+        """
         ...
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return what the token before each token has in x: token ids (B, T), or embeddings (B, T, C).
+        """Return x of the token before each token: token ids (B, T), or embeddings (B, T, C).
 
         Zeros stand where a sequence begins.
         """
         ...
 
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Return the key (B, T, Hkv, D) of the token before each token; zeros where a sequence begins."""
+        """Return the key (B, T, Hkv, D) of the token before each token.
+
+        It is zero where a sequence begins.
+        """
         ...
 
     def attend(
@@ -79,7 +87,10 @@ class Context(Protocol):
         ...
 
     def read(self, name: str, layer: int) -> Tensor | None:
-        """Return the state of a recurrent layer before the first token; None where every sequence begins here."""
+        """Return the state of a recurrent layer before the first token.
+
+        None where every sequence begins here.
+        """
         ...
 
     def write(self, name: str, layer: int, state: Tensor) -> None:
@@ -87,7 +98,10 @@ class Context(Protocol):
         ...
 
     def finish(self) -> None:
-        """Count the tokens that the sequences of a cache have gained. The model calls this after its last layer."""
+        """Count the tokens that the sequences of a cache have gained.
+
+        The model calls this after its last layer.
+        """
         ...
 
 
@@ -158,7 +172,7 @@ class Packed(Rows):
 
 
 class Tree(Rows):
-    """Rows whose tokens form trees: sequences that begin alike share the tokens of their common beginning.
+    """Rows whose tokens form trees: sequences share the tokens of a common beginning.
 
     A row may hold several trees, and padding: tokens that see themselves only.
     """
@@ -234,7 +248,7 @@ class Cached:
         ] = {}  # window -> (B, W + 1) positions of each row's last keys
 
     def bind(self, model: Embeds) -> None:
-        """Take the model's attention and embedding, and choose how much of the cache attention reads."""
+        """Take the model's attention, and choose how much of the cache it reads."""
         self.attention = model.attention
         self._embed = model.embed
         if self.keys is None:
@@ -247,7 +261,7 @@ class Cached:
             )
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return x shifted by one token; the last token of a slot comes before its first new one."""
+        """Return x shifted by one token, the last token of a slot first."""
         self._keeps_last = True
         first = self.cache.last[self.slots, None]
         if x.is_floating_point():
@@ -257,8 +271,8 @@ class Cached:
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
         """Return the keys shifted by one token.
 
-        Only the half of a key that offset_keys() takes can be relied on in the first new token's: the cache holds it
-        in the place of the next key, which the last new token begins.
+        Only the half of a key that offset_keys() takes can be relied on in the first new token's:
+        the cache holds it in the place of the next key, which the last new token begins.
         """
         keys = self.cache.k[layer, self.slots]
         first = keys[
@@ -302,14 +316,14 @@ class Cached:
 
     def read(self, name: str, layer: int) -> Tensor | None:
         """Return the slots' state of a recurrent layer."""
-        return self.cache.named[name][self.slots, layer]
+        return self.cache.named_states[name][self.slots, layer]
 
     def write(self, name: str, layer: int, state: Tensor) -> None:
         """Store the slots' state of a recurrent layer."""
-        self.cache.named[name][self.slots, layer] = state
+        self.cache.named_states[name][self.slots, layer] = state
 
     def finish(self) -> None:
-        """Count the tokens that each slot has gained, and remember the last one if the model asks for it."""
+        """Count the tokens that each slot has gained, and store the last one if need be."""
         if self._keeps_last:
             last = (
                 self._idx[:, -1]
@@ -323,7 +337,7 @@ class Cached:
 
 
 def _trailing(x: Tensor, like: Tensor) -> Tensor:
-    """Return x (B, T) with dimensions of size 1 behind, so that it broadcasts with `like` (B, T, ...)."""
+    """Return x (B, T) in a shape that broadcasts with `like` (B, T, ...)."""
     return x.view(*x.shape, *[1] * (like.dim() - 2))
 
 
@@ -331,7 +345,7 @@ TREE = ("parents", "seen", "targets_at")  # the tensors of a Tree, in its order
 
 
 def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a model is called with beside inputs and targets, from the named tensors of a micro-batch.
+    """Return the further arguments of a model from the named tensors of a micro-batch.
 
     `documents` become a Packed context, the tensors of TREE a Tree, and `weights` stay what they are.
     """
@@ -346,5 +360,5 @@ def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def whole_rows(context: Context) -> bool:
-    """Whether every row is one sequence from its beginning, for which devices have faster operators."""
+    """Whether every row is one sequence, for which devices have faster operators."""
     return type(context) is Rows

@@ -1,7 +1,10 @@
-"""Which device this process computes on. Everything above asks here, and no other module names a vendor.
+"""Which device this process computes on.
 
-At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, NANOCHAT_DEVICE overrides) and nothing is
-initialised; compute_init() does that. What differs between devices is in nanochat/platforms/, one class for each.
+Everything above asks here, and no other module names a vendor.
+
+At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, NANOCHAT_DEVICE
+overrides) and nothing is initialised; compute_init() does that. What differs between devices is in
+nanochat/platforms/, one class for each.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ MEASURE = "python check_npu.py --bench"  # measures this host's cards for nanoch
 
 
 def choose(asked: str | None) -> tuple[str, str, str]:
-    """Return (device type, backend, reason): the device asked for, or the first usable one of npu, cuda, cpu.
+    """Return (device type, backend, reason) of the chosen device.
+
+    It is the requested one, or the first usable one of npu, cuda, cpu.
+
 
     UserError says why a device that was asked for cannot be used.
     """
@@ -71,7 +77,7 @@ except UserError as _mistake:  # at import there is no script edge to print it
 
 
 def check_idle_cards(chosen: str) -> None:
-    """UserError if this host has cards that cannot be used, and `chosen` is the CPU although nobody asked for it."""
+    """Raise UserError if the CPU was chosen only because the cards of this host cannot be used."""
     if not PLATFORMS[chosen].is_host or os.environ.get("NANOCHAT_DEVICE"):
         return
     for platform in PLATFORMS.values():
@@ -137,9 +143,10 @@ def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
 def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
     """Take this process's device and, under torchrun, join the process group.
 
-    `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what --kernels says. CPU tensors
-    go over gloo on every device, so that ranks can share a flag without touching the accelerator. UserError if this
-    host has cards that cannot be used, unless the CPU was asked for, or if the launcher's variables are incomplete.
+    `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what
+    --kernels says. CPU tensors go over gloo on every device, so that ranks can share a flag without
+    touching the accelerator. UserError if this host has cards that cannot be used, unless the CPU
+    was asked for, or if the launcher's variables are incomplete.
     """
     name, collectives, why = choose(asked) if asked else (device_type, backend, reason)
     if not asked:
@@ -201,7 +208,7 @@ def planned() -> list[Chip]:
 
 
 def cards() -> tuple[Chip | None, int]:
-    """The kind of this host's cards, and how many are visible; (None, 0) where their kind is not known."""
+    """Return the kind of this host's cards, and how many are visible; (None, 0) if unknown."""
     platform = PLATFORMS[device_type]()
     return (platform.chip, platform.count()) if platform.chips() else (None, 0)
 
@@ -217,7 +224,7 @@ def compute_cleanup() -> None:
 
 
 def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """A main for common.run(): take the device that the flags name, work there, and leave the process group."""
+    """Return a main for common.run() that works on the device which the flags name."""
 
     def main(cfg: Any) -> None:
         host.use_compile_cache(base_dir())
@@ -236,7 +243,7 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
 
 
 def describe(compute: Compute) -> str:
-    """The device in words: its name, or on a host the processor's name and how many threads torch uses."""
+    """Return the name of the device, on a host with the number of torch's threads."""
     return compute.platform.describe()
 
 
@@ -264,7 +271,7 @@ def synchronize(compute: Compute) -> None:
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is sharded over ranks; asked by a method, since importing its class costs two seconds."""
+    """Whether a tensor is sharded over ranks. Importing DTensor would cost two seconds."""
     return hasattr(tensor, "to_local")
 
 
@@ -285,7 +292,10 @@ def clear_overflow(compute: Compute) -> None:
 
 
 def overflows(compute: Compute) -> list[torch.Tensor]:
-    """On a chip that saturates: (1,), not 0 if anything overflowed since clear_overflow(). Elsewhere nothing."""
+    """On a chip that saturates: (1,), not 0 if anything overflowed since clear_overflow().
+
+    Elsewhere nothing.
+    """
     return compute.platform.overflows() if compute.scaler else []
 
 
@@ -305,15 +315,15 @@ def memory_total(compute: Compute) -> int:
 
 
 def memory_peak(compute: Compute) -> int:
-    """Bytes that this process has held at most: allocated on the device, or resident on the host."""
+    """Return the peak memory of this process in bytes: on the device, or resident on the host."""
     return compute.platform.memory_peak()
 
 
 def peak_flops(compute: Compute) -> tuple[float, str]:
     """The FLOP/s that MFU is measured against, and where the number comes from.
 
-    NANOCHAT_PEAK_TFLOPS overrides. A known accelerator takes the dense peak of its data sheet. Every other device, the
-    host too, takes the speed of matmuls measured now.
+    NANOCHAT_PEAK_TFLOPS overrides. A known accelerator takes the dense peak of its data sheet.
+    Every other device, the host too, takes the speed of matmuls measured now.
     """
     if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
         try:
@@ -328,8 +338,9 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
 def _matmul_flops(compute: Compute) -> tuple[float, str]:
     """FLOP/s of matmuls measured now, and what was measured.
 
-    On an accelerator one matmul that is waited for measures its launch too, and an MFU against it would flatter.
-    There matmuls grow, are queued one behind the other, and are waited for together, for a tenth of a second.
+    On an accelerator one matmul that is waited for measures its launch too, and an MFU against it
+    would flatter. There matmuls grow, are queued one behind the other, and are waited for together,
+    for a tenth of a second.
     """
     if compute.platform.is_host:
         best = min(_matmul_seconds(compute, 1024, 1) for _ in range(5))

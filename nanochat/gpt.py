@@ -1,7 +1,8 @@
 """The GPT: rotary attention with sliding windows, value embeddings, squared-ReLU MLPs, untied head.
 
-The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp32 masters, and every use casts them to
-the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
+The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp32 masters, and every
+use casts them to the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension,
+V vocabulary.
 """
 
 from collections.abc import Callable
@@ -42,13 +43,11 @@ class GPTConfig:
     n_head: int = 6
     n_kv_head: int = 6
     n_embd: int = 768
-    window_pattern: str = (
-        "SSSL"  # repeated over the layers: L sees everything, S a quarter; the last is always L
-    )
+    # repeated over the layers: L sees everything, S a quarter; the last is always L
+    window_pattern: str = "SSSL"
     bigram_rows: int = 0  # of the table of hashed pairs of tokens; 0: the model has none
-    offset_layers: int = (
-        0  # of the first layers, where half of each key is that of the token before
-    )
+    # of the first layers, where half of each key is that of the token before
+    offset_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
@@ -81,12 +80,15 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of embedding and head: the vocabulary rounded up to a multiple of 64, which suits matrix units."""
+        """Rows of embedding and head: the vocabulary rounded up to a multiple of 64."""
         return -(-self.vocab_size // 64) * 64
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """For each layer, how many keys before its own a query sees; S is a quarter, rounded up to 128s."""
+        """For each layer, how many keys before its own a query sees.
+
+        S is a quarter of the sequence, rounded up to a multiple of 128.
+        """
         short = -(-self.sequence_len // 4 // 128) * 128
         sizes = {"L": self.sequence_len, "S": min(short, self.sequence_len)}
         pattern = self.window_pattern.upper()
@@ -94,7 +96,7 @@ class GPTConfig:
         return (*tiled[:-1], self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """True for every other layer, counted back from the last (value residuals, arXiv 2410.17897)."""
+        """Whether a layer has one: every other layer, the last too (arXiv 2410.17897)."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
@@ -114,7 +116,7 @@ def rotary_tables(
 
 
 class RotaryCache:
-    """The rotary tables of a model, made once for a device and again only where a pass needs longer ones."""
+    """The rotary tables of a model, made again only for another device or longer passes."""
 
     def __init__(self) -> None:
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -148,7 +150,10 @@ def logits_or_loss(
     weights: Tensor | None,  # (B, T) weight of each token's loss, with reduction "sum"
     context: Context | None,  # with targets_at, targets and weights are (N,)
 ) -> Tensor:
-    """Return logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
+    """Return logits (B, T, V), or with targets the loss in nats.
+
+    The loss is a scalar; with reduction "none" every target has one.
+    """
     if context is not None and context.targets_at is not None:
         x = x.flatten(0, 1)[context.targets_at]
     if targets is None:
@@ -166,7 +171,10 @@ def rotate(
     cos: Tensor,  # (1 or B, T, 1, D/2)
     sin: Tensor,  # (1 or B, T, 1, D/2)
 ) -> Tensor:
-    """Rotate pairs (i, i + D/2) of channels by -angle, as upstream does: only relative angles matter."""
+    """Rotate pairs (i, i + D/2) of channels by -angle, as upstream does.
+
+    Only relative angles matter.
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -174,9 +182,10 @@ def rotate(
 def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
     """Take the slowly turning half of every key from the key of the token before it.
 
-    So half of a key tells what the token before was. A query finds the places where its own token stood before in one
-    layer, and reads there what followed; without the offset that takes two layers (induction heads, arXiv 2209.11895).
-    The idea is modded-nanogpt's partial key offset. Channels i and i + D/2 turn together, the slower the larger i is.
+    So half of a key tells what the token before was. A query finds the places where its own token
+    stood before in one layer, and reads there what followed; without the offset that takes two
+    layers (induction heads, arXiv 2209.11895). The idea is modded-nanogpt's partial key offset.
+    Channels i and i + D/2 turn together, the slower the larger i is.
     """
     fast = k.unflatten(-1, (2, 2, -1))[..., 0, :]
     slow = previous.unflatten(-1, (2, 2, -1))[..., 1, :]
@@ -184,15 +193,14 @@ def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
 
 
 class Bigrams(Embedding):
-    """Embeddings of pairs of neighbouring tokens, in one table whose rows the pairs share by a hash.
+    """Embeddings of pairs of neighbouring tokens, which share the rows of a table by a hash.
 
     They cost a look-up and no FLOPs. The idea is the hashed bigrams of modded-nanogpt's record of January 2026, which
     adds them in every layer; here they join the token's embedding once, which learned as much (dev/LOG.md).
     """
 
-    few_rows = (
-        True  # a step reads few rows, so ranks need not exchange the others; see parallel.shard()
-    )
+    # a step reads few rows, so ranks need not exchange the others; see parallel.shard()
+    few_rows = True
 
     def __init__(self, rows: int, channels: int):
         if rows < 1:
@@ -202,7 +210,7 @@ class Bigrams(Embedding):
         super().__init__(rows, channels)
 
     def forward(self, before: Tensor, input: Tensor) -> Tensor:  # (B, T) each -> (B, T, C)
-        """Return the embedding of every token `input` with the token `before` it; 0 stands for no token."""
+        """Return the embedding of every token with the token before it; 0 stands for no token."""
         rows = (before * BIGRAM_FACTORS[0] + input * BIGRAM_FACTORS[1]) % self.num_embeddings
         return F.embedding(rows, self.weight, sparse=self.sparse and not is_compiling())
 
@@ -279,7 +287,10 @@ class Block(nn.Module):
 
 
 class Head(Linear):
-    """The matrix that makes logits. It computes the loss too, so that sharding hooks see every use of the weight."""
+    """The matrix that makes logits.
+
+    It computes the loss too, so that sharding hooks see every use of the weight.
+    """
 
     loss_tokens = 1024  # tokens whose logits exist at the same time in a loss
     capped_logits = (
@@ -297,7 +308,10 @@ class Head(Linear):
         weights: Tensor | None = None,  # (...) weight of each token's loss, with reduction "sum"
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Return softcapped fp32 logits (..., V); with targets the weighted sum of losses, or every token's loss."""
+        """Return softcapped fp32 logits (..., V).
+
+        With targets: the weighted sum of losses, or every token's loss.
+        """
         if targets is None:
             return self.logits(input)
         x = input.flatten(0, -2)
@@ -326,10 +340,13 @@ class Head(Linear):
 
 
 class GPT(nn.Module):
-    """The model. Build it, also under `torch.device("meta")`, then call init_weights() or load a checkpoint.
+    """The model.
 
-    The model computes in `dtype`, to which it casts the fp32 masters: one checkpoint serves every device. A platform
-    may replace `attention`, and the classes of the modules by faster ones with the same parameters.
+    Build it, also under `torch.device("meta")`, then call init_weights() or load a checkpoint.
+
+    The model computes in `dtype`, to which it casts the fp32 masters: one checkpoint serves every
+    device. A platform may replace `attention`, and the classes of the modules by faster ones with
+    the same parameters.
     """
 
     takes_trees = True
@@ -362,7 +379,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 42) -> None:
-        """Fill every parameter, with the same values on every device and for any number of ranks."""
+        """Fill every parameter, with the same values on every device and number of ranks."""
         generator = torch.Generator().manual_seed(seed)
         bound = (
             3 / self.config.n_embd
@@ -396,7 +413,7 @@ class GPT(nn.Module):
         self.backout_lambda.fill_(0.2)
 
     def shard_groups(self) -> list[nn.Module]:
-        """The modules whose parameters a rank gathers together when the model is sharded; see parallel.shard()."""
+        """Return the modules whose parameters a rank gathers together; see parallel.shard()."""
         return [
             *self.value_embeds.values(),
             *filter(None, [self.bigrams]),
@@ -406,7 +423,10 @@ class GPT(nn.Module):
         ]
 
     def compile_groups(self) -> list[nn.Module]:
-        """The modules that are compiled each by itself when the model is sharded; see compile.compiled()."""
+        """Return the modules of a sharded model that are compiled one by one.
+
+        See compile.compiled().
+        """
         return [*self.blocks, self.lm_head]
 
     @property
@@ -414,7 +434,10 @@ class GPT(nn.Module):
         return self.wte.weight.device
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        """Return an empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
+        """Return an empty cache for `slots` sequences of at most `length` tokens.
+
+        By default it has the compute dtype.
+        """
         c = self.config
         return Cache(
             c.n_layer,
@@ -424,7 +447,7 @@ class GPT(nn.Module):
             c.head_dim,
             self.device,
             dtype or self.dtype,
-            bool(c.offset_layers),
+            extra_keys=1 if c.offset_layers else 0,
         )
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:  # (length, D/2) each
@@ -460,7 +483,10 @@ class GPT(nn.Module):
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
-        """Return the normed activations that the head reads; by default the rows are whole sequences."""
+        """Return the normed activations that the head reads.
+
+        By default the rows are whole sequences.
+        """
         context = context or Rows()
         context.bind(self)
         rotary = self.rotary(context, idx.size(1))
@@ -486,7 +512,7 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
-        """Return the logarithm of the sum of each row's exponentials; None where log_softmax costs less."""
+        """Return None: log_softmax costs less. See model.py."""
         return None
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (..., C), (...) -> (...)
@@ -501,7 +527,10 @@ class GPT(nn.Module):
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
         context: Context | None = None,  # with targets_at, targets and weights are (N,)
     ) -> Tensor:
-        """Return logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
+        """Return logits (B, T, V), or with targets the loss in nats.
+
+        The loss is a scalar; with reduction "none" every target has one.
+        """
         x = self.hidden(idx, context)
         return logits_or_loss(self.lm_head, x, targets, reduction, weights, context)
 
@@ -525,7 +554,10 @@ class GPT(nn.Module):
         return next(role for prefix, role in prefixes if name.startswith(prefix))
 
     def parameter_counts(self) -> dict[str, int]:
-        """How many parameters each role has, `total`, and `scaling`: matrices and head, which scaling laws count."""
+        """Return how many parameters each role has, `total`, and `scaling`.
+
+        `scaling` is matrices and head, which scaling laws count.
+        """
         counts: dict[str, int] = {}
         for role, parameter in zip(self.parameter_roles().values(), self.parameters(), strict=True):
             counts[role] = counts.get(role, 0) + parameter.numel()

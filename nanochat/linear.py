@@ -1,7 +1,9 @@
-"""Matrices and tables of embeddings. Parameters are fp32 masters, and every use casts them to the activations' format.
+"""Matrices and tables of embeddings.
 
-How a matrix multiplies, and what an adapter adds, are two slots of one class: a device, a number format or a LoRA fills
-a slot, and the layers of the models stay as they are.
+Parameters are fp32 masters, and every use casts them to the activations' format.
+
+How a matrix multiplies, and what an adapter adds, are two slots of one class: a device, a number
+format or a LoRA fills a slot, and the layers of the models stay as they are.
 """
 
 from collections.abc import Callable
@@ -35,8 +37,8 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """A table of embeddings that init_weights() or a checkpoint fills.
 
-    torch would draw values in vain. For a model on the meta device drawing imports torch's compiler, which takes 1.6
-    seconds.
+    torch would draw values in vain. For a model on the meta device drawing imports torch's
+    compiler, which takes 1.6 seconds.
     """
 
     def reset_parameters(self) -> None:

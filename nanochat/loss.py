@@ -1,4 +1,6 @@
-"""Logits, softcapped or not, and their cross-entropy in chunks: the logits of a batch never exist at once.
+"""Logits, softcapped or not, and their cross-entropy in chunks.
+
+The logits of a batch never exist at the same time.
 
 Shapes: N tokens, n tokens of a chunk, C channels, V vocabulary, V' >= V rows of the head, of which V stand for tokens.
 """
@@ -37,7 +39,8 @@ def chunked_loss(
 ) -> Tensor:  # () fp32
     """Return the sum over tokens of weight times cross-entropy in nats, with gradients.
 
-    The forward pass computes the gradients too, chunk by chunk. So a pass takes memory for n x V logits, not N x V.
+    The forward pass computes the gradients too, chunk by chunk. So a pass takes memory for n x V
+    logits, not N x V.
     """
 
     scale = token_weights(targets, weights)
@@ -54,8 +57,9 @@ def token_losses(
 ) -> Tensor:  # (N,) fp32 nats, 0 where ignored
     """Return the cross-entropy of each token; only a chunk's logits exist at one time.
 
-    Where gradients are on, the backward pass computes every chunk's logits again. So a loss may be any function of the
-    losses of tokens, at the price of one more pass through the head than chunked_loss() takes.
+    Where gradients are on, the backward pass computes every chunk's logits again. So a loss may be
+    any function of the losses of tokens, at the price of one more pass through the head than
+    chunked_loss() takes.
     """
     if torch.is_grad_enabled():
         return _TokenLosses.apply(x, head, targets, vocab, chunk, capped)  # type: ignore[no-any-return]
@@ -72,7 +76,7 @@ def softcapped_loss(
     scale: Tensor,  # (n,) fp32 weight of each token, 0 = ignored
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted loss of a chunk, (), and its gradient with respect to the logits, (n, V').
+    """Return the weighted loss of a chunk, (), and the gradient of its logits, (n, V').
 
     No softcapped logit is above SOFTCAP or below -SOFTCAP, so the softmax needs no search for the largest logit:
     nothing overflows, and no sum is 0.
@@ -154,7 +158,7 @@ def loss_and_gradients(
     chunk_loss: ChunkLoss,
     frozen: bool,  # whether the head needs no gradient
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the weighted loss, (), and its gradients with respect to x, and to the head unless it is frozen."""
+    """Return the weighted loss, (), and the gradients of x, and of the head unless frozen."""
     cast_head = head.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     head_grad = (
@@ -176,7 +180,7 @@ def loss_and_gradients(
 
 
 class _Loss(torch.autograd.Function):
-    """The loss and both gradients in one pass over chunks of tokens; only a chunk's logits exist at one time."""
+    """The loss and both gradients in one pass over chunks of tokens."""
 
     @staticmethod
     def forward(

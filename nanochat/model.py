@@ -32,8 +32,10 @@ class ModelConfig(Protocol):
 
 
 class Model(Protocol):
-    """A language model that can be trained, evaluated and sampled from. Shapes: B batch, T time, C channels, V
-    vocabulary."""
+    """A language model that can be trained, evaluated and sampled from.
+
+    Shapes: B batch, T time, C channels, V vocabulary.
+    """
 
     @property
     def config(self) -> ModelConfig: ...
@@ -76,7 +78,7 @@ class Model(Protocol):
         ...
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
-        """The logarithm of the sum of each row's exponentials; None where a log_softmax costs less."""
+        """Return the log of the sum of each row's exponentials; None if log_softmax costs less."""
         ...
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ def test_the_kernels_of_the_flags_reach_the_operations() -> None:
     seen: list[bool] = []
 
     def work(cfg: Any, compute: Compute) -> None:
-        seen.append(compute.operations.stacks_matrices)
+        seen.append(compute.operations.muon.stacks)
 
     every: list[dict[str, str]] = [{}, {"kernels": "auto"}, {"kernels": "plain"}]
     for flags in every:

@@ -1,8 +1,8 @@
 """The code behind setup_ascend.sh and check_npu.py.
 
 It runs on Python 3.8 and later with the standard library alone. Only device_checks.py, numerics.py,
-collectives.py and bench.py import torch or nanochat, and they run in processes of their own. Read in
-this order:
+collectives.py and bench.py import torch or nanochat, and they run in processes of their own. Read
+in this order:
 
 - host.py: what a host shows without torch: CANN, the driver, cards, npu-smi.
 - versions.py: which torch_npu fits which CANN and Python.

@@ -72,7 +72,7 @@ def exported_variables(torch_npu: str) -> list[Variable]:
 
 
 class Finding(NamedTuple):
-    """A harmful variable: WARN or FAIL, the reason in two languages, and the command that fixes it."""
+    """A harmful variable: WARN or FAIL, the reason in two languages, and the remedy."""
 
     status: str
     name: str

@@ -30,7 +30,7 @@ def operations() -> Operations:
 
 
 def error(results: Tensors, expected: Tensors) -> float:
-    """Return the largest difference relative to the largest value; infinity if not all are finite."""
+    """Return the largest difference over the largest value; infinity if not all are finite."""
     largest_error = 0.0
     for result, reference in zip(results, expected, strict=True):
         result = result.detach().cpu().float()
@@ -50,7 +50,7 @@ def inputs(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def with_gradients(function: Function, tensors: list[Tensor]) -> Tensors:
-    """Return the output of a function, and the gradients of a weighted sum of it for every input."""
+    """Return the output of a function, and the gradients of a weighted sum of it."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     output = function(*leaves)
     (weights,) = inputs(10, tuple(output.shape))

@@ -72,7 +72,7 @@ def glibc() -> tuple[int, ...]:
 
 
 class Inventory(NamedTuple):
-    """What the host has: CANN and the driver, if any, and the device files of cards and managers."""
+    """What the host has: CANN, the driver, and the device files of cards and managers."""
 
     cann: host.Cann | None
     driver: host.Driver | None

@@ -60,7 +60,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     # Only rank 0 logs, and the output here must be numbers only.
     compute = replace(device.compute_init("npu", task["kernels"]), rank=1)
-    compute.operations.stacks_matrices |= task["stacked"]
+    compute.operations.muon.stacks |= task["stacked"]
     shape = shape_of(task)
     model = GPT(shape, dtype=compute.dtype)
     accelerate(model, compute.operations)

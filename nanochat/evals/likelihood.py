@@ -239,7 +239,7 @@ def _losses(
     rows: Sequence[PromptRow],
     greedy: bool,
 ) -> Tensor:
-    """Return the loss in nats of every scored token of a batch, row after row, float64 on the host."""
+    """Return the loss in nats of every scored token, row after row, float64 on the host."""
     states = branches.hidden([entry.tokens for entry in inputs], prefix_lengths)  # (B, T, C)
     positions: list[Tensor] = []  # in the flattened batch, of the states that predict scored tokens
     target_ids: list[int] = []

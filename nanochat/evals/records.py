@@ -60,7 +60,7 @@ class Records:
         self._records: list[tuple[int, Fields]] = []
 
     def saved_score(self) -> dict[str, Any] | None:
-        """Return the score of an earlier evaluation with the same model, settings and data, if any."""
+        """Return the score of an earlier evaluation of the same model, settings and data."""
         try:
             with open(self.path, "rb") as file:
                 head = parse_json(file.readline())

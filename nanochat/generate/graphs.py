@@ -78,7 +78,7 @@ class DecodeGraphs:
         keys = rounded(max(LEAST_KEYS, longest + 1), cache.length)
         self._tokens[:count].copy_(torch.tensor(tokens)[:, None], non_blocking=True)
         padding = slice(count, rows)
-        saved_states = cache.kept(padding) if rows > count else None
+        saved_states = cache.copy_states(padding) if rows > count else None
         adapted = any(number != NONE for number in numbers)
         with self._adapted(numbers, rows) if adapted else contextlib.nullcontext():
             logits = self._logits((rows, keys, adapted))
@@ -118,7 +118,7 @@ class DecodeGraphs:
 
         work()
         logits = results[0]
-        states = self.cache.kept(slots)
+        states = self.cache.copy_states(slots)
         self._graphs[shape] = (self.platform.captured(work, self._pool), results)
         self.cache.restore(slots, states)
         return logits

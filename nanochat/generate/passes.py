@@ -58,7 +58,7 @@ class Passes:
         The slots in `waiting` hold afterwards what they held before.
         """
         slots = [slice(slot, slot + 1) for slot in waiting]
-        saved_states = [self.cache.kept(slot) for slot in slots]
+        saved_states = [self.cache.copy_states(slot) for slot in slots]
         logits = self._decoded(requests, count)
         for slot, states in zip(slots, saved_states, strict=True):
             self.cache.restore(slot, states)
@@ -100,7 +100,7 @@ class Passes:
         idx = torch.tensor(table).to(self.model.device, non_blocking=True)
         lengths = torch.tensor(new).to(self.model.device, non_blocking=True)
         borrowed = slice(first + len(chunks), first + rows)
-        saved_states = self.cache.kept(borrowed) if padding_rows else None
+        saved_states = self.cache.copy_states(borrowed) if padding_rows else None
         context = Cached(
             self.cache,
             idx,

@@ -278,7 +278,7 @@ class Slots:
         if self.cache.cuts_anywhere:
             return
         if request.cached % STATE_INTERVAL == 0 or not request.prefilling:
-            request.saved_states[request.cached] = self.cache.kept(slice(slot, slot + 1))
+            request.saved_states[request.cached] = self.cache.copy_states(slice(slot, slot + 1))
             while len(request.saved_states) > MAX_SAVED_STATES:
                 request.saved_states.pop(next(iter(request.saved_states)))
 

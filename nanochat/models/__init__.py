@@ -1,1 +1,4 @@
-"""Published families of models. Read qwen/config.py for the shapes first, then qwen/layers.py and qwen/model.py."""
+"""Published families of models.
+
+Read qwen/config.py for the shapes first, then qwen/layers.py and qwen/model.py.
+"""

@@ -1,15 +1,15 @@
 """Plans flags: predicts speed, memory and disk of pretraining, and the memory of fine-tuning.
 
-python -m nanochat.planner                            # pretraining on the cards of this host
-python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
-python -m nanochat.planner --table                    # d12 to d32, every known chip, 1 to 128 cards
-python -m nanochat.planner --rows                     # rows of a pass that fit each chip's memory
-python -m nanochat.planner --published                # predictions of runs that others published
-python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # fine-tuning
+python -m nanochat.planner                            # pretraining on the cards of this host python
+-m nanochat.planner --chip 910B3 --ranks 8     # for other cards python -m nanochat.planner --table
+# d12 to d32, every known chip, 1 to 128 cards python -m nanochat.planner --rows
+# rows of a pass that fit each chip's memory python -m nanochat.planner --published                #
+predictions of runs that others published python -m nanochat.planner --model ./Qwen3-8B --chip 910B3
+--ranks 4 --shard full    # fine-tuning
 
 The flags are printed on one line, and the reasons for them on standard error. The speed of the
-cards comes from data sheets and from what others have measured; after `python check_npu.py --bench`,
-the speed of your own cards comes from that measurement.
+cards comes from data sheets and from what others have measured; after `python check_npu.py
+--bench`, the speed of your own cards comes from that measurement.
 """
 
 import re

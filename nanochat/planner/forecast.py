@@ -146,8 +146,8 @@ class Ledger(TorchDispatchMode):
         self.now -= self._bytes.pop(key)
 
 
-def _put_aside(x: Tensor) -> Callable[[], Tensor]:
-    """Act as Qwen.put_aside() on a card that is not there: what moves to the host does not count until it is back."""
+def _offload_tensor(x: Tensor) -> Callable[[], Tensor]:
+    """Act as offload_tensor() of a card: memory on the host does not count."""
     shape = x.shape
     dtype = x.dtype
     return lambda: torch.empty(shape, dtype=dtype)
@@ -171,7 +171,7 @@ def _watch_resizing(ledger: Ledger) -> None:
 def build_model(tuning: Tuning, compute: Compute) -> Qwen:
     """Return the model as fine-tuning prepares it, on meta and sharded."""
     model: Qwen = on_meta(tuning.shape, compute)
-    model.put_aside = _put_aside
+    model.offload_tensor = _offload_tensor
     cast_matrices(model, compute.dtype if tuning.lora else MASTER)
     if tuning.lora:
         add_adapters(model, tuning.lora)

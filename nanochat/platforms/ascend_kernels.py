@@ -16,6 +16,7 @@ from nanochat.attention import TensorCache, cache_mask
 from nanochat.loss import HIDDEN
 from nanochat.platforms import few_launches
 from nanochat.platforms.blocked_attention import BlockedAttention, ungrouped
+from nanochat.platforms.muon import ForeachMuon, FusedMuon
 from nanochat.platforms.operations import Operations, finite_mask
 from nanochat.platforms.together import Unit, cast_together
 
@@ -47,7 +48,7 @@ class AscendPlain(Operations):
 
     name = "plain"
     grain = 64
-    launches_are_dear = True
+    muon_class = ForeachMuon
 
     def __init__(self, stacks_matrices: bool = True, saturates: bool = False):
         """`saturates`: the chip would take the inf of an fp16 mask for an overflow."""
@@ -90,6 +91,7 @@ class AscendChunked(AscendPlain):
     fuses_layers = True
     loss_chunk = 2048
     fewest_launches = True
+    muon_class = FusedMuon
 
     def cast_together(
         self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype

@@ -19,6 +19,7 @@ from nanochat.context import Rows
 from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
 from nanochat.models.qwen.functions import weighted_norm
+from nanochat.muon import MuonArithmetic
 from nanochat.platforms.together import Unit, restore
 
 KEPT_GRAIN = 256  # tokens
@@ -70,15 +71,13 @@ class Operations(PlainAttention):
     skips_masked = (
         False  # whether the loss leaves out tokens without a target, for whose count the host waits
     )
-    launches_are_dear = (
-        False  # whether one operator over many tensors is much cheaper than one for each
-    )
+    muon_class: type[MuonArithmetic] = MuonArithmetic
     fewest_launches = False  # whether to save operators where that changes how results are rounded
 
     def __init__(self, stacks_matrices: bool = True):
         """`stacks_matrices`: Muon steps all matrices of one shape together."""
         super().__init__()
-        self.stacks_matrices = stacks_matrices
+        self.muon = self.muon_class(stacks_matrices)
 
     def serve(self, model: nn.Module) -> None:
         """Let a model multiply as the device does fastest. This is for inference: weights must not change before

@@ -1,4 +1,4 @@
-"""Reads and writes samples.jsonl: what the checkpoints of a stage replied, a JSON object per line."""
+"""Reads and writes samples.jsonl: what the checkpoints of a stage replied."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

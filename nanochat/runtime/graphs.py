@@ -5,6 +5,7 @@ pass must have the same shape. What is learned does not change. generate/graphs.
 the engine.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,3 +122,44 @@ class GraphedModel(nn.Module):
         for parameter, copy in zip(parameters, copies, strict=True):
             parameter.grad = copy
         self._copied = {copy.data_ptr() for copy in copies}
+
+
+class StepGraph:
+    """A function of gradients and rates, captured once and replayed as one launch.
+
+    Gradients and rates are copied to where the graph reads them.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        function: Callable[[Sequence[Tensor], Sequence[Any]], None],
+    ):
+        """The first call runs operator by operator, as captures require; the second captures."""
+        self._platform = platform
+        self._function = function
+        self._has_run = False
+        self._gradients: list[Tensor] = []
+        self._rates = torch.empty(0)
+        self._host_rates = torch.empty(0)
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self, gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """Call the function; from the second call on it gets the rates as tensors ()."""
+        if not self._has_run:
+            self._function(gradients, rates)
+            self._has_run = True
+            return
+        if self._replay is None:
+            self._gradients = [gradient.clone() for gradient in gradients]
+            self._rates = torch.tensor(rates, device=gradients[0].device)
+            self._replay = self._platform.captured(self._captured_call)
+        else:
+            torch._foreach_copy_(self._gradients, list(gradients))  # pyright: ignore[reportPrivateImportUsage]
+            # an attribute, since the copy may still be under way
+            self._host_rates = torch.tensor(rates).pin_memory()
+            self._rates.copy_(self._host_rates, non_blocking=True)
+        self._replay()
+
+    def _captured_call(self) -> None:
+        self._function(self._gradients, self._rates.unbind())

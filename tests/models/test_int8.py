@@ -9,22 +9,22 @@ from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.linear import Linear
 from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
-from nanochat.models.qwen.int8 import MOST_ROWS, Int8, hold_in_int8
+from nanochat.models.qwen.int8 import MAX_ROWS, Int8, hold_in_int8
 from nanochat.models.qwen.model import Qwen
 from tests.support.qwens import CONFIGS, VOCABULARY, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, MAX_ROWS, MAX_ROWS + 1])
 def test_rows_are_multiplied_with_the_rounded_matrix(rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(50, 48, generator=generator), torch.randn(rows, 1, 48, generator=generator).to(dtype)
     weight[3], weight[4, 0] = 0, 300  # a channel of zeros, and one whose largest weight hides the others
     packed = Int8(weight, dtype)
-    assert (packed.whole().float() - weight).abs().max() <= 300 / 127 * (0.51 if dtype == torch.float32 else 0.6)
+    assert (packed.dequantized().float() - weight).abs().max() <= 300 / 127 * (0.51 if dtype == torch.float32 else 0.6)
     y = packed(x)
-    wanted = x.double() @ (packed.numbers.double() * packed.scales.double()[:, None]).T
+    wanted = x.double() @ (packed.integers.double() * packed.scales.double()[:, None]).T
     assert y.dtype == dtype and y.shape == (rows, 1, 50) and not y[..., 3].any()
     torch.testing.assert_close(
         y.double(), wanted, rtol=0, atol=float(wanted.abs().max()) * (1e-6, 8e-3)[dtype != torch.float32]
@@ -38,7 +38,7 @@ def test_a_model_in_8_bits_is_the_model_with_rounded_matrices(family: str) -> No
     with torch.no_grad():
         matrices = {module.weight for module in rounded.modules() if isinstance(module, Linear)}
         for parameter in {*matrices, rounded.head.weight}:
-            parameter.copy_(Int8(parameter, torch.float32).whole())
+            parameter.copy_(Int8(parameter, torch.float32).dequantized())
     hold_in_int8(packed)
     idx = torch.arange(20)[None]
     found = packed(idx)

@@ -43,7 +43,7 @@ def measured(tuning: Tuning, compute: Compute) -> Memory:
     """Bytes of such a step on real tensors, by the allocations that torch's profiler records."""
     compute = replace(compute, dtype=DTYPES[tuning.dtype], operations=Operations())
     model = build_model(tuning, compute)
-    model.put_aside = out_of_sight
+    model.offload_tensor = out_of_sight
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)

@@ -263,8 +263,8 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fused_kernels_are_refused_where_there_is_no_npu() -> None:
-    assert not Cpu().operations("plain").stacks_matrices
-    assert Cpu().operations("auto").stacks_matrices
+    assert not Cpu().operations("plain").muon.stacks
+    assert Cpu().operations("auto").muon.stacks
     with pytest.raises(UserError, match="--kernels fused was asked for, but the device is cpu, which has no fused"):
         device.compute_init("cpu", "fused")
 
@@ -273,7 +273,7 @@ def test_the_environment_asks_where_the_flag_does_not(monkeypatch: pytest.Monkey
     monkeypatch.setenv("NANOCHAT_KERNELS", "plain")
     assert kernels_asked("auto") == "plain"
     assert kernels_asked("fused") == "fused"
-    assert not device.compute_init("cpu").operations.stacks_matrices
+    assert not device.compute_init("cpu").operations.muon.stacks
     monkeypatch.setenv("NANOCHAT_KERNELS", "quick")
     with pytest.raises(UserError, match="NANOCHAT_KERNELS must be auto, fused or plain, got 'quick'"):
         device.compute_init("cpu")

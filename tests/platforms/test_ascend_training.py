@@ -15,8 +15,7 @@ from nanochat.gpt import GPT
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Asked, Operations
-from nanochat.train.muon import Muon
-from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.optim import Muon, Optimizers, Rates
 from nanochat.train.update import LossScale, Outcome, update
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
@@ -145,7 +144,7 @@ def muon_steps(where: str, operations: Operations) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = [(16, 8), (16, 8), (8, 24), (8, 24), (8, 24)]
     start = [(f"m{i}", torch.randn(shape, generator=generator).to(where)) for i, shape in enumerate(shapes)]
-    optimizer = Muon(start, weight_decay=0.1, operations=operations)
+    optimizer = Muon(start, weight_decay=0.1, arithmetic=operations.muon)
     for _ in range(3):
         for _, matrix in start:
             matrix.grad = torch.randn(matrix.shape, generator=generator).to(where)

@@ -16,7 +16,7 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.train import compile as compiling
-from nanochat.train.muon import Muon
+from nanochat.train.optim import Muon
 from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CONFIG, CPU, ROWS, batches, make
 from tests.support.ranks import run_ranks

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat.train.muon import Muon, equal_steps, equalize, orthogonalize, subtract, variance_shape
+from nanochat.muon import MuonArithmetic, equalize, orthogonalize, variance_shape
+from nanochat.platforms.muon import ForeachMuon, FusedMuon
+from nanochat.train.optim import Muon
 from tests.support.tensors import draw
 
 # As printed in the Polar-Express paper (arXiv 2505.16932) for five steps.
@@ -187,9 +189,10 @@ def test_steps_in_few_operators_are_the_same_steps(shape: tuple[int, int, int]) 
         g = torch.randn(shape, generator=generator) * 1e-3
         g[0, 1] = 0  # a neuron without gradient
         expected = equalize(orthogonalize(g), slow, 0.9) * 0.02
-        torch.testing.assert_close(equal_steps(g.clone(), fast, 0.9, 0.02), expected, rtol=1e-4, atol=1e-6)
+        update = FusedMuon().update(g.clone(), fast, 0.9, 0.02)
+        torch.testing.assert_close(update, expected, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-9)
-    nothing = equal_steps(torch.zeros(shape), fast, 0.9, torch.tensor(0.02))
+    nothing = FusedMuon().update(torch.zeros(shape), fast, 0.9, torch.tensor(0.02))
     assert not nothing.any()
 
 
@@ -197,6 +200,15 @@ def test_steps_in_few_operators_are_the_same_steps(shape: tuple[int, int, int]) 
 def test_an_update_is_subtracted_with_cautious_decay(side_by_side: bool) -> None:
     block, update = torch.tensor([[[1.0, -1.0, 2.0]], [[0.0, 3.0, -2.0]]]), torch.tensor([[[0.5, 0.5, 0.0]]] * 2)
     held = list(block) if side_by_side else [matrix.clone() for matrix in block]
-    subtract(held, update, 0.1)
+    FusedMuon().subtract(held, update, 0.2, 0.5)
     expected = torch.tensor([[[1 - 0.5 - 0.1, -1.5, 2 - 0.2]], [[-0.5, 3 - 0.5 - 0.3, -2 + 0.2]]])
     torch.testing.assert_close(torch.stack(held), expected)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_one_launch_for_all_matrices_subtracts_the_same_bits(decay: float) -> None:
+    matrices, updates = draw(3, 5, 7), draw(3, 5, 7, seed=1)
+    plain, fast = list(matrices.clone()), list(matrices.clone())
+    MuonArithmetic().subtract(plain, updates, 0.02, decay)
+    ForeachMuon().subtract(fast, updates, 0.02, decay)
+    assert torch.equal(torch.stack(plain), torch.stack(fast))

@@ -45,9 +45,8 @@ KNOWN_BYTES = 64e6  # their size together, as estimated
 WORN_BYTES = 4e6
 MOST_REFUSED = 256  # refusals that are remembered
 REFUSED_SECONDS = 300.0  # how long they are, since a busy machine may be the reason
-REPLY_SECONDS = (
-    2.0  # computing time of a reply's masks, beside TOKEN_SECONDS for each of its tokens
-)
+# computing time of a reply's masks, beside TOKEN_SECONDS for each of its tokens
+REPLY_SECONDS = 2.0
 TOKEN_SECONDS = 0.002
 COSTLY_SECONDS = 0.001  # a mask that takes more is costly
 TOO_COMPLEX = (

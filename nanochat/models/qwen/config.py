@@ -7,8 +7,11 @@ from nanochat.common import UserError
 
 @dataclass(frozen=True)
 class QwenConfig:
-    """All that is needed to rebuild a model. Qwen2 has biases on queries, keys and values; Qwen3 norms queries and keys
-    instead; three of four layers of Qwen3.5 are Gated DeltaNets, and its attention has an output gate."""
+    """All that is needed to rebuild a model.
+
+    Qwen2 has biases on queries, keys and values; Qwen3 norms queries and keys instead; three of
+    four layers of Qwen3.5 are Gated DeltaNets, and its attention has an output gate.
+    """
 
     sequence_len: int = 2048  # the longest context, and T in training
     vocab_size: int = 151_936  # rows of the embedding
@@ -71,8 +74,8 @@ class QwenConfig:
         """A or D for each layer."""
         return "".join(self.layers[i % len(self.layers)] for i in range(self.n_layer))
 
-    def place(self, layer: int) -> int:
-        """The number of a layer among the layers of its kind, which is its place in the cache."""
+    def index_of_kind(self, layer: int) -> int:
+        """Return the number of a layer among the layers of its kind, as in the cache."""
         return self.kinds[:layer].count(self.kinds[layer])
 
     @property

@@ -1,11 +1,16 @@
-"""Gated DeltaNet (arXiv 2412.06464): a layer whose memory is one matrix a head, whatever the length of the text.
+"""Gated DeltaNet (arXiv 2412.06464): a layer whose memory is one matrix for each head.
 
-Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory S, (Dk, Dv), to
-    S <- a S + b k (v - a S^T k)^T,    and reads    o = S^T q.
-Training and prefill do this for chunks of tokens at a time with matmuls alone; decoding does it token by token. Keys
-and queries have norm 1. Memory, decays and the system of equations within a chunk are fp32; the other matmuls have the
-format of the activations.
-Shapes: B batch, T time, N chunks, C tokens of a chunk, H heads of keys, G heads of values for each of them.
+Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory
+S (Dk, Dv) to
+    S <- a S + b k (v - a S^T k)^T
+and reads
+    o = S^T q.
+Training and prefill do this for chunks of tokens at a time with matmuls alone; decoding does it
+token by token. Keys and queries have norm 1. Memory, decays and the system of equations within a
+chunk are fp32; the other matmuls have the dtype of the activations.
+
+Shapes: B batch, T time, N chunks, C tokens of a chunk, H heads of keys, G heads of values for each
+of them, Dk and Dv their dimensions.
 """
 
 from typing import Any, cast
@@ -27,32 +32,35 @@ EPSILON = 1e-6  # of the norm of queries and keys
 NEVER = -1e4  # the log of a decay that leaves nothing in fp32; some chips have no inf
 
 
-class _Inverse(torch.autograd.Function):
-    """The inverse of I + M, where M is the strictly lower triangle of a matrix (..., C, C), C a power of two.
+# --- the memory ----------------------------------------------------------------------------------
 
-    The inverses of the blocks on the diagonal are joined two by two, from 1 x 1 to C x C: as exact as substitution,
-    with 2 log C batched matmuls instead of C steps.
+
+class _Inverse(torch.autograd.Function):
+    """The inverse of I + M, where M is the strictly lower triangle of a matrix (..., C, C).
+
+    C is a power of two. The inverses of the blocks on the diagonal are joined two by two, from
+    1 x 1 to C x C: as exact as substitution, with 2 log C batched matmuls instead of C steps.
     """
 
     @staticmethod
-    def forward(ctx: Any, strict: Tensor) -> Tensor:
-        C = strict.size(-1)  # what stands on and above the diagonal is never read
-        blocks = strict.new_ones(*strict.shape[:-2], C, 1, 1)  # (..., C / s, s, s) inverses
-        size = 1
-        while size < C:
-            n = C // (2 * size)
-            grid = strict.unflatten(-1, (n, 2 * size)).unflatten(
-                -3, (n, 2 * size)
-            )  # (..., n, 2s, n, 2s)
-            below = grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[
-                ..., size:, :size
-            ]  # (..., n, s, s)
-            upper, lower = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
-            joined = strict.new_zeros(*strict.shape[:-2], n, 2 * size, 2 * size)
-            joined[..., :size, :size], joined[..., size:, size:] = upper, lower
-            joined[..., size:, :size] = -(lower @ (below @ upper))
-            blocks, size = joined, 2 * size
-        inverse = blocks.squeeze(-3)
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        C = matrix.size(-1)  # what stands on and above the diagonal is never read
+        inverses = matrix.new_ones(*matrix.shape[:-2], C, 1, 1)  # (..., C / s, s, s) of the blocks
+        s = 1
+        while s < C:
+            n = C // (2 * s)
+            grid = matrix.unflatten(-1, (n, 2 * s)).unflatten(-3, (n, 2 * s))
+            pairs = grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # (..., n, 2s, 2s)
+            below = pairs[..., s:, :s]  # (..., n, s, s)
+            upper = inverses[..., 0::2, :, :]
+            lower = inverses[..., 1::2, :, :]
+            joined = matrix.new_zeros(*matrix.shape[:-2], n, 2 * s, 2 * s)
+            joined[..., :s, :s] = upper
+            joined[..., s:, s:] = lower
+            joined[..., s:, :s] = -(lower @ (below @ upper))
+            inverses = joined
+            s = 2 * s
+        inverse = inverses.squeeze(-3)
         ctx.save_for_backward(inverse)
         return inverse
 
@@ -63,81 +71,98 @@ class _Inverse(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """The memory before each chunk, chunk after chunk, and what each chunk's tokens write. Matrices are batched over
-    (B, H, G).
+    """The memory before each chunk, chunk after chunk, and what each chunk's tokens write.
 
-    The backward pass is written by hand, so that only two matmuls a chunk wait for the chunk after it, and every
-    gradient has the layout of what it is the gradient of.
+    Matrices are batched over (B, H, G). The backward pass is written by hand, so that only two
+    matmuls a chunk wait for the chunk after it, and every gradient has the layout of what it is the
+    gradient of.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        written: Tensor,  # (N, ..., C, Dv) what the tokens would write into an empty memory
-        known: Tensor,  # (N, ..., C, Dk) the keys with which they read what the memory has
-        keys: Tensor,  # (N, ..., C, Dk) the keys with which they write, each decayed to the end of its chunk
-        kept: Tensor,  # (N, ..., 1, 1) fp32 decay of the memory over a chunk
+        values: Tensor,  # (N, ..., C, Dv) what the tokens would write into an empty memory
+        read_keys: Tensor,  # (N, ..., C, Dk) with which they read what the memory has
+        write_keys: Tensor,  # (N, ..., C, Dk) with which they write, decayed to the chunk's end
+        decays: Tensor,  # (N, ..., 1, 1) fp32 of the memory over a chunk
         memory: Tensor,  # (..., Dk, Dv) fp32 before the first chunk
-    ) -> tuple[
-        Tensor, Tensor, Tensor
-    ]:  # (N, ..., Dk, Dv) as written, (N, ..., C, Dv), (..., Dk, Dv) fp32
-        before, new, S = [], [], memory
-        for write, know, key, keep in zip(
-            written.unbind(), known.unbind(), keys.unbind(), kept.unbind(), strict=True
-        ):
-            before.append(S.to(write.dtype))
-            new.append(write - know @ before[-1])
-            S = S * keep + key.mT @ new[-1]
-        all_before, all_new = torch.stack(before), torch.stack(new)
-        ctx.save_for_backward(known, keys, kept, all_before, all_new)
-        return all_before, all_new, S
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the memories before the chunks, (N, ..., Dk, Dv) in the dtype of `values`, what
+        the tokens write, (N, ..., C, Dv), and the last memory, (..., Dk, Dv) fp32."""
+        memories = []
+        writes = []
+        S = memory
+        chunks = zip(
+            values.unbind(),
+            read_keys.unbind(),
+            write_keys.unbind(),
+            decays.unbind(),
+            strict=True,
+        )
+        for value, read_key, write_key, decay in chunks:
+            rounded = S.to(value.dtype)
+            write = value - read_key @ rounded
+            S = S * decay + write_key.mT @ write
+            memories.append(rounded)
+            writes.append(write)
+        all_memories = torch.stack(memories)
+        all_writes = torch.stack(writes)
+        ctx.save_for_backward(read_keys, write_keys, decays, all_memories, all_writes)
+        return all_memories, all_writes, S
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        known, keys, kept, before, new = ctx.saved_tensors
-        grad_before, grad_new, grad_S = grads
-        after, whole = [], []
-        parts = (
-            known.unbind(),
-            keys.unbind(),
-            kept.unbind(),
-            grad_before.unbind(),
-            grad_new.unbind(),
+        read_keys, write_keys, decays, memories, writes = ctx.saved_tensors
+        grad_memories, grad_writes, grad_S = grads
+        grads_after = []  # of the memory after each chunk, the last chunk first
+        grads_values = []
+        chunks = zip(
+            read_keys.unbind(),
+            write_keys.unbind(),
+            decays.unbind(),
+            grad_memories.unbind(),
+            grad_writes.unbind(),
+            strict=True,
         )
-        for know, key, keep, d_before, d_new in reversed(list(zip(*parts, strict=True))):
-            after.append(grad_S)  # of the memory after this chunk
-            whole.append(d_new + key @ grad_S.to(key.dtype))
-            grad_S = grad_S * keep + d_before - know.mT @ whole[-1]
-        grad_after, grad_written = torch.stack(after[::-1]), torch.stack(whole[::-1])
-        grad_known = -(grad_written @ before.mT)
-        grad_keys = new @ grad_after.to(new.dtype).mT
-        grad_kept = (before * grad_after).sum((-2, -1), keepdim=True)
-        return grad_written, grad_known, grad_keys, grad_kept, grad_S
+        for read_key, write_key, decay, grad_memory, grad_write in reversed(list(chunks)):
+            grads_after.append(grad_S)
+            grad_value = grad_write + write_key @ grad_S.to(write_key.dtype)
+            grad_S = grad_S * decay + grad_memory - read_key.mT @ grad_value
+            grads_values.append(grad_value)
+        grad_after = torch.stack(grads_after[::-1])
+        grad_values = torch.stack(grads_values[::-1])
+        grad_read_keys = -(grad_values @ memories.mT)
+        grad_write_keys = writes @ grad_after.to(writes.dtype).mT
+        grad_decays = (memories * grad_after).sum((-2, -1), keepdim=True)
+        return grad_values, grad_read_keys, grad_write_keys, grad_decays, grad_S
 
 
 def unit(x: Tensor) -> Tensor:
-    """fp32 vectors of norm 1 along the last dimension."""
+    """Return fp32 vectors of norm 1 along the last dimension."""
     x = x.float()
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
 
 
-def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
-    """(B, T, H, ...) as (N, B, H, C, ...), with zeros behind the last token."""
-    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, chunks * size - x.size(1)))
+def _in_chunks(x: Tensor, chunks: int, size: int) -> Tensor:
+    """Return (B, T, H, ...) as (N, B, H, C, ...), with zeros behind the last token."""
+    padding = chunks * size - x.size(1)
+    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
     return x.unflatten(1, (chunks, size)).movedim(1, 0).transpose(2, 3).contiguous()
 
 
-def _seen(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
-    """From the document of each token, (B, T): which tokens of its chunk each token sees, (N, B, 1, 1, C, C), and
-    which tokens see the chunks before their own, (N, B, 1, 1, C)."""
-    padded = F.pad(
-        documents[None].float(), (0, chunks * size - documents.size(1)), mode="replicate"
-    )[0]
-    cut = padded.unflatten(1, (chunks, size)).movedim(1, 0)[:, :, None, None]  # (N, B, 1, 1, C)
-    before = torch.cat(
-        (cut[:1, ..., :1], cut[:-1, ..., -1:])
-    )  # the last document of the chunk before
-    return (cut[..., :, None] == cut[..., None, :]).tril(), cut == before
+def _visibility(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return what tokens see where a row holds several documents; `documents` is (B, T).
+
+    Which tokens of its chunk each token sees, (N, B, 1, 1, C, C), and which tokens see the chunks
+    before their own, (N, B, 1, 1, C).
+    """
+    padding = chunks * size - documents.size(1)
+    padded = F.pad(documents[None].float(), (0, padding), mode="replicate")[0]
+    document = padded.unflatten(1, (chunks, size)).movedim(1, 0)[:, :, None, None]
+    first = document[:1, ..., :1]
+    last_of_chunk_before = torch.cat((first, document[:-1, ..., -1:]))
+    is_same = document[..., :, None] == document[..., None, :]
+    return is_same.tril(), document == last_of_chunk_before
 
 
 def chunked(
@@ -147,39 +172,50 @@ def chunked(
     log_decay: Tensor,  # (B, T, H * G) fp32, at most 0; 0 where a token is padding
     strength: Tensor,  # (B, T, H * G), from 0 to 1; 0 where a token is padding
     memory: Tensor | None = None,  # (B, H * G, Dk, Dv) fp32 before the first token; None: zeros
-    documents: Tensor
-    | None = None,  # (B, T) the number of each token's document, if a row holds several
+    documents: Tensor | None = None,  # (B, T) the document of each token, if a row holds several
     size: int = CHUNK,
-) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) in the format of v, (B, H * G, Dk, Dv) fp32
-    """What every token reads, and the memory after the last token. No token reads what another document wrote."""
+) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) in the dtype of v, (B, H * G, Dk, Dv) fp32
+    """Return what every token reads, and the memory after the last token.
+
+    No token reads what another document wrote.
+    """
     B, T, H, Dk = k.shape
-    G, Dv, N, dtype = v.size(2) // H, v.size(3), -(-T // size), v.dtype
-    q, k = _cut(unit(q) * Dk**-0.5, N, size), _cut(unit(k), N, size)  # (N, B, H, C, Dk)
-    v = _cut(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
-    total = (
-        _cut(log_decay.float(), N, size).unflatten(2, (H, G)).cumsum(-1)
-    )  # (N, B, H, G, C) log decay since the chunk began
-    b = _cut(strength.float(), N, size).unflatten(2, (H, G))[..., None]
-    decay_before = total.exp()  # of the memory that a token finds
-    triangle = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
+    Dv = v.size(3)
+    G = v.size(2) // H
+    N = -(-T // size)
+    dtype = v.dtype
+    q = _in_chunks(unit(q) * Dk**-0.5, N, size)  # (N, B, H, C, Dk)
+    k = _in_chunks(unit(k), N, size)
+    v = _in_chunks(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
+    g = _in_chunks(log_decay.float(), N, size).unflatten(2, (H, G))  # (N, B, H, G, C)
+    b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))[..., None]
+
+    since_begin = g.cumsum(-1)  # log decay since the chunk began
+    decay_before = since_begin.exp()  # of the memory that the chunk finds
+    sees = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
     if documents is not None:
-        triangle, continues = _seen(documents, N, size)
-        decay_before = decay_before * continues
-    # The decay between two tokens of a chunk, (N, B, H, G, C, C); 0 where the second does not see the first.
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~triangle, NEVER).exp()
+        sees, sees_before = _visibility(documents, N, size)
+        decay_before = decay_before * sees_before
+    # The decay between two tokens of a chunk, (N, B, H, G, C, C).
+    between = since_begin[..., :, None] - since_begin[..., None, :]
+    decay = between.masked_fill(~sees, NEVER).exp()
+
+    # Each token writes what its value lacks beside what the tokens before it in the chunk write:
+    # a triangular system of equations.
     inverse = _Inverse.apply((k @ k.mT).unsqueeze(3) * decay * b).to(dtype)
-    written = inverse @ (v * b).to(dtype)  # what each token would write into an empty memory
-    # Reads what the memory has for those keys.
-    known = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b)).to(dtype)
+    values = inverse @ (v * b).to(dtype)
+    read_keys = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b)).to(dtype)
     scores = ((q.to(dtype) @ k.to(dtype).mT).unsqueeze(3) * decay).to(dtype)
-    asking = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
-    keys = (k.unsqueeze(3) * decay[..., -1, :, None]).to(dtype)
-    kept = decay_before[..., -1:, None]
+    queries = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
+    write_keys = (k.unsqueeze(3) * decay[..., -1, :, None]).to(dtype)
+    chunk_decay = decay_before[..., -1:, None]
     S = k.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
-    found, new, S = cast(tuple[Tensor, Tensor, Tensor], _Scan.apply(written, known, keys, kept, S))
-    out = asking @ found + scores @ new  # (N, B, H, G, C, Dv)
-    out = out.transpose(0, 1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
-    return out.flatten(1, 2)[:, :T], S.flatten(1, 2)
+    scanned = _Scan.apply(values, read_keys, write_keys, chunk_decay, S)
+    memories, writes, S = cast(tuple[Tensor, Tensor, Tensor], scanned)
+
+    o = queries @ memories + scores @ writes  # (N, B, H, G, C, Dv)
+    o = o.transpose(0, 1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
+    return o.flatten(1, 2)[:, :T], S.flatten(1, 2)
 
 
 def step(
@@ -190,53 +226,59 @@ def step(
     strength: Tensor,  # (B, 1, H * G)
     memory: Tensor,  # (B, H * G, Dk, Dv) fp32
 ) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
-    """What chunked() gives for one token."""
+    """Return what chunked() returns, for one token."""
     G = v.size(2) // k.size(2)
-    q = (
-        (unit(q) * q.size(3) ** -0.5).transpose(1, 2).repeat_interleave(G, dim=1)
-    )  # (B, H * G, 1, Dk)
+    q = unit(q) * q.size(3) ** -0.5
+    q = q.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
     k = unit(k).transpose(1, 2).repeat_interleave(G, dim=1)
-    memory = memory * log_decay.transpose(1, 2)[..., None].exp()
-    surprise = v.float().transpose(1, 2) - k @ memory  # (B, H * G, 1, Dv)
-    memory = memory + k.mT @ (surprise * strength.float().transpose(1, 2)[..., None])
-    return (q @ memory).transpose(1, 2), memory
+    v = v.float().transpose(1, 2)  # (B, H * G, 1, Dv)
+    decay = log_decay.transpose(1, 2)[..., None].exp()
+    b = strength.float().transpose(1, 2)[..., None]
+    S = memory * decay
+    S = S + k.mT @ ((v - k @ S) * b)
+    return (q @ S).transpose(1, 2), S
 
 
 def convolve(
     x: Tensor,  # (B, T, C)
     weight: Tensor,  # (C, 1, W), the last column multiplies the token itself
     before: Tensor | None = None,  # (B, W - 1, C) the tokens before the first; None: zeros
-    positions: Tensor
-    | None = None,  # (B, T) the place of each token in its document, if a row holds several
+    positions: Tensor | None = None,  # (B, T) place in its document, if a row holds several
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, W - 1 + T, C)
-    """Each channel's causal convolution, and the tokens with those before them."""
-    W, T = weight.size(2), x.size(1)
-    taps = (
-        weight[:, 0].to(x.dtype).mT.contiguous().unbind(0)
-    )  # strided ones would be multiplied one by one
-    joined = (
-        F.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x), dim=1)
-    )
+    """Return each channel's causal convolution, and the tokens with those before them."""
+    W = weight.size(2)
+    T = x.size(1)
+    # contiguous, since strided ones would be multiplied one by one
+    taps = weight[:, 0].to(x.dtype).mT.contiguous().unbind(0)
+    if before is None:
+        inputs = F.pad(x, (0, 0, W - 1, 0))
+    else:
+        inputs = torch.cat((before.to(x.dtype), x), dim=1)
     y = x * taps[-1]
     for back in range(1, W):
-        earlier = joined[:, W - 1 - back : W - 1 - back + T] * taps[-1 - back]
+        first = W - 1 - back
+        earlier = inputs[:, first : first + T] * taps[-1 - back]
         if positions is not None:
             earlier = earlier * (positions >= back)[..., None]
         y = y + earlier
-    return y, joined
+    return y, inputs
+
+
+# --- the layer -----------------------------------------------------------------------------------
 
 
 class GatedDeltaNet(nn.Module):
-    """The layer: projections, convolution, memory, and a gated norm of what the memory gives. The parameters have the
-    names that they have in Qwen3.5's checkpoints."""
+    """The layer: projections, convolution, memory, and a gated norm of what the memory gives.
 
-    def __init__(self, config: QwenConfig, place: int):
-        """`place` is the number of the layer among the DeltaNets, which is where its states lie in the cache."""
+    The parameters have the names that they have in Qwen3.5's checkpoints.
+    """
+
+    def __init__(self, config: QwenConfig, index: int):
+        """`index` is the number of the layer among the DeltaNets, as in the cache."""
         super().__init__()
-        self.place, self.config = place, config
-        self.recomputes = (
-            True  # whether training keeps only what the matrices give, and computes the rest again
-        )
+        self.index = index
+        self.config = config
+        self.recomputes = True  # whether training computes all but the matrices again
         value_channels = config.delta_value_heads * config.delta_value_dim
         self.in_proj_qkv = Linear(config.n_embd, config.delta_channels)
         self.in_proj_z = Linear(config.n_embd, value_channels)
@@ -251,60 +293,74 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(value_channels, config.n_embd)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # (B, T, C)
-        before = context.read("inputs", self.place)
+        before = context.read("inputs", self.index)
+        positions = context.positions if before is None else None
         taps = cast(Tensor, self.conv1d.weight)
-        mixed, inputs = convolve(
-            self.in_proj_qkv(x), taps, before, context.positions if before is None else None
-        )
+        mixed, inputs = convolve(self.in_proj_qkv(x), taps, before, positions)
         if before is not None:
-            context.write(
-                "inputs", self.place, _last(inputs, self.config.delta_width - 1, context.lengths)
-            )
-        given = mixed, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
-        # Below adapters a compiler chooses better by itself; where matrices are trained it would keep a fifth more.
-        left_alone = is_compiling() and not self.in_proj_qkv.weight.requires_grad
-        if before is None and self.recomputes and torch.is_grad_enabled() and not left_alone:
+            last = _last(inputs, self.config.delta_width - 1, context.lengths)
+            context.write("inputs", self.index, last)
+        z = self.in_proj_z(x)
+        b = self.in_proj_b(x)
+        a = self.in_proj_a(x)
+        if before is None and self._must_recompute():
             y = checkpoint(
-                self._remember, *given, context, use_reentrant=False, preserve_rng_state=False
+                self._remember,
+                mixed,
+                z,
+                b,
+                a,
+                context,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
-        else:
-            y = self._remember(*given, context)
-        return self.out_proj(cast(Tensor, y))
+            return self.out_proj(cast(Tensor, y))
+        return self.out_proj(self._remember(mixed, z, b, a, context))
+
+    def _must_recompute(self) -> bool:
+        """Whether the backward pass computes _remember() again."""
+        # Below adapters a compiler chooses better by itself; where matrices are trained it would
+        # keep a fifth more.
+        compiler_chooses = is_compiling() and not self.in_proj_qkv.weight.requires_grad
+        return self.recomputes and torch.is_grad_enabled() and not compiler_chooses
 
     def _remember(
         self,
-        mixed: Tensor,  # (B, T, 2 * H * Dk + H * G * Dv) queries, keys and values, before their SiLU
+        mixed: Tensor,  # (B, T, 2 * H * Dk + H * G * Dv) queries, keys and values, before SiLU
         z: Tensor,  # (B, T, H * G * Dv) before the gate
         b: Tensor,  # (B, T, H * G) before the sigmoid
         a: Tensor,  # (B, T, H * G) before the decay
         context: Context,
     ) -> Tensor:  # (B, T, H * G * Dv)
-        """What the memory gives, normed and gated. The intermediate results take several times as much memory as the
-        arguments, and time beside the matrices is short."""
-        c, dtype, T = self.config, mixed.dtype, mixed.size(1)
-        memory = context.read("memory", self.place)
-        mixed = F.silu(mixed)
-        keys = c.delta_key_heads * c.delta_key_dim
-        q, k, v = mixed.split((keys, keys, mixed.size(2) - 2 * keys), dim=2)
-        q, k = (part.unflatten(2, (-1, c.delta_key_dim)) for part in (q, k))
+        """Return what the memory gives, normed and gated.
+
+        The intermediate results take several times as much memory as the arguments, and little time
+        beside the matrices.
+        """
+        c = self.config
+        T = mixed.size(1)
+        key_channels = c.delta_key_heads * c.delta_key_dim
+        value_channels = mixed.size(2) - 2 * key_channels
+        q, k, v = F.silu(mixed).split((key_channels, key_channels, value_channels), dim=2)
+        q = q.unflatten(2, (-1, c.delta_key_dim))
+        k = k.unflatten(2, (-1, c.delta_key_dim))
         v = v.unflatten(2, (-1, c.delta_value_dim))
         strength = b.float().sigmoid()
         log_decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
         if context.lengths is not None and T > 1:  # padding changes no memory
-            real = (torch.arange(T, device=z.device) < context.lengths[:, None])[..., None]
-            strength, log_decay = strength * real, log_decay * real
+            is_real = torch.arange(T, device=z.device) < context.lengths[:, None]
+            strength = strength * is_real[..., None]
+            log_decay = log_decay * is_real[..., None]
+        memory = context.read("memory", self.index)
         if memory is not None and T == 1:
             y, memory = step(q, k, v, log_decay, strength, memory)
         else:
             y, memory = chunked(q, k, v, log_decay, strength, memory, context.documents)
-        context.write("memory", self.place, memory)
+        context.write("memory", self.index, memory)
+        scale = cast(Tensor, self.norm.weight).float()
         gate = F.silu(z.float()).view_as(y)
-        y = (
-            F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps)
-            * cast(Tensor, self.norm.weight).float()
-            * gate
-        )
-        return y.to(dtype).flatten(2)
+        y = F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps) * scale * gate
+        return y.to(mixed.dtype).flatten(2)
 
 
 def _last(
@@ -312,7 +368,7 @@ def _last(
     count: int,  # W
     lengths: Tensor | None,  # (B,) how many of the T tokens are real
 ) -> Tensor:  # (B, W, C)
-    """The last real tokens of each row, and those before the row where it has too few."""
+    """Return the last real tokens of each row, and those before the row where it has too few."""
     if lengths is None:
         return inputs[:, -count:]
     index = lengths[:, None] + torch.arange(count, device=inputs.device)
@@ -320,12 +376,18 @@ def _last(
 
 
 def add_states(
-    cache: Cache, config: QwenConfig, slots: int, device: torch.device, dtype: torch.dtype
+    cache: Cache,
+    config: QwenConfig,
+    slots: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
-    """Give a cache what the DeltaNets of a model keep of each sequence: memories, fp32, and the last inputs of the
-    convolutions."""
+    """Give a cache the states of a model's DeltaNets for each sequence.
+
+    These are the memories, fp32, and the last inputs of the convolutions.
+    """
     layers = config.kinds.count("D")
     shape = (slots, layers, config.delta_value_heads, config.delta_key_dim, config.delta_value_dim)
     cache.add_state("memory", zeros_on_demand(shape, device, torch.float32))
-    inputs = (slots, layers, config.delta_width - 1, config.delta_channels)
-    cache.add_state("inputs", zeros_on_demand(inputs, device, dtype))
+    shape = (slots, layers, config.delta_width - 1, config.delta_channels)
+    cache.add_state("inputs", zeros_on_demand(shape, device, dtype))

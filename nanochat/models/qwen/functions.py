@@ -1,4 +1,4 @@
-"""Functions of single channels that keep no fp32 copies and no intermediate results for their backward pass."""
+"""Functions that save no fp32 copies and no intermediate results for their backward pass."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. What autograd would keep, silu(gate), is computed again."""
+    """silu(gate) * up. The backward pass computes silu(gate) again, which autograd would keep."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -18,16 +18,18 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
+        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        grad_up = F.silu(gate).mul_(grads[0])
+        return grad_gate, grad_up
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202)."""
+    """Return silu(gate) * up (arXiv 2002.05202)."""
     return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
 
 
 class _WeightedNorm(torch.autograd.Function):
-    """RMS norm times a weight, in fp32 inside; it keeps its input and one number for each row."""
+    """RMS norm times a weight, computed in fp32. It saves its input and one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -39,12 +41,15 @@ class _WeightedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        normed, gradient, weight_grad = x.float() * inverse, grads[0].float(), None
+        normed = x.float() * inverse
+        grad = grads[0].float()
+        weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = (gradient * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
-        gradient = gradient * weight
-        along = (gradient * normed).mean(dim=-1, keepdim=True)
-        return gradient.sub_(normed.mul_(along)).mul_(inverse).to(x.dtype), weight_grad, None
+            weight_grad = (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
+        grad = grad * weight
+        along_x = (grad * normed).mean(dim=-1, keepdim=True)
+        x_grad = grad.sub_(normed.mul_(along_x)).mul_(inverse)
+        return x_grad.to(x.dtype), weight_grad, None
 
 
 def weighted_norm(
@@ -52,5 +57,5 @@ def weighted_norm(
     weight: Tensor,  # (C,) fp32
     epsilon: float,
 ) -> Tensor:
-    """RMS norm over the last dimension, times a weight for each channel."""
+    """Return the RMS norm over the last dimension, times a weight for each channel."""
     return _WeightedNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return]

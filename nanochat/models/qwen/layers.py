@@ -1,6 +1,7 @@
 """The layers of a Qwen model: vocabulary, norm, attention, MLP, block.
 
-Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and values, D head dimension, V vocabulary.
+Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and values, D head dimension, V
+vocabulary.
 """
 
 from typing import Literal
@@ -45,8 +46,10 @@ class Vocabulary(nn.Module):
         weights: Tensor | None = None,  # (...) weight of each token's loss
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Return the rows (..., C) of token ids. Of activations: fp32 logits (..., V); with targets the weighted sum
-        of losses, or every token's loss (...)."""
+        """Return the rows (..., C) of token ids. Of activations: fp32 logits (..., V).
+
+        With targets: the weighted sum of losses, or every token's loss (...).
+        """
         if not input.is_floating_point():
             return F.embedding(input, self.weight)
         if targets is None:
@@ -55,7 +58,8 @@ class Vocabulary(nn.Module):
         if reduction == "none":
             losses = self.token_losses(x, targets.flatten()).view_as(targets)
             return losses.clone()  # a sharded module must not return a view
-        return self.loss(x, targets.flatten(), None if weights is None else weights.flatten())
+        flat_weights = None if weights is None else weights.flatten()
+        return self.loss(x, targets.flatten(), flat_weights)
 
     def logits(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V) fp32
         """Return the scores of all tokens."""
@@ -63,9 +67,12 @@ class Vocabulary(nn.Module):
             return self.multiply(x, self.weight).float()
         return F.linear(x, self.weight.to(x.dtype)).float()
 
-    def loss(
-        self, x: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> Tensor:  # (N, C), (N,), (N,) -> ()
+    def loss(  # (N, C), (N,), (N,) -> ()
+        self,
+        x: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
         """Return the weighted sum of the losses of N tokens."""
         vocab = self.weight.size(0)
         return chunked_loss(x, self.weight, targets, vocab, weights, self.chunk, capped=False)
@@ -77,7 +84,7 @@ class Vocabulary(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMS norm times a weight for each channel, or times 1 + weight where the weights are centred on zero."""
+    """RMS norm times a weight for each channel, or times 1 + weight (zero-centred)."""
 
     def __init__(self, channels: int, config: QwenConfig):
         super().__init__()
@@ -95,12 +102,12 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary embeddings, and what a family adds: biases, norms, an output gate."""
+    """Causal self-attention, with the biases, norms and output gate of a family."""
 
-    def __init__(self, config: QwenConfig, place: int):
-        """`place` is the number of the layer among the attention layers, which is where its keys lie in the cache."""
+    def __init__(self, config: QwenConfig, index: int):
+        """`index` counts the attention layers; the keys of this one have it in the cache."""
         super().__init__()
-        self.place = place
+        self.index = index
         self.config = config
         C = config.n_embd
         D = config.head_dim
@@ -121,17 +128,20 @@ class Attention(nn.Module):
         context: Context,
     ) -> Tensor:  # (B, T, C)
         q, k, v, gate = self.heads(x, rotary)
-        y = context.attend(self.place, q, k, v, self.config.sequence_len)
+        y = context.attend(self.index, q, k, v, self.config.sequence_len)
         if gate is not None:
             y = y * torch.sigmoid(gate)
         return self.o_proj(y.flatten(2))
 
     def heads(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> tuple[
-        Tensor, Tensor, Tensor, Tensor | None
-    ]:  # (B, T, H, D), (B, T, Hkv, D) twice, (B, T, H, D)
-        """Return queries and keys, normed and rotated, values, and the gate of the output."""
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries and keys, normed and rotated, values, and the gate of the output.
+
+        Queries and gate are (B, T, H, D), keys and values (B, T, Hkv, D).
+        """
         c = self.config
         q = self.q_proj(x).unflatten(2, (c.n_head, -1))
         k = self.k_proj(x).unflatten(2, (c.n_kv_head, -1))
@@ -174,14 +184,14 @@ class Block(nn.Module):
 
     def __init__(self, config: QwenConfig, layer: int):
         super().__init__()
-        place = config.place(layer)
+        index = config.index_of_kind(layer)
         self.input_layernorm = Norm(config.n_embd, config)
         self.linear_attn: GatedDeltaNet | None = None
         self.self_attn: Attention | None = None
         if config.kinds[layer] == "D":
-            self.linear_attn = GatedDeltaNet(config, place)
+            self.linear_attn = GatedDeltaNet(config, index)
         else:
-            self.self_attn = Attention(config, place)
+            self.self_attn = Attention(config, index)
         self.post_attention_layernorm = Norm(config.n_embd, config)
         self.mlp = MLP(config)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from nanochat.common import UserError, base_dir, warn
 from nanochat.platforms import host
 from nanochat.platforms.few_launches import square_sums
+from nanochat.platforms.muon import ForeachMuon
 from nanochat.platforms.operations import Operations
 
 HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 of the hub, for the package `kernels`
@@ -34,7 +35,7 @@ class NvidiaOperations(Operations):
 
     loss_chunk = 8192
     grain = 64
-    launches_are_dear = True
+    muon_class = ForeachMuon
 
     def __init__(self, generation: int, plain: bool = False):
         """`generation` is the first number of the compute capability; `plain` asks for torch's own attention.

@@ -129,8 +129,8 @@ def token_weights(
 ) -> list[float]:  # one for each token of the reply
     """The weight of each token's loss: the advantage of its reply.
 
-    Tokens that the model did not choose weigh 0. So do all tokens of a reply that is `skipped`, such as one that was
-    cut off: its reward says nothing about its beginning.
+    Tokens that the model did not choose weigh 0. So do all tokens of a reply that is `skipped`,
+    such as one that was cut off: its reward says nothing about its beginning.
     """
     return [0.0 if chosen_for_it or skipped else advantage for chosen_for_it in forced]
 

@@ -50,7 +50,7 @@ def test_a_package_comes_first_and_plain_is_torchs(monkeypatch: pytest.MonkeyPat
     assert NvidiaOperations(9).name == "FlashAttention 3" and NvidiaOperations(9).flash is made.flash_attn_func
     assert NvidiaOperations(8).name == NvidiaOperations(10).name == ROWS  # that package is for Hopper
     plain = NvidiaOperations(9, plain=True)
-    assert plain.name == TORCHS and not plain.stacks_matrices
+    assert plain.name == TORCHS and not plain.muon.stacks
     assert plain.flash is None and plain.of_rows is None
 
 

@@ -1,0 +1,120 @@
+"""The arithmetic of Muon: momentum, then the nearest orthogonal matrix, for the matrices in layers.
+
+Jordan 2024 (kellerjordan.github.io/posts/muon), with row equilibration (arXiv 2603.28254),
+Polar-Express coefficients (2505.16932), Frobenius renormalisation (2602.21545), per-neuron variance
+(NorMuon, 2510.05491) and cautious decay. The arithmetic is upstream nanochat's HEAD. optim.py has
+the optimizer: its state, and how ranks share the work.
+
+Shapes: K matrices of one shape (rows, cols).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+# (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T, for a safety factor of 2e-2 and
+# a cushion of 2.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(
+    x: Tensor,  # (K, rows, cols), singular values at most 1
+) -> Tensor:  # (K, rows, cols)
+    """Return matrices whose singular values are close to 1, by polynomials in the Gram matrix."""
+    is_tall = x.size(-2) > x.size(-1)
+    if is_tall:  # the Gram matrix of the shorter side is the smaller one
+        x = x.mT
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def orthogonalize(
+    g: Tensor,  # (K, rows, cols) in the dtype to multiply in
+) -> Tensor:  # (K, rows, cols) fp32, Frobenius norm sqrt(min(rows, cols))
+    """Return each matrix's approximate orthogonal factor, after scaling its rows to equal norms."""
+    wide = g.float()
+    row_norm = wide.norm(dim=-1, keepdim=True)
+    mean_norm = wide.norm(dim=(-2, -1), keepdim=True) / g.size(-2) ** 0.5
+    x = g * (mean_norm / row_norm.clamp_min(1e-6)).to(g.dtype)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-6)
+    x = polar_express(x).float()
+    size = min(g.size(-2), g.size(-1)) ** 0.5
+    return x * (size / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6))
+
+
+def equalize(
+    g: Tensor,  # (K, rows, cols) fp32
+    variance: Tensor,  # (K, rows, 1) or (K, 1, cols) fp32, running; updated in place
+    beta: float,
+) -> Tensor:  # (K, rows, cols)
+    """Return each neuron divided by the root of its running mean square (NorMuon).
+
+    The mean is taken along the longer side. Each matrix keeps its norm.
+    """
+    longer = -1 if variance.size(-1) == 1 else -2
+    mean_square = g.square().mean(dim=longer, keepdim=True)
+    variance.lerp_(mean_square, 1 - beta)
+    scale = variance.clamp_min(1e-10).rsqrt()
+    norm_before = mean_square.sum(dim=(-2, -1), keepdim=True).sqrt()
+    norm_after = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+    return g * (scale * (norm_before / norm_after.clamp_min(1e-10)))
+
+
+def variance_shape(rows: int, cols: int) -> tuple[int, int]:
+    """Return the shape of a matrix's running mean squares.
+
+    A tall matrix has one number for each row, any other one for each column.
+    """
+    return (rows, 1) if rows >= cols else (1, cols)
+
+
+class MuonArithmetic:
+    """What a step of Muon computes. This is the specification; a device may have a faster one."""
+
+    stacks: bool  # whether all matrices of one shape are stepped together
+    is_capturable = False  # whether a step can be captured as a graph: then its rates are tensors
+
+    def __init__(self, stacks: bool = True):
+        self.stacks = stacks
+
+    def place(self, matrices: Sequence[nn.Parameter]) -> None:
+        """Move matrices to where they are stepped fastest. The Parameter objects stay."""
+
+    def update(
+        self,
+        g: Tensor,  # (K, rows, cols) Nesterov momenta in the dtype to multiply in
+        variance: Tensor,  # as in equalize(); updated in place
+        beta: float,
+        lr: float | Tensor,
+    ) -> Tensor:  # (K, rows, cols) fp32
+        """Return the updates of matrices. subtract() multiplies them with the learning rate."""
+        del lr
+        return equalize(orthogonalize(g), variance, beta)
+
+    def subtract(
+        self,
+        matrices: Sequence[Tensor],  # (rows, cols) fp32 each; changed in place
+        updates: Tensor,  # (K, rows, cols) fp32 from update(); may be changed
+        lr: float | Tensor,
+        weight_decay: float | Tensor,
+    ) -> None:
+        """Subtract the updates from the matrices, with cautious decay.
+
+        Only entries that the update already pulls toward zero decay.
+        """
+        for matrix, update in zip(matrices, updates, strict=True):
+            if weight_decay:
+                agrees = (update * matrix >= 0).to(matrix.dtype)
+                update = update + weight_decay * matrix * agrees
+            matrix.sub_(update, alpha=lr)  # pyright: ignore[reportArgumentType]

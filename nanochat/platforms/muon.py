@@ -1,0 +1,90 @@
+"""Muon's arithmetic for devices on which every operator costs a launch."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat.muon import MuonArithmetic, polar_express
+from nanochat.platforms.together import as_stack, place_together
+
+
+class ForeachMuon(MuonArithmetic):
+    """The same arithmetic, with one launch for all matrices of a shape. The bits are the same."""
+
+    def subtract(
+        self,
+        matrices: Sequence[Tensor],
+        updates: Tensor,
+        lr: float | Tensor,
+        weight_decay: float | Tensor,
+    ) -> None:
+        """See MuonArithmetic.subtract."""
+        if weight_decay:
+            stack = torch.stack(list(matrices))
+            agrees = (updates * stack >= 0).to(stack.dtype)
+            updates = updates + weight_decay * stack * agrees
+        torch._foreach_sub_(list(matrices), list(updates), alpha=lr)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+
+
+class FusedMuon(MuonArithmetic):
+    """The same steps up to rounding, in the fewest operators that move the fewest bytes.
+
+    The learning rate is part of the updates, and a step can be captured as a graph.
+    """
+
+    is_capturable = True
+
+    def place(self, matrices: Sequence[nn.Parameter]) -> None:
+        """Move matrices of one shape side by side."""
+        place_together(matrices)
+
+    def update(
+        self,
+        g: Tensor,
+        variance: Tensor,
+        beta: float,
+        lr: float | Tensor,
+    ) -> Tensor:
+        """Return the updates, the learning rate included.
+
+        Norms and factors come from norms of rows, and each large tensor is read once.
+        """
+        row_norms = torch.linalg.vector_norm(g, dim=-1, keepdim=True, dtype=torch.float32)
+        root = g.size(-2) ** 0.5
+        norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+        factor = norm / row_norms.clamp_min(1e-6)
+        norm = torch.linalg.vector_norm(row_norms * factor, dim=-2, keepdim=True)
+        factor.div_(norm.mul_(1.01).add_(1e-6 * root))
+        x = polar_express(g * factor.to(g.dtype))
+
+        longer = -1 if variance.size(-1) == 1 else -2
+        norms = torch.linalg.vector_norm(x, dim=longer, keepdim=True, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(norms, dim=(-2, -1), keepdim=True).clamp_min_(1e-6)
+        norms.div_(norm)
+        size = min(g.size(-2), g.size(-1)) ** 0.5
+        share = (1 - beta) * size**2 / g.size(longer)
+        variance.mul_(beta).addcmul_(norms, norms, value=share)
+
+        scale = variance.clamp_min(1e-10).rsqrt_()
+        norm_after = torch.linalg.vector_norm(norms * scale, dim=(-2, -1), keepdim=True)
+        scale.div_(norm.mul_(norm_after).clamp_min_(1e-16))
+        return x.float().mul_(scale.mul_(lr * size))
+
+    def subtract(
+        self,
+        matrices: Sequence[Tensor],
+        updates: Tensor,
+        lr: float | Tensor,
+        weight_decay: float | Tensor,
+    ) -> None:
+        """Subtract updates that include the learning rate, in place where matrices lie together."""
+        decay = lr * weight_decay
+        stack = as_stack(matrices)
+        agrees = (updates * stack >= 0) * decay
+        updates.addcmul_(stack, agrees)
+        if stack.data_ptr() == matrices[0].data_ptr():
+            stack.sub_(updates)
+        else:
+            torch._foreach_sub_(list(matrices), list(updates))  # pyright: ignore[reportPrivateImportUsage]

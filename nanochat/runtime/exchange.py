@@ -1,0 +1,105 @@
+"""Whole matrices for an optimizer whose ranks hold rows: all-to-all to their owners, and back.
+
+With N shards the ranks exchange the rows of K matrices of one shape, so that each rank gets some
+matrices whole, works on them, and sends the rows of the results back. Replicas hold the same rows:
+each replica works on its share of the matrices, and all gather the results.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.runtime.parallel import Place, gathered
+
+
+class MatrixExchange:
+    """How the ranks share the work on K matrices of one shape (rows, cols)."""
+
+    def __init__(
+        self,
+        place: Place,
+        count: int,  # K
+        rows: int,
+        cols: int,
+        first_owner: int,  # the shard that owns matrix 0; the next one owns matrix 1
+        device: torch.device,
+    ):
+        self.place = place
+        self.rows = rows
+        self.cols = cols
+        self.row_counts = place.row_counts(rows)  # shard -> rows of each matrix that it holds
+        self.local_rows = self.row_counts[place.shard]
+        owned: list[list[int]] = [[] for _ in range(place.shards)]
+        for matrix in range(count):
+            owned[(first_owner + matrix) % place.shards].append(matrix)
+        self.owned_counts = [len(matrices) for matrices in owned]  # shard -> matrices it gets whole
+        self.share = owned[place.shard][place.replica :: place.replicas]  # this rank works on these
+        # On the device, since a list would be copied there in every step.
+        by_owner = [matrix for matrices in owned for matrix in matrices]
+        self._by_owner = torch.tensor(by_owner, device=device)  # (K,) the matrices of shard 0 first
+        self._restore = self._by_owner.argsort()  # (K,) undoes that order
+
+    def collect(
+        self,
+        local: Tensor,  # (K, local rows, cols)
+    ) -> Tensor:  # (len(share), rows, cols)
+        """Return the matrices that this rank works on, whole."""
+        whole = local if self.place.shards == 1 else self._to_owners(local)
+        return whole[self.place.replica :: self.place.replicas]
+
+    def distribute(
+        self,
+        results: Tensor,  # (len(share), rows, cols) fp32
+        dtype: torch.dtype,  # to send in
+    ) -> Tensor:  # (K, local rows, cols) fp32
+        """Return the rows that this rank holds, of the results of all ranks."""
+        if self.place.replicas > 1:
+            results = self._from_replicas(results, dtype)
+        if self.place.shards > 1:
+            results = self._to_rows(results, dtype)
+        return results
+
+    def _to_owners(self, local: Tensor) -> Tensor:
+        """Return the matrices that this shard owns, (owned, rows, cols), from everyone's rows."""
+        owned = self.owned_counts[self.place.shard]
+        outgoing = local.index_select(0, self._by_owner).flatten()
+        sizes_out = [count * self.local_rows * self.cols for count in self.owned_counts]
+        sizes_in = [owned * rows * self.cols for rows in self.row_counts]
+        parts = self._all_to_all(outgoing, sizes_out, sizes_in).split(sizes_in)
+        blocks = [
+            part.view(owned, rows, self.cols)
+            for part, rows in zip(parts, self.row_counts, strict=True)
+        ]
+        return torch.cat(blocks, dim=1)
+
+    def _from_replicas(self, results: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the results of all replicas, (owned, rows, cols), from those of this one."""
+        replicas = self.place.replicas
+        owned = self.owned_counts[self.place.shard]
+        largest_share = -(-owned // replicas)
+        padded = results.new_zeros(largest_share, self.rows, self.cols, dtype=dtype)
+        padded[: results.size(0)] = results
+        parts = gathered(padded, replicas, self.place.replica_group)
+        # replica i % replicas had matrix i
+        return torch.stack(parts, dim=1).flatten(0, 1)[:owned].float()
+
+    def _to_rows(self, results: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows of this shard, (K, local rows, cols), from the owners of the results."""
+        blocks = results.split(self.row_counts, dim=1)
+        outgoing = torch.cat([block.to(dtype).flatten() for block in blocks])
+        sizes_out = [results.size(0) * rows * self.cols for rows in self.row_counts]
+        sizes_in = [count * self.local_rows * self.cols for count in self.owned_counts]
+        incoming = self._all_to_all(outgoing, sizes_out, sizes_in)
+        by_owner = incoming.view(sum(self.owned_counts), self.local_rows, self.cols)
+        return by_owner.index_select(0, self._restore).float()
+
+    def _all_to_all(self, outgoing: Tensor, sizes_out: list[int], sizes_in: list[int]) -> Tensor:
+        incoming = outgoing.new_empty(sum(sizes_in))
+        dist.all_to_all_single(
+            incoming,
+            outgoing,
+            sizes_in,
+            sizes_out,
+            group=self.place.shard_group,
+        )
+        return incoming
