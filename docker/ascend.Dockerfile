@@ -1,6 +1,6 @@
 # The image for Ascend NPUs. Its base image of CANN must be made for the chip of the host: 910b, a3 or 310p.
-#   docker build -f Dockerfile.ascend -t nanochat-ascend .
-#   docker build -f Dockerfile.ascend --build-arg BASE=ascend/cann:9.0.0-a3-ubuntu22.04-py3.11 -t nanochat-ascend .
+#   docker build -f docker/ascend.Dockerfile -t nanochat-ascend .
+#   docker build -f docker/ascend.Dockerfile --build-arg BASE=ascend/cann:9.0.0-a3-ubuntu22.04-py3.11 -t nanochat-ascend .
 # A container uses the driver of the host: README_ASCEND.md has the flags of `docker run` that mount the driver.
 # To use a package mirror, build with --build-arg PIP_INDEX_URL=URL. A tag of the base image may change; to pin it, give
 # the digest that your registry shows: --build-arg BASE=ascend/cann:9.0.0-910b-ubuntu22.04-py3.11@sha256:DIGEST.
