@@ -117,7 +117,7 @@ class Group:
     def __init__(self, task: Task, folder: str):
         context = multiprocessing.get_context("forkserver")
         # So that torch is imported once, and not in each process.
-        context.set_forkserver_preload(["torch.distributed.fsdp", "bench.train.ranks"])
+        context.set_forkserver_preload(["torch.distributed.fsdp", "bench.training"])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(task.ranks):

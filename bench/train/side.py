@@ -4,6 +4,7 @@ Only bench.train and bench.multiplier start this file, with the `task` of bench/
 requests that `Loop.request` lists.
 """
 
+import copy
 import itertools
 import math
 import os
@@ -177,6 +178,10 @@ def upstream(task: Task) -> Side:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
 
+    if steps is not None:  # the first step compiles, which is no part of a run's cost
+        saved = copy.deepcopy(state())
+        step(0, batch_of(np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]))
+        restore(saved)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Side(step, losses, parameters, state, restore)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.ranks.wire import Wire
+from tests.support.wire import Wire
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.device import Compute
 from nanochat.runtime import parallel

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import miniseries
-from bench.miniseries import Config, Point, Run
+from runs import miniseries
+from runs.miniseries import Config, Point, Run
 from nanochat.common import UserError, write_json
 from tests.support.small_world import files, make_corpus
 
@@ -71,7 +71,7 @@ def test_a_corpus_without_tokenizer_names_the_command(base_folder: Path) -> None
 def test_a_quick_series_draws_its_picture_and_changes_none_of_the_user_s_files(base_folder: Path) -> None:
     make_corpus(base_folder)
     before = files(base_folder)
-    command = [sys.executable, "-m", "bench.miniseries", "--quick", "--depths", "1", "2"]
+    command = [sys.executable, "-m", "runs.miniseries", "--quick", "--depths", "1", "2"]
     for _ in range(2):  # the second run has nothing left to train
         done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
