@@ -6,7 +6,6 @@ FLOORS is the one list of what may import what; tests/repository/test_architectu
 """
 
 import ast
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

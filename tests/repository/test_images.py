@@ -13,7 +13,10 @@ from tests.repository.test_docs import commands, problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
-BASES = {"docker/Dockerfile": "python:3.11-slim-bookworm", "docker/ascend.Dockerfile": "ascend/cann:9.0.0-910b-ubuntu22.04-py3.11"}
+BASES = {
+    "docker/Dockerfile": "python:3.11-slim-bookworm",
+    "docker/ascend.Dockerfile": "ascend/cann:9.0.0-910b-ubuntu22.04-py3.11",
+}
 
 # --- images ----------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.common import UserError, write_json
 from runs import miniseries
 from runs.miniseries import Config, Point, Run
-from nanochat.common import UserError, write_json
 from tests.support.small_world import files, make_corpus
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -23,9 +23,7 @@ def sent(name: str, group: ProcessGroup, args: tuple[Any, ...]) -> float:
         return size(args[0]) * (ranks - 1)
     if name == "allreduce_":  # a list of tensors; a reduce-scatter, then an all-gather
         return sum(map(size, args[0])) * 2 * (ranks - 1) / ranks
-    if (
-        name == "alltoall_base_"
-    ):  # output, input, group, output sizes, input sizes; a rank sends all but its own part
+    if name == "alltoall_base_":  # output, input, group, output sizes, input sizes; a rank sends all but its own part
         splits = args[4]
         own = splits[group.rank()] * args[1].element_size() if splits else size(args[1]) / ranks
         return size(args[1]) - own
