@@ -61,7 +61,7 @@ def test_no_text_of_the_floor_plan_leaves_its_room() -> None:
         for room, width in zip(floor, floorplan.widths(floor, floorplan.WIDTH), strict=True):
             space = width - 2 * floorplan.PADDING
             assert len(room.label) * floorplan.NAME * floorplan.LETTER <= space
-            lines = floorplan.said(room, width, floorplan.LIGHT)
+            lines = floorplan.small_text(room, width, floorplan.LIGHT)
             assert all(len(line) * floorplan.SMALL * floorplan.LETTER <= space for line, _ in lines)
 
 
