@@ -106,7 +106,12 @@ class Trainer:
         """Shard the model over the ranks and make its optimizers."""
         self.model, self.compute = model, compute
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        parallel.shard(model, model.shard_groups(), compute, mode)
+        parallel.shard(
+            model,
+            model.shard_groups(),
+            compute,
+            mode,
+        )
         self.optimizers = Optimizers(
             model,
             model.parameter_roles(),
@@ -120,12 +125,14 @@ class Trainer:
         self.passes: nn.Module = model  # what computes a pass: the model, compiled or captured
 
     def compile(
-        self, rows: int, tokens: int, asked: bool | None = True, one_pass: OnePass | None = None
+        self, rows: int, tokens: int, requested: bool | None = True, one_pass: OnePass | None = None
     ) -> None:
-        """Compile passes of this shape; with `asked` None, only where the training scripts compile."""
+        """Compile passes of this shape; with `requested` None, only where the training scripts compile."""
         groups = self.model.compile_groups()
         shape = (rows, tokens)
-        self.passes = compiled(self.model, asked, shape, self.compute, groups, one_pass=one_pass)
+        self.passes = compiled(
+            self.model, requested, shape, self.compute, groups, one_pass=one_pass
+        )
 
     def step(self, passes: Passes) -> float:
         """Make one update and return the mean loss of its targets in nats.
@@ -134,7 +141,13 @@ class Trainer:
         """
         targets = sum(targets.numel() for _, targets in passes) * self.compute.world_size
         work = dataloader.Step(0, targets, list(passes))
-        outcome = update(self.passes, self.optimizers, work, self.scale, self.compute)
+        outcome = update(
+            self.passes,
+            self.optimizers,
+            work,
+            self.scale,
+            self.compute,
+        )
         if outcome.skipped:
             raise RuntimeError(
                 f"a step was skipped: loss {outcome.loss}, gradient norm {outcome.grad_norm}"
@@ -147,7 +160,12 @@ def random_passes(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return passes of random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    cells = torch.randint(0, vocab_size, (passes, rows, tokens + 1), generator=generator)
+    cells = torch.randint(
+        0,
+        vocab_size,
+        (passes, rows, tokens + 1),
+        generator=generator,
+    )
     return [inputs_and_targets(row_cells) for row_cells in cells]
 
 

@@ -112,9 +112,11 @@ def rooms() -> dict[str, Room]:
     pointing = arrows(files)
     house = {}
     for name, floor in FLOOR.items():
-        own = [path for path in files if path != f"{PACKAGE}/__init__.py" and room_of(path) == name]
-        lines = sum(files[path].count("\n") for path in own)
-        inside = {path.split("/")[2] for path in own if path.count("/") > 1}
+        room_files = [
+            path for path in files if path != f"{PACKAGE}/__init__.py" and room_of(path) == name
+        ]
+        lines = sum(files[path].count("\n") for path in room_files)
+        inside = {path.split("/")[2] for path in room_files if path.count("/") > 1}
         entries = sorted(entry_name(entry) for entry in inside if not entry.startswith("__"))
         floors = {FLOOR[target] for room, target in pointing if room == name}
         house[name] = Room(

@@ -98,7 +98,12 @@ def measure_preparation(
     for folder in corpus.folder.glob("tokens-*"):
         shutil.rmtree(folder)
     start, cpu_start = time.perf_counter(), child.cpu_seconds()
-    tokens = prepare_documents(corpus, tokenizer, "train", processes)
+    tokens = prepare_documents(
+        corpus,
+        tokenizer,
+        "train",
+        processes,
+    )
     seconds, cpu_seconds = time.perf_counter() - start, child.cpu_seconds() - cpu_start
     return tokens, {
         "tokens_per_cpu_second": tokens.tokens / cpu_seconds,
@@ -131,7 +136,13 @@ def packing_loss(token_set: TokenSet, packed: Plan) -> Loss:
 def loader_speed(rows: dataloader.Source, compute: Compute, batches: int) -> dict[str, float]:
     """Return one rank's tokens per CPU second, and the CPU seconds to its first step."""
     start = time.process_time()
-    stream = dataloader.steps(rows, 0, BATCH * compute.world_size, BATCH, compute)
+    stream = dataloader.steps(
+        rows,
+        0,
+        BATCH * compute.world_size,
+        BATCH,
+        compute,
+    )
     next(stream)
     first = time.process_time() - start
 
@@ -147,18 +158,35 @@ def copy_speed(token_set: TokenSet) -> float:
     """Return the tokens per CPU second of copying the mapped files to int64: the limit of any loader."""
 
     def copy() -> None:
-        for part in token_set.parts:
-            part.tokens.astype(np.int64)
+        for token_file in token_set.parts:
+            token_file.tokens.astype(np.int64)
 
     return token_set.tokens / child.seconds_of(copy)
 
 
-def waiting_share(token_set: TokenSet, tokenizer: Tokenizer, compute: Compute, steps: int) -> float:
+def waiting_share(
+    token_set: TokenSet,
+    tokenizer: Tokenizer,
+    compute: Compute,
+    steps: int,
+) -> float:
     """Return the share of a training step that waits for its rows, with a small model; the median step."""
     packed = plan(token_set, D4.sequence_len + 1, cut=True)
-    rows = dataloader.Rows(token_set, packed, tokenizer.bos, SEED, masked=False)
+    rows = dataloader.Rows(
+        token_set,
+        packed,
+        tokenizer.bos,
+        SEED,
+        masked=False,
+    )
     trainer = Trainer(random_model(D4, compute), compute)
-    stream = dataloader.steps(rows, 0, 8, 8, compute)
+    stream = dataloader.steps(
+        rows,
+        0,
+        8,
+        8,
+        compute,
+    )
     shares = []
     for _ in range(steps + 1):
         start = time.perf_counter()
@@ -186,7 +214,13 @@ def measure_upstream(
         "batches": batches,
     }
     module = "bench.data.upstream_side"
-    return answer_of("upstream", module, task, upstream, NANOCHAT_BASE_DIR=str(home))
+    return answer_of(
+        "upstream",
+        module,
+        task,
+        upstream,
+        NANOCHAT_BASE_DIR=str(home),
+    )
 
 
 def measure(cfg: Config, folder: Path) -> dict[str, Any]:
@@ -200,8 +234,20 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
     start = time.process_time()
     packed = plan(tokens, LENGTH + 1, cut=True)
     plan_seconds = time.process_time() - start
-    rows = dataloader.Rows(tokens, packed, tokenizer.bos, SEED, masked=False)
-    other_rows = dataloader.Rows(tokens, packed, tokenizer.bos, SEED + 1, masked=False)
+    rows = dataloader.Rows(
+        tokens,
+        packed,
+        tokenizer.bos,
+        SEED,
+        masked=False,
+    )
+    other_rows = dataloader.Rows(
+        tokens,
+        packed,
+        tokenizer.bos,
+        SEED + 1,
+        masked=False,
+    )
     mixed = dataloader.MixedRows([rows, other_rows], (7, 3))
     result: dict[str, Any] = {
         "tokens": tokens.tokens,
@@ -213,12 +259,23 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
         "loader": loader_speed(rows, compute, batches),
         "loader_mixture": loader_speed(mixed, compute, batches),
         "copy_tokens_per_cpu_second": copy_speed(tokens),
-        "waiting_share": waiting_share(tokens, tokenizer, compute, 8 if cfg.quick else 30),
+        "waiting_share": waiting_share(
+            tokens,
+            tokenizer,
+            compute,
+            8 if cfg.quick else 30,
+        ),
     }
     if cfg.upstream is not None:
         # It drops part of what it reads, and must not read anything twice.
         once = packed.rows // BATCH // 2
-        result["upstream"] = measure_upstream(folder, corpus, tokenizer, cfg.upstream, once)
+        result["upstream"] = measure_upstream(
+            folder,
+            corpus,
+            tokenizer,
+            cfg.upstream,
+            once,
+        )
     return result
 
 
@@ -254,9 +311,9 @@ def table(result: dict[str, Any]) -> str:
         ("waiting for data, share of a step", "{:.3%}", result["waiting_share"], None),
     ]
     lines = [f"{'':<40}{'ours':>14}{'upstream' if peer else '':>14}"]
-    for what, form, own, theirs in rows:
+    for title, form, ours, theirs in rows:
         peer_cell = "" if theirs is None else form.format(theirs)
-        lines.append(f"{what:<40}{form.format(own):>14}{peer_cell:>14}")
+        lines.append(f"{title:<40}{form.format(ours):>14}{peer_cell:>14}")
     return "\n".join(lines)
 
 

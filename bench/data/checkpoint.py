@@ -35,8 +35,22 @@ from nanochat.gpt import GPTConfig
 
 BLOCK = 1 << 24  # bytes per raw write
 # Parameters and optimizer state have 0.4 and 2.0 GB; the largest tensors are tables of 16 and 67 MB.
-QUICK = GPTConfig(128, 8192, 8, 4, 4, 512)
-LARGE = GPTConfig(128, 16384, 10, 8, 8, 1024)
+QUICK = GPTConfig(
+    128,
+    8192,
+    8,
+    4,
+    4,
+    512,
+)
+LARGE = GPTConfig(
+    128,
+    16384,
+    10,
+    8,
+    8,
+    1024,
+)
 SAVES = 4  # beside training; the first, which takes the memory for the copies, does not count
 
 Tensors = dict[str, Tensor]
@@ -75,7 +89,13 @@ class Stage:
         self.shape = shape
         self.trainer = Trainer(random_model(shape, compute), compute)
         self.tokenizer = byte_tokenizer(1024)
-        self.meta = make_meta("base", shape, {}, 10, {})
+        self.meta = make_meta(
+            "base",
+            shape,
+            {},
+            10,
+            {},
+        )
         for state, _, _ in self.trainer.optimizers.state().values():
             state.fill_(1.0)  # pages of zeros may take no memory
 
@@ -96,7 +116,15 @@ class Stage:
 
     def step(self) -> None:
         """Make one update."""
-        self.trainer.step(random_passes(self.shape.vocab_size, 1, 2, self.shape.sequence_len, 0))
+        self.trainer.step(
+            random_passes(
+                self.shape.vocab_size,
+                1,
+                2,
+                self.shape.sequence_len,
+                0,
+            )
+        )
 
     def standstill(self, folder: Path) -> float:
         """Train beside saves; return the median share of a save for which training stood still."""

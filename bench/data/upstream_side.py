@@ -54,7 +54,13 @@ def pieces(rows: np.ndarray, bos: int) -> list[np.ndarray]:
 def cropping(make: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
     """Return how much of the documents that the loader reads is lost when it crops them to rows."""
     counting = CountingTokenizer(tokenizer)
-    loader = make(counting, task["batch"], task["length"], "train", device="cpu")
+    loader = make(
+        counting,
+        task["batch"],
+        task["length"],
+        "train",
+        device="cpu",
+    )
     rows = []
     for _ in range(task["batches"]):
         inputs, targets, _ = next(loader)
@@ -81,7 +87,13 @@ def main() -> None:
     from nanochat.tokenizer import RustBPETokenizer
 
     tokenizer = RustBPETokenizer(encoding_of(task["tokenizer"]), "<|bos|>")
-    loader = make(tokenizer, task["batch"], task["length"], "train", device="cpu")
+    loader = make(
+        tokenizer,
+        task["batch"],
+        task["length"],
+        "train",
+        device="cpu",
+    )
     start = time.process_time()
     next(loader)
     first = time.process_time() - start

@@ -130,15 +130,15 @@ def measure(
 
 def figures(results: dict[str, Measured], tokens: int) -> dict[str, float]:
     """Return our speed and memory, and how they compare with each other side."""
-    own = results["ours"]
+    ours = results["ours"]
     summary = {
-        "tokens_per_cpu_second": round(own.speed(tokens), 1),
-        "peak_gb": round(own.peak_bytes / 1e9, 3),
+        "tokens_per_cpu_second": round(ours.speed(tokens), 1),
+        "peak_gb": round(ours.peak_bytes / 1e9, 3),
     }
     for name, peer in results.items():
         if name != "ours":
-            summary[f"vs_{name}"] = round(own.speed(tokens) / peer.speed(tokens), 3)
-            summary[f"memory_vs_{name}"] = round(own.peak_bytes / peer.peak_bytes, 3)
+            summary[f"vs_{name}"] = round(ours.speed(tokens) / peer.speed(tokens), 3)
+            summary[f"memory_vs_{name}"] = round(ours.peak_bytes / peer.peak_bytes, 3)
     return summary
 
 

@@ -40,16 +40,34 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     def documents(inputs: Tensor, targets: Tensor) -> dataloader.Step:
         """Return a pass of packed rows, each one document."""
         numbers = torch.zeros_like(inputs)
-        return dataloader.Step(0, targets.numel(), [(inputs, targets, numbers)], ("documents",))
+        return dataloader.Step(
+            0,
+            targets.numel(),
+            [(inputs, targets, numbers)],
+            ("documents",),
+        )
 
     def one_pass(module: torch.nn.Module) -> Tensor:
         zeros = torch.zeros((task["rows"], task["tokens"]), dtype=torch.long)
         batch = documents(zeros, zeros).micro_batches[0]
-        return forward(module, batch, ("documents",), CrossEntropy(), compute)[0]
+        return forward(
+            module,
+            batch,
+            ("documents",),
+            CrossEntropy(),
+            compute,
+        )[0]
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         work = documents(inputs, targets)
-        outcome = update(trainer.passes, trainer.optimizers, work, trainer.scale, compute, spikes)
+        outcome = update(
+            trainer.passes,
+            trainer.optimizers,
+            work,
+            trainer.scale,
+            compute,
+            spikes,
+        )
         return outcome.loss
 
     if task["compile"]:
@@ -81,7 +99,12 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
         if task["checkpoints"]:
             model.enable_input_require_grads()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        trained,
+        lr=RATE,
+        weight_decay=0.0,
+        fused=True,
+    )
     model.train()
 
     def step(inputs: Tensor, targets: Tensor) -> float:
@@ -115,7 +138,11 @@ def main() -> None:
             start = time.process_time()
             losses.append(step(inputs, targets))
             seconds.append(time.process_time() - start)
-        return {"seconds": seconds, "losses": losses, "peak_bytes": child.peak_bytes()}
+        return {
+            "seconds": seconds,
+            "losses": losses,
+            "peak_bytes": child.peak_bytes(),
+        }
 
     answer({"parameters": parameters, "losses": steps(1)["losses"]})
     for count in child.requests():

@@ -33,8 +33,8 @@ def ours(task: dict[str, Any]) -> Side:
     shape = GPTConfig(**task["shape"])
     trainer = Trainer(random_model(shape, compute, fp8=task["fp8"]), compute)
     compile_where_it_works = None
-    asked = compile_where_it_works if task["compile"] else False
-    trainer.compile(task["rows"], shape.sequence_len, asked)
+    requested = compile_where_it_works if task["compile"] else False
+    trainer.compile(task["rows"], shape.sequence_len, requested)
     peak, _ = device.peak_flops(compute)
     attention = "the device's own"
     if compute.device_type == "cuda":

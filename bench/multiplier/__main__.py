@@ -145,14 +145,14 @@ def check(cfg: Config) -> None:
 
 def entry(words: str, ours: Variant) -> Entry:
     """Return a variant of ours from NAME=FLAGS; UserError if the name, a flag or the checkout cannot be used."""
-    name, _, rest = words.partition("=")
+    name, _, flag_words = words.partition("=")
     if not re.fullmatch(r"[a-z0-9_]+", name) or name in ("ours", "upstream"):
         raise refuse(
             f"--variants takes NAME=FLAGS with a name of small letters, digits and _, got {words!r}"
         )
     flags: list[str] = []
     checkout = None
-    for flag in rest.split():
+    for flag in flag_words.split():
         key, _, value = flag.removeprefix("--").partition("=")
         key = key.replace("-", "_")
         if key == "checkout" and value:
@@ -173,10 +173,10 @@ def entry(words: str, ours: Variant) -> Entry:
 
 def check_own_checkout(name: str, checkout: Path) -> None:
     """Raise UserError where a variant's folder is no checkout of this repository."""
-    for part in OUR_CODE:
-        if not (checkout / part).exists():
+    for source in OUR_CODE:
+        if not (checkout / source).exists():
             raise refuse(
-                f"variant {name}: {checkout} is no checkout of this repository: it has no {part}"
+                f"variant {name}: {checkout} is no checkout of this repository: it has no {source}"
             )
 
 
@@ -203,12 +203,12 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
         raise refuse(
             f"--baseline must be one of {', '.join(by_name)}, got {baseline or 'none'}; upstream needs --upstream DIR"
         )
-    others = [other for other in by_name.values() if other.name not in (baseline, "upstream")]
-    if not others:
+    candidates = [other for other in by_name.values() if other.name not in (baseline, "upstream")]
+    if not candidates:
         raise refuse(
             f"nothing is compared with the baseline {baseline}; give --variants NAME=FLAGS"
         )
-    return by_name[baseline], others
+    return by_name[baseline], candidates
 
 
 # --- rows ------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def baseline_lengths(cfg: Config) -> list[int]:
 
 
 def measure(
-    template: Run, baseline: Entry, others: Sequence[Entry], cfg: Config, runs: Runs
+    template: Run, baseline: Entry, candidates: Sequence[Entry], cfg: Config, runs: Runs
 ) -> list[Figure]:
     """Train everything on the template's text at its depth, seed after seed, and compare."""
 
@@ -337,17 +337,19 @@ def measure(
 
     lengths = baseline_lengths(cfg)
     base: dict[int, list[Result]] = {length: [] for length in lengths}
-    own: dict[tuple[str, int], list[Result]] = {}
+    results_of: dict[tuple[str, int], list[Result]] = {}
     # Sides alternate, so that a busy hour of the machine does not fall on one of them.
     for seed in cfg.seeds:
         for length in lengths:
             scaled = run_of(baseline, length, seed).with_rates(scale_of(length))
             base[length].append(runs(scaled))
-            for other in others if length in cfg.steps else ():
-                own.setdefault((other.name, length), []).append(runs(run_of(other, length, seed)))
+            for other in candidates if length in cfg.steps else ():
+                results_of.setdefault((other.name, length), []).append(
+                    runs(run_of(other, length, seed))
+                )
     return [
         figure(template, name, results, base, length, scale_of(length))
-        for (name, length), results in own.items()
+        for (name, length), results in results_of.items()
     ]
 
 
@@ -369,7 +371,7 @@ def figure(
 
     own_ends = [result.end for result in results]
     base_ends = [result.end for result in base[length]]
-    differences = [own - peer for own, peer in zip(own_ends, base_ends, strict=True)]
+    differences = [end - base_end for end, base_end in zip(own_ends, base_ends, strict=True)]
     error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
     return Figure(
         text=template.text,
@@ -393,14 +395,14 @@ def table(figures: Sequence[Figure], baseline: str) -> str:
         f"{'multiplier, FLOPs':>20}{'CPU seconds':>18}{'rates':>8}"
     ]
     for compared in figures:
-        what = f"{compared.text}, d{compared.depth}, {compared.steps}"
+        label = f"{compared.text}, d{compared.depth}, {compared.steps}"
         difference = f"{compared.difference:+.4f}"
         if compared.difference_error is not None:
             difference += f" ± {compared.difference_error:.4f}"
         flops = compared.flops.words if compared.flops else "no slope"
         seconds = compared.seconds.words if compared.seconds else "no slope"
         lines.append(
-            f"{what:<26}{compared.name:<12}{compared.bits_per_byte:>10.4f}{compared.baseline:>10.4f}{difference:>19}"
+            f"{label:<26}{compared.name:<12}{compared.bits_per_byte:>10.4f}{compared.baseline:>10.4f}{difference:>19}"
             f"{flops:>20}{seconds:>18}{f'x{compared.scale:g}':>8}"
         )
     return "\n".join(lines)
@@ -420,13 +422,15 @@ def main(cfg: Config) -> None:
     # Our step is compiled where base_train compiles it, and upstream's wherever there is a compiler.
     compiled = not (missing or needs_no_compiler(HEAD_DIM, dtype, compute) or cfg.quick)
     ours = Variant("ours", str(dtype).removeprefix("torch."), compiled)
-    baseline, others = entries(cfg, ours, not missing)
+    baseline, candidates = entries(cfg, ours, not missing)
     with tempfile.TemporaryDirectory() as folder:
         out = cfg.out or (Path(folder) if cfg.quick else base_dir() / "multiplier")
-        compare(cfg, QUICK if cfg.quick else Sizes(), baseline, others, out)
+        compare(cfg, QUICK if cfg.quick else Sizes(), baseline, candidates, out)
 
 
-def compare(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry], out: Path) -> None:
+def compare(
+    cfg: Config, sizes: Sizes, baseline: Entry, candidates: Sequence[Entry], out: Path
+) -> None:
     """Measure at every depth and on every text; print the figures and write them to `out`."""
     longest = max(baseline_lengths(cfg))
     rows = {name: rows_of(name, cfg, sizes, out, longest) for name in cfg.texts}
@@ -441,10 +445,10 @@ def compare(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry],
                 warmup=0,
                 held_out=sizes.held_out,
             )
-            figures += measure(Run(text, depth, baseline, plan), baseline, others, cfg, runs)
+            figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
     log(f"{len(cfg.seeds)} seeds; standard errors over seeds; ?: beyond the baseline's curve")
     log(table(figures, baseline.name))
-    name = "-".join([baseline.name, *(other.name for other in others)])
+    name = "-".join([baseline.name, *(other.name for other in candidates)])
     result = {
         "benchmark": "multiplier",
         "baseline": baseline.name,

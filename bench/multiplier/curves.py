@@ -62,9 +62,9 @@ def cost_to_reach(points: Sequence[Point], goal: float) -> Cost | None:
     if len(curve) < 2:
         return None
     before, after = curve[-2:]
-    for left, right in pairwise(curve):
-        if goal >= right.bits_per_byte:
-            before, after = left, right
+    for start, end in pairwise(curve):
+        if goal >= end.bits_per_byte:
+            before, after = start, end
             break
     cost_ratio = math.log(after.cost / before.cost)
     loss_ratio = math.log(before.bits_per_byte / after.bits_per_byte)

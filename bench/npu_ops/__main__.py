@@ -72,7 +72,12 @@ def count(task: Task, checkout: Path | None = None) -> dict[str, Any]:
     emulator = [sys.executable, "-m", "tests.emulated_npu", "--chip", task.chip, "--"]
     arguments = json.dumps({**asdict(task), "port": checkout is not None})
     program = [sys.executable, str(ROOT / "bench/npu_ops/side.py"), arguments]
-    side = Side(name, [*emulator, *program], {**own_environment, **variables}, ROOT)
+    side = Side(
+        name,
+        [*emulator, *program],
+        {**own_environment, **variables},
+        ROOT,
+    )
     try:
         return side.answer()
     finally:
@@ -108,7 +113,12 @@ def extra(counts: Counts) -> dict[str, int]:
     }
 
 
-def figures(fused: Counts, plain: Counts, captured: Counts, task: Task) -> dict[str, Any]:
+def figures(
+    fused: Counts,
+    plain: Counts,
+    captured: Counts,
+    task: Task,
+) -> dict[str, Any]:
     """Return the JSON object. Ratios compare with the plain side; `model_vs_plain` leaves the optimizer out."""
     own_bytes, plain_bytes = vector_bytes(fused), vector_bytes(plain)
     model_ratio = operators(fused, MODEL) / operators(plain, MODEL)
@@ -145,23 +155,25 @@ def beside(fused: Counts, port: Counts, length: int) -> dict[str, Any]:
 def table(fused: Counts, plain: Counts, length: int) -> str:
     """Return operators, then kB of vector operators a token: one line per phase, and what weighs most."""
     lines = []
-    for what in ("operators", "kB a token"):
-        lines.append(f"{what:<12}{'fused':>8}{'plain':>8}{'ratio':>8}   most")
+    for unit in ("operators", "kB a token"):
+        lines.append(f"{unit:<12}{'fused':>8}{'plain':>8}{'ratio':>8}   most")
         for title, phases in (*((phase, [phase]) for phase in PHASES), ("step", PHASES)):
             by_name: Counter[str] = Counter()
-            if what == "operators":
+            if unit == "operators":
                 ours, theirs = operators(fused, phases), operators(plain, phases)
                 for phase in phases:
                     by_name += Counter(fused[phase])
             else:
-                unit = 1000 * length
-                ours = vector_bytes(fused, phases) // unit
-                theirs = vector_bytes(plain, phases) // unit
+                divisor = 1000 * length
+                ours = vector_bytes(fused, phases) // divisor
+                theirs = vector_bytes(plain, phases) // divisor
                 for phase in phases:
                     by_name += vector_only(fused["bytes"][phase])
-                by_name = Counter({name: moved // unit for name, moved in by_name.items()})
-            most = ", ".join(f"{name} {number}" for name, number in by_name.most_common(5))
-            lines.append(f"{title:<12}{ours:>8}{theirs:>8}{ours / max(theirs, 1):>8.2f}   {most}")
+                by_name = Counter({name: moved // divisor for name, moved in by_name.items()})
+            heaviest = ", ".join(f"{name} {number}" for name, number in by_name.most_common(5))
+            lines.append(
+                f"{title:<12}{ours:>8}{theirs:>8}{ours / max(theirs, 1):>8.2f}   {heaviest}"
+            )
     return "\n".join(lines)
 
 
@@ -198,8 +210,12 @@ def per_layer(fused: Counts, shallow: Counts, depth: int) -> dict[str, float]:
     """Return how many operators a layer adds to the passes and to the optimizer, and how many others a pass has."""
     model = (operators(fused, MODEL) - operators(shallow, MODEL)) / SHALLOWER
     optimizer = (operators(fused, ["optimizer"]) - operators(shallow, ["optimizer"])) / SHALLOWER
-    others = operators(fused, MODEL) - model * depth
-    return {"per_layer": model, "per_pass": others, "optimizer_per_layer": optimizer}
+    other_operators = operators(fused, MODEL) - model * depth
+    return {
+        "per_layer": model,
+        "per_pass": other_operators,
+        "optimizer_per_layer": optimizer,
+    }
 
 
 # --- command line ----------------------------------------------------------------------------------
@@ -231,7 +247,13 @@ def main(cfg: Config) -> None:
     width, vocab_size = 256, 1024
     if not cfg.quick:
         width, vocab_size = -(-cfg.depth * 64 // 128) * 128, 32768
-    task = Task("auto", cfg.depth, width, vocab_size, cfg.chip)
+    task = Task(
+        "auto",
+        cfg.depth,
+        width,
+        vocab_size,
+        cfg.chip,
+    )
     sides = {
         "fused": count(task),
         "plain": count(replace(task, kernels="plain")),
@@ -242,14 +264,23 @@ def main(cfg: Config) -> None:
         f"one step of {cfg.depth} layers with {width} channels on 1 x {LENGTH} tokens, on an emulated {cfg.chip}"
     )
     log(table(fused, plain, LENGTH))
-    result = figures(fused, plain, captured, task)
+    result = figures(
+        fused,
+        plain,
+        captured,
+        task,
+    )
     in_graphs = sum(captured["captured"].values())
     log(f"with graphs: {operators(captured)} launches, {in_graphs} more in the graphs")
     ports = {name: count(task, folder) for name, folder in names_of(cfg.against).items()}
     if ports:
         log(ports_table(fused, ports, LENGTH))
         result["against"] = {name: beside(fused, counts, LENGTH) for name, counts in ports.items()}
-    for name, counts in {"fused": fused, "plain": plain, **ports}.items():
+    for name, counts in {
+        "fused": fused,
+        "plain": plain,
+        **ports,
+    }.items():
         log(
             f"{name}: waits {counts['synchronisations']}, copies {counts['copies']}, unsupported "
             f"{counts['unsupported']}, weights cast for the emulator {counts.get('casts', 0)}"

@@ -165,7 +165,9 @@ def port(task: Task) -> dict[str, Any]:
     optimizer = model.setup_optimizer(weight_decay=WEIGHT_DECAY)
 
     def step(seed: int) -> tuple[float, Any]:
-        inputs, targets = (part.to(device, non_blocking=True) for part in random_row(task, seed))
+        inputs, targets = (
+            tensor.to(device, non_blocking=True) for tensor in random_row(task, seed)
+        )
         loss = model(inputs, targets)
         detached = loss.detach()
         (loss / 1).backward()  # upstream divides by the number of passes of a step

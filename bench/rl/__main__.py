@@ -35,11 +35,11 @@ class Config:
     """measured steps of each kind, after one that warms up"""
 
 
-def column_of(part: str) -> str:
+def column_of(phase: str) -> str:
     """Return the column of the table that a part of a step belongs to."""
-    if part in TRAINING:
+    if phase in TRAINING:
         return "training"
-    return part if part == "sampling" else "rest"
+    return phase if phase == "sampling" else "rest"
 
 
 def measure(sides: dict[str, Step], steps: int) -> dict[str, dict[str, float]]:
@@ -48,8 +48,8 @@ def measure(sides: dict[str, Step], steps: int) -> dict[str, dict[str, float]]:
     for number in range(steps + 1):
         for name, step in sides.items():
             row = dict.fromkeys(COLUMNS, 0.0)
-            for part, seconds in step(number).items():
-                row[column_of(part)] += seconds
+            for phase, seconds in step(number).items():
+                row[column_of(phase)] += seconds
             rows[name].append(row)
     return {
         name: {column: median(row[column] for row in side_rows[1:]) for column in COLUMNS}

@@ -121,12 +121,12 @@ def train(source: Path, seed: int, shuffle: bool, cfg: Config) -> float:
     log(f"{name}: {' '.join(command[1:])}; its output goes to {base / 'log.txt'}")
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
     with open(base / "log.txt", "a", encoding="utf-8") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=output)
-    if done.returncode:
+        finished = subprocess.run(command, env=environment, stdout=output, stderr=output)
+    if finished.returncode:
         raise UserError(
-            f"the run {name} ended with code {done.returncode}; {base / 'log.txt'} says why. Type the same command "
+            f"the run {name} ended with code {finished.returncode}; {base / 'log.txt'} says why. Type the same command "
             "to resume",
-            done.returncode,
+            finished.returncode,
         )
     gain = gain_of(base / "chatrl_checkpoints" / source.name)
     log(f"{name}: {gain:+.2f} points")

@@ -88,15 +88,15 @@ class Stopwatch:
     """CPU seconds of the parts of a step, by name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    part: str = ""
+    phase: str = ""
     start: float = 0.0
 
-    def mark(self, part: str) -> None:
+    def mark(self, phase: str) -> None:
         """Begin a part, which ends the one before it."""
         now = time.process_time()
-        if self.part:
-            self.seconds[self.part] = self.seconds.get(self.part, 0.0) + now - self.start
-        self.part = part
+        if self.phase:
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.start
+        self.phase = phase
         self.start = now
 
 

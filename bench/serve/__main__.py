@@ -75,9 +75,19 @@ def random_prompts(count: int) -> list[list[int]]:
     return [draw.choices(tokens, k=PROMPT) for _ in range(count)]
 
 
-def decoding_seconds(engine_model: Any, tokenizer: Any, chats: int, steps: int) -> float:
+def decoding_seconds(
+    engine_model: Any,
+    tokenizer: Any,
+    chats: int,
+    steps: int,
+) -> float:
     """Return the CPU seconds of a decoding step with so many chats, their prompts left out."""
-    engine = Engine(engine_model, tokenizer, slots=chats, prefill_tokens=1 << 14)
+    engine = Engine(
+        engine_model,
+        tokenizer,
+        slots=chats,
+        prefill_tokens=1 << 14,
+    )
     sampling = replace(GREEDY, max_tokens=steps + 8)
     for prompt in random_prompts(chats):
         engine.submit(prompt, sampling)
@@ -96,20 +106,36 @@ def measure_engine(depth: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     compute = device.compute_init("cpu")
     heads = max(depth // 2, 1)
-    shape = GPTConfig(1024, VOCAB, depth, heads, heads, 128 * heads)
+    shape = GPTConfig(
+        1024,
+        VOCAB,
+        depth,
+        heads,
+        heads,
+        128 * heads,
+    )
     engine_model = serving_model(shape, compute)
     tokenizer = byte_tokenizer(VOCAB)
     best: dict[int, float] = {}
     for _ in range(rounds):
         for chats in CHATS:
-            seconds = decoding_seconds(engine_model, tokenizer, chats, max(24 // chats, 4))
+            seconds = decoding_seconds(
+                engine_model,
+                tokenizer,
+                chats,
+                max(24 // chats, 4),
+            )
             best[chats] = min(best.get(chats, seconds), seconds)
     speeds = {str(chats): round(chats / seconds, 1) for chats, seconds in best.items()}
     log(f"the engine with d{depth}, {compute.dtype}, one thread")
     for chats, speed in speeds.items():
         log(f"{chats:>3} chats{speed:>12,.1f} tokens per CPU second")
     dtype = str(compute.dtype).removeprefix("torch.")
-    return {"depth": depth, "dtype": dtype, "tokens_per_cpu_second": speeds}
+    return {
+        "depth": depth,
+        "dtype": dtype,
+        "tokens_per_cpu_second": speeds,
+    }
 
 
 # --- servers ---------------------------------------------------------------------------------------
@@ -118,10 +144,21 @@ def measure_engine(depth: int, rounds: int) -> dict[str, Any]:
 def chat_body(server: Server, number: int, tokens: int) -> bytes:
     """Return the body of a chat that no other number has."""
     messages = [{"role": "user", "content": streams.question(number)}]
-    return streams.body(server.model, messages, tokens, **server.fields)
+    return streams.body(
+        server.model,
+        messages,
+        tokens,
+        **server.fields,
+    )
 
 
-def server_turn(server: Server, chats: int, tokens: int, round_number: int, load: Load) -> None:
+def server_turn(
+    server: Server,
+    chats: int,
+    tokens: int,
+    round_number: int,
+    load: Load,
+) -> None:
     """Let so many chats run at once, or the only chat three times, and count. No two rounds ask the same."""
     first = 10_000 * round_number + 100 * chats
     count = ALONE if chats == 1 else chats
@@ -159,13 +196,25 @@ def measure_servers(cfg: Config) -> tuple[Loads, float]:
         loads: Loads = {server.name: {chats: Load() for chats in CHATS} for server in sides}
         for server in sides:
             for chats in CHATS:
-                server_turn(server, chats, 8, 0, Load())
+                server_turn(
+                    server,
+                    chats,
+                    8,
+                    0,
+                    Load(),
+                )
             server.pause()
         for number in range(1, cfg.rounds + 1):
             for chats in CHATS:
                 for server in sides:
                     server.resume()
-                    server_turn(server, chats, cfg.tokens, number, loads[server.name][chats])
+                    server_turn(
+                        server,
+                        chats,
+                        cfg.tokens,
+                        number,
+                        loads[server.name][chats],
+                    )
                     server.pause()
         sides[0].resume()
         return loads, health_p99(sides[0], cfg.tokens)

@@ -52,7 +52,7 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     """
     task = asyncio.ensure_future(work)
     # A task whose exception nobody reads makes asyncio complain.
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():

@@ -61,7 +61,12 @@ async def slow_body(port: int) -> None:
 async def not_reading(port: int) -> None:
     """Ask for a long answer, come back if the server is busy, and read nothing but the status."""
     usage = {"include_usage": True, "continuous_usage_stats": True}
-    body = question("Tell me everything.", stream=True, max_tokens=600, stream_options=usage)
+    body = question(
+        "Tell me everything.",
+        stream=True,
+        max_tokens=600,
+        stream_options=usage,
+    )
     status = b"429"
     while status == b"429":
         async with connected(port, receive_bytes=4096) as (reader, writer):
@@ -116,7 +121,15 @@ async def nonsense(port: int) -> None:
         b"POST " + path + head + b"content-type: application/json\r\n" + chunked.encode() + b"\r\n"
         b"1\r\nx\r\n" * 20_000,
         b"GET /health" + head + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n",
-        request(question("hi", temperature=1e-50, top_k=0, max_tokens=8), more=CLOSE),
+        request(
+            question(
+                "hi",
+                temperature=1e-50,
+                top_k=0,
+                max_tokens=8,
+            ),
+            more=CLOSE,
+        ),
     )
     async with connected(port) as (reader, writer):
         writer.write(random.choice(sent))

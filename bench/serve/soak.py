@@ -220,8 +220,8 @@ async def soak(served: Served, seconds: float, count: int) -> dict[str, Any]:
     ]
     clients = [watch(served, observed), *polite_clients, *rude_clients]
     async with background(*clients) as tasks:
-        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
+        ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
             task.result()  # raises: a bug of this benchmark, or the server is gone
     log(f"{'':<8} answered  refused   failed   p50 ms   p95 ms   p99 ms   max ms")
     for name, requests in (("chats", observed.chats), ("/health", observed.health)):

@@ -33,12 +33,20 @@ Peer = Literal["rustbpe", "tokenizers", "tiktoken"]
 Answer = dict[str, Any]
 Task = dict[str, Any]
 
-VERSIONS = {"rustbpe": "0.1.0", "tokenizers": "0.23.3", "tiktoken": "0.14.0"}
+VERSIONS = {
+    "rustbpe": "0.1.0",
+    "tokenizers": "0.23.3",
+    "tiktoken": "0.14.0",
+}
 TRAINERS = ("tokenizers", "rustbpe")  # peers that can train
 PATTERN = PATTERNS["nanochat"]
 MIXED = ("english", "chinese", "code")
 PROBE_BYTES = 1_000_000
-QUICK_MB = {"english": 12.0, "chinese": 6.0, "russian": 3.0}
+QUICK_MB = {
+    "english": 12.0,
+    "chinese": 6.0,
+    "russian": 3.0,
+}
 QUICK_CODE = 4_000_000  # characters of Python's standard library
 QUICK_TEXTS = ("mixed", "chinese", "russian", "adversarial")  # beside all peers except tiktoken
 
@@ -115,13 +123,29 @@ class Sides:
         self.cfg = cfg
         self.folders = {"ours": ROOT, **{peer: peer_folder(peer) for peer in cfg.against}}
 
-    def ask(self, side: str, work: str, task: Task) -> Any:
+    def ask(
+        self,
+        side: str,
+        work: str,
+        task: Task,
+    ) -> Any:
         """Let a side `train` or `encode`."""
         threads = self.cfg.threads
-        task = {**task, "side": side, "work": work, "threads": threads}
+        task = {
+            **task,
+            "side": side,
+            "work": work,
+            "threads": threads,
+        }
         variables = {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
         module = "bench.tokenizer.side"
-        return answer_of(side, module, task, self.folders[side], **variables)
+        return answer_of(
+            side,
+            module,
+            task,
+            self.folders[side],
+            **variables,
+        )
 
 
 # --- measuring -------------------------------------------------------------------------------------
@@ -175,7 +199,11 @@ def encode(
 ) -> dict[str, dict[str, list[Answer]]]:
     """Encode files with a peer for a given time, then the same documents with ours; return answers by text."""
     cfg = sides.cfg
-    task = {**task, "seconds": cfg.encoding_seconds, "repeats": cfg.repeats}
+    task = {
+        **task,
+        "seconds": cfg.encoding_seconds,
+        "repeats": cfg.repeats,
+    }
     first = peer or "ours"
     chosen = {name: {"files": paths, "groups": None} for name, paths in files.items()}
     by_side = {first: sides.ask(first, "encode", {**task, "texts": chosen})}
@@ -200,14 +228,23 @@ def training_figures(
     """Train beside each peer that can; return the task that wrote `ranks`, and ratios."""
     cfg = sides.cfg
     mixed = {"files": files["mixed"], "vocab_size": cfg.vocabulary}
-    shared = {"pattern": PATTERN, "max_bytes": None, "ranks": str(ranks)}
+    shared = {
+        "pattern": PATTERN,
+        "max_bytes": None,
+        "ranks": str(ranks),
+    }
     mixed_task: Task = {**mixed, **shared}
     result: dict[str, Any] = {}
     same = []
     for peer in TRAINERS:
         if peer not in cfg.against:
             continue
-        mixed_task, answers = train(sides, {**mixed, **shared}, "mixed", peer)
+        mixed_task, answers = train(
+            sides,
+            {**mixed, **shared},
+            "mixed",
+            peer,
+        )
         result[f"train_vs_{peer}"] = ratio(answers, peer, "cpu")
         if peer == "rustbpe":
             result["memory_vs_rustbpe"] = 1 / ratio(answers, peer, "peak")
@@ -215,11 +252,25 @@ def training_figures(
             same.append(answers["ours"][0]["digest"] == answers[peer][0]["digest"])
         if peer == "rustbpe" and "chinese" in files:
             half = {"files": files["chinese"], "vocab_size": cfg.vocabulary // 2}
-            _, answers = train(sides, {**half, **shared, "ranks": ""}, "Chinese", peer)
+            _, answers = train(
+                sides,
+                {
+                    **half,
+                    **shared,
+                    "ranks": "",
+                },
+                "Chinese",
+                peer,
+            )
             result["train_zh_vs_rustbpe"] = ratio(answers, peer, "cpu")
             same.append(answers["ours"][0]["digest"] == answers[peer][0]["digest"])
     if not result:
-        mixed_task, _ = train(sides, mixed_task, "mixed", None)
+        mixed_task, _ = train(
+            sides,
+            mixed_task,
+            "mixed",
+            None,
+        )
     return mixed_task, {**result, "identical": all(same)}
 
 
@@ -229,8 +280,8 @@ def measure(cfg: Config, work: Path) -> dict[str, Any]:
     files = real_texts(cfg, work)
     ranks = work / "mixed.tiktoken"
     learned_from, result = training_figures(sides, files, ranks)
-    made = texts.write(work, 0.5 if cfg.quick else 4)
-    hard = {kind: [str(path)] for kind, path in made.items()}
+    generated = texts.write(work, 0.5 if cfg.quick else 4)
+    hard = {kind: [str(path)] for kind, path in generated.items()}
     if cfg.quick:
         formulaic = hard.pop("formulaic Chinese")
         adversarial = [path for paths in hard.values() for path in paths]
@@ -250,7 +301,12 @@ def measure(cfg: Config, work: Path) -> dict[str, Any]:
         chosen = files
         if cfg.quick and peer not in (None, "tiktoken"):
             chosen = {name: files[name] for name in QUICK_TEXTS if name in files}
-        by_text = encode(sides, task, chosen, peer)
+        by_text = encode(
+            sides,
+            task,
+            chosen,
+            peer,
+        )
         result["texts"][peer or "ours"] = {
             name: figures(answers, peer) for name, answers in by_text.items()
         }
@@ -267,8 +323,8 @@ def measure(cfg: Config, work: Path) -> dict[str, Any]:
 
 def figures(answers: dict[str, list[Answer]], peer: str | None) -> dict[str, Any]:
     """Return what the JSON object says about a text: its bytes, and how many times as fast ours was."""
-    own = answers["ours"][0]
-    summary = {"bytes": own["bytes"], "bytes_per_token": own["bytes"] / max(1, own["tokens"])}
+    ours = answers["ours"][0]
+    summary = {"bytes": ours["bytes"], "bytes_per_token": ours["bytes"] / max(1, ours["tokens"])}
     if peer is not None:
         summary["cold"] = ratio(answers, peer, "cold")
         summary["warm"] = ratio(answers, peer, "warm")
@@ -323,7 +379,11 @@ def main(cfg: Config) -> None:
     check_at_least(1024, vocab_size=cfg.vocabulary)
     with tempfile.TemporaryDirectory() as work:
         result = measure(cfg, Path(work))
-    summary = {"benchmark": "tokenizer", "threads": cfg.threads, **rounded(result)}
+    summary = {
+        "benchmark": "tokenizer",
+        "threads": cfg.threads,
+        **rounded(result),
+    }
     print(json.dumps(summary), flush=True)
 
 

@@ -45,7 +45,12 @@ def sample(paths: Sequence[str], max_bytes: int) -> list[str]:
     every = max(1, round(size / max_bytes))
     pieces = [
         text[start : start + DOCUMENT]
-        for text in itertools.islice(documents(paths), 0, None, every)
+        for text in itertools.islice(
+            documents(paths),
+            0,
+            None,
+            every,
+        )
         for start in range(0, len(text), DOCUMENT)
     ]
     random.Random(0).shuffle(pieces)
@@ -184,7 +189,11 @@ def constructor(task: Task) -> Callable[[], Encode]:
         tokenizer.train_from_iterator(texts, task["vocab_size"], pattern=task["pattern"])
         return lambda: tokenizer.batch_encode
     importlib.import_module("rustbpe" if task["side"] == "ours" else task["side"])
-    make = {"ours": ours, "tiktoken": tiktoken, "tokenizers": tokenizers}[task["side"]]
+    make = {
+        "ours": ours,
+        "tiktoken": tiktoken,
+        "tokenizers": tokenizers,
+    }[task["side"]]
     return partial(make, read_ranks(task["ranks"]), task)
 
 
@@ -201,7 +210,13 @@ def encode(task: Task) -> dict[str, Any]:
         groups = [pieces[start : start + GROUP] for start in range(0, len(pieces), GROUP)]
         count = text["groups"]
         if count is None:
-            trial = partial(encode_once, make, groups, task["seconds"], warm=False)
+            trial = partial(
+                encode_once,
+                make,
+                groups,
+                task["seconds"],
+                warm=False,
+            )
             count = in_a_copy(task["side"], trial)["groups"]
         work = partial(encode_once, make, groups[:count])
         answers[name] = [in_a_copy(task["side"], work) for _ in range(task["repeats"])]

@@ -52,8 +52,14 @@ def punctuation(rng: random.Random) -> str:
 def formulaic_chinese(rng: random.Random) -> str:
     """Return a sentence that differs from the others of its form only in numbers and names."""
     a, b = rng.randint(1, 999), rng.randint(1, 999)
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    return rng.choice(FORMULAS).format(a=a, b=b, c=a + b, x=name, y=thing)
+    name, noun = rng.choice(NAMES), rng.choice(THINGS)
+    return rng.choice(FORMULAS).format(
+        a=a,
+        b=b,
+        c=a + b,
+        x=name,
+        y=noun,
+    )
 
 
 def makers() -> dict[str, Make]:

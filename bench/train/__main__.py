@@ -120,16 +120,16 @@ def memory(ours: Variant, theirs: Variant, plan: Plan, upstream: Path) -> dict[s
     ):
         single = replace(plan, warmup=1, pass_rows=pass_rows)
         peaks.append(measure([variant], single, 1, upstream)[variant].peak_bytes)
-    own, own_split, peer = peaks
+    one_pass, default_passes, theirs_peak = peaks
     rows = f"{plan.rows_per_step} rows of {plan.shape.sequence_len:,} tokens"
     log(
-        f"peak memory of a step of {rows}: ours in one pass {own / 1e6:,.0f} MB, in passes of "
-        f"{batch.device_batch_size} rows {own_split / 1e6:,.0f} MB; upstream {peer / 1e6:,.0f} MB"
+        f"peak memory of a step of {rows}: ours in one pass {one_pass / 1e6:,.0f} MB, in passes of "
+        f"{batch.device_batch_size} rows {default_passes / 1e6:,.0f} MB; upstream {theirs_peak / 1e6:,.0f} MB"
     )
     return {
         "memory_rows": rows,
-        "memory_vs_upstream": round(own / peer, 3),
-        "memory_by_default_vs_upstream": round(own_split / peer, 3),
+        "memory_vs_upstream": round(one_pass / theirs_peak, 3),
+        "memory_by_default_vs_upstream": round(default_passes / theirs_peak, 3),
     }
 
 
@@ -138,8 +138,8 @@ def memory(ours: Variant, theirs: Variant, plan: Plan, upstream: Path) -> dict[s
 
 def fastest(results: Results, side: str) -> Variant:
     """Return the variant of a side that needs the fewest CPU seconds per step."""
-    own = [variant for variant in results if variant.side == side]
-    return min(own, key=lambda variant: results[variant].step_seconds)
+    candidates = [variant for variant in results if variant.side == side]
+    return min(candidates, key=lambda variant: results[variant].step_seconds)
 
 
 def matmul_speed(results: Results, plan: Plan) -> float:
@@ -155,8 +155,8 @@ def figures(results: Results, plan: Plan) -> dict[str, Any]:
     variant.
     """
     best = fastest(results, "ours")
-    own = results[best]
-    speed = plan.tokens_per_step / own.step_seconds
+    ours = results[best]
+    speed = plan.tokens_per_step / ours.step_seconds
     peak = matmul_speed(results, plan)
     eager = {variant: result for variant, result in results.items() if not variant.compiled}
     own_eager = eager[fastest(eager, "ours")]
@@ -171,8 +171,8 @@ def figures(results: Results, plan: Plan) -> dict[str, Any]:
     default = results.get(Variant("upstream", "float32"))
     if default is not None:
         theirs = results[fastest(results, "upstream")]
-        summary["vs_upstream_default"] = round(default.step_seconds / own.step_seconds, 3)
-        summary["vs_upstream_best"] = round(theirs.step_seconds / own.step_seconds, 3)
+        summary["vs_upstream_default"] = round(default.step_seconds / ours.step_seconds, 3)
+        summary["vs_upstream_best"] = round(theirs.step_seconds / ours.step_seconds, 3)
     return summary
 
 

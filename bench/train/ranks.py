@@ -201,13 +201,13 @@ def main(cfg: Config) -> None:
     shape = replace(D4, bigram_rows=cfg.bigram_rows)
     single = Task(1, "none", shape, compile_step)
     pairs = {mode: Task(2, mode, shape, compile_step) for mode in (APART, *modes)}
-    one, *twos = measure([single, *pairs.values()], 3 if cfg.quick else cfg.rounds)
+    single_steps, *twos = measure([single, *pairs.values()], 3 if cfg.quick else cfg.rounds)
     log(f"{'':<12}{'s a step':>10}{'CPU s':>10}{'of twice one':>14}{'by CPU time':>14}")
-    log(f"{'one rank':<12}{wall_seconds(one):>10.3f}{cpu_seconds(one):>10.3f}")
+    log(f"{'one rank':<12}{wall_seconds(single_steps):>10.3f}{cpu_seconds(single_steps):>10.3f}")
     speeds, cpu_speeds = {}, {}
     for mode, two in zip(pairs, twos, strict=True):
-        speeds[mode] = wall_seconds(one) / (2 * wall_seconds(two))
-        cpu_speeds[mode] = cpu_seconds(one) / cpu_seconds(two)
+        speeds[mode] = wall_seconds(single_steps) / (2 * wall_seconds(two))
+        cpu_speeds[mode] = cpu_seconds(single_steps) / cpu_seconds(two)
         log(
             f"{'two, ' + mode:<12}{wall_seconds(two):>10.3f}{cpu_seconds(two):>10.3f}"
             f"{speeds[mode]:>14.2f}{cpu_speeds[mode]:>14.2f}"

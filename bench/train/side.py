@@ -70,7 +70,13 @@ def ours(task: Task) -> Side:
     else:
         rates = flags.for_run(tokens_per_step, steps, flags.target_param_data_ratio)
         rate_factor = schedule.rate_scale(tokens_per_step)
-        trainer = Trainer(model, compute, rates, rate_factor, schedule.table_momentum(steps))
+        trainer = Trainer(
+            model,
+            compute,
+            rates,
+            rate_factor,
+            schedule.table_momentum(steps),
+        )
     compile_seconds = 0.0
     if task["compiled"]:
         start = child.cpu_seconds()
@@ -79,7 +85,13 @@ def ours(task: Task) -> Side:
 
     def set_rates(number: int, steps: int) -> None:
         warmup = schedule.warmup_steps(flags.warmup_steps, steps)
-        lr = schedule.trapezoid(number, steps, warmup, flags.warmdown_ratio, flags.final_lr_frac)
+        lr = schedule.trapezoid(
+            number,
+            steps,
+            warmup,
+            flags.warmdown_ratio,
+            flags.final_lr_frac,
+        )
         momentum = schedule.momentum(number, steps, flags.warmdown_ratio)
         trainer.optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
 
@@ -104,7 +116,14 @@ def ours(task: Task) -> Side:
     def losses(batch: Batch) -> Tensor:
         return model(*batch, "none")
 
-    return Side(step, losses, trainer.parameters, state, restore, compile_seconds)
+    return Side(
+        step,
+        losses,
+        trainer.parameters,
+        state,
+        restore,
+        compile_seconds,
+    )
 
 
 def our_shape(task: Task, flags: Any) -> Any:
@@ -116,7 +135,11 @@ def our_shape(task: Task, flags: Any) -> Any:
     offset_layers = flags.offset_layers
     if offset_layers == "auto":
         offset_layers = task["shape"]["n_layer"]
-    fields = {**task["shape"], "bigram_rows": bigram_rows, "offset_layers": offset_layers}
+    fields = {
+        **task["shape"],
+        "bigram_rows": bigram_rows,
+        "offset_layers": offset_layers,
+    }
     return sizes.keep_bigrams(GPTConfig(**fields), flags.bigram_rows, task["epochs"])
 
 
@@ -183,7 +206,13 @@ def upstream(task: Task) -> Side:
         step(0, batch_of(np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]))
         restore(saved)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Side(step, losses, parameters, state, restore)
+    return Side(
+        step,
+        losses,
+        parameters,
+        state,
+        restore,
+    )
 
 
 def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
@@ -247,7 +276,13 @@ def matmuls(task: Task) -> Side:
         return torch.zeros(batch[1].shape)
 
     parameters = sum(inputs * outputs * count for inputs, outputs, count in sizes)
-    return Side(step, losses, parameters, dict, lambda saved: None)
+    return Side(
+        step,
+        losses,
+        parameters,
+        dict,
+        lambda saved: None,
+    )
 
 
 # --- the loop --------------------------------------------------------------------------------------
@@ -266,7 +301,12 @@ def batches(rows: np.ndarray, size: int, first_row: int) -> Iterator[Batch]:
 
 
 @torch.no_grad()
-def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: int) -> float:
+def bits_per_byte(
+    side: Side,
+    rows: np.ndarray,
+    token_bytes: np.ndarray,
+    size: int,
+) -> float:
     """Return the bits per byte of the targets that stand for text, computed in passes of `size` rows."""
     lengths = torch.from_numpy(token_bytes.astype(np.int64))
     nats, text_bytes = 0.0, 0
@@ -307,15 +347,28 @@ class Loop:
             losses.append(self.side.step(self.number, batch))
             seconds.append(time.process_time() - start)
             self.number += 1
-        return {"seconds": seconds, "losses": losses, "peak_bytes": child.peak_bytes()}
+        return {
+            "seconds": seconds,
+            "losses": losses,
+            "peak_bytes": child.peak_bytes(),
+        }
 
     def held_out(self) -> float:
         """Return the bits per byte of the held-out rows."""
-        return bits_per_byte(self.side, self.held_out_rows, self.token_bytes, self.rows_per_step)
+        return bits_per_byte(
+            self.side,
+            self.held_out_rows,
+            self.token_bytes,
+            self.rows_per_step,
+        )
 
     def save(self, path: str, about: Any) -> None:
         """Save the training in a file, with a note for the parent."""
-        content = {"about": about, "number": self.number, "state": self.side.state()}
+        content = {
+            "about": about,
+            "number": self.number,
+            "state": self.side.state(),
+        }
         torch.save(content, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
 
@@ -329,7 +382,11 @@ class Loop:
     def request(self, name: str, **arguments: Any) -> Any:
         """Answer `steps`, `held_out`, `save` or `load`."""
         calls = {"steps": self.steps, "held_out": self.held_out}
-        return {**calls, "save": self.save, "load": self.load}[name](**arguments)
+        return {
+            **calls,
+            "save": self.save,
+            "load": self.load,
+        }[name](**arguments)
 
 
 def main() -> None:
@@ -338,7 +395,11 @@ def main() -> None:
     task = child.task()
     torch.set_num_threads(1)
     torch.manual_seed(seed_of(task))
-    side = {"ours": ours, "upstream": upstream, "matmuls": matmuls}[task["side"]](task)
+    side = {
+        "ours": ours,
+        "upstream": upstream,
+        "matmuls": matmuls,
+    }[task["side"]](task)
     loop = Loop(side, task)
     losses = loop.steps(task["warmup"])["losses"]
     answer(
