@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import dataloader
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.models.qwen.config import QwenConfig
@@ -70,8 +70,8 @@ def serving_model(shape: GPTConfig, compute: Compute) -> GPT:
     """Return a GPT with random weights as a server holds it: in the compute format, laid out for the device."""
     model = random_model(shape, compute)
     spread_logits(model)
-    held_in(model, compute.dtype)
-    model.operations.hold(model)
+    cast_matrices(model, compute.dtype)
+    compute.operations.serve(model)
     return model.eval()
 
 

@@ -24,7 +24,10 @@ FOLDER = ROOT / "docs"
 PURPOSES = {
     "common": "base folder, atomic files, errors, the command line",
     "data": "conversations, corpora and downloads as plain data, without torch",
-    "nn": "building blocks of models",
+    "linear": "matrices and tables",
+    "cache": "keys and values of sequences in flight",
+    "attention": "plain attention and its masks",
+    "loss": "cross-entropy in chunks",
     "context": "what a forward pass knows beside its tokens",
     "model": "what every family of models offers",
     "models": "the published families",

@@ -1,4 +1,4 @@
-"""Measures the house: its floors, the arrows between its rooms, and circles of files.
+"""Measures the house: its floors, the arrows between its rooms, circles of files, and the sizes of files and folders.
 
 python -m dev.house
 
@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "nanochat"
@@ -17,12 +18,13 @@ LATE_IMPORTS = ("import_module", "__import__")
 # From the ground up. A room is a folder or a file of nanochat/. It imports rooms of lower floors only.
 FLOORS = (
     ("common",),
-    ("data", "nn"),
+    ("data", "linear", "cache", "attention", "loss"),
     ("context",),
-    ("model",),
-    ("models", "platforms"),
+    ("gpt", "model"),
+    ("models",),
+    ("platforms",),
     ("device", "tokenizer"),
-    ("runtime", "gpt", "generate"),
+    ("runtime", "generate"),
     ("prepare", "engine", "dataset", "report", "checkpoint_manager"),
     ("dataloader", "serve", "export"),
     ("evals",),
@@ -32,9 +34,14 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FOR_TASKS = ("common", "data", "evals.sandbox")  # what tasks/ may import
 
+MOST_ENTRIES = 18  # files and folders in a folder
+MOST_ENTRIES_AT_THE_TOP = 32  # the book and its appendices
+MOST_LINES = 600
+MEDIAN_LINES = 220
+
 
 def room_of(path: str) -> str:
-    """Return the room of a file: `nn` for nanochat/nn/loss.py, `gpt` for nanochat/gpt.py."""
+    """Return the room of a file: `data` for nanochat/data/bpe.py, `gpt` for nanochat/gpt.py."""
     return path.split("/")[1].removesuffix(".py")
 
 
@@ -115,18 +122,31 @@ def circles(files: Mapping[str, str]) -> list[list[str]]:
     return groups
 
 
+def entries(folder: Path) -> int:
+    """Return how many files and folders a folder shows, without `__init__.py` and caches."""
+    hidden = ("__init__", "__pycache__", ".")
+    return sum(not path.name.startswith(hidden) for path in folder.iterdir())
+
+
 @dataclass(frozen=True)
 class House:
     """What is measured of the package."""
 
     arrows: dict[tuple[str, str], int]
     circles: list[list[str]]
+    entries: dict[str, int]  # of each folder
+    median_lines: float  # of a file
 
 
 def measure() -> House:
     """Measure the repository that this file belongs to."""
     files = sources(PACKAGE)
-    return House(arrows(files), circles(files))
+    folders = sorted({(ROOT / path).parent for path in files})
+    entry_counts = {folder.relative_to(ROOT).as_posix(): entries(folder) for folder in folders}
+    line_counts = [
+        text.count("\n") for path, text in files.items() if not path.endswith("__init__.py")
+    ]
+    return House(arrows(files), circles(files), entry_counts, median(line_counts))
 
 
 def main() -> None:
@@ -138,6 +158,10 @@ def main() -> None:
         f"rooms: {len(rooms)}, arrows: {len(house.arrows)}, arrows that point up: {upwards}, "
         f"circles: {len(house.circles)}"
     )
+    for folder, count in house.entries.items():
+        limit = MOST_ENTRIES_AT_THE_TOP if folder == PACKAGE else MOST_ENTRIES
+        print(f"{folder}: {count} entries (at most {limit})")
+    print(f"lines of a file: median {house.median_lines:.0f} (at most {MEDIAN_LINES})")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""The base folder, atomic files, logging that prints once per job, and the one command-line parser."""
+"""What every program of this project shares: messages, files that are complete or absent, and the
+command line.
+
+The parts, in this order: messages in two languages and the lines of a log; the base folder and
+atomic files; the one command-line parser; and `run`, the edge of every script, which turns a
+mistake into one message and an exit code.
+"""
 
 import contextlib
 import dataclasses
 import errno
 import functools
 import gettext
-import glob
 import hashlib
 import io
 import json
@@ -30,26 +35,42 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 FREE = "does not change what is learned"  # the mark of such a flag
 Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
-JSON_BYTES = 1 << 28  # of the largest JSON file that is read
-# What a terminal obeys, and what turns the direction of text: control characters but tab and line feed, bidirectional
-# marks, and halves of surrogate pairs, which are the bytes of a file name that is not UTF-8.
+LANGUAGE_VARIABLES = ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set
+MAX_JSON_BYTES = 1 << 28  # larger JSON files are refused
+# Characters that a terminal obeys or that turn the direction of text: control characters except
+# tab and line feed, bidirectional marks, and halves of surrogate pairs, which stand for the bytes
+# of a file name that is not UTF-8.
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 DAY_SECONDS = 86_400
+# Errors of file systems that cannot flush a folder, such as CIFS and the drives of WSL.
 NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS)
-RANK_0_SECONDS = 10  # time for rank 0 to print a mistake that all ranks make, and for the launcher to end the others
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# All ranks make the same mistake: this is the time for rank 0 to print it and for the launcher to
+# end the other ranks.
+RANK_0_SECONDS = 10
+
+
+# --- messages ------------------------------------------------------------------------------------
 
 
 def visible(text: str) -> str:
-    """Text with its control characters as `\\x1b`, since the name of a file must not be able to control a terminal."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return a text with its control characters spelled out, such as `\\x1b`.
+
+    A message may quote the name of a file, and such a name must not be able to control a terminal.
+    """
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def language() -> str:
-    """zh or en: the language of messages, by NANOCHAT_LANG, or by the locale of the environment."""
-    given = (os.environ.get(name) for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"))
-    return "zh" if next(filter(None, given), "").lower().startswith("zh") else "en"
+    """Return the language of messages, "zh" or "en", by NANOCHAT_LANG or else by the locale."""
+    for variable in LANGUAGE_VARIABLES:
+        value = os.environ.get(variable)
+        if value:
+            return "zh" if value.lower().startswith("zh") else "en"
+    return "en"
 
 
 @functools.cache
@@ -59,18 +80,19 @@ def _catalogue(language: str) -> gettext.NullTranslations:
 
 
 def tr(template: str, **values: Any) -> str:
-    """A message of the first day in the user's language: an English template with {names}, and their values.
+    """Return a message in the user's language: an English template, filled with its {values}.
 
-    Its Chinese is in data/locale; `python -m dev.messages` keeps it complete.
+    The Chinese templates are in data/locale; `python -m dev.messages` keeps them complete.
     """
     return _catalogue(language()).gettext(template).format(**values)
 
 
 class UserError(ValueError):
-    """Something the user can fix. The text says what happened, the rule, what was given, and the next step.
+    """Something the user can fix. The text says what happened, the rule, the value, and what to do.
 
-    UserError is a separate class so that `run` can tell a mistake in a command, which gets one message, from a bug in
-    this code, which gets a traceback. Its text is `visible`, whatever name of a file or word of a server it quotes.
+    UserError is a class of its own so that `run` can tell a mistake in a command, which gets one
+    message, from a bug in this code, which gets a traceback. Its text is `visible`, whatever file
+    name or server's answer it quotes.
     """
 
     def __init__(self, message: str, exit_code: int = 1):
@@ -78,32 +100,8 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
-def base_dir() -> Path:
-    """The folder of all data, checkpoints and reports: NANOCHAT_BASE_DIR, or ~/.cache/nanochat."""
-    try:
-        folder = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path("~/.cache/nanochat")).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as failure:  # RuntimeError: this user has no home folder
-        raise UserError(
-            f"the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a folder that you may write, then "
-            "type the same command again."
-        ) from failure
-    return folder
-
-
-def folder_for_scripts() -> Path:
-    """The base folder for a shell script that will write there; UserError if this user may not."""
-    folder = base_dir()
-    if not os.access(folder, os.W_OK):
-        raise UserError(
-            f"the base folder {folder} cannot be written. Set NANOCHAT_BASE_DIR to a folder that you may write, then "
-            "type the same command again."
-        )
-    return folder
-
-
 def rank() -> int:
-    """The rank of this process in the job; 0 outside torchrun, and where RANK is no number."""
+    """Return the rank of this process in the job; 0 outside torchrun or if RANK is not a number."""
     word = os.environ.get("RANK", "")
     return int(word) if word.isdecimal() else 0
 
@@ -122,58 +120,116 @@ def warn(message: str) -> None:
 
 @dataclasses.dataclass
 class Pulse:
-    """What a process tells those who watch it: that it moves, at which step it is, and whether it was asked to stop."""
+    """The signs of life of a process: that it moves, its step, and whether it was asked to stop."""
 
     moments: int = 0  # how often the process has said that it moves
     step: int = 0
-    asked: str = ""  # the name of the first signal that asked for the end, or another reason
+    stop_reason: str = ""  # the first signal that asked the process to stop, or another reason
     catching: bool = False  # signals are noted here instead of ending the process
-    at_once: bool = False  # a signal ends the work of this moment, which is not worth finishing
+    at_once: bool = False  # a signal interrupts the current work, which is not worth finishing
 
     def beat(self, step: int | None = None) -> None:
         """Say that this process moves, and which step it has reached."""
         self.moments += 1
-        self.step = self.step if step is None else step
+        if step is not None:
+            self.step = step
 
     def ask(self, why: str) -> None:
-        """Ask this process to save and stop at its next step."""
-        self.asked = self.asked or why
+        """Ask this process to save and stop at its next step; the first reason stays."""
+        self.stop_reason = self.stop_reason or why
 
 
 # --- files ---------------------------------------------------------------------------------------
 
 
+def base_dir() -> Path:
+    """Return the folder of all data, checkpoints and reports, which is created if it is missing.
+
+    NANOCHAT_BASE_DIR names it; the default is ~/.cache/nanochat. UserError if it cannot be created.
+    """
+    name = os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
+    try:
+        folder = Path(name).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as failure:  # RuntimeError: this user has no home folder
+        raise UserError(
+            tr(
+                "the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a "
+                "folder that you may write, then type the same command again.",
+                failure=failure,
+            )
+        ) from failure
+    return folder
+
+
+def folder_for_scripts() -> Path:
+    """Return the base folder for a shell script. UserError if this user may not write there."""
+    folder = base_dir()
+    if not os.access(folder, os.W_OK):
+        raise UserError(
+            tr(
+                "the base folder {folder} cannot be written. Set NANOCHAT_BASE_DIR to a "
+                "folder that you may write, then type the same command again.",
+                folder=folder,
+            )
+        )
+    return folder
+
+
 def fsync_path(path: Path) -> None:
-    """Flush a file's content to disk; for a folder, flush the renames inside it, if its file system can do that."""
+    """Flush the content of a file to disk. For a folder, flush the renames in it where possible."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as failure:  # CIFS, WSL's drives and others flush files only, so nothing more can be done there
+    except OSError as failure:
         if failure.errno not in NO_FOLDER_FLUSH or not path.is_dir():
             raise
 
 
+@functools.cache
+def _leftovers(folder: str) -> dict[str, list[str]]:
+    """Map the name of each file to the temporary files that killed processes left for it.
+
+    The folder is listed once per process, because a listing costs more than the write itself where
+    a folder has many files.
+    """
+    leftovers: dict[str, list[str]] = {}
+    for entry in os.scandir(folder):
+        name, marker, _ = entry.name.rpartition(".tmp-")
+        if marker and name.startswith("."):
+            leftovers.setdefault(name[1:], []).append(entry.path)
+    return leftovers
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of killed writes to `path` that are at least a day old."""
+    leftovers = _leftovers(os.path.abspath(path.parent))
+    for leftover in leftovers.get(path.name, []):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            age = time.time() - os.lstat(leftover).st_mtime
+            if age > DAY_SECONDS:
+                os.unlink(leftover)
+
+
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Give the path of a temporary file beside `path`. On success the file is fsynced and renamed to `path`; on
-    failure the file is removed."""
+    """Yield a temporary file beside `path`, which replaces `path` on success.
+
+    The temporary file is fsynced before the rename; after a failure it is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
-        with contextlib.suppress(
-            OSError
-        ):  # of a killed process, if it is a day old; others may remove it meanwhile
-            if time.time() - leftover.lstat().st_mtime > DAY_SECONDS:
-                leftover.unlink()
-    # A new file with a random name: another user may have put a link at a name that can be guessed.
+    _remove_leftovers(path)
+    # O_EXCL and a random name: another user may have put a link at a name that can be guessed.
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(6)}")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    new_file = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    os.close(os.open(temporary, new_file, 0o666))
     try:
         yield temporary
-        with open(temporary, "rb") as f:
-            os.fsync(f.fileno())
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_path(path.parent)
     finally:
@@ -181,22 +237,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a whole file so that readers see either the old content or the new content, never part of the new."""
+    """Write a file so that readers see either all of the old content or all of the new content."""
+    content = data.encode() if isinstance(data, str) else data
     with atomic_path(path) as temporary:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        temporary.write_bytes(content)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """A value as JSON text. Chinese characters are not escaped; NaN and infinities, which JSON lacks, become null."""
+    """Return a value as JSON text, with Chinese as it is and null for NaN and infinities."""
     return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
+    """Return a value with None in the place of every number that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -204,17 +264,17 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, to_json(value, indent=1) + "\n")
 
 
-def check_regular(path: Path, most: int = JSON_BYTES) -> None:
-    """Raise ValueError for a pipe, a device or a file of more than `most` bytes, which a reader would wait for."""
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
+def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
+    """Raise ValueError unless a path is a regular file of at most `max_bytes`, so safe to read."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
-    if about.st_size > most:
-        raise ValueError(f"it has {about.st_size:,} bytes, and at most {most:,} are read")
+    if status.st_size > max_bytes:
+        raise ValueError(f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of JSON text. ValueError if it is not JSON, also if it is nested too deeply to be read."""
+    """Return the value of a JSON text. ValueError if it is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -222,21 +282,26 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. UserError, whose cause is the reason, if it is not JSON or not an ordinary file."""
+    """Return the value of a JSON file. UserError, whose cause is the reason, if it is not one."""
     try:
         check_regular(path)
         return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as failure:
         raise UserError(
-            f"{path} cannot be read as JSON: {failure}. Delete it, or copy it again from its source"
+            tr(
+                "{path} cannot be read as JSON: {failure}. Delete it, or copy it again from "
+                "its source",
+                path=path,
+                failure=failure,
+            )
         ) from failure
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's bytes, in hex."""
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
 
@@ -247,7 +312,8 @@ _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def _switch_kind(annotation: Any) -> str:
-    """How tyro reads a field: "flag" (--x, --no-x) for bool, "value" (--x True) for bool | None, "" for all others."""
+    """Return how tyro reads a field: "flag" (--x, --no-x) for bool, "value" (--x True) for
+    bool | None, and "" for all other types."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -255,94 +321,131 @@ def _switch_kind(annotation: Any) -> str:
     return "flag" if annotation is bool else ""
 
 
-def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
-    """Drop the `--` that torchrun users write, and rewrite every True-or-False flag in the form that tyro reads.
+def _switches(config: type[Any]) -> dict[str, str]:
+    """Return the fields of a configuration that are True or False, with their kinds."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    kinds = {name: _switch_kind(annotation) for name, annotation in hints.items()}
+    return {name: kind for name, kind in kinds.items() if kind}
 
-    Users may write `--flag`, `--no-flag`, `--flag=VALUE` or `--flag VALUE`, with True, False, 1, 0, yes or no as VALUE.
+
+def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
+    """Return a command line with every switch in the form that tyro reads.
+
+    Users may write `--flag`, `--no-flag`, `--flag=VALUE` or `--flag VALUE`, with True, False, 1, 0,
+    yes or no as VALUE. The `--` that torchrun users write first is dropped.
     """
-    rest = list(argv[1:] if argv[:1] == ["--"] else argv)
+    words = list(argv)
+    if words[:1] == ["--"]:
+        del words[0]
     plain: list[str] = []
-    while rest:
-        word = rest.pop(0)
+    while words:
+        word = words.pop(0)
         name, equals, value = word.partition("=")
-        field = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        on = field in switches
-        field = field if on else field.removeprefix("no_")
-        if field not in switches or (equals and not on):
+        field = ""
+        if name.startswith("--"):
+            field = name.removeprefix("--").replace("-", "_")
+        negated = field not in switches
+        if negated:
+            field = field.removeprefix("no_")
+        if field not in switches or (negated and equals):
             plain.append(word)
             continue
         if equals and value.lower() not in _WORDS:
             raise UserError(
-                f"{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False", 2
+                tr(
+                    "{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False",
+                    name=name,
+                    value=value,
+                ),
+                2,
             )
-        if not equals and on and rest and rest[0].lower() in _WORDS:
-            value = rest.pop(0)
-        wanted = _WORDS[value.lower()] if value else on
+        value_follows = bool(words) and words[0].lower() in _WORDS
+        if not negated and not equals and value_follows:
+            value = words.pop(0)
+        switched_on = _WORDS[value.lower()] if value else not negated
         flag = field.replace("_", "-")
         if switches[field] == "value":
-            plain += [f"--{flag}", str(wanted)]
+            plain += [f"--{flag}", str(switched_on)]
         else:
-            plain.append(f"--{flag}" if wanted else f"--no-{flag}")
+            plain.append(f"--{flag}" if switched_on else f"--no-{flag}")
     return plain
 
 
 def parse(
     config: type[Config], argv: Sequence[str] | None = None, description: str | None = None
 ) -> Config:
-    """Read a command line into a frozen dataclass. An unknown flag ends the process with code 2 and prints the names
-    that are nearest to it."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    switches = {
-        name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))
-    }
-    words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
-    launched = sys.modules["__main__"].__spec__
+    """Return a frozen dataclass that is filled from a command line.
+
+    An unknown flag ends the process with code 2 and prints the names that are nearest to it.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    module = sys.modules["__main__"].__spec__
     program = None
-    if launched and launched.name != "__main__":
-        program = f"python -m {launched.name.removesuffix('.__main__')}"
-    speaks = rank() == 0  # all ranks have the same command line, so one of them prints its mistakes
-    about = _indented_commands(description)
-    return tyro.cli(config, prog=program, args=words, description=about, console_outputs=speaks)
+    if module and module.name != "__main__":
+        program = f"python -m {module.name.removesuffix('.__main__')}"
+    return tyro.cli(
+        config,
+        prog=program,
+        args=_plain_flags(words, _switches(config)),
+        description=_indented_commands(description),
+        console_outputs=rank() == 0,  # all ranks have one command line: one prints its mistakes
+    )
 
 
 def _indented_commands(description: str | None) -> str | None:
     """Indent the launch lines of a docstring, since tyro joins lines that begin with a letter."""
-    return description and re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
+    if not description:
+        return description
+    return re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Return a configuration as the plain dict that checkpoints and reports keep.
+
+    Tuples become lists, and paths become texts.
+    """
+    values = dataclasses.asdict(config)
+    return json.loads(json.dumps(values, default=str))
+
+
+# --- the edge of a process -----------------------------------------------------------------------
 
 
 def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:
-    """The edge of every script: parse the command line, call `main`, and turn a mistake into one message.
+    """Parse the command line, call `main`, and turn a mistake into one message.
 
-    Under torchrun rank 0 prints errors; another rank prints only if rank 0 is still running. Characters that standard
-    output cannot show are printed as escape sequences.
-    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141 the reader of
-    standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError was raised.
+    Every script ends with this call. Under torchrun rank 0 prints errors; another rank prints only
+    if rank 0 is still running. Characters that standard output cannot show are printed as escape
+    sequences.
+    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141
+    the reader of standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError
+    was raised.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a terminal that cannot show a character gets its escape sequence
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        _edge(main, config, description)
+        _run(main, config, description)
     except Exception as bug:  # the edge of the process; Python prints the traceback
         note_end(f"error: {type(bug).__name__}: {bug}")
         raise
 
 
-def _edge(main: Callable[[Any], Any], config: type[Any], description: str | None) -> None:
+def _run(main: Callable[[Any], Any], config: type[Any], description: str | None) -> None:
+    """Call `main`, and end the process with a message and a code for each expected failure."""
     try:
         try:
             main(parse(config, description=description))
         finally:
-            sys.stdout.flush()  # here, since at exit Python would print its own message about a reader that has left
+            # Python's own flush at exit would print a message about a reader that has left.
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
         sys.exit(141)
     except SystemExit as end:  # of the parser
         if end.code:
-            time.sleep(RANK_0_SECONDS if rank() > 0 else 0)  # as in complain()
+            _wait_for_rank_0()
             note_end("error: the command line was refused; the lines above say why")
         raise
     except UserError as mistake:
@@ -351,70 +454,86 @@ def _edge(main: Callable[[Any], Any], config: type[Any], description: str | None
         complain(tr("error: {mistake}", mistake=mistake))
         sys.exit(mistake.exit_code)
     except OSError as failure:
-        where = failure.filename or base_dir()
-        if failure.errno in (errno.ENOSPC, errno.EDQUOT):
-            complain(
-                tr(
-                    "error: the disk is full ({where}); no half-written file was kept. Free some space, or set "
-                    "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
-                    where=where,
-                )
-            )
-        elif failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and failure.filename:
-            complain(
-                tr(
-                    "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or have the "
-                    "rights of this file changed, then type the same command again.",
-                    where=where,
-                    reason=failure.strerror,
-                )
-            )
-        else:
+        message = _disk_message(failure)
+        if message is None:
             raise
+        complain(message)
         sys.exit(1)
     except KeyboardInterrupt:
         complain("stopped")
         sys.exit(130)
 
 
+def _disk_message(failure: OSError) -> str | None:
+    """Return what to tell the user about a full disk or a missing right; None for other errors."""
+    where = failure.filename or base_dir()
+    if failure.errno in DISK_FULL:
+        return tr(
+            "error: the disk is full ({where}); no half-written file was kept. Free some space, or "
+            "set NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
+            where=where,
+        )
+    if failure.errno in NOT_ALLOWED and failure.filename:
+        return tr(
+            "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or "
+            "have the rights of this file changed, then type the same command again.",
+            where=where,
+            reason=failure.strerror,
+        )
+    return None
+
+
 def _reader_is_gone() -> bool:
-    """Whether the reader of standard output has left, as `| head` does. If so, drop whatever is still to be written."""
+    """Return whether the reader of standard output has left, as `| head` does.
+
+    If so, this function drops whatever is still to be written.
+    """
     watch = select.poll()
     watch.register(sys.stdout.fileno(), 0)
     if not watch.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
     return True
 
 
+def _wait_for_rank_0() -> None:
+    if rank() > 0:
+        time.sleep(RANK_0_SECONDS)
+
+
 def note_end(message: str) -> None:
-    """Leave the reason of this rank's end for those who print it last: torchrun, and the script that started it."""
-    said = (
-        message if os.environ.get("WORLD_SIZE", "1") in ("", "1") else f"{message} (rank {rank()})"
-    )
-    # torchrun prints the call stack of the earliest failure, and dates ranks that it ended itself a moment later.
-    about = {"py_callstack": said, "timestamp": str(int(time.time()) - 1)}
-    for name, text in (
-        ("TORCHELASTIC_ERROR_FILE", json.dumps({"message": {"message": said, "extraInfo": about}})),
-        ("NANOCHAT_REASON_FILE", f"{said}\n"),
-    ):
+    """Write why this rank ends to the files that torchrun and the calling script print last."""
+    alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
+    reason = message if alone else f"{message} (rank {rank()})"
+    # torchrun prints the call stack of the earliest failure. It dates the ranks that it ends itself
+    # a moment later, so this rank's failure gets an earlier time.
+    moment = int(time.time()) - 1
+    details = {"py_callstack": reason, "timestamp": str(moment)}
+    for_torchrun = {"message": {"message": reason, "extraInfo": details}}
+    _write_for_parent("TORCHELASTIC_ERROR_FILE", json.dumps(for_torchrun))
+    _write_for_parent("NANOCHAT_REASON_FILE", f"{reason}\n")
+
+
+def _write_for_parent(variable: str, text: str) -> None:
+    """Write a text to the file that an environment variable names, if it names one."""
+    path = os.environ.get(variable)
+    if path:
         with contextlib.suppress(OSError):
-            if path := os.environ.get(name):
-                Path(path).write_text(text, encoding="utf-8", errors="replace")
+            Path(path).write_text(text, encoding="utf-8", errors="replace")
 
 
 def complain(message: str) -> None:
-    """Print why this process ends. Most mistakes stop every rank, so the other ranks wait: once rank 0 has printed
-    the message and ended, the launcher ends them before they print it too."""
-    time.sleep(RANK_0_SECONDS if rank() > 0 else 0)
+    """Print why this process ends.
+
+    Most mistakes stop every rank. Ranks other than 0 wait before they print: once rank 0 has
+    printed the message and ended, the launcher ends them.
+    """
+    _wait_for_rank_0()
     note_end(message)
-    message = f"{message} (rank {rank()})" if rank() > 0 else message
+    if rank() > 0:
+        message = f"{message} (rank {rank()})"
     print(message, file=sys.stderr, flush=True)
-
-
-def settings(config: Any) -> dict[str, Any]:
-    """A configuration as a plain dict, as checkpoints and reports keep it: lists for tuples, text for paths."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 if __name__ == "__main__":  # for shell scripts, which must mean the same folder

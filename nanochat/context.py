@@ -6,22 +6,22 @@ Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and values, D he
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nanochat.nn.cache import Cache
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
+from nanochat.attention import PlainAttention, cache_mask
+from nanochat.cache import Cache
 
 
 class Embeds(Protocol):
     """What a context asks of the model that a pass runs through."""
 
     @property
-    def operations(self) -> Operations:
-        """How the model computes on its device."""
+    def attention(self) -> PlainAttention:
+        """How the device attends."""
         ...
 
     def embed(self, idx: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Rows:
 
     def bind(self, model: Embeds) -> None:
         """Take the model's attention."""
-        self.operations = model.operations
+        self.attention = model.attention
 
     def previous(self, x: Tensor) -> Tensor:
         """Return x shifted by one token."""
@@ -116,7 +116,7 @@ class Rows:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
         """Attend causally within each row."""
-        return self.operations.attend(q, k, v, window, scale)
+        return self.attention.attend(q, k, v, window, scale)
 
     def read(self, name: str, layer: int) -> Tensor | None:
         """Return None: every sequence begins here."""
@@ -154,7 +154,7 @@ class Packed(Rows):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
         """Attend causally within each document; the window is that of the whole row."""
-        return self.operations.attend_cached(q, k, v, self.seen, scale)
+        return self.attention.masked(q, k, v, self.seen, scale)
 
 
 class Tree(Rows):
@@ -192,7 +192,7 @@ class Tree(Rows):
         if window not in self._masks:
             near = self.positions[:, :, None] - self.positions[:, None] <= window
             self._masks[window] = (self.seen & near)[:, None]
-        return self.operations.attend_cached(q, k, v, self._masks[window], scale)
+        return self.attention.masked(q, k, v, self._masks[window], scale)
 
 
 class Cached:
@@ -235,13 +235,13 @@ class Cached:
 
     def bind(self, model: Embeds) -> None:
         """Take the model's attention and embedding, and choose how much of the cache attention reads."""
-        self.operations = model.operations
+        self.attention = model.attention
         self._embed = model.embed
         if self.keys is None:
             longest = (
                 max(self.cached) if self.cached else int(self.cache.positions[self.slots].max())
             )
-            grain = self.operations.shape_grain
+            grain = self.attention.grain
             self.keys = min(
                 -(-(longest + self.positions.size(1)) // grain) * grain, self.cache.length
             )
@@ -257,7 +257,7 @@ class Cached:
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
         """Return the keys shifted by one token.
 
-        Only the half of a key that with_offset() takes can be relied on in the first new token's: the cache holds it
+        Only the half of a key that offset_keys() takes can be relied on in the first new token's: the cache holds it
         in the place of the next key, which the last new token begins.
         """
         keys = self.cache.k[layer, self.slots]
@@ -272,32 +272,32 @@ class Cached:
     ) -> Tensor:
         """Write the new keys and values, and attend to all that the slots then hold."""
         cached_k, cached_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
-        if self.operations.extends(q, cached_k):
-            return self.operations.extend(
-                q, k, v, cached_k, cached_v, self.positions, window, scale
-            )
+        y = self.attention.extend(q, k, v, cached_k, cached_v, self.positions, window, scale)
+        if y is not None:
+            return y
         cached_k[self._row, self.positions] = k
         cached_v[self._row, self.positions] = v
-        if self._by_lengths and self.operations.takes_lengths(q):
+        if self._by_lengths:
             assert self.cached is not None and self.new is not None
             ends = [cached + new for cached, new in zip(self.cached, self.new, strict=True)]
-            recent = self._recent_keys(window, cached_k.size(1)) if q.size(1) == 1 else None
-            return self.operations.attend_lengths(
+            recent = partial(self._recent_keys, window, cached_k.size(1))
+            y = self.attention.by_lengths(
                 q, cached_k, cached_v, self.new, ends, recent, window, scale
             )
+            if y is not None:
+                return y
         assert self.keys is not None
         if window not in self._masks:
             self._masks[window] = cache_mask(self.positions, self.keys, window)
         k, v = cached_k[:, : self.keys], cached_v[:, : self.keys]
-        return self.operations.attend_cached(q, k, v, self._masks[window], scale)
+        return self.attention.masked(q, k, v, self._masks[window], scale)
 
     def _recent_keys(self, window: int, length: int) -> Tensor:  # (B, W + 1)
         """Return the positions of the last keys of each row."""
         if window not in self._recent:
             first = (self.positions - window).clamp_min(0)
-            self._recent[window] = first + torch.arange(
-                min(window + 1, length), device=first.device
-            )
+            recent = torch.arange(min(window + 1, length), device=first.device)
+            self._recent[window] = first + recent
         return self._recent[window]
 
     def read(self, name: str, layer: int) -> Tensor | None:

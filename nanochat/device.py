@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import Pulse, UserError, base_dir, complain, tr
-from nanochat.nn.operations import Operations
 from nanochat.platforms import host
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.base import Chip, Platform, kernels_asked
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia.platform import Nvidia
+from nanochat.platforms.operations import Operations
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -339,7 +339,7 @@ def _matmul_flops(compute: Compute) -> tuple[float, str]:
         size, count = (2 * size, 1) if size < 8192 and seconds < 0.01 else (size, 2 * count)
     seconds = min(seconds, _matmul_seconds(compute, size, count))
     return (
-        2 * size** 3 * count / seconds,
+        2 * size**3 * count / seconds,
         f"unknown peak; {count} matmuls of {size} x {size} x {size} measured at start",
     )
 

@@ -4,25 +4,30 @@ The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp3
 the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from nanochat.attention import PlainAttention
+from nanochat.cache import Cache
 from nanochat.common import UserError
-from nanochat.context import Context, Rows, whole_rows
-from nanochat.nn.cache import Cache
-from nanochat.nn.operations import Operations
-from nanochat.nn.previous import Bigrams, with_offset
-from nanochat.nn.together import Embedding, Linear, Multiply, Pack, Unit, joined
+from nanochat.context import Context, Rows
+from nanochat.linear import Embedding, Linear
+from nanochat.loss import chunked_loss, softcap, token_losses
 
 SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
 VALUE_GATE_CHANNELS = 12  # of a layer's input, which the gates of the value embeddings read
 QK_SCALE = 1.2  # sharpens attention: multiplies q and k after their norm
-NOT_MADE = (None, None)  # every use casts its own matrix
+BIGRAM_FACTORS = (
+    2654435,
+    40503,
+)  # of the token before and of the token: odd, so that every row is used
 
 Role = Literal["matrix", "embedding", "value_embedding", "bigram", "head", "resid", "x0", "smear"]
 
@@ -93,168 +98,262 @@ class GPTConfig:
         return layer % 2 == (self.n_layer - 1) % 2
 
 
-class Head(Linear):
-    """The matrix that makes logits. It computes the loss too, so that sharding hooks see every use of the weight."""
+def rms_norm(x: Tensor) -> Tensor:
+    """Norm over the last dimension, without parameters (arXiv 1910.07467)."""
+    return F.rms_norm(x, (x.size(-1),))
 
-    def __init__(self, config: GPTConfig, operations: Operations):
-        super().__init__(config.n_embd, config.padded_vocab)
-        self.vocab, self.operations, self.only_multiplies = config.vocab_size, operations, False
 
-    def forward(
+def rotary_tables(
+    length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
+) -> tuple[Tensor, Tensor]:  # (length, D/2) each
+    """Return the cosines and sines of the rotary embedding (RoFormer, arXiv 2104.09864)."""
+    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    frequency = base ** (-channels / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+class RotaryCache:
+    """The rotary tables of a model, made once for a device and again only where a pass needs longer ones."""
+
+    def __init__(self) -> None:
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def at(
         self,
-        input: Tensor,  # (..., C) normed activations
-        targets: Tensor | None = None,  # (...) token ids, -1 = ignored
-        weights: Tensor | None = None,  # (...) weight of each token's loss
-        each: bool = False,
-    ) -> Tensor:
-        """Softcapped fp32 logits (..., V). With targets: the weighted sum of losses, or with `each` the loss of every
-        token, (...)."""
-        if targets is None:
-            return self.operations.softcap(super().forward(input)[..., : self.vocab])
-        flat, wanted = input.flatten(0, -2), targets.flatten()
-        if each:
-            return self.operations.token_losses(flat, self.weight, wanted, self.vocab).view_as(
-                targets
+        context: Context,
+        length: int,  # tokens of the pass
+        device: torch.device,
+        make: Callable[[int], tuple[Tensor, Tensor]],  # makes tables of so many rows
+        min_rows: int = 0,  # rows that new tables have at least
+    ) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
+        """Return the cosines and sines at the positions of a pass."""
+        needed = context.longest or length
+        tables = self._tables
+        if tables is None or tables[0].device != device or tables[0].size(0) < needed:
+            with torch.inference_mode(False):  # tables made while sampling must serve training too
+                tables = make(max(needed, min_rows))
+            self._tables = tables
+        cos, sin = tables
+        if context.positions is None:
+            return cos[None, :length, None], sin[None, :length, None]
+        return cos[context.positions][:, :, None], sin[context.positions][:, :, None]
+
+
+def logits_or_loss(
+    head: Callable[..., Tensor],  # Head, or another module that is called as Head is
+    x: Tensor,  # (B, T, C) normed activations
+    targets: Tensor | None,  # (B, T), -1 = ignored
+    reduction: Literal["mean", "sum", "none"],
+    weights: Tensor | None,  # (B, T) weight of each token's loss, with reduction "sum"
+    context: Context | None,  # with targets_at, targets and weights are (N,)
+) -> Tensor:
+    """Return logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
+    if context is not None and context.targets_at is not None:
+        x = x.flatten(0, 1)[context.targets_at]
+    if targets is None:
+        return head(x)
+    if reduction == "none":
+        return head(x, targets, reduction="none")
+    loss = head(x, targets, weights)
+    if reduction == "sum":
+        return loss
+    return loss / (targets >= 0).sum().clamp_min(1)
+
+
+def rotate(
+    x: Tensor,  # (B, T, H, D)
+    cos: Tensor,  # (1 or B, T, 1, D/2)
+    sin: Tensor,  # (1 or B, T, 1, D/2)
+) -> Tensor:
+    """Rotate pairs (i, i + D/2) of channels by -angle, as upstream does: only relative angles matter."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+
+def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
+    """Take the slowly turning half of every key from the key of the token before it.
+
+    So half of a key tells what the token before was. A query finds the places where its own token stood before in one
+    layer, and reads there what followed; without the offset that takes two layers (induction heads, arXiv 2209.11895).
+    The idea is modded-nanogpt's partial key offset. Channels i and i + D/2 turn together, the slower the larger i is.
+    """
+    fast = k.unflatten(-1, (2, 2, -1))[..., 0, :]
+    slow = previous.unflatten(-1, (2, 2, -1))[..., 1, :]
+    return torch.stack((fast, slow), dim=-2).flatten(-3)
+
+
+class Bigrams(Embedding):
+    """Embeddings of pairs of neighbouring tokens, in one table whose rows the pairs share by a hash.
+
+    They cost a look-up and no FLOPs. The idea is the hashed bigrams of modded-nanogpt's record of January 2026, which
+    adds them in every layer; here they join the token's embedding once, which learned as much (dev/LOG.md).
+    """
+
+    few_rows = (
+        True  # a step reads few rows, so ranks need not exchange the others; see parallel.shard()
+    )
+
+    def __init__(self, rows: int, channels: int):
+        if rows < 1:
+            raise UserError(
+                f"bigram_rows must be at least 1, or 0 for none, got {rows}", exit_code=2
             )
-        return self.operations.loss(
-            flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten()
-        )
+        super().__init__(rows, channels)
+
+    def forward(self, before: Tensor, input: Tensor) -> Tensor:  # (B, T) each -> (B, T, C)
+        """Return the embedding of every token `input` with the token `before` it; 0 stands for no token."""
+        rows = (before * BIGRAM_FACTORS[0] + input * BIGRAM_FACTORS[1]) % self.num_embeddings
+        return F.embedding(rows, self.weight, sparse=self.sparse and not is_compiling())
 
 
-class Attention(nn.Module):
-    """Causal self-attention with normed queries and keys, and value embeddings on some layers."""
+class CausalSelfAttention(nn.Module):
+    """Attention with normed queries and keys, and value embeddings on some layers."""
 
-    def __init__(self, config: GPTConfig, layer: int, operations: Operations):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer, self.operations = layer, operations
-        self.window, self.head_dim, self.offset = (
-            config.windows[layer],
-            config.head_dim,
-            layer < config.offset_layers,
-        )
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.window = config.windows[layer]
+        self.has_offset = layer < config.offset_layers
         kv_dim = config.n_kv_head * config.head_dim
         self.c_q = Linear(config.n_embd, config.n_embd)
         self.c_k = Linear(config.n_embd, kv_dim)
         self.c_v = Linear(config.n_embd, kv_dim)
         self.c_proj = Linear(config.n_embd, config.n_embd)
-        gated = config.has_value_embedding(layer)
-        self.ve_gate = Linear(VALUE_GATE_CHANNELS, config.n_kv_head) if gated else None
-        self._joined: Multiply | None = None
-
-    def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Multiply with the matrices of queries, keys and values at once from here on, if joined() can join them."""
-        self._joined = self._joined or joined((self.c_q, self.c_k, self.c_v), pack, dtype)
-
-    def release(self) -> None:
-        """Multiply with each matrix by itself again, see Operations.release()."""
-        self._joined = None
+        self.ve_gate: Linear | None = None
+        if config.has_value_embedding(layer):
+            self.ve_gate = Linear(VALUE_GATE_CHANNELS, config.n_kv_head)
 
     def forward(
         self,
         x: Tensor,  # (B, T, C)
         value: Tensor | None,  # (B, T, Hkv * D) value embedding of each token
-        cos: Tensor,  # (1 or B, T, 1, D/2)
-        sin: Tensor,
+        rotary: tuple[Tensor, Tensor],  # cosines and sines, (1 or B, T, 1, D/2) each
         context: Context,
-        made: Sequence[Tensor | None] = NOT_MADE,
     ) -> Tensor:  # (B, T, C)
-        matrices = (self.c_q, self.c_k, self.c_v) if self._joined is None else self._joined
-        turn = (self.head_dim, cos, sin, QK_SCALE)
-        whole, back, *gate = made
-        if value is None or self.ve_gate is None:
-            q, k, v = self.operations.heads(x, matrices, *turn, whole)
-        else:
-            narrow = None if whole is None else (whole, cast(Tensor, gate[0]))
-            q, k, v = self.operations.gated_heads(x, matrices, self.ve_gate, value, *turn, narrow)
-        if self.offset:
-            if whole_rows(context):
-                k = self.operations.offset_keys(k)
-            else:
-                k = with_offset(k, context.previous_keys(self.layer, k))
-        scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
-        y = context.attend(self.layer, q, k, v, self.window, scale)
-        return self.operations.project(y.flatten(2), self.c_proj, back)
+        q = self.c_q(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
+        k = self.c_k(x).unflatten(-1, (-1, self.head_dim))  # (B, T, Hkv, D)
+        v = self.c_v(x).unflatten(-1, (-1, self.head_dim))
+        if value is not None and self.ve_gate is not None:
+            # Value residual, gated for each head (arXiv 2410.17897)
+            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))  # (B, T, Hkv)
+            v = v + gate.unsqueeze(-1) * value.view_as(v)
+        q = rms_norm(rotate(q, *rotary)) * QK_SCALE
+        k = rms_norm(rotate(k, *rotary)) * QK_SCALE
+        if self.has_offset:
+            k = offset_keys(k, context.previous_keys(self.layer, k))
+        y = context.attend(self.layer, q, k, v, self.window)
+        return self.c_proj(y.flatten(2))
 
 
 class MLP(nn.Module):
-    """Two matrices with a squared ReLU between them."""
+    """Two matrices with a squared ReLU between them (Primer, arXiv 2109.08668)."""
 
-    def __init__(self, config: GPTConfig, operations: Operations):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.operations = operations
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, made: Sequence[Tensor | None] = NOT_MADE) -> Tensor:
-        return self.operations.mlp(x, self.c_fc, self.c_proj, made)
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, C)
+        return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
 class Block(nn.Module):
     """One layer: attention, then MLP, each on the normed residual stream."""
 
-    def __init__(self, config: GPTConfig, layer: int, operations: Operations):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.operations = operations
-        self.attn = Attention(config, layer, operations)
-        self.mlp = MLP(config, operations)
-
-    def units(self) -> list[Unit]:
-        """The matrices as they are multiplied: MLP in and out, queries with keys and values, attention out, gate."""
-        a = self.attn
-        parts = [(self.mlp.c_fc,), (self.mlp.c_proj,), (a.c_q, a.c_k, a.c_v), (a.c_proj,)]
-        parts += [] if a.ve_gate is None else [(a.ve_gate,)]
-        return [tuple(matrix.weight for matrix in part) for part in parts]
+        self.attn = CausalSelfAttention(config, layer)
+        self.mlp = MLP(config)
 
     def forward(
         self,
         x: Tensor,  # (B, T, C)
-        value: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        value: Tensor | None,  # (B, T, Hkv * D)
+        rotary: tuple[Tensor, Tensor],
         context: Context,
-        made: Sequence[Tensor]
-        | None = None,  # the units() in the compute dtype, if the device casts all at once
     ) -> Tensor:  # (B, T, C)
-        mlp, attention = (made[:2], made[2:]) if made else (NOT_MADE, NOT_MADE)
-        normed, x = self.operations.norm_and_keep(x)
-        y = self.attn(normed, value, cos, sin, context, attention)
-        normed, x = self.operations.add_norm(x, y)
-        return x + self.mlp(normed, mlp)
+        x = x + self.attn(rms_norm(x), value, rotary, context)
+        return x + self.mlp(rms_norm(x))
+
+
+class Head(Linear):
+    """The matrix that makes logits. It computes the loss too, so that sharding hooks see every use of the weight."""
+
+    loss_tokens = 1024  # tokens whose logits exist at the same time in a loss
+    capped_logits = (
+        1 << 27
+    )  # logits that exist at the same time where the loss of each token is wanted
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.n_embd, config.padded_vocab)
+        self.vocab = config.vocab_size
+
+    def forward(
+        self,
+        input: Tensor,  # (..., C) normed activations
+        targets: Tensor | None = None,  # (...) token ids, -1 = ignored
+        weights: Tensor | None = None,  # (...) weight of each token's loss, with reduction "sum"
+        reduction: Literal["sum", "none"] = "sum",
+    ) -> Tensor:
+        """Return softcapped fp32 logits (..., V); with targets the weighted sum of losses, or every token's loss."""
+        if targets is None:
+            return self.logits(input)
+        x = input.flatten(0, -2)
+        if reduction == "none":
+            return self.token_losses(x, targets.flatten()).view_as(targets)
+        return self.loss(x, targets.flatten(), None if weights is None else weights.flatten())
+
+    def logits(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V) fp32
+        """Return softcapped logits."""
+        return softcap(self.scores(x))
+
+    def scores(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V)
+        """Return logits before the softcap, without those of the rows that stand for no token."""
+        return super().forward(x)[..., : self.vocab]
+
+    def loss(
+        self, x: Tensor, targets: Tensor, weights: Tensor | None
+    ) -> Tensor:  # (N, C), (N,), (N,) -> ()
+        """Return the weighted sum of the losses of N tokens."""
+        return chunked_loss(x, self.weight, targets, self.vocab, weights, self.loss_tokens)
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
+        """Return the loss of each of N tokens."""
+        chunk = min(self.loss_tokens, max(self.capped_logits // self.vocab, 16))
+        return token_losses(x, self.weight, targets, self.vocab, chunk)
 
 
 class GPT(nn.Module):
     """The model. Build it, also under `torch.device("meta")`, then call init_weights() or load a checkpoint.
 
-    The model computes in `dtype`, to which it casts the fp32 masters: one checkpoint serves every device. `operations`
-    is how the device computes; the default is plain torch.
+    The model computes in `dtype`, to which it casts the fp32 masters: one checkpoint serves every device. A platform
+    may replace `attention`, and the classes of the modules by faster ones with the same parameters.
     """
 
     takes_trees = True
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        dtype: torch.dtype = torch.float32,
-        operations: Operations | None = None,
-    ):
+    def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
-        operations = operations or Operations()
-        self.config, self.dtype, self.operations = config, dtype, operations
+        self.config = config
+        self.dtype = dtype
+        self.attention = PlainAttention()
         kv_dim = config.n_kv_head * config.head_dim
-        self.wte = Embedding(config.padded_vocab, config.n_embd)
         gated = [i for i in range(config.n_layer) if config.has_value_embedding(i)]
+        self.wte = Embedding(config.padded_vocab, config.n_embd)
         self.value_embeds = nn.ModuleDict(
             {str(i): Embedding(config.padded_vocab, kv_dim) for i in gated}
         )
-        self.h = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
-        self.lm_head = Head(config, operations)
+        self.h = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
+        self.lm_head = Head(config)
         self.bigrams = Bigrams(config.bigram_rows, config.n_embd) if config.bigram_rows else None
-        self.resid_lambdas, self.x0_lambdas = (
-            nn.Parameter(torch.empty(config.n_layer)) for _ in range(2)
-        )
+        self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.smear_gate = Linear(SMEAR_CHANNELS, 1)
-        self.smear_lambda, self.backout_lambda = (nn.Parameter(torch.empty(1)) for _ in range(2))
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self.smear_lambda = nn.Parameter(torch.empty(1))
+        self.backout_lambda = nn.Parameter(torch.empty(1))
+        self._rotary = RotaryCache()
 
     @property
     def blocks(self) -> list[Block]:
@@ -314,42 +413,9 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.wte.weight.device
 
-    def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        """Rotary tables of `length` rows, made once per device."""
-        if (
-            self._tables is None
-            or self._tables[0].device != self.device
-            or self._tables[0].size(0) < length
-        ):
-            size = max(length, self.config.sequence_len)
-            with torch.inference_mode(False):  # tables made while sampling must serve training too
-                self._tables = self.operations.rotary_tables(
-                    size, self.config.head_dim, self.device, self.dtype
-                )
-        cos, sin = self._tables
-        return cos[:length], sin[:length]
-
-    def _rotary_at(
-        self, context: Context, length: int
-    ) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
-        """Rotary tables at the positions of a pass of `length` tokens."""
-        tables = self._rotary(context.longest or length)
-        if context.positions is None:
-            return tables[0][None, :, None], tables[1][None, :, None]
-        return tables[0][context.positions][:, :, None], tables[1][context.positions][:, :, None]
-
-    def _cast_together(self, dtype: torch.dtype) -> list[list[Tensor]] | None:
-        """The matrices of every layer in the compute dtype, if the device casts them all at once. Never of a sharded
-        model, whose layers fully_shard gives a class of their own: it sees only gradients that a layer itself makes."""
-        if not self.operations.fewest_launches or any(
-            type(block) is not Block for block in self.blocks
-        ):
-            return None
-        return self.operations.cast_together([block.units() for block in self.blocks], dtype)
-
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
-        c, dtype = self.config, dtype or self.dtype
+        """Return an empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
+        c = self.config
         return Cache(
             c.n_layer,
             slots,
@@ -357,45 +423,75 @@ class GPT(nn.Module):
             c.n_kv_head,
             c.head_dim,
             self.device,
-            dtype,
+            dtype or self.dtype,
             bool(c.offset_layers),
         )
 
-    def embed(self, idx: Tensor) -> Tensor:
-        """Return the normed embeddings (..., C) of tokens (...), before smearing."""
-        return self.operations.norm(self.wte(idx).to(self.dtype))
+    def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:  # (length, D/2) each
+        """Return the rotary tables of positions 0 .. length - 1."""
+        return rotary_tables(length, self.config.head_dim, self.device, self.dtype)
+
+    def rotary(self, context: Context, length: int) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2)
+        """Return the cosines and sines at the positions of a pass of `length` tokens."""
+        rows = self.config.sequence_len
+        return self._rotary.at(context, length, self.device, self.rotary_tables, rows)
+
+    def embed(self, idx: Tensor) -> Tensor:  # (...) -> (..., C)
+        """Return the normed embeddings of tokens, before smearing."""
+        return rms_norm(self.wte(idx).to(self.dtype))
+
+    def smear(self, x: Tensor, context: Context) -> Tensor:  # (B, T, C)
+        """Add a gated part of the token before to every token."""
+        gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
+        return x + self.smear_lambda.to(x.dtype) * gate * context.previous(x)
+
+    def mix(
+        self,
+        x: Tensor,  # (B, T, C)
+        x0: Tensor,  # (B, T, C) what the first layer read
+        resid_lambda: Tensor,  # ()
+        x0_lambda: Tensor,  # ()
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a layer reads, x with a share of x0, and the x0 to give to the next layer."""
+        return resid_lambda * x + x0_lambda * x0, x0
+
+    def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
+        """Return the normed stream without a share of what it was in the middle of the network."""
+        return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
         """Return the normed activations that the head reads; by default the rows are whole sequences."""
         context = context or Rows()
         context.bind(self)
-        x = self.embed(idx)
-        cos, sin = self._rotary_at(context, idx.size(1))
-        previous = None if whole_rows(context) else context.previous(x)
-        x = self.operations.smear(x, previous, self.smear_gate, self.smear_lambda)
-        if self.bigrams:
+        rotary = self.rotary(context, idx.size(1))
+        x = self.smear(self.embed(idx), context)
+        if self.bigrams is not None:
             x = x + self.bigrams(context.previous(idx), idx).to(x.dtype)
         x0 = middle = x
-        resid, again = self.resid_lambdas.to(x.dtype).unbind(), self.x0_lambdas.to(x.dtype).unbind()
-        made = self._cast_together(x.dtype)
+        resid_lambdas = self.resid_lambdas.to(x.dtype).unbind()
+        x0_lambdas = self.x0_lambdas.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
-            x, x0 = self.operations.mix(x, x0, resid[i], again[i])
-            value = (
-                self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
-            )
-            x = block(x, value, cos, sin, context, made[i] if made else None)
+            x, x0 = self.mix(x, x0, resid_lambdas[i], x0_lambdas[i])
+            value = None
+            if str(i) in self.value_embeds:
+                value = self.value_embeds[str(i)](idx).to(x.dtype)
+            x = block(x, value, rotary, context)
             if i == self.config.n_layer // 2:
                 middle = x
         context.finish()
-        return self.operations.norm(self.operations.backout(x, middle, self.backout_lambda))
+        return self.backout(x, middle)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Softcapped fp32 logits (..., V) of normed activations (..., C)."""
+    def logits(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V) fp32
+        """Return softcapped logits of normed activations."""
         return self.lm_head(x)
 
-    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss (...) in nats of every target (...), from normed activations (..., C)."""
-        return self.lm_head(x, targets, each=True)
+    def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
+        """Return the logarithm of the sum of each row's exponentials; None where log_softmax costs less."""
+        return None
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (..., C), (...) -> (...)
+        """Return the loss in nats of every target, from normed activations."""
+        return self.lm_head(x, targets, reduction="none")
 
     def forward(
         self,
@@ -405,14 +501,9 @@ class GPT(nn.Module):
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
         context: Context | None = None,  # with targets_at, targets and weights are (N,)
     ) -> Tensor:
-        """Logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
+        """Return logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
         x = self.hidden(idx, context)
-        if context is not None and context.targets_at is not None:
-            x = x.flatten(0, 1)[context.targets_at]
-        if targets is None or reduction == "none":
-            return self.lm_head(x, targets, each=True)
-        total = self.lm_head(x, targets, weights)
-        return total if reduction == "sum" else total / (targets >= 0).sum().clamp_min(1)
+        return logits_or_loss(self.lm_head, x, targets, reduction, weights, context)
 
     def parameter_roles(self) -> dict[str, Role]:
         """The role of each parameter; optim.py has settings for every role."""

@@ -6,9 +6,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from nanochat.attention import PlainAttention
+from nanochat.cache import Cache
 from nanochat.context import Context
-from nanochat.nn.cache import Cache
-from nanochat.nn.operations import Operations
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -44,8 +44,8 @@ class Model(Protocol):
         ...
 
     @property
-    def operations(self) -> Operations:
-        """How the model computes on its device."""
+    def attention(self) -> PlainAttention:
+        """How the device attends."""
         ...
 
     @property
@@ -73,6 +73,10 @@ class Model(Protocol):
 
     def logits(self, x: Tensor) -> Tensor:
         """fp32 logits (..., V) of activations (..., C)."""
+        ...
+
+    def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
+        """The logarithm of the sum of each row's exponentials; None where a log_softmax costs less."""
         ...
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:

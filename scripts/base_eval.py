@@ -119,7 +119,7 @@ def evaluate_tasks(
                 task = makers[name]()
                 facts = {"shots": task.shots, "data": fingerprint(task, limit)}
             records = answers(name, facts, cfg, loaded, compute)
-            before = records.finished()
+            before = records.saved_score()
             if parallel.least(int(before is not None), compute) and before is not None:
                 log(f"{name}: done before, as {records.path} says; --again evaluates it again")
                 scores[name] = ChoiceScore(**before)
@@ -185,7 +185,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             core_eval.download_bundle()
         device.barrier(compute)
     loaded = load_model("base", cfg.model_tag, cfg.step, compute)
-    loaded.model.operations.hold(loaded.model)
+    compute.operations.serve(loaded.model)
     log(f"base model {loaded.tag}, step {loaded.step:,}")
     scores, broken = evaluate_tasks(cfg, loaded, compute)
     core = evaluate_core(cfg, loaded, compute)

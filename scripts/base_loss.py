@@ -20,7 +20,7 @@ from nanochat.evals.domains import evaluate_domains
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.report.samples import Sample, keep_samples
-from nanochat.report.sections import sections, write_section
+from nanochat.report.sections import read_sections, write_section
 from nanochat.runtime import parallel
 
 PROMPTS = (
@@ -90,7 +90,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         "model": model,
         "corpus": data.name,
     }
-    before = sections().get(f"{cfg.source}_loss", {})
+    before = read_sections().get(f"{cfg.source}_loss", {})
     if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):
         log("in the report already")
         return before

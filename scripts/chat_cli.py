@@ -22,8 +22,7 @@ from nanochat.common import UserError, base_dir, run
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
-from nanochat.generate.events import BROKEN
-from nanochat.generate.reply import TextStream, reply_parts
+from nanochat.generate.reply import BROKEN, TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.cli.remote import SETTINGS, Remote

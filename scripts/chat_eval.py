@@ -261,7 +261,7 @@ def measure(
         "data": data,
     }
     records = Records(records_dir(loaded.stage, loaded.tag, loaded.step), task.name, about, compute)
-    before = records.finished() if compute.main and not cfg.again else None
+    before = records.saved_score() if compute.main and not cfg.again else None
     if parallel.agree(int(before is not None), compute):
         if before is None:
             return None
@@ -298,7 +298,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     cfg = replace(cfg, graphs=graphs.for_replies(cfg.graphs, compute) is not None)
     sampling_for(None, cfg, None)  # refuses bad flags before the model is loaded
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
-    loaded.model.operations.hold(loaded.model)
+    compute.operations.serve(loaded.model)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     use_task_data(cfg.task_data)
     corpus = loaded.meta["config"]["corpus"]

@@ -118,7 +118,7 @@ def train(cfg: Config, compute: Compute) -> None:
             compute,
             greedy,
             limit=cfg.eval_examples,
-            heard=said.hear,
+            on_reply=said.hear,
         )
         line["accuracy"] = score.accuracy
         said.keep(stage.folder, line["step"])

@@ -17,7 +17,7 @@ from nanochat.common import UserError, log
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
-from nanochat.nn.lora import LoraConfig
+from nanochat.models.lora import LoraConfig
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning import check_fits
 from nanochat.prepare.conversations import conversation_lengths
@@ -198,7 +198,7 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.target_examples_per_step,
         cfg.device_batch_size,
         base.model.config,
-        base.held,
+        base.equivalent_parameters,
         answers,
         conversations.name,
         compute,

@@ -17,8 +17,7 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, base_dir, log, run, tr
 from nanochat.data.mixing import unweighted
 from nanochat.data.shards import shard_paths
-from nanochat.data.sources.source import Source
-from nanochat.data.sources.table import SOURCES
+from nanochat.data.sources.published import SOURCES, Source
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
 from nanochat.gpt import GPT
@@ -31,9 +30,9 @@ from nanochat.train.fit import disk
 from nanochat.train.flags import Auto
 from nanochat.train.meter import expected_seconds
 from nanochat.train.optim import Rates, saved_bytes
-from tasks.common import carry_in
 from tasks.mixtures import curriculum
 from tasks.needs import answers, repos
+from tasks.published import carry_in
 
 
 @dataclass(frozen=True)

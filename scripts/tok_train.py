@@ -2,8 +2,8 @@
 
 python -m scripts.tok_train                                    # on the only corpus
 python -m scripts.tok_train --data fineweb --vocab_size 65536
-python -m scripts.tok_train --export exported                  # also for tiktoken and Hugging Face's tokenizers
-python -m scripts.tok_train --data web:0.7,books:0.3           # on a mixture; its weights may change later
+python -m scripts.tok_train --export exported                  # also for tiktoken and tokenizers
+python -m scripts.tok_train --data web:0.7,books:0.3           # a mixture; weights may change later
 """
 
 import time
@@ -22,8 +22,11 @@ from nanochat.runtime.progress import Progress, duration
 from nanochat.tokenizer import DEFAULT_PATTERN, FILE_NAME, PATTERNS, Tokenizer, tokenizer_dir
 
 Auto = Literal["auto"]
-SMALL_CORPUS = 50_000_000  # characters; a smaller corpus gets a small vocabulary, since its models are small too
-NOTE = "training.json"  # beside tokenizer.json; with the same settings and shards, a second call trains nothing
+# Characters; a smaller corpus gets a small vocabulary, since its models are small too.
+SMALL_CORPUS = 50_000_000
+# Beside tokenizer.json; with the same settings and shards, a second call trains nothing.
+NOTE = "training.json"
+PROGRESS_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -31,188 +34,48 @@ class Config:
     """Train the tokenizer of a corpus."""
 
     data: str | None = None
-    """The corpus: its name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
+    """The corpus: its name, the folder it was imported from, or a mixture: web:0.7,books:0.3.
     Default: the only corpus there is."""
     max_chars: int = 2_000_000_000
     """How many characters to read at most."""
     doc_cap: int = 10_000
-    """How many characters to read from each document at most, so that a few long documents do not dominate."""
+    """How many characters to read from each document at most,
+    so that a few long documents do not dominate."""
     vocab_size: int | Auto = "auto"
     """How many tokens the vocabulary has, including special tokens. auto: 32,768.
     For a corpus of less than 50 million characters: 4,096."""
     pattern: str = DEFAULT_PATTERN
-    """How text is cut before merging. nanochat suits most text; han separates runs of Han letters from other text;
+    """How text is cut before merging.
+    nanochat suits most text; han separates runs of Han letters from other text;
     han4 also cuts these runs after four letters, which compresses Chinese less (dev/LOG.md)."""
     export: Path | None = None
-    """A folder for copies of the vocabulary: one for tiktoken, and tokenizer.json for Hugging Face's tokenizers.
-    Default: no copies."""
-
-
-@dataclass
-class Used:
-    """How much text the tokenizer was trained on."""
-
-    shards: list[int]  # how many of each corpus
-    documents: int = 0
-    characters: int = 0
-
-
-def sample(
-    corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: Used
-) -> Iterator[str]:
-    """Documents cut to `doc_cap` characters, until `max_chars` characters are read; `used` counts them.
-
-    Each of several corpora gives its share of the characters, until one of the corpora ends.
-    """
-
-    def read(k: int) -> Iterator[str]:
-        for path in corpora[k]:
-            used.shards[k] += 1
-            yield from texts([path])
-
-    readers, characters = [read(k) for k in range(len(corpora))], [0] * len(corpora)
-    while used.characters < cfg.max_chars:
-        k = min(range(len(readers)), key=lambda k: characters[k] / shares[k])
-        text = next(readers[k], None)
-        if text is None:
-            return
-        text = text[: cfg.doc_cap]
-        characters[k] += len(text)
-        used.characters += len(text)
-        used.documents += 1
-        yield text
-
-
-def known_characters(data: Data) -> int | None:
-    """How many characters a sample of all corpora can have; None if that is not known."""
-    known = [
-        read_about(corpus.folder).get("characters", {}).get("train") for corpus in data.corpora
-    ]
-    if None in known:
-        return None
-    return min(
-        count * sum(data.shares) // share for count, share in zip(known, data.shares, strict=True)
-    )
-
-
-def identity(paths: list[Path]) -> list[list[Any]]:
-    """The names, sizes and known SHA-256s of shards, which tell them from other shards with the same names."""
-    known = read_about(paths[0].parent).get("shards", {}) if paths else {}
-    return [
-        [path.name, path.stat().st_size, known.get(path.name, {}).get("sha256")] for path in paths
-    ]
-
-
-def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
-    """The identity of the first `counts[k]` shards of each corpus k; for a single corpus, without the outer list."""
-    each = [identity(paths[:count]) for paths, count in zip(corpora, counts, strict=True)]
-    return each if len(each) > 1 else each[0]
-
-
-def noted(cfg: Config, data: Data) -> dict[str, Any]:
-    """The settings that belong to a tokenizer. The name of a single corpus is left out, since it names the folder."""
-    kept = {name: value for name, value in settings(cfg).items() if name != "export"}
-    return {**kept, "data": data.name if len(data.corpora) > 1 else None}
-
-
-def export_folder(cfg: Config) -> Path | None:
-    """Where --export writes to, None without the flag. UserError (code 2) if a file has this name."""
-    if cfg.export is None:
-        return None
-    folder = cfg.export.expanduser()
-    if not next(place for place in (folder, *folder.absolute().parents) if place.exists()).is_dir():
-        raise UserError(
-            f"--export must name a folder, got {folder}, which is a file or below one", exit_code=2
-        )
-    return folder
-
-
-def export(tokenizer: Tokenizer, folder: Path | None) -> None:
-    """Write the vocabulary in the formats of other libraries, if --export was given."""
-    if folder is not None:
-        log("exported: " + ", ".join(str(path) for path in tokenizer.export(folder)))
-
-
-def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
-    """The size that was asked for, or a size that suits the corpus, with the reason in the log."""
-    if asked != "auto":
-        return asked
-    size = 4_096 if characters is not None and characters < SMALL_CORPUS else 32_768
-    log(
-        f"vocab_size: {size:,} (the corpus has {f'{characters:,}' if characters else 'many'} characters)"
-    )
-    return size
-
-
-def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]) -> float:
-    """Bytes per token on the first 1,000 documents of each corpus. Also checks that decoding gives the same texts."""
-    some = [text for corpus in data.corpora for text in islice(texts(shards(corpus, split)), 1_000)]
-    tokens = tokenizer.encode_batch(some)
-    if [tokenizer.decode(ids) for ids in tokens] != some:
-        raise AssertionError("a text does not come back from its tokens")
-    return sum(len(text.encode()) for text in some) / sum(map(len, tokens))
-
-
-def done_before(
-    folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]
-) -> Tokenizer | None:
-    """The tokenizer that was trained with these settings on these shards, if there is one. Shards that were added
-    since then do not matter."""
-    if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
-        return None
-    note = read_json(folder / NOTE)
-    if note["settings"] != noted(cfg, data):
-        return None
-    counts = (
-        [len(note["shards"])] if len(corpora) == 1 else [len(shards) for shards in note["shards"]]
-    )
-    if note["shards"] != identities(corpora, counts):
-        return None
-    tokenizer = Tokenizer.load(folder)
-    return tokenizer if tokenizer.hash == note["tokenizer"] else None
-
-
-class Merging:
-    """Prints every ten seconds how many merges have been learned."""
-
-    def __init__(self, progress: Progress):
-        self._progress, self._told = progress, time.monotonic()
-
-    def __call__(self, stage: str, done: int) -> None:
-        if stage == "merge" and time.monotonic() - self._told >= 10:
-            self._told = time.monotonic()
-            self._progress.say(f"{done:,} merges learned")
+    """A folder for copies of the vocabulary:
+    one for tiktoken, and tokenizer.json for Hugging Face's tokenizers. Default: no copies."""
 
 
 def train(cfg: Config) -> Tokenizer:
-    """Train, check and save the tokenizer, and write its section of the report; or find that all this is done."""
-    for name in ("max_chars", "doc_cap"):
-        if getattr(cfg, name) <= 0:
-            raise UserError(
-                f"--{name} must be positive, the most characters to read, got {getattr(cfg, name)}",
-                exit_code=2,
-            )
-    if cfg.pattern not in PATTERNS:
-        raise UserError(
-            f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2
-        )
+    """Train, check and save the tokenizer, and write its section of the report; or find that all
+    this is done."""
+    _check(cfg)
     exported = export_folder(cfg)
     data = resolve_data(cfg.data)
     corpora = [shards(corpus, "train") for corpus in data.corpora]
-    folder, known = tokenizer_dir(data.vocabulary), known_characters(data)
-    if tokenizer := done_before(folder, cfg, data, corpora):
+    folder = tokenizer_dir(data.vocabulary)
+    tokenizer = saved_tokenizer(folder, cfg, data, corpora)
+    if tokenizer is not None:
         log(
-            f"the tokenizer of {data.name} is already there: {tokenizer.vocab_size:,} tokens in {folder}"
+            f"the tokenizer of {data.name} is already there: {tokenizer.vocab_size:,} tokens in "
+            f"{folder}"
         )
         export(tokenizer, exported)
         return tokenizer
 
-    vocab_size = choose_vocab_size(cfg.vocab_size, known)
+    characters = known_characters(data)
+    vocab_size = choose_vocab_size(cfg.vocab_size, characters)
     used = Used([0] * len(corpora))
     start = time.monotonic()
-    with Progress(
-        f"read {data.name}", min(cfg.max_chars, known) if known else None, "characters"
-    ) as progress:
+    total = min(cfg.max_chars, characters) if characters else None
+    with Progress(f"read {data.name}", total, "characters") as progress:
 
         def counted() -> Iterator[str]:
             for text in sample(corpora, data.shares, cfg, used):
@@ -231,8 +94,216 @@ def train(cfg: Config) -> Tokenizer:
         "tokenizer": tokenizer.hash,
     }
     write_json(folder / NOTE, note)
+    _report(cfg, data, tokenizer, used, seconds, ratios)
+    log(
+        f"trained {tokenizer.vocab_size:,} tokens on {used.documents:,} documents "
+        f"({used.characters:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per "
+        f"token on held-out text; saved in {folder}"
+    )
+    export(tokenizer, exported)
+    return tokenizer
+
+
+def _check(cfg: Config) -> None:
+    """Raise UserError (code 2) for values of flags that are out of range."""
+    for name in ("max_chars", "doc_cap"):
+        value = getattr(cfg, name)
+        if value <= 0:
+            raise UserError(
+                f"--{name} must be positive, the most characters to read, got {value}",
+                exit_code=2,
+            )
+    if cfg.pattern not in PATTERNS:
+        names = ", ".join(PATTERNS)
+        raise UserError(f"--pattern must be one of {names}, got {cfg.pattern!r}", exit_code=2)
+
+
+# --- the text to learn from ----------------------------------------------------------------------
+
+
+@dataclass
+class Used:
+    """How much text the tokenizer was trained on."""
+
+    shards: list[int]  # how many of each corpus
+    documents: int = 0
+    characters: int = 0
+
+
+def sample(
+    corpora: list[list[Path]],
+    shares: Sequence[int],
+    cfg: Config,
+    used: Used,
+) -> Iterator[str]:
+    """Yield documents cut to `doc_cap` characters, until `max_chars` characters are read; `used`
+    counts them.
+
+    Each of several corpora gives its share of the characters, until one of the corpora ends.
+    """
+
+    def read(k: int) -> Iterator[str]:
+        for path in corpora[k]:
+            used.shards[k] += 1
+            yield from texts([path])
+
+    readers = [read(k) for k in range(len(corpora))]
+    characters = [0] * len(corpora)
+    while used.characters < cfg.max_chars:
+        # The corpus that is furthest behind its share comes next.
+        k = min(range(len(readers)), key=lambda k: characters[k] / shares[k])
+        text = next(readers[k], None)
+        if text is None:
+            return
+        text = text[: cfg.doc_cap]
+        characters[k] += len(text)
+        used.characters += len(text)
+        used.documents += 1
+        yield text
+
+
+def known_characters(data: Data) -> int | None:
+    """Return how many characters a sample of all corpora can have; None if that is not known."""
+    totals = []
+    for corpus, share in zip(data.corpora, data.shares, strict=True):
+        characters = read_about(corpus.folder).get("characters", {}).get("train")
+        if characters is None:
+            return None
+        totals.append(characters * sum(data.shares) // share)
+    return min(totals)
+
+
+def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
+    """Return the requested size, or a size that suits the corpus, with the reason in the log."""
+    if requested != "auto":
+        return requested
+    size = 32_768
+    if characters is not None and characters < SMALL_CORPUS:
+        size = 4_096
+    amount = f"{characters:,}" if characters else "many"
+    log(f"vocab_size: {size:,} (the corpus has {amount} characters)")
+    return size
+
+
+class Merging:
+    """Prints every ten seconds how many merges have been learned."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._last_line = time.monotonic()
+
+    def __call__(self, stage: str, count: int) -> None:
+        if stage == "merge" and time.monotonic() - self._last_line >= PROGRESS_SECONDS:
+            self._last_line = time.monotonic()
+            self._progress.say(f"{count:,} merges learned")
+
+
+def compression(
+    tokenizer: Tokenizer,
+    data: Data,
+    split: Literal["train", "val"],
+) -> float:
+    """Return bytes per token on the first 1,000 documents of each corpus. Also checks that decoding
+    gives the same texts."""
+    documents: list[str] = []
+    for corpus in data.corpora:
+        documents += islice(texts(shards(corpus, split)), 1_000)
+    tokens = tokenizer.encode_batch(documents)
+    if [tokenizer.decode(ids) for ids in tokens] != documents:
+        raise AssertionError("a text does not come back from its tokens")
+    num_bytes = sum(len(text.encode()) for text in documents)
+    return num_bytes / sum(map(len, tokens))
+
+
+# --- what was trained before ---------------------------------------------------------------------
+
+
+def saved_tokenizer(
+    folder: Path,
+    cfg: Config,
+    data: Data,
+    corpora: list[list[Path]],
+) -> Tokenizer | None:
+    """Return the tokenizer that was trained with these settings on these shards, if there is one.
+    Shards that were added since then do not matter."""
+    if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
+        return None
+    note = read_json(folder / NOTE)
+    if note["settings"] != noted(cfg, data):
+        return None
+    by_corpus = [note["shards"]] if len(corpora) == 1 else note["shards"]
+    counts = [len(entries) for entries in by_corpus]
+    if note["shards"] != identities(corpora, counts):
+        return None
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer if tokenizer.hash == note["tokenizer"] else None
+
+
+def noted(cfg: Config, data: Data) -> dict[str, Any]:
+    """Return the settings that belong to a tokenizer. The name of a single corpus is left out,
+    since it names the folder."""
+    values = dict(settings(cfg))
+    values.pop("export", None)
+    values["data"] = data.name if len(data.corpora) > 1 else None
+    return values
+
+
+def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
+    """Return the identity of the first `counts[k]` shards of each corpus k; for a single corpus,
+    without the outer list."""
+    by_corpus = []
+    for paths, count in zip(corpora, counts, strict=True):
+        by_corpus.append(identity(paths[:count]))
+    return by_corpus if len(by_corpus) > 1 else by_corpus[0]
+
+
+def identity(paths: list[Path]) -> list[list[Any]]:
+    """Return the names, sizes and known SHA-256s of shards, which tell them from other shards with
+    the same names."""
+    recorded = read_about(paths[0].parent).get("shards", {}) if paths else {}
+    entries = []
+    for path in paths:
+        sha256 = recorded.get(path.name, {}).get("sha256")
+        entries.append([path.name, path.stat().st_size, sha256])
+    return entries
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def export_folder(cfg: Config) -> Path | None:
+    """Return where --export writes to, None without the flag. UserError (code 2) if a file has this
+    name."""
+    if cfg.export is None:
+        return None
+    folder = cfg.export.expanduser()
+    paths = (folder, *folder.absolute().parents)
+    nearest = next(path for path in paths if path.exists())
+    if not nearest.is_dir():
+        raise UserError(
+            f"--export must name a folder, got {folder}, which is a file or below one", exit_code=2
+        )
+    return folder
+
+
+def export(tokenizer: Tokenizer, folder: Path | None) -> None:
+    """Write the vocabulary in the formats of other libraries, if --export was given."""
+    if folder is not None:
+        paths = tokenizer.export(folder)
+        log("exported: " + ", ".join(map(str, paths)))
+
+
+def _report(
+    cfg: Config,
+    data: Data,
+    tokenizer: Tokenizer,
+    used: Used,
+    seconds: float,
+    ratios: dict[str, float],
+) -> None:
+    """Write the section of the report."""
     lengths = tokenizer.token_bytes()
-    lengths = lengths[lengths > 0]
+    lengths = lengths[lengths > 0]  # special tokens have no bytes
     section = {
         "settings": {**noted(cfg, data), "data": data.name},
         "seconds": seconds,
@@ -249,13 +320,6 @@ def train(cfg: Config) -> Tokenizer:
         "tokenizer": tokenizer.hash,
     }
     write_section("tok_train", section)
-    log(
-        f"trained {tokenizer.vocab_size:,} tokens on {used.documents:,} documents "
-        f"({used.characters:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per token on "
-        f"held-out text; saved in {folder}"
-    )
-    export(tokenizer, exported)
-    return tokenizer
 
 
 if __name__ == "__main__":

@@ -1,33 +1,40 @@
-"""ARC: science questions of American schools, with choices (Clark et al. 2018, arXiv:1803.05457)."""
+"""ARC: science questions of American schools, with choices (Clark et al. 2018,
+arXiv:1803.05457)."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tasks.choices import ChoiceProblem, ChoiceTask, Plain
-from tasks.common import Published, load_table, one_of
+from tasks.common import one_of
+from tasks.published import Published, load_table
 
 
 def source(subset: str, split: str) -> Published:
-    """A split of ARC on the hub."""
+    """Return a split of ARC on the hub."""
     return Published("allenai/ai2_arc", subset, split, (subset,))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     """Some rows letter their choices A to D, some 1 to 4: we count positions instead."""
     labels = row["choices"]["label"]
+    texts = tuple(row["choices"]["text"])
     answer = labels.index(row["answerKey"]) if row["answerKey"] in labels else -1
-    return ChoiceProblem(
-        row["question"], tuple(row["choices"]["text"]), answer, id=row.get("id") or ""
-    )
+    return ChoiceProblem(row["question"], texts, answer, id=row.get("id") or "")
 
 
 class ARC(ChoiceTask):
     """subset: ARC-Easy or ARC-Challenge. split: train, validation or test."""
 
-    def __init__(self, subset: str, split: str, folder: str | Path | None = None):
+    def __init__(
+        self,
+        subset: str,
+        split: str,
+        folder: str | Path | None = None,
+    ):
         one_of("the subset of ARC", subset, ("ARC-Easy", "ARC-Challenge"))
         one_of("the split of ARC", split, ("train", "validation", "test"))
         columns = ("question", "choices", "answerKey")
         plain = Plain(opening="Question: ", lettered=False)
-        super().__init__(subset, load_table(source(subset, split), columns, folder), _read, plain)
+        table = load_table(source(subset, split), columns, folder)
+        super().__init__(subset, table, _read, plain)

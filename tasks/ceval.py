@@ -1,9 +1,13 @@
-"""C-Eval: Chinese examinations in 52 subjects, with four choices (Huang et al. 2023, arXiv:2305.08322)."""
+"""C-Eval: Chinese examinations in 52 subjects, with four choices (Huang et al. 2023,
+arXiv:2305.08322)."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from tasks.choices import ChoiceTask, Plain, letter_columns
-from tasks.common import Published, load_subjects, one_of
+from tasks.choices import ChoiceProblem, ChoiceTask, Plain, letter_columns
+from tasks.common import one_of
+from tasks.published import Published, Table, load_subjects
 
 # Subject -> its name in prompts.
 SUBJECTS = {
@@ -64,33 +68,42 @@ COLUMNS = ("question", "A", "B", "C", "D", "answer")
 
 
 def source(subject: str, split: str) -> Published:
-    """A split of a subject on the hub, or in the authors' zip, unpacked."""
+    """Return a split of a subject on the hub, or in the authors' zip, unpacked."""
     return Published(
-        "ceval/ceval-exam", subject, split, (subject,), (f"{split}/{subject}_{split}.csv",)
+        "ceval/ceval-exam",
+        subject,
+        split,
+        (subject,),
+        (f"{split}/{subject}_{split}.csv",),
     )
 
 
 def intro(subject: str) -> str:
-    """The line that a text of C-Eval's questions begins with."""
+    """Return the line that a text of C-Eval's questions begins with."""
     return f"以下是中国关于{SUBJECTS[subject]}的单项选择题，请选出其中的正确答案。\n\n"
 
 
 class CEval(ChoiceTask):
-    """split: val or dev; the answers of the split test are not published. Questions of dev are the examples."""
+    """split: val or dev; the answers of the split test are not published. Questions of dev are the
+    examples."""
 
-    def __init__(self, split: str = "val", folder: str | Path | None = None, shots: int = 5):
+    def __init__(
+        self,
+        split: str = "val",
+        folder: str | Path | None = None,
+        shots: int = 5,
+    ):
         one_of("the split of C-Eval", split, ("val", "dev"))
-        tables = {
-            one: load_subjects(
-                {subject: source(subject, one) for subject in SUBJECTS}, COLUMNS, folder
-            )
-            for one in ([split, "dev"] if shots else [split])
-        }
-        super().__init__(
-            "C-Eval",
-            tables[split],
-            lambda row: letter_columns(row, "question", "answer"),
-            Plain(intro, cue="\n答案："),
-            tables.get("dev"),
-            shots,
-        )
+        table = _load(split, folder)
+        examples = _load("dev", folder) if shots else None
+        super().__init__("C-Eval", table, _read, Plain(intro, cue="\n答案："), examples, shots)
+
+
+def _load(split: str, folder: str | Path | None) -> Table:
+    """Load the rows of all subjects of a split."""
+    sources = {subject: source(subject, split) for subject in SUBJECTS}
+    return load_subjects(sources, COLUMNS, folder)
+
+
+def _read(row: Mapping[str, Any]) -> ChoiceProblem:
+    return letter_columns(row, "question", "answer")

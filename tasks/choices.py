@@ -1,19 +1,20 @@
-"""Questions with choices: how a chat asks them, and how a text poses them to a model that continues it."""
+"""Questions with choices: how a chat asks them, and how a text poses them to a model that continues
+it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat.common import UserError
-from nanochat.data.conversation import Cloze, Conversation, assistant, chat, user
-from tasks.common import Table
+from nanochat.data.conversation import Cloze, Conversation, Message, assistant, user
+from tasks.published import Table
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
 class ChoiceProblem:
-    """A question, its choices, and the position of the right choice."""
+    """A question, its choices, and the index of the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -23,23 +24,25 @@ class ChoiceProblem:
 
 
 def render_choices(question: str, choices: Sequence[str]) -> str:
-    """The text of a question with choices, as the user asks it.
+    """Return the text of a question with choices, as the user asks it.
 
-    Each letter comes after its choice. Attention only looks back, so at that position a model has already seen what
-    the letter stands for, which small models need. The letter is alone on its line, so that it is the same token as in
-    the answer.
+    Each letter comes after its choice. Attention only looks back, so at that position a model has
+    already seen what the letter stands for, which small models need. The letter is alone on its
+    line, so that it is the same token as in the answer.
     """
-    listed = "".join(
-        f"{choice}\n{letter}\n" for choice, letter in zip(choices, LETTERS, strict=False)
-    )
-    return f"{question}\n\nThe choices, each with its letter below it:\n{listed}\nAnswer with the letter."
+    lines = [question, "", "The choices, each with its letter below it:"]
+    for choice, letter in zip(choices, LETTERS, strict=False):
+        lines += [choice, letter]
+    lines += ["", "Answer with the letter."]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Plain:
     """How a text poses the questions of a task; the wordings are those of lm-evaluation-harness.
 
-    With `lettered`, the choices are listed and the model continues with a letter; else it continues with a choice.
+    With `lettered`, the choices are listed and the model continues with a letter; otherwise it
+    continues with a choice.
     """
 
     intro: Callable[[str], str] = lambda subject: ""  # before the first example, of the subject
@@ -48,24 +51,25 @@ class Plain:
     lettered: bool = True
 
     def pose(self, problem: ChoiceProblem) -> str:
-        """The question up to where the answer follows."""
+        """Return the question up to where the answer follows."""
         if not self.lettered:
             return f"{self.opening}{problem.question}{self.cue}"
-        listed = "".join(
-            f"\n{letter}. {one}" for letter, one in zip(LETTERS, problem.choices, strict=False)
-        )
-        return f"{self.opening}{problem.question.strip()}{listed}{self.cue}"
+        lines = [problem.question.strip()]
+        for letter, choice in zip(LETTERS, problem.choices, strict=False):
+            lines.append(f"{letter}. {choice}")
+        question = "\n".join(lines)
+        return f"{self.opening}{question}{self.cue}"
 
     def answers(self, problem: ChoiceProblem) -> tuple[str, ...]:
-        """What the model may continue with, one for each choice."""
-        return tuple(LETTERS[: len(problem.choices)]) if self.lettered else problem.choices
+        """Return what the model may continue with, one text for each choice."""
+        return _letters(problem) if self.lettered else problem.choices
 
 
 class ChoiceTask:
     """A task of questions with choices, made from a table and a function `read` that reads one row.
 
-    `examples` has questions with answers to show before each question, of the same subject: a function of the subject
-    and their number. `shots` is how many are shown.
+    `examples` is a table of questions with answers; before each question, the first `shots` of the
+    same subject are shown.
     """
 
     kind: Literal["choice", "generative"] = "choice"
@@ -79,71 +83,76 @@ class ChoiceTask:
         examples: Table | None = None,
         shots: int = 0,
     ):
-        self.name, self.shots = name, shots
-        self._table, self._read = table, read
+        self.name = name
+        self.shots = shots
+        self._table = table
+        self._read = read
         self._plain = plain or Plain()
-        self._examples = _by_subject(examples, read) if examples is not None and shots else {}
+        self._examples: dict[str, list[ChoiceProblem]] = {}
+        if examples is not None and shots:
+            self._examples = _by_subject(examples, read)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def problem(self, i: int) -> ChoiceProblem:
-        """Problem i, checked: at least two choices, and the answer among them."""
+        """Return problem i, checked: at least two choices, and the answer among them."""
         return _checked(self._read(self._table[i]), self._table.source)
 
     def identify(self, i: int) -> str:
-        """The name of problem i in records: its subject and number, as published."""
+        """Return the name of problem i in records: its subject and number, as published."""
         problem = self.problem(i)
-        return "/".join(filter(None, (problem.subject, problem.id or str(self._table.number(i)))))
+        number = problem.id or str(self._table.number(i))
+        return f"{problem.subject}/{number}" if problem.subject else number
 
     def group(self, i: int) -> str:
-        """The subject of problem i; reports give figures per subject."""
+        """Return the subject of problem i; reports give figures per subject."""
         return self.problem(i).subject or self.name
 
-    def _shown(self, problem: ChoiceProblem) -> list[ChoiceProblem]:
+    def _examples_for(self, problem: ChoiceProblem) -> list[ChoiceProblem]:
         return self._examples.get(problem.subject, [])[: self.shots]
 
     def __getitem__(self, i: int) -> Conversation:
         problem = self.problem(i)
-        asked = chat(render_choices(problem.question, problem.choices), LETTERS[problem.answer])
-        shown = [
-            message
-            for one in self._shown(problem)
-            for message in (
-                user(render_choices(one.question, one.choices)),
-                assistant(LETTERS[one.answer]),
-            )
-        ]
-        return Conversation((*shown, *asked.messages))
+        messages: list[Message] = []
+        for item in (*self._examples_for(problem), problem):
+            messages.append(user(render_choices(item.question, item.choices)))
+            messages.append(assistant(LETTERS[item.answer]))
+        return Conversation(tuple(messages))
 
     def cloze(self, i: int) -> Cloze:
-        """Problem i as a text to continue, with examples before it."""
-        problem, plain = self.problem(i), self._plain
-        shown = [
-            f"{plain.pose(one)} {plain.answers(one)[one.answer]}\n\n"
-            for one in self._shown(problem)
-        ]
+        """Return problem i as a text to continue, with examples before it."""
+        problem = self.problem(i)
+        plain = self._plain
+        examples = []
+        for example in self._examples_for(problem):
+            answer = plain.answers(example)[example.answer]
+            examples.append(f"{plain.pose(example)} {answer}\n\n")
         return Cloze(
-            plain.intro(problem.subject),
-            tuple(shown),
-            plain.pose(problem),
-            plain.answers(problem),
-            problem.answer,
+            intro=plain.intro(problem.subject),
+            examples=tuple(examples),
+            question=plain.pose(problem),
+            choices=plain.answers(problem),
+            answer=problem.answer,
         )
 
     def letters(self, i: int) -> tuple[str, ...]:
-        return tuple(LETTERS[: len(self.problem(i).choices)])
+        return _letters(self.problem(i))
 
     def grade(self, i: int, reply: str) -> float:
         return float(reply.strip() == LETTERS[self.problem(i).answer])
 
 
+def _letters(problem: ChoiceProblem) -> tuple[str, ...]:
+    return tuple(LETTERS[: len(problem.choices)])
+
+
 def _checked(problem: ChoiceProblem, where: str) -> ChoiceProblem:
-    if not (
-        2 <= len(problem.choices) <= len(LETTERS) and 0 <= problem.answer < len(problem.choices)
-    ):
+    count = len(problem.choices)
+    if not 2 <= count <= len(LETTERS) or not 0 <= problem.answer < count:
         raise UserError(
-            f"{where}: the answer of a row must be one of its choices, got {problem}. Fix or remove the row."
+            f"{where}: the answer of a row must be one of its choices, got {problem}. Fix or "
+            "remove the row."
         )
     return problem
 
@@ -151,21 +160,27 @@ def _checked(problem: ChoiceProblem, where: str) -> ChoiceProblem:
 def _by_subject(
     table: Table, read: Callable[[Mapping[str, Any]], ChoiceProblem]
 ) -> dict[str, list[ChoiceProblem]]:
-    """The examples of each subject in the order in which they were published."""
-    found: dict[str, list[ChoiceProblem]] = {}
-    for i in sorted(range(len(table)), key=table.number):
+    """Return the examples of each subject in the order in which they were published."""
+    examples: dict[str, list[ChoiceProblem]] = {}
+    for i in table.in_published_order():
         problem = _checked(read(table[i]), table.source)
-        found.setdefault(problem.subject, []).append(problem)
-    return found
+        examples.setdefault(problem.subject, []).append(problem)
+    return examples
 
 
 def letter_columns(
-    row: Mapping[str, Any], question: str, answer: str, letters: str = "ABCD"
+    row: Mapping[str, Any],
+    question: str,
+    answer: str,
+    letters: str = "ABCD",
 ) -> ChoiceProblem:
-    """A row that has a column for the question, one for each choice, and one for the letter of the answer."""
-    right = str(row[answer]).strip()
-    place = letters.find(right) if len(right) == 1 else -1
-    identity = "" if row.get("id") is None else str(row["id"])
+    """Read a row that has a column for the question, one for each choice, and one for the letter of
+    the answer."""
+    answer_letter = str(row[answer]).strip()
     return ChoiceProblem(
-        row[question], tuple(str(row[one]) for one in letters), place, row["subject"], identity
+        question=row[question],
+        choices=tuple(str(row[letter]) for letter in letters),
+        answer=letters.find(answer_letter) if len(answer_letter) == 1 else -1,
+        subject=row["subject"],
+        id="" if row.get("id") is None else str(row["id"]),
     )

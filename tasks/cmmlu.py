@@ -1,9 +1,12 @@
 """CMMLU: Chinese questions in 67 subjects, with four choices (Li et al. 2023, arXiv:2306.09212)."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from tasks.choices import ChoiceTask, Plain, letter_columns
-from tasks.common import Published, load_subjects, one_of
+from tasks.choices import ChoiceProblem, ChoiceTask, Plain, letter_columns
+from tasks.common import one_of
+from tasks.published import Published, Table, load_subjects
 
 # Subject -> its name in prompts.
 SUBJECTS = {
@@ -79,36 +82,41 @@ COLUMNS = ("Question", "A", "B", "C", "D", "Answer")
 
 
 def source(subject: str, split: str) -> Published:
-    """A split of a subject: on the hub's branch of parquet files, or in the authors' zip, unpacked."""
-    others = (
+    """Return a split of a subject: on the hub's branch of parquet files, or in the authors' zip,
+    unpacked."""
+    patterns = (
         f"{subject}/{split}/*.parquet",
         f"{subject}/cmmlu-{split}.parquet",
         f"{split}/{subject}.csv",
     )
-    return Published("haonan-li/cmmlu", subject, split, (subject,), others, parquet_branch=True)
+    return Published("haonan-li/cmmlu", subject, split, (subject,), patterns, parquet_branch=True)
 
 
 def intro(subject: str) -> str:
-    """The line that a text of CMMLU's questions begins with."""
+    """Return the line that a text of CMMLU's questions begins with."""
     return f"以下是关于{SUBJECTS[subject]}的单项选择题，请直接给出正确答案的选项。\n\n"
 
 
 class CMMLU(ChoiceTask):
     """split: test or dev. Questions of dev are the examples."""
 
-    def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 5):
+    def __init__(
+        self,
+        split: str = "test",
+        folder: str | Path | None = None,
+        shots: int = 5,
+    ):
         one_of("the split of CMMLU", split, ("test", "dev"))
-        tables = {
-            one: load_subjects(
-                {subject: source(subject, one) for subject in SUBJECTS}, COLUMNS, folder
-            )
-            for one in ([split, "dev"] if shots else [split])
-        }
-        super().__init__(
-            "CMMLU",
-            tables[split],
-            lambda row: letter_columns(row, "Question", "Answer"),
-            Plain(intro, cue="\n答案："),
-            tables.get("dev"),
-            shots,
-        )
+        table = _load(split, folder)
+        examples = _load("dev", folder) if shots else None
+        super().__init__("CMMLU", table, _read, Plain(intro, cue="\n答案："), examples, shots)
+
+
+def _load(split: str, folder: str | Path | None) -> Table:
+    """Load the rows of all subjects of a split."""
+    sources = {subject: source(subject, split) for subject in SUBJECTS}
+    return load_subjects(sources, COLUMNS, folder)
+
+
+def _read(row: Mapping[str, Any]) -> ChoiceProblem:
+    return letter_columns(row, "Question", "Answer")

@@ -1,4 +1,5 @@
-"""GSM8K: grade school math word problems, solved with a calculator (Cobbe et al. 2021, arXiv:2110.14168)."""
+"""GSM8K: grade school math word problems, solved with a calculator (Cobbe et al. 2021,
+arXiv:2110.14168)."""
 
 import re
 from pathlib import Path
@@ -7,20 +8,23 @@ from typing import Literal
 from nanochat.common import UserError
 from nanochat.data.calculator import calculate
 from nanochat.data.conversation import Conversation, Part, chat
-from tasks.common import Published, final_number, load_table, one_of
+from tasks.common import final_number, one_of
+from tasks.published import Published, load_table
 
 _CALL = re.compile(r"<<([^<>]*)>>")
 
 
 def source(split: str, subset: str = "main") -> Published:
-    """A split of GSM8K on the hub."""
+    """Return a split of GSM8K on the hub."""
     return Published("openai/gsm8k", subset, split, (subset, "."))
 
 
 def read_solution(solution: str) -> list[Part]:
-    """A published solution as parts: each `<<48/2=24>>` becomes a call of the calculator and its output.
+    """Return a published solution as parts: each `<<48/2=24>>` becomes a call of the calculator and
+    its output.
 
-    The output comes from our calculator, as it does in a chat. An expression that our calculator refuses is dropped.
+    The output comes from our calculator, as it does in a chat. An expression that our calculator
+    refuses is dropped.
     """
     parts: list[Part] = []
     end = 0
@@ -29,7 +33,8 @@ def read_solution(solution: str) -> list[Part]:
         expression = call[1].rpartition("=")[0].strip()
         output = calculate(expression)
         if output is not None:
-            parts += [Part("python", expression), Part("python_output", output)]
+            parts.append(Part("python", expression))
+            parts.append(Part("python_output", output))
         end = call.end()
     parts.append(Part("text", solution[end:]))
     return [part for part in parts if part.text]
@@ -41,7 +46,12 @@ class GSM8K:
     name = "GSM8K"
     kind: Literal["choice", "generative"] = "generative"
 
-    def __init__(self, split: str, subset: str = "main", folder: str | Path | None = None):
+    def __init__(
+        self,
+        split: str,
+        subset: str = "main",
+        folder: str | Path | None = None,
+    ):
         one_of("the split of GSM8K", split, ("train", "test"))
         one_of("the subset of GSM8K", subset, ("main",))
         self._table = load_table(source(split, subset), ("question", "answer"), folder)
@@ -57,10 +67,11 @@ class GSM8K:
         return ()
 
     def grade(self, i: int, reply: str) -> float:
-        answer = final_number(self._table[i]["answer"])
+        solution = self._table[i]["answer"]
+        answer = final_number(solution)
         if answer is None:
             raise UserError(
-                f"{self._table.source}: a row has no number after ####: {self._table[i]['answer']!r}. "
-                "Fix or remove the row."
+                f"{self._table.source}: a row has no number after ####: {solution!r}. Fix or "
+                "remove the row."
             )
         return float(final_number(reply) == answer)

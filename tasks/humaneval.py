@@ -1,4 +1,5 @@
-"""HumanEval: write Python functions, graded by running their tests (Chen et al. 2021, arXiv:2107.03374)."""
+"""HumanEval: write Python functions, graded by running their tests (Chen et al. 2021,
+arXiv:2107.03374)."""
 
 import ast
 import re
@@ -6,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from nanochat.data.conversation import Conversation, chat
-from nanochat.evals import sandbox as execution
-from tasks.common import Published, load_table
+from nanochat.evals import sandbox
+from tasks.published import Published, load_table
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -17,56 +18,76 @@ def _defines(code: str, function: str) -> bool:
 
 
 def extract_code(reply: str, function: str) -> str:
-    """The code in a reply: the first fenced block that defines the function, else the first block, else the whole
-    reply."""
+    """Return the code in a reply: the first fenced block that defines the function, else the first
+    block, else the complete reply."""
     blocks = _BLOCK.findall(reply) or [reply]
-    return next((block for block in blocks if _defines(block, function)), blocks[0])
+    for block in blocks:
+        if _defines(block, function):
+            return block
+    return blocks[0]
 
 
-def build_program(prompt: str, reply: str, test: str, function: str) -> str:
-    """The program that grades a reply: the prompt, the code of the reply, the tests, and the call of the tests.
+def build_program(
+    prompt: str,
+    reply: str,
+    test: str,
+    function: str,
+) -> str:
+    """Return the program that grades a reply: the prompt, the code of the reply, the tests, and the
+    call of the tests.
 
-    A reply may repeat the head of the function or continue the prompt. In both cases the program includes the imports
-    and helper functions of the prompt.
+    A reply may repeat the head of the function or continue the prompt. In both cases the program
+    includes the imports and helper functions of the prompt.
     """
     code = extract_code(reply, function)
-    if _defines(code, function):
-        try:
-            ast.parse(prompt)  # a head with a docstring is a complete function
-            code = f"{prompt}\n{code}"
-        except SyntaxError:
-            imports = [
-                line for line in prompt.splitlines() if line.startswith(("import ", "from "))
-            ]
-            code = "\n".join([*imports, code])
-    else:
+    if not _defines(code, function):
         code = prompt + code
+    elif _is_complete(prompt):
+        code = f"{prompt}\n{code}"
+    else:
+        lines = prompt.splitlines()
+        imports = [line for line in lines if line.startswith(("import ", "from "))]
+        code = "\n".join([*imports, code])
     return f"{code}\n\n{test}\n\ncheck({function})\n"
 
 
+def _is_complete(prompt: str) -> bool:
+    """Return whether a prompt is a program: a head with a docstring is a complete function."""
+    try:
+        ast.parse(prompt)
+    except SyntaxError:
+        return False
+    return True
+
+
 def source() -> Published:
-    """HumanEval on the hub."""
+    """Return HumanEval on the hub."""
     return Published(
-        "openai/openai_humaneval", "openai_humaneval", "test", ("openai_humaneval", ".")
+        "openai/openai_humaneval",
+        "openai_humaneval",
+        "test",
+        ("openai_humaneval", "."),
     )
 
 
 class HumanEval:
-    """The only split is test. Grading runs the replies as programs, so UserError at once if this machine cannot isolate
-    them (nanochat/evals/sandbox.py)."""
+    """The only split is test. Grading runs the replies as programs, so UserError at once if this
+    machine cannot isolate them (nanochat/evals/sandbox.py)."""
 
     name = "HumanEval"
     kind: Literal["choice", "generative"] = "generative"
 
     def __init__(
-        self, folder: str | Path | None = None, unsafe_exec: bool = False, seconds: float = 5.0
+        self,
+        folder: str | Path | None = None,
+        unsafe_exec: bool = False,
+        seconds: float = 5.0,
     ):
         self._unsafe_exec = unsafe_exec
         self._seconds = seconds
-        execution.tier(unsafe_exec)
-        self._table = load_table(
-            source(), ("prompt", "canonical_solution", "test", "entry_point"), folder
-        )
+        sandbox.tier(unsafe_exec)
+        columns = ("prompt", "canonical_solution", "test", "entry_point")
+        self._table = load_table(source(), columns, folder)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -81,6 +102,5 @@ class HumanEval:
     def grade(self, i: int, reply: str) -> float:
         row = self._table[i]
         program = build_program(row["prompt"], reply, row["test"], row["entry_point"])
-        return float(
-            execution.run_program(program, self._seconds, unsafe_exec=self._unsafe_exec).passed
-        )
+        result = sandbox.run_program(program, self._seconds, unsafe_exec=self._unsafe_exec)
+        return float(result.passed)

@@ -1,4 +1,5 @@
-"""MGSM in Chinese: 250 problems of GSM8K's test split, translated by people (Shi et al. 2022, arXiv:2210.03057)."""
+"""MGSM in Chinese: 250 problems of GSM8K's test split, translated by people (Shi et al. 2022,
+arXiv:2210.03057)."""
 
 import re
 from pathlib import Path
@@ -6,26 +7,26 @@ from typing import Literal
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Message, assistant, chat, user
-from tasks.common import Published, Table, final_number, load_table, one_of
+from tasks.common import final_number, one_of
+from tasks.published import Published, Table, load_table
 
 COLUMNS = {"train": ("question", "answer", "answer_number"), "test": ("question", "answer_number")}
 _LABEL = re.compile(r"^\s*(?:问题|逐步解答)\s*[:：]\s*")  # the examples begin with these words
 
 
 def source(split: str) -> Published:
-    """A split on the hub's branch of parquet files; the authors' mgsm_zh.tsv has the split test."""
-    others = (
-        f"zh/{split}/*.parquet",
-        f"zh/mgsm-{split}.parquet",
-        *(("mgsm_zh.tsv",) if split == "test" else ()),
-    )
+    """Return a split on the hub's branch of parquet files; the authors' mgsm_zh.tsv has the split
+    test."""
+    patterns = [f"zh/{split}/*.parquet", f"zh/mgsm-{split}.parquet"]
+    if split == "test":
+        patterns.append("mgsm_zh.tsv")
     return Published(
-        "juletxara/mgsm",
-        "zh",
-        split,
-        ("zh",),
-        others,
-        ("question", "answer_number"),
+        repo="juletxara/mgsm",
+        subset="zh",
+        split=split,
+        inside=("zh",),
+        patterns=tuple(patterns),
+        header=("question", "answer_number"),
         parquet_branch=True,
     )
 
@@ -48,43 +49,48 @@ class MGSM:
     name = "MGSM-zh"
     kind: Literal["choice", "generative"] = "generative"
 
-    def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 8):
+    def __init__(
+        self,
+        split: str = "test",
+        folder: str | Path | None = None,
+        shots: int = 8,
+    ):
         one_of("the split of MGSM", split, ("test", "train"))
         self.shots = shots
         self._table = load_table(source(split), COLUMNS[split], folder)
-        self._shown = (
-            _examples(load_table(source("train"), COLUMNS["train"], folder))[: 2 * shots]
-            if shots
-            else []
-        )
+        self._examples: list[Message] = []  # turns: a question, then its solution
+        if shots:
+            table = load_table(source("train"), COLUMNS["train"], folder)
+            self._examples = _examples(table)[: 2 * shots]
 
     def __len__(self) -> int:
         return len(self._table)
 
     def identify(self, i: int) -> str:
-        """The name of problem i in records: its place in the published file."""
+        """Return the name of problem i in records: its position in the published file."""
         return str(self._table.number(i))
 
     def __getitem__(self, i: int) -> Conversation:
         row = self._table[i]
         answer = f"#### {_number(row, self._table.source)}"
-        asked = chat(_LABEL.sub("", row["question"]), answer)
-        return Conversation((*self._shown, *asked.messages))
+        problem = chat(_LABEL.sub("", row["question"]), answer)
+        return Conversation((*self._examples, *problem.messages))
 
     def letters(self, i: int) -> tuple[str, ...]:
         return ()
 
     def grade(self, i: int, reply: str) -> float:
-        return float(
-            final_number(reply) == final_number(_number(self._table[i], self._table.source))
-        )
+        answer = _number(self._table[i], self._table.source)
+        return float(final_number(reply) == final_number(answer))
 
 
 def _examples(table: Table) -> list[Message]:
-    """The published examples as turns, each with the number that it ends on."""
+    """Return the published examples as turns, each with the number that it ends on."""
     turns: list[Message] = []
-    for i in sorted(range(len(table)), key=table.number):
+    for i in table.in_published_order():
         row = table[i]
-        solution = f"{_LABEL.sub('', row['answer'])}\n#### {_number(row, table.source)}"
-        turns += [user(_LABEL.sub("", row["question"])), assistant(solution)]
+        question = _LABEL.sub("", row["question"])
+        solution = _LABEL.sub("", row["answer"])
+        number = _number(row, table.source)
+        turns += [user(question), assistant(f"{solution}\n#### {number}")]
     return turns

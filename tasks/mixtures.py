@@ -1,4 +1,9 @@
-"""What each stage after pretraining learns from: TinyWorld's own conversations, or the published mixtures."""
+"""What each stage after pretraining learns from: TinyWorld's own conversations, the published
+mixtures, or your own files.
+
+mix(), own_conversations(), own_pairs() and rl_tasks() are what the stages call; CURRICULA at the
+end names what goes into them by default.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,44 +21,31 @@ from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.traits import traits
 from tasks import arc, gsm8k, humaneval, mmlu, smoltalk
 from tasks.arc import ARC
-from tasks.common import Published, Subset, TaskMixture, Ungraded, first_places
+from tasks.common import Subset, TaskMixture, Ungraded, first_places
 from tasks.customjson import CustomJSON
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
 from tasks.mmlu import MMLU
 from tasks.preferences import read_pairs
 from tasks.problems import Problems
+from tasks.published import Published
 from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SimpleSpelling, SpellingBee
 from tasks.tinyworld import TinyWorld, measures, mental
-
-
-class Identity(Ungraded):
-    """Questions about who the assistant is, in both languages."""
-
-    name = "Identity"
-
-    def __init__(self) -> None:
-        self._conversations = tinyworld.identity_conversations()
-
-    def __len__(self) -> int:
-        return len(self._conversations)
-
-    def __getitem__(self, i: int) -> Conversation:
-        return self._conversations[i]
-
 
 Stage = Literal["mid", "sft"]
 Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
 
 HELD_OUT = 50  # one conversation in 50 is for validation
-OWN_HELD_OUT, MOST_HELD_OUT = (
-    30,
-    10,
-)  # conversations of your own files, but of fewer than 300 one in 10
+# Of your own files about 30 conversations are held out, but at most one in 10.
+OWN_HELD_OUT = 30
+MOST_HELD_OUT = 10
 MOST_TIMES = 1000  # that the conversations of a file may be repeated
-COPIES_TOGETHER = ", copies held out together"  # in the keys of mixtures with copies, which earlier versions trained on
+# In the keys of mixtures with copies, which earlier versions trained on.
+COPIES_TOGETHER = ", copies held out together"
 
+
+# --- conversations, with their copies ------------------------------------------------------------
 
 Item = TypeVar("Item", covariant=True)
 
@@ -74,7 +66,8 @@ class WithCopies(Protocol):
     """Items of which some may be there several times."""
 
     def originals(self) -> np.ndarray:  # (items,) int64
-        """For each place a number that only copies of the same item share. Places are held out by these numbers."""
+        """Return for each position a number that only copies of the same item share. Items are held
+        out by these numbers."""
         ...
 
 
@@ -102,15 +95,17 @@ class Numbered(Generic[Item]):
 
 @dataclass(frozen=True)
 class Mix:
-    """The conversations of a stage. `key` names their content; `load` is called only if their tokens are not kept.
+    """The conversations of a stage. `key` names their content; `load` is called only if their
+    tokens are not saved.
 
-    All copies of a conversation are held out or none, so that validation never reads what was trained.
+    All copies of a conversation are held out or none, so that validation never reads what was
+    trained.
     """
 
     name: str
     key: str
     load: Callable[[], Conversations]
-    together: int = 1  # how many conversations in a row, such as the two of a pair, are held out together or not
+    together: int = 1  # how many conversations in a row stay together, such as the two of a pair
     held_out_every: int = HELD_OUT  # one conversation, or pair, in so many is for validation
 
     @cached_property
@@ -120,56 +115,38 @@ class Mix:
 
     @cached_property
     def _held_out(self) -> np.ndarray:  # (conversations,) bool
-        return _originals(self.conversations) // self.together % self.held_out_every == 0
+        numbers = _originals(self.conversations)
+        return numbers // self.together % self.held_out_every == 0
 
     def train(self) -> Iterable[Conversation]:
-        """All conversations that are not held out."""
-        conversations = self.conversations
-        return (conversations[i] for i in np.flatnonzero(~self._held_out).tolist())
+        """Return all conversations that are not held out."""
+        return self._at(np.flatnonzero(~self._held_out))
 
     def val(self) -> Iterable[Conversation]:
-        """The conversations that are held out, without their copies."""
+        """Return the conversations that are held out, without their copies."""
+        numbers = _originals(self.conversations)
+        _, first_positions = np.unique(numbers, return_index=True)
+        return self._at(np.sort(first_positions[self._held_out[first_positions]]))
+
+    def _at(self, positions: np.ndarray) -> Iterable[Conversation]:
         conversations = self.conversations
-        _, first = np.unique(_originals(conversations), return_index=True)
-        return (conversations[i] for i in np.sort(first[self._held_out[first]]).tolist())
+        return (conversations[i] for i in positions.tolist())
 
 
-class WithYours:
-    """A mixture with your own conversations added, repeated until one in ten is yours, all in a seeded order.
-
-    Of yours that are repeated, every HELD_OUT-th is held out; if there are fewer, all are trained.
-    """
-
-    def __init__(self, mixture: Conversations, yours: Conversations, seed: int):
-        self._mixture, self._yours = mixture, yours
-        self._copies = max(round(len(mixture) / (9 * len(yours))), 1)
-        numbers = np.concatenate(
-            [np.arange(len(mixture)), -1 - np.tile(np.arange(len(yours)), self._copies)]
-        )
-        self._numbers = np.random.default_rng(seed).permutation(numbers)  # below zero: of yours
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, i: int) -> Conversation:
-        number = int(self._numbers[i])
-        return self._mixture[number] if number >= 0 else self._yours[-1 - number]
-
-    def originals(self) -> np.ndarray:
-        """See WithCopies. The mixture's own conversations are held out as they are without yours."""
-        behind = -(-len(self._mixture) // HELD_OUT) * HELD_OUT
-        of_mixture = _originals(self._mixture)[np.maximum(self._numbers, 0)]
-        numbers = np.where(self._numbers >= 0, of_mixture, behind - self._numbers)
-        # What is not repeated is held out by place, as in earlier versions, whose runs may then be resumed.
-        return numbers if self._copies > 1 else first_places(numbers)
+# --- the conversations of mid and SFT ------------------------------------------------------------
 
 
 def mix(
-    stage: Stage, corpus: str, seed: int, custom: str | None = None, added: str | None = None
+    stage: Stage,
+    corpus: str,
+    seed: int,
+    custom: str | None = None,
+    added: str | None = None,
 ) -> Mix:
-    """The conversations of stage mid or sft for a corpus.
+    """Return the conversations of stage mid or sft for a corpus.
 
-    `custom` names your own JSONL file to use instead; `added` names one to add. UserError (code 2) for both.
+    `custom` names your own JSONL file to use instead; `added` names one to add. UserError (code 2)
+    for both.
     """
     if custom is not None and added is not None:
         raise UserError(
@@ -180,90 +157,141 @@ def mix(
         task = CustomJSON(custom)
         if len(task) < 2:
             raise UserError(
-                f"{custom} must hold at least 2 conversations, since one is for validation, got {len(task)}; add more"
+                f"{custom} must hold at least 2 conversations, since one is for validation, got "
+                f"{len(task)}; add more"
             )
         return Mix(custom, f"{custom} {_content(custom)}", lambda: task)
     name = traits(corpus).curriculum
-    title, make = CURRICULA[name].title, CURRICULA[name].conversations[stage]
+    stages = CURRICULA[name]
+    make = stages.conversations[stage]
     key = f"{name} {stage} {seed} {tinyworld.VERSION}"
-    if added is None:
-        return Mix(
-            title, key + COPIES_TOGETHER * (stage in CURRICULA[name].repeats), lambda: make(seed)
-        )
-    yours = CustomJSON(added)
-    key = f"{key} + {_content(added)}{COPIES_TOGETHER}"
-    return Mix(f"{title} and {added}", key, lambda: WithYours(make(seed), yours, seed))
+    if added is not None:
+        yours = CustomJSON(added)
+        key = f"{key} + {_content(added)}{COPIES_TOGETHER}"
+        return Mix(f"{stages.title} and {added}", key, lambda: WithYours(make(seed), yours, seed))
+    if stage in stages.repeats:
+        key += COPIES_TOGETHER
+    return Mix(stages.title, key, lambda: make(seed))
+
+
+class WithYours:
+    """A mixture with your own conversations added, repeated until one in ten is yours, all in a
+    seeded order.
+
+    Of yours that are repeated, every HELD_OUT-th is held out; if there are fewer, all are trained.
+    """
+
+    def __init__(
+        self,
+        mixture: Conversations,
+        yours: Conversations,
+        seed: int,
+    ):
+        self._mixture = mixture
+        self._yours = yours
+        self._copies = max(round(len(mixture) / (9 * len(yours))), 1)
+        your_numbers = -1 - np.tile(np.arange(len(yours)), self._copies)
+        numbers = np.concatenate([np.arange(len(mixture)), your_numbers])
+        self._numbers = np.random.default_rng(seed).permutation(numbers)  # below zero: of yours
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Conversation:
+        number = int(self._numbers[i])
+        return self._mixture[number] if number >= 0 else self._yours[-1 - number]
+
+    def originals(self) -> np.ndarray:
+        """See WithCopies. The mixture's own conversations are held out as they are without
+        yours."""
+        after_mixture = -(-len(self._mixture) // HELD_OUT) * HELD_OUT
+        is_mixture = self._numbers >= 0
+        of_mixture = _originals(self._mixture)[np.maximum(self._numbers, 0)]
+        numbers = np.where(is_mixture, of_mixture, after_mixture - self._numbers)
+        # What is not repeated is held out by position, as in earlier versions, whose runs may then
+        # be resumed.
+        return numbers if self._copies > 1 else first_places(numbers)
+
+
+# --- the conversations of your own files ---------------------------------------------------------
 
 
 def own_conversations(files: Sequence[str]) -> Mix:
-    """The conversations of your own files, one file after the other.
+    """Return the conversations of your own files, one file after the other.
 
-    FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. UserError names the file that cannot be
-    read, the line and the rule.
+    FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. UserError names the
+    file that cannot be read, the line and the rule.
     """
-    name, key, found = _weighted(files, CustomJSON, "conversations")
-    return Mix(
-        name, sha256(key.encode()).hexdigest(), lambda: found, held_out_every=found.held_out_every
-    )
+    name, key, conversations = _read_weighted(files, CustomJSON, "conversations")
+    digest = sha256(key.encode()).hexdigest()
+    held_out_every = conversations.held_out_every
+    return Mix(name, digest, lambda: conversations, held_out_every=held_out_every)
 
 
 def own_pairs(files: Sequence[str]) -> Mix:
-    """The pairs of answers of your own files as conversations: the preferred one of a pair, then the other one.
+    """Return the pairs of answers of your own files as conversations: the preferred one of a pair,
+    then the rejected one.
 
     Weights and errors are as in own_conversations().
     """
-    name, key, found = _weighted(files, read_pairs, "pairs")
-    numbers = np.stack([2 * found.numbers, 2 * found.numbers + 1], axis=1).reshape(-1)
-    answers = Numbered([one for pair in found.items for one in pair], numbers)
-    return Mix(
-        name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: answers, 2, found.held_out_every
-    )
+    name, key, pairs = _read_weighted(files, read_pairs, "pairs")
+    digest = sha256(f"pairs {key}".encode()).hexdigest()
+    numbers = np.stack([2 * pairs.numbers, 2 * pairs.numbers + 1], axis=1).reshape(-1)
+    answers = Numbered([answer for pair in pairs.items for answer in pair], numbers)
+    return Mix(name, digest, lambda: answers, together=2, held_out_every=pairs.held_out_every)
 
 
-def _weighted(
-    files: Sequence[str], read: Callable[[str], Records[Item]], what: str
+def _read_weighted(
+    files: Sequence[str],
+    read: Callable[[str], Records[Item]],
+    what: str,
 ) -> tuple[str, str, Numbered[Item]]:
-    """The names of files, a key of their content, and what `read` finds in each, as often as the file's weight says.
+    """Return the names of files, a key of their content, and what `read` finds in each, as often as
+    the file's weight says.
 
-    If anything is there twice, also because a file is, the items are numbered so that the last of every HELD_OUT
-    different ones is held out, or the last of all if there are fewer: short files begin with what matters most. If
-    nothing is there twice, OWN_HELD_OUT of fewer than 1,500 items are held out, since 6 of 300 measure little.
+    If anything is there twice, also because a file is, the items are numbered so that the last of
+    every HELD_OUT different ones is held out, or the last of all if there are fewer: short files
+    begin with what matters most. If nothing is there twice, OWN_HELD_OUT of fewer than 1,500 items
+    are held out, since 6 of 300 measure little.
     """
-    parts = [_with_weight(file) for file in files]
-    found = [read(path) for path, _ in parts]
-    contents = [_content(path) for path, _ in parts]
-    chosen: list[Item] = []
-    places: list[
+    items: list[Item] = []
+    originals: list[
         int
-    ] = []  # for each chosen item, the place of its original among the different ones
-    known: dict[tuple[str, int], int] = {}
-    for items, content, (_, weight) in zip(found, contents, parts, strict=True):
-        for i in range(max(int(len(items) * weight), 1)):
-            number = int(i / weight) % len(items)
-            chosen.append(items[number])
-            places.append(known.setdefault((content, number), len(known)))
-    if len(known) < 2:
+    ] = []  # for each item, the position of its original among the different ones
+    original_of: dict[tuple[str, int], int] = {}  # (content of the file, number in it) -> position
+    names = []
+    keys = []
+    for file in files:
+        path, weight = _split_weight(file)
+        content = _content(path)
+        file_items = read(path)
+        for i in range(max(int(len(file_items) * weight), 1)):
+            number = int(i / weight) % len(file_items)
+            items.append(file_items[number])
+            originals.append(original_of.setdefault((content, number), len(original_of)))
+        names.append(Path(path).name)
+        keys.append(f"{weight:g} {content}")
+    different = len(original_of)
+    if different < 2:
         raise UserError(
-            f"{files[0]} must hold at least 2 {what}, since one is for validation, got {len(known)}; add more"
+            f"{files[0]} must hold at least 2 {what}, since one is for validation, got "
+            f"{different}; add more"
         )
-    key = " + ".join(
-        f"{weight:g} {content}" for content, (_, weight) in zip(contents, parts, strict=True)
-    )
-    numbers = np.array(places)
-    if len(known) < len(chosen):
-        key, numbers, every = (
-            key + COPIES_TOGETHER,
-            numbers + 1 - min(len(known), HELD_OUT),
-            HELD_OUT,
-        )
+    key = " + ".join(keys)
+    numbers = np.array(originals)
+    held_out_every = HELD_OUT
+    if different < len(items):
+        key += COPIES_TOGETHER
+        numbers = numbers + 1 - min(different, HELD_OUT)
     else:
-        every = min(max(len(known) // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
-        key += f", one in {every} held out" if every != HELD_OUT else ""
-    return ", ".join(Path(path).name for path, _ in parts), key, Numbered(chosen, numbers, every)
+        held_out_every = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
+        if held_out_every != HELD_OUT:
+            key += f", one in {held_out_every} held out"
+    return ", ".join(names), key, Numbered(items, numbers, held_out_every)
 
 
-def _with_weight(file: str) -> tuple[str, float]:
-    """A path and its weight. UserError if the weight is not above 0."""
+def _split_weight(file: str) -> tuple[str, float]:
+    """Split FILE:WEIGHT into a path and its weight. UserError if the weight is not above 0."""
     path, colon, weight = file.rpartition(":")
     if not colon or Path(file).expanduser().exists():
         return file, 1.0
@@ -280,26 +308,32 @@ def _with_weight(file: str) -> tuple[str, float]:
 
 
 def _content(file: str) -> str:
-    """What a file holds and how it is read. Files with keys that older versions passed over are tokenised again."""
+    """Return what a file holds and how it is read. Files with keys that older versions ignored are
+    tokenised again."""
     path = Path(file).expanduser()
     reads_keys = re.search(rb'"(system|weight|loss)"\s*:', path.read_bytes())
     return sha256_of(path) + (" with its system messages and weights" if reads_keys else "")
 
 
-def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
-    """The task that RL trains on for a corpus, and the task that RL is measured on.
+# --- the problems of RL --------------------------------------------------------------------------
 
-    `problems` names your own JSONL file to use instead, of which every tenth problem is for measuring.
+
+def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
+    """Return the task that RL trains on for a corpus, and the task that RL is measured on.
+
+    `problems` names your own JSONL file to use instead, of which every tenth problem is for
+    measuring.
     """
     if problems is None:
         return curriculum(corpus).rl()
-    own = Problems(problems)
-    if len(own) < 2:
+    task = Problems(problems)
+    if len(task) < 2:
         raise UserError(
-            f"{problems} must hold at least 2 problems, since one is held out, got {len(own)}; add more"
+            f"{problems} must hold at least 2 problems, since one is held out, got {len(task)}; "
+            "add more"
         )
-    kept = [number for number in range(len(own)) if number % 10]
-    return Subset(own, numbers=kept), Subset(own, step=10)
+    train_numbers = [number for number in range(len(task)) if number % 10]
+    return Subset(task, numbers=train_numbers), Subset(task, step=10)
 
 
 # --- curricula -----------------------------------------------------------------------------------
@@ -318,12 +352,28 @@ class Curriculum:
 
 
 def curriculum(corpus: str | None) -> Curriculum:
-    """The curriculum that fits a corpus."""
+    """Return the curriculum that fits a corpus."""
     return CURRICULA[traits(corpus).curriculum]
 
 
+class Identity(Ungraded):
+    """Questions about who the assistant is, in both languages."""
+
+    name = "Identity"
+
+    def __init__(self) -> None:
+        self._conversations = tinyworld.identity_conversations()
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __getitem__(self, i: int) -> Conversation:
+        return self._conversations[i]
+
+
 def _published_mid(seed: int) -> TaskMixture:
-    """Upstream's mixture of November 2025: about 850 thousand conversations; those about identity come twice."""
+    """Return upstream's mixture of November 2025: about 850 thousand conversations; those about
+    identity come twice."""
     identity = Identity()
     return TaskMixture(
         [
@@ -340,7 +390,7 @@ def _published_mid(seed: int) -> TaskMixture:
 
 
 def _published_sft(seed: int) -> TaskMixture:
-    """Upstream's mixture of November 2025: about 23 thousand conversations."""
+    """Return upstream's mixture of November 2025: about 23 thousand conversations."""
     return TaskMixture(
         [
             ARC("ARC-Easy", "train"),
@@ -356,7 +406,7 @@ def _published_sft(seed: int) -> TaskMixture:
 
 
 def _published_measures(unsafe_exec: bool) -> Measures:
-    """The tasks of ChatCORE."""
+    """Return the tasks of ChatCORE."""
     return {
         "ARC-Easy": lambda: ARC("ARC-Easy", "test"),
         "ARC-Challenge": lambda: ARC("ARC-Challenge", "test"),
@@ -376,12 +426,12 @@ def _published_needs() -> tuple[Published, ...]:
         smoltalk.source("train"),
         mmlu.source("auxiliary_train", "train"),
         mmlu.source("all", "test"),
-        *(gsm8k.source(split) for split in ("train", "test")),
-        *(
-            arc.source(f"ARC-{level}", split)
-            for level in ("Easy", "Challenge")
-            for split in ("train", "test")
-        ),
+        gsm8k.source("train"),
+        gsm8k.source("test"),
+        arc.source("ARC-Easy", "train"),
+        arc.source("ARC-Easy", "test"),
+        arc.source("ARC-Challenge", "train"),
+        arc.source("ARC-Challenge", "test"),
         humaneval.source(),
     )
 
@@ -395,12 +445,12 @@ def _tinyworld_sft(seed: int) -> Conversations:
 
 
 def _tinyworld_rl() -> tuple[Task, Task]:
-    """Sums in the head."""
+    """Return mental sums to train on and to measure on."""
     return TinyWorld("mental", tinyworld.rl_problems()), mental()
 
 
 def _tinyworld_measures(unsafe_exec: bool) -> Measures:
-    """TinyWorld's own measures, which run no programs."""
+    """Return TinyWorld's own measures, which run no programs."""
     return measures()
 
 

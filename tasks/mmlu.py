@@ -5,44 +5,47 @@ from pathlib import Path
 from typing import Any
 
 from tasks.choices import ChoiceProblem, ChoiceTask, Plain
-from tasks.common import Published, load_table, one_of
+from tasks.common import one_of
+from tasks.published import Published, load_table
 
 _SPLITS = {"all": ("test", "validation", "dev"), "auxiliary_train": ("train",)}
 
 
 def source(subset: str, split: str) -> Published:
-    """A split of MMLU on the hub."""
+    """Return a split of MMLU on the hub."""
     return Published("cais/mmlu", subset, split, (subset,))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     row = row.get("train") or row  # the rows of auxiliary_train are wrapped once more
-    return ChoiceProblem(
-        row["question"], tuple(row["choices"]), row["answer"], row.get("subject") or ""
-    )
+    subject = row.get("subject") or ""
+    return ChoiceProblem(row["question"], tuple(row["choices"]), row["answer"], subject)
 
 
 def intro(subject: str) -> str:
-    """The line that a text of MMLU's questions begins with."""
-    return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+    """Return the line that a text of MMLU's questions begins with."""
+    topic = subject.replace("_", " ")
+    return f"The following are multiple choice questions (with answers) about {topic}.\n\n"
 
 
 class MMLU(ChoiceTask):
-    """subset: `all` (split test, validation or dev) or `auxiliary_train` (split train: other exams, for training).
+    """subset: `all` (split test, validation or dev) or `auxiliary_train` (split train: other exams,
+    for training).
 
-    With `shots`, as many questions of the split dev are shown first; published figures of base models show five.
+    With `shots`, as many questions of the split dev are shown first; published figures of base
+    models show five.
     """
 
-    def __init__(self, subset: str, split: str, folder: str | Path | None = None, shots: int = 0):
+    def __init__(
+        self,
+        subset: str,
+        split: str,
+        folder: str | Path | None = None,
+        shots: int = 0,
+    ):
         one_of("the subset of MMLU", subset, tuple(_SPLITS))
         one_of(f"the split of MMLU {subset}", split, _SPLITS[subset])
         columns = () if subset == "auxiliary_train" else ("question", "choices", "answer")
         examples = load_table(source("all", "dev"), columns, folder) if shots else None
-        super().__init__(
-            "MMLU",
-            load_table(source(subset, split), columns, folder),
-            _read,
-            Plain(intro),
-            examples,
-            shots,
-        )
+        table = load_table(source(subset, split), columns, folder)
+        super().__init__("MMLU", table, _read, Plain(intro), examples, shots)

@@ -1,7 +1,8 @@
-"""MMLU-Pro: harder questions of 14 subjects, with up to ten choices (Wang et al. 2024, arXiv:2406.01574).
+"""MMLU-Pro: harder questions of 14 subjects, with up to ten choices (Wang et al. 2024,
+arXiv:2406.01574).
 
-The authors let models reason before they answer. Here the likeliest letter is the answer, as in MMLU, which small
-models can do; figures of the two kinds cannot be compared.
+The authors let models reason before they answer. Here the likeliest letter is the answer, as in
+MMLU, which small models can do; figures of the two kinds cannot be compared.
 """
 
 from collections.abc import Mapping
@@ -9,38 +10,45 @@ from pathlib import Path
 from typing import Any
 
 from tasks.choices import LETTERS, ChoiceProblem, ChoiceTask, Plain
-from tasks.common import Published, load_table, one_of
+from tasks.common import one_of
 from tasks.mmlu import intro
+from tasks.published import Published, load_table
 
 COLUMNS = ("question_id", "question", "options", "answer", "answer_index", "category")
 
 
 def source(split: str) -> Published:
-    """A split of MMLU-Pro on the hub."""
+    """Return a split of MMLU-Pro on the hub."""
     return Published("TIGER-Lab/MMLU-Pro", None, split, ("data", "."))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
-    """The letter and the index of the answer must agree; where they do not, the row has no answer."""
+    """The letter and the index of the answer must agree; where they do not, the row has no
+    answer."""
     index = row["answer_index"]
-    agree = isinstance(index, int) and 0 <= index < len(LETTERS) and LETTERS[index] == row["answer"]
-    choices = tuple(row["options"])
+    is_letter = isinstance(index, int) and 0 <= index < len(LETTERS)
+    if not is_letter or LETTERS[index] != row["answer"]:
+        index = -1
     return ChoiceProblem(
-        row["question"], choices, index if agree else -1, row["category"], str(row["question_id"])
+        question=row["question"],
+        choices=tuple(row["options"]),
+        answer=index,
+        subject=row["category"],
+        id=str(row["question_id"]),
     )
 
 
 class MMLUPro(ChoiceTask):
-    """split: test or validation. Questions of the split validation are the examples, without their reasoning."""
+    """split: test or validation. Questions of the split validation are the examples, without their
+    reasoning."""
 
-    def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 5):
+    def __init__(
+        self,
+        split: str = "test",
+        folder: str | Path | None = None,
+        shots: int = 5,
+    ):
         one_of("the split of MMLU-Pro", split, ("test", "validation"))
         examples = load_table(source("validation"), COLUMNS, folder) if shots else None
-        super().__init__(
-            "MMLU-Pro",
-            load_table(source(split), COLUMNS, folder),
-            _read,
-            Plain(intro),
-            examples,
-            shots,
-        )
+        table = load_table(source(split), COLUMNS, folder)
+        super().__init__("MMLU-Pro", table, _read, Plain(intro), examples, shots)

@@ -1,4 +1,5 @@
-"""The keys of training records: which are honoured, which are notes, and which ask for what cannot be trained."""
+"""The keys of training records: which are honoured, which are notes, and which ask for what cannot
+be trained."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -11,9 +12,15 @@ _THOUGHTS = (
 _SYSTEM = 'the system message of a record belongs under "system"; rename the key, or remove it'
 _CONTEXT = "write this text into the question, or remove the key"
 _TEMPLATE = "the chat template gets no options; remove the key"
-_LOSS = '"weight": 0 or "loss": false on an assistant message leaves that answer out of training; use one of them'
+_LOSS = (
+    '"weight": 0 or "loss": false on an assistant message leaves that answer out of training; use '
+    "one of them"
+)
 _SAMPLING = "a record has no weight; give the whole file one, as FILE:2, or repeat the record"
-_DISLIKED = "an answer that is marked as undesirable would be trained like a good one; leave such records out"
+_DISLIKED = (
+    "an answer that is marked as undesirable would be trained like a good one; leave such "
+    "records out"
+)
 # These keys ask for nothing if their value is empty; LLaMA-Factory writes "[]" for no tools.
 _UNSUPPORTED = {
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call", "tool_call_id"), _CALLS),
@@ -52,10 +59,11 @@ _NOTES = (
 
 
 def check_record(record: Mapping[str, Any], layout: Container[str]) -> None:
-    """ValueError if a record has a key that would change what is learned and that is not read.
+    """Raise ValueError if a record has a key that would change what is learned and that is not
+    read.
 
-    `layout` holds the keys that are read. Other texts and numbers, such as "id" and "source", are passed over, and so
-    are lists and objects under the name of a note, such as "metadata".
+    `layout` holds the keys that are read. Other texts and numbers, such as "id" and "source", are
+    ignored, and so are lists and objects under the name of a note, such as "metadata".
     """
     for key, value in record.items():
         if key not in layout:
@@ -63,30 +71,40 @@ def check_record(record: Mapping[str, Any], layout: Container[str]) -> None:
 
 
 def check_message(message: Mapping[str, Any], n: int) -> None:
-    """ValueError if message `n` of a record has a key that would change what is learned and that is not read."""
+    """Raise ValueError if message `n` of a record has a key that would change what is learned and
+    that is not read."""
     for key, value in message.items():
         if key not in ("role", "content", *_WEIGHTS):
             _check(key, value, f" of message {n}")
 
 
-def _check(key: str, value: Any, place: str) -> None:
+def _check(
+    key: str,
+    value: Any,
+    place: str,
+) -> None:
+    reason = None
     if key in _WEIGHTS and value not in (None, 1):
-        raise ValueError(f'the key "{key}" cannot be honoured: {_SAMPLING}')
-    if key in _SWITCHES and value is False:
-        raise ValueError(f'the key "{key}"{place} cannot be honoured: {_SWITCHES[key]}')
-    if key in _UNSUPPORTED and value not in _EMPTY:
-        raise ValueError(f'the key "{key}"{place} cannot be honoured: {_UNSUPPORTED[key]}')
+        reason = _SAMPLING
+    elif key in _SWITCHES and value is False:
+        reason = _SWITCHES[key]
+    elif key in _UNSUPPORTED and value not in _EMPTY:
+        reason = _UNSUPPORTED[key]
+    if reason is not None:
+        raise ValueError(f'the key "{key}"{place} cannot be honoured: {reason}')
     if isinstance(value, list | dict) and value and key not in _NOTES:
         raise ValueError(
-            f'the key "{key[:40]}"{place} is unknown, and a list or an object may change what the record means; '
-            'remove the key, or rename it to "metadata"'
+            f'the key "{key[:40]}"{place} is unknown, and a list or an object may change what the '
+            'record means; remove the key, or rename it to "metadata"'
         )
 
 
 def is_trained(message: Mapping[str, Any], n: int) -> bool:
-    """Whether message `n` is trained, if the assistant says it: not with "weight": 0 (OpenAI) or "loss": false
-    (ms-swift). ValueError for other values, and for words of others that should be trained."""
-    values: dict[str, bool] = {}
+    """Return whether message `n` is trained, if the assistant says it: not with "weight": 0
+    (OpenAI) or "loss": false (ms-swift). ValueError for other values, and for words of others that
+    should be trained."""
+    is_assistant = message["role"] == "assistant"
+    weights: set[bool] = set()
     for key in _WEIGHTS:
         value = message.get(key)
         if value is None:
@@ -95,13 +113,14 @@ def is_trained(message: Mapping[str, Any], n: int) -> bool:
             raise ValueError(
                 f'"{key}" of message {n} must be 0, 1, false or true, got {str(value)[:40]!r}'
             )
-        if value and message["role"] != "assistant":
+        if value and not is_assistant:
             raise ValueError(
-                f'"{key}" of message {n} must be 0 or absent: only what the assistant says is trained'
+                f'"{key}" of message {n} must be 0 or absent: only what the assistant says is '
+                "trained"
             )
-        values[key] = bool(value)
-    if len(set(values.values())) > 1:
+        weights.add(bool(value))
+    if len(weights) > 1:
         raise ValueError(
             f'"weight" and "loss" of message {n} contradict each other; keep one of them'
         )
-    return message["role"] != "assistant" or all(values.values())
+    return not is_assistant or False not in weights

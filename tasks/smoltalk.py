@@ -1,19 +1,22 @@
-"""SmolTalk: general conversations, the selection for small models (Allal et al. 2025, arXiv:2502.02737)."""
+"""SmolTalk: general conversations, the selection for small models (Allal et al. 2025,
+arXiv:2502.02737)."""
 
 from pathlib import Path
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation
-from tasks.common import Published, Ungraded, load_table, one_of, read_messages
+from tasks.common import Ungraded, one_of, read_messages
+from tasks.published import Published, load_table
 
 
 def source(split: str) -> Published:
-    """A split of SmolTalk on the hub."""
+    """Return a split of SmolTalk on the hub."""
     return Published("HuggingFaceTB/smol-smoltalk", None, split, ("data", "."))
 
 
 class SmolTalk(Ungraded):
-    """split: train (460 K conversations) or test (24 K). A last question without an answer is dropped."""
+    """split: train (460 K conversations) or test (24 K). A last question without an answer is
+    dropped."""
 
     name = "SmolTalk"
 

@@ -1,7 +1,8 @@
 """Spelling words, and counting a letter in a word, first by hand and then with the tool.
 
-Models read tokens, not letters, so they must learn the letters of each token. SimpleSpelling teaches the letters, and
-SpellingBee needs them. The words and sentences were written for this project; each problem depends only on its number.
+Models read tokens, not letters, so they must learn the letters of each token. SimpleSpelling
+teaches the letters, and SpellingBee needs them. The words and sentences were written for this
+project; each problem depends only on its number.
 """
 
 import random
@@ -42,39 +43,60 @@ _QUOTES = ("{}", "'{}'", '"{}"')
 
 @lru_cache(maxsize=1)
 def words() -> tuple[str, ...]:
-    """About two thousand common English words, in order."""
-    return tuple(Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split())
+    """Return about two thousand common English words, in order."""
+    text = Path(__file__).with_name("words.txt").read_text(encoding="utf-8")
+    return tuple(text.split())
 
 
 @lru_cache(maxsize=2)
 def words_of(split: str) -> tuple[str, ...]:
-    """The words of a split. A checksum assigns one word in ten to the test split, the others to the train split."""
-    return tuple(
-        word for word in words() if (zlib.crc32(word.encode()) % 10 == 0) == (split == "test")
-    )
+    """Return the words of a split. A checksum assigns one word in ten to the test split, the others
+    to the train split."""
+    return tuple(word for word in words() if _is_for_test(word) == (split == "test"))
+
+
+def _is_for_test(word: str) -> bool:
+    return zlib.crc32(word.encode()) % 10 == 0
 
 
 def _is_chinese(text: str) -> bool:
     return any("一" <= character <= "鿿" for character in text)
 
 
-def _solution(word: str, letter: str, chinese: bool) -> list[str | Part]:
-    """Spell the word, go through its letters with a running count, check with the tool, and answer after ####."""
-    count, lines = 0, []
-    for one in word:
-        count += one == letter
-        lines.append(f"{one} {count}" if one == letter else f"{one} -")
+def _solution(
+    word: str,
+    letter: str,
+    chinese: bool,
+) -> list[str | Part]:
+    """Spell the word, go through its letters with a running count, check with the tool, and answer
+    after ####."""
+    count = 0
+    lines = []
+    for character in word:
+        if character == letter:
+            count += 1
+            lines.append(f"{character} {count}")
+        else:
+            lines.append(f"{character} -")
+    spelled = " ".join(word)
     steps = "\n".join(lines)
     if chinese:
-        before = f"先拼写{word}：{' '.join(word)}。再逐个数{letter}：\n{steps}\n一共{count}个。用工具检查："
+        before = (
+            f"先拼写{word}：{spelled}。再逐个数{letter}：\n{steps}\n一共{count}个。用工具检查："
+        )
     else:
-        before = f"I spell {word}: {' '.join(word)}. Now I count {letter}:\n{steps}\nThat makes {count}. The tool says "
-    call, answer = f"'{word}'.count('{letter}')", str(word.count(letter))
-    return [before, Part("python", call), Part("python_output", answer), f"\n\n#### {answer}"]
+        before = (
+            f"I spell {word}: {spelled}. Now I count {letter}:\n{steps}\nThat makes {count}. "
+            "The tool says "
+        )
+    call = Part("python", f"'{word}'.count('{letter}')")
+    output = Part("python_output", str(count))
+    return [before, call, output, f"\n\n#### {count}"]
 
 
 class SpellingBee:
-    """Asks how often a letter occurs in a word. split: train or test; the two splits use different words."""
+    """Asks how often a letter occurs in a word. split: train or test; the two splits use different
+    words."""
 
     name = "SpellingBee"
     kind: Literal["choice", "generative"] = "generative"
@@ -87,20 +109,22 @@ class SpellingBee:
         return self._size
 
     def _draw(self, i: int) -> tuple[random.Random, str, str]:
+        """Return the random numbers of problem i, its word and its letter."""
         if not 0 <= i < self._size:
             raise IndexError(i)
-        draw = random.Random(f"spelling bee {self.split} {i}")
-        word = draw.choice(words_of(self.split))
+        rng = random.Random(f"spelling bee {self.split} {i}")
+        word = rng.choice(words_of(self.split))
         # In one problem in ten, take any letter, so that the answer is sometimes 0.
-        return draw, word, draw.choice(word if draw.random() < 0.9 else _ALPHABET)
+        letter = rng.choice(word if rng.random() < 0.9 else _ALPHABET)
+        return rng, word, letter
 
     def __getitem__(self, i: int) -> Conversation:
-        draw, word, letter = self._draw(i)
-        sentence = draw.choice(_COUNTING)
-        question = sentence.format(
-            letter=draw.choice(_QUOTES).format(letter), word=draw.choice(_QUOTES).format(word)
-        )
-        return chat(question, *_solution(word, letter, _is_chinese(sentence)))
+        rng, word, letter = self._draw(i)
+        pattern = rng.choice(_COUNTING)
+        quoted_letter = rng.choice(_QUOTES).format(letter)
+        quoted_word = rng.choice(_QUOTES).format(word)
+        question = pattern.format(letter=quoted_letter, word=quoted_word)
+        return chat(question, *_solution(word, letter, _is_chinese(pattern)))
 
     def letters(self, i: int) -> tuple[str, ...]:
         return ()
@@ -111,7 +135,8 @@ class SpellingBee:
 
 
 class SimpleSpelling(Ungraded):
-    """Asks for the spelling of a word. Both splits use all words, since a model cannot know a spelling it never saw."""
+    """Asks for the spelling of a word. Both splits use all words, since a model cannot know a
+    spelling it never saw."""
 
     name = "SimpleSpelling"
 
@@ -125,12 +150,11 @@ class SimpleSpelling(Ungraded):
     def __getitem__(self, i: int) -> Conversation:
         if not 0 <= i < self._size:
             raise IndexError(i)
-        draw = random.Random(f"simple spelling {self.split} {i}")
-        word = draw.choice(words())
-        return chat(
-            draw.choice(_SPELLING).format(word=draw.choice(_QUOTES).format(word)),
-            f"{word}: {' '.join(word)}",
-        )
+        rng = random.Random(f"simple spelling {self.split} {i}")
+        word = rng.choice(words())
+        pattern = rng.choice(_SPELLING)
+        question = pattern.format(word=rng.choice(_QUOTES).format(word))
+        return chat(question, f"{word}: {' '.join(word)}")
 
 
 def _checked(size: int) -> int:

@@ -106,6 +106,20 @@ def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path: Path) -> No
     assert not old.exists() and fresh.exists(), "another process may be writing the fresh one"
 
 
+def test_a_folder_is_listed_once_and_not_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    scandir = os.scandir
+
+    def count(folder: str) -> object:
+        listed.append(str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", count)
+    for i in range(5):
+        write_atomic(tmp_path / f"file-{i}", "new")
+    assert listed.count(str(tmp_path)) == 1
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -211,15 +211,17 @@ def test_a_mixture_takes_each_set_in_its_share_and_in_its_own_order(documents, c
     inputs, _ = mixed.batch(mixed.plan_rows(0, 300))
     taken = [0] * len(shares)
     for n in range(300):
-        assert mixed.seen(n) == taken
+        assert mixed.rows_before(n) == taken
         assert all(abs(count - n * share / total) < len(shares) for count, share in zip(taken, shares, strict=True))
-        (k,) = (k for k, count in enumerate(mixed.seen(n + 1)) if count > taken[k])
+        (k,) = (k for k, count in enumerate(mixed.rows_before(n + 1)) if count > taken[k])
         assert torch.equal(inputs[n], sources[k].row(taken[k])[0])
         taken[k] += 1
     # Far on, where 32 bits would overflow: the pattern repeats every `total` rows.
     whole, rest = divmod(10**12, total)
-    assert mixed.seen(10**12) == [whole * share + n for share, n in zip(shares, mixed.seen(rest), strict=True)]
-    assert sum(mixed.seen(10**12)) == 10**12
+    assert mixed.rows_before(10**12) == [
+        whole * share + n for share, n in zip(shares, mixed.rows_before(rest), strict=True)
+    ]
+    assert sum(mixed.rows_before(10**12)) == 10**12
 
 
 def test_a_mixture_is_the_same_from_anywhere_and_on_any_number_of_ranks(documents, chats):
@@ -238,7 +240,7 @@ def test_an_epoch_of_a_mixture_ends_with_the_first_set_that_was_seen_whole(docum
     sources = three_sets(documents, chats)
     for shares in ((1, 1, 1), (5, 3, 2), (1, 50, 1)):
         mixed = MixedRows(sources, shares)
-        at_end, beyond = mixed.seen(mixed.count), mixed.seen(mixed.count + 1)
+        at_end, beyond = mixed.rows_before(mixed.count), mixed.rows_before(mixed.count + 1)
         assert all(n <= source.count for n, source in zip(at_end, sources, strict=True))
         assert any(n > source.count for n, source in zip(beyond, sources, strict=True))
         assert len(set(mixed.plan_rows(0, mixed.count).tolist())) == mixed.count

@@ -13,12 +13,12 @@ import pytest
 
 from nanochat.common import UserError, write_json
 from nanochat.data.corpora import Corpus, corpora, resolve, shards
-from nanochat.data.download import Patience
 from nanochat.data.shards import read_about, texts
 from nanochat.data.sources import folder as made_here
+from nanochat.data.sources.download import Patience
 from nanochat.data.sources.fetch import download
 from nanochat.data.sources.folder import quiet
-from nanochat.data.sources.table import SOURCES
+from nanochat.data.sources.published import SOURCES
 from nanochat.dataset import Config, import_folder, main, make_tinyworld
 from nanochat.prepare.clean import clean
 

@@ -10,7 +10,8 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.data.calculator import calculate
-from nanochat.engine import FAILED, Completion, Engine
+from nanochat.engine import Completion, Engine
+from nanochat.generate.reply import FAILED
 from nanochat.generate.sampling import Sampling, choose, uniform
 from nanochat.gpt import GPT
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer

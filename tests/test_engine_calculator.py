@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from nanochat.attention import PlainAttention
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.data.conversation import Part
-from nanochat.engine import FAILED, Engine
-from nanochat.generate.reply import reply_parts
+from nanochat.engine import Engine
+from nanochat.generate.reply import FAILED, reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPTConfig
-from nanochat.nn.cache import Cache
-from nanochat.nn.operations import Operations
 from tests.support.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -28,7 +28,7 @@ class Scripted:
             sequence_len=64, vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=24
         )
         self.device, self.dtype, self.scripts = torch.device("cpu"), torch.float32, scripts
-        self.operations = Operations()
+        self.attention = PlainAttention()
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         return Cache(1, slots, length, 1, 24, self.device, dtype or self.dtype)
@@ -52,6 +52,9 @@ class Scripted:
             cache.last[slot] = idx[row, count - 1]
             cache.positions[slot] += count
         return out
+
+    def log_totals(self, logits: torch.Tensor) -> None:
+        return None
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(x[:, 0].long(), TOKENIZER.vocab_size).float() * 10

@@ -50,7 +50,7 @@ def test_every_option_gives_the_same_reply_alone_and_among_neighbours(model):
         assert reply.tokens == alone.tokens and reply.finish == alone.finish
         assert (reply.parts, reply.matched, reply.forced) == (alone.parts, alone.matched, alone.forced)
         assert reply.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-        assert [token.token for token in reply.prompt] == [token.token for token in alone.prompt]
+        assert [token.token for token in reply.prompt_scores] == [token.token for token in alone.prompt_scores]
 
 
 @pytest.mark.parametrize("count", [0, 3])
@@ -60,15 +60,17 @@ def test_log_probabilities_of_a_prompt_equal_the_models(model, count):
     engine = Engine(model, TOKENIZER, slots=4, prefill_tokens=48)
     for prompt, reply in zip(asked, replies(engine, [(prompt, sampling) for prompt in asked]), strict=True):
         logprobs = torch.log_softmax(model(torch.tensor([prompt]))[0], dim=1).detach()
-        assert [scored.token for scored in reply.prompt] == prompt[1:]
-        for place, scored in enumerate(reply.prompt):
+        assert [scored.token for scored in reply.prompt_scores] == prompt[1:]
+        for place, scored in enumerate(reply.prompt_scores):
             assert scored.logprob == pytest.approx(logprobs[place, scored.token].item(), abs=1e-4)
             best = logprobs[place].topk(max(count, 1))
             assert [value for _, value in scored.alternatives] == pytest.approx(best.values.tolist()[:count], abs=1e-4)
         if len(prompt) > 1:  # the figure that base_eval and base_loss report
             ids = torch.tensor([prompt])
             loss = model(ids[:, :-1], ids[:, 1:]).item()
-            assert -sum(scored.logprob for scored in reply.prompt) / (len(prompt) - 1) == pytest.approx(loss, abs=1e-4)
+            assert -sum(scored.logprob for scored in reply.prompt_scores) / (len(prompt) - 1) == pytest.approx(
+                loss, abs=1e-4
+            )
 
 
 def test_scores_of_a_common_context_are_computed_once(model):
@@ -79,12 +81,14 @@ def test_scores_of_a_common_context_are_computed_once(model):
     assert engine.prompt_tokens_read < 60 + 3 * 8
     for prompt, reply in zip(asked, got, strict=True):
         (alone,) = replies(Engine(model, TOKENIZER, slots=1), [(prompt, sampling)])
-        assert [s.token for s in reply.prompt] == prompt[1:]
-        assert [s.logprob for s in reply.prompt] == pytest.approx([s.logprob for s in alone.prompt], abs=1e-4)
+        assert [s.token for s in reply.prompt_scores] == prompt[1:]
+        assert [s.logprob for s in reply.prompt_scores] == pytest.approx(
+            [s.logprob for s in alone.prompt_scores], abs=1e-4
+        )
     unscored = Sampling(0.0, max_tokens=1)
     engine.generate([context], unscored)
     (reply,) = replies(engine, [([*context[:50], 3, 4], replace(sampling, prompt_logprobs=5))])
-    assert reply.reused == 0 and len(reply.prompt) == 51  # nobody has the five likeliest tokens of that context
+    assert reply.reused == 0 and len(reply.prompt_scores) == 51  # nobody has the five likeliest tokens of that context
 
 
 def test_alternatives_accompany_every_sampled_token(model):

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.engine import Completion, Engine
-from nanochat.generate.rows import BORDER, LEAST, common_prefix
 from nanochat.generate.sampling import Sampling
+from nanochat.generate.slots import MIN_PREFIX, STATE_INTERVAL, common_prefix
 from nanochat.gpt import GPT
-from nanochat.nn.cache import Cache
 from tests.support.recurrent_model import Recurrent
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer, words
 
@@ -46,7 +46,7 @@ def test_a_second_turn_reads_only_its_new_tokens(model):
     assert_same(answer, cold(model, second))
 
 
-@pytest.mark.parametrize("shared", [LEAST, 33, 59])
+@pytest.mark.parametrize("shared", [MIN_PREFIX, 33, 59])
 def test_a_cut_at_any_token_gives_the_replies_of_a_cold_engine(model, shared):
     engine = Engine(model, TOKENIZER, slots=3)
     first = words(60, 3)
@@ -64,7 +64,7 @@ def test_a_short_common_beginning_is_read_again(model):
     engine = Engine(model, TOKENIZER, slots=2)
     first = words(30, 5)
     engine.generate([first], GREEDY)
-    (reply,) = engine.generate([[*first[: LEAST - 1], *words(20, 6)]], GREEDY)
+    (reply,) = engine.generate([[*first[: MIN_PREFIX - 1], *words(20, 6)]], GREEDY)
     assert reply.reused == 0
 
 
@@ -78,7 +78,7 @@ def test_a_prompt_is_copied_from_a_request_that_still_runs(model):
 
 
 def test_the_slot_that_was_not_used_for_the_longest_time_is_given_away(model):
-    engine = Engine(model, TOKENIZER, slots=1, kept=2)
+    engine = Engine(model, TOKENIZER, slots=1, spare_slots=2)
     one, two, three, four = (words(30, seed) for seed in range(20, 24))
     for prompt in (one, two, three):
         engine.generate([prompt], GREEDY)
@@ -100,7 +100,7 @@ def test_nothing_is_reused_after_the_weights_have_changed(model):
 def test_chats_that_come_and_go_in_any_order_equal_cold_ones(model, pad):
     """Turns of eight chats with a common beginning, more than the slots, with cancels in between."""
     rng = random.Random(40)
-    engine = Engine(model, TOKENIZER, slots=3, prefill_tokens=24, pad=pad, kept=2)
+    engine = Engine(model, TOKENIZER, slots=3, prefill_tokens=24, pad=pad, spare_slots=2)
     system = words(20, 41)
     chats = [[*system, *words(3 + 5 * i, 50 + i)] for i in range(8)]
     expected: dict[tuple[int, ...], Completion] = {}
@@ -155,20 +155,20 @@ def test_seeded_replies_do_not_depend_on_what_was_reused(model):
 
 
 def test_a_recurrent_state_is_reused_at_borders_and_ends_only():
-    model = Recurrent(TOKENIZER, 4 * BORDER)
+    model = Recurrent(TOKENIZER, 4 * STATE_INTERVAL)
     engine = Engine(model, TOKENIZER, slots=3)  # type: ignore[arg-type]
-    first = words(2 * BORDER + 90, 70)
+    first = words(2 * STATE_INTERVAL + 90, 70)
     (reply,) = engine.generate([first], GREEDY)
     cases = {  # a prompt -> how much of it is reused
         (*first, *reply.tokens, 5, 6): len(first) + len(reply.tokens) - 1,  # the whole slot
         tuple(first): len(first) - 1,  # the end of the prompt
-        (*first[: 2 * BORDER + 20], *words(9, 71)): 2 * BORDER,
-        (*first[: BORDER + 1], *words(9, 72)): BORDER,
-        (*first[: BORDER - 1], *words(9, 73)): 0,
+        (*first[: 2 * STATE_INTERVAL + 20], *words(9, 71)): 2 * STATE_INTERVAL,
+        (*first[: STATE_INTERVAL + 1], *words(9, 72)): STATE_INTERVAL,
+        (*first[: STATE_INTERVAL - 1], *words(9, 73)): 0,
     }
     for prompt, reused in cases.items():
         (again,) = engine.generate([list(prompt)], GREEDY)
-        fresh = Engine(Recurrent(TOKENIZER, 4 * BORDER), TOKENIZER, slots=1)  # type: ignore[arg-type]
+        fresh = Engine(Recurrent(TOKENIZER, 4 * STATE_INTERVAL), TOKENIZER, slots=1)  # type: ignore[arg-type]
         assert again.reused == reused
         assert again.tokens == fresh.generate([list(prompt)], GREEDY)[0].tokens
         engine = Engine(model, TOKENIZER, slots=3)  # type: ignore[arg-type]

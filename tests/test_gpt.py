@@ -11,7 +11,6 @@ from torch import Tensor
 from nanochat.common import UserError
 from nanochat.context import Cached, Rows
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.operations import Operations
 from tests.support.tiny_model import tiny_gpt
 
 VOCAB = 70  # padded to 128
@@ -295,10 +294,10 @@ def test_a_layer_reaches_back_exactly_its_window(layer: int, reach: int) -> None
     T = 160
     model = random_gpt()
     x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    cos, sin = (table[None, :, None] for table in Operations().rotary_tables(T, 8, x.device, x.dtype))
     rows = Rows()
+    rotary = model.rotary(rows, T)
     rows.bind(model)
-    model.blocks[layer].attn(x, None, cos, sin, rows)[0, T - 1].sum().backward()
+    model.blocks[layer].attn(x, None, rotary, rows)[0, T - 1].sum().backward()
     felt = x.grad[0].abs().sum(dim=-1)
     first = max(T - 1 - reach - 1, 0)  # half of the window's first key is of the token before it
     assert (felt[first:] > 0).all()

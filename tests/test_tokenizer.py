@@ -301,11 +301,11 @@ def test_without_rustbpe_training_names_the_set_up_and_the_rest_works(found, mon
     monkeypatch.setitem(sys.modules, "rustbpe", found)
     with pytest.raises(UserError, match=r"rustbpe.* not installed for .*setup_env\.sh"):
         Tokenizer.train(["the cat"], 270)
-    bpe.own.cache_clear()
+    bpe.encoding_rustbpe.cache_clear()
     try:
         assert Tokenizer.load(tmp_path).encode("the cat") == trained.encode("the cat")
     finally:
-        bpe.own.cache_clear()
+        bpe.encoding_rustbpe.cache_clear()
 
 
 def fuzz(seed: int, count: int) -> list[str]:
@@ -355,7 +355,7 @@ def fuzz(seed: int, count: int) -> list[str]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_either_encoder_gives_the_same_tokens(pattern):
     tokenizer = Tokenizer.train([*TEXTS, *fuzz(1, 300)], 900, pattern)
-    other = bpe.Tiktoken(tokenizer._ranks, tokenizer.regex)
+    other = bpe.TiktokenEncoder(tokenizer._ranks, tokenizer.regex)
     texts = [*fuzz(2, 2000), "a\ud800b", "\ud83d\ude00", "汉字" * 5000]
     assert other.encode_batch(texts, 2) == [other.encode(text) for text in texts]
     assert tokenizer.encode_batch(texts) == other.encode_batch(texts, 1)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.nn.loss import chunked_loss
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
+from nanochat.attention import cache_mask
+from nanochat.loss import chunked_loss
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.base import kernels_asked
+from nanochat.platforms.operations import Operations
 
 DEVICE = "npu:0"
 # The largest allowed error, relative to the largest value: one rounding step times the growth of the error in sums.
@@ -151,9 +151,9 @@ def loss(dtype: torch.dtype) -> float:
         logits = 15 * torch.tanh((x @ weight.mT)[:, :250] / 15)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
-    there, hidden = targets.to(DEVICE), operations().hidden_score
+    there = targets.to(DEVICE)
     return compare(
-        lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32, hidden=hidden),
+        lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32),
         reference,
         [x, weight],
         dtype,
@@ -184,9 +184,10 @@ def decode(dtype: torch.dtype, window: int = 95) -> float:
     ]
     q, k, v = (x.to(DEVICE) for x in here)
     made = operations()
-    if made.takes_lengths(q):
-        found = made.attend_lengths(q, k, v, [1, 1], ends, None, window)
-    else:
+    last = torch.tensor(ends, device=DEVICE)[:, None] - 1
+    recent = (last - window).clamp_min(0) + torch.arange(min(window + 1, 96), device=DEVICE)
+    found = made.by_lengths(q, k, v, [1, 1], ends, lambda: recent, window)
+    if found is None:
         places = torch.tensor(ends, device=DEVICE)[:, None] - 1
-        found = made.attend_cached(q, k, v, cache_mask(places, 96, window))
+        found = made.masked(q, k, v, cache_mask(places, 96, window))
     return error((found,), (torch.cat(rows),))

@@ -27,7 +27,7 @@ def ours(task: dict[str, Any]) -> Evaluate:
 
     compute = replace(device.compute_init("cpu"), dtype=device.DTYPES[task["dtype"]])
     loaded = load_published(Path(task["model"]), None, compute)
-    compute.operations.hold(loaded.model)
+    compute.operations.serve(loaded.model)
     tokens = compute.platform.evaluation_rows * loaded.model.config.sequence_len
     questions = choice_task(task["problems"])
 

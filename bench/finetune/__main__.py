@@ -19,8 +19,8 @@ from bench.processes import check_at_least, check_installed, check_upstream, sid
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import UserError, log, run
+from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.nn.lora import LoraConfig
 
 RANK = 8
 QWEN3 = QwenConfig(

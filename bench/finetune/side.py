@@ -20,16 +20,16 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     """Return a step with the calls that scripts.finetune makes, and the number of parameters."""
     from bench.training import Trainer, random_model
     from nanochat import dataloader, device
-    from nanochat.checkpoint_manager.families import held_in
+    from nanochat.checkpoint_manager.families import cast_matrices
+    from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
     from nanochat.models.qwen.config import QwenConfig
-    from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
     from nanochat.train.optim import OneRate
     from nanochat.train.update import CrossEntropy, Spikes, forward, update
 
     compute = device.compute_init("cpu")
     model = random_model(QwenConfig(**task["shape"]), compute)
     if task["rank"]:
-        held_in(model, compute.dtype)
+        cast_matrices(model, compute.dtype)
         add_adapters(model, LoraConfig(task["rank"], ALPHA, targets=tuple(task["targets"])))
         init_adapters(model)
     model.checkpoints = task["checkpoints"]

@@ -15,7 +15,8 @@ from nanochat.common import log, run
 
 @dataclass(frozen=True)
 class Config:
-    """Convert a checkpoint of karpathy/nanochat's HEAD: type `convert` and its folder, such as base_checkpoints/d20."""
+    """Convert a checkpoint of karpathy/nanochat's HEAD: type `convert` and its folder, such as
+    base_checkpoints/d20."""
 
     verb: Positional[Literal["convert"]]
     """The only action: convert."""
@@ -31,9 +32,10 @@ class Config:
 
 def main(cfg: Config) -> None:
     """Convert the checkpoint, and print the next command."""
-    theirs = upstream.read(cfg.folder.expanduser(), cfg.step, cfg.tokenizer)
-    where = upstream.convert(theirs, cfg.corpus)
-    log(f"converted: {where}. Next: python -m scripts.chat_cli -i {theirs.stage} -g {theirs.tag}")
+    source = upstream.read_step(cfg.folder.expanduser(), cfg.step, cfg.tokenizer)
+    folder = upstream.convert(source, cfg.corpus)
+    next_command = f"python -m scripts.chat_cli -i {source.stage} -g {source.tag}"
+    log(f"converted: {folder}. Next: {next_command}")
 
 
 if __name__ == "__main__":

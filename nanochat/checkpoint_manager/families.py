@@ -1,4 +1,4 @@
-"""The families of models: a checkpoint's meta.json names one, and this table maps its name to its classes."""
+"""The families of models: meta.json names one, and a table maps the name to its classes."""
 
 import reprlib
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 
-# No model of this project is larger, and a shape from a file must not be able to ask for all memory.
+# Limits of a shape, so that a file cannot ask for all memory. No model of this project is larger.
 LARGEST = {
     "sequence_len": 1 << 20,
     "vocab_size": 1 << 24,
@@ -31,6 +32,7 @@ LARGEST = {
     "delta_value_dim": 1 << 12,
     "delta_width": 1 << 6,
 }
+# The same for values that may be zero.
 MAY_BE_ZERO = {
     "bigram_rows": 1 << 30,
     "offset_layers": 1_000,
@@ -41,12 +43,14 @@ MAY_BE_ZERO = {
     "output_gate": 1,
     "rotary_dim": 1 << 12,
 }
+POSITIVE_FRACTIONS = ("rope_theta", "norm_eps")
+LONGEST_TEXT = 1_000  # characters of a value such as window_pattern: one letter a layer
 Shape = TypeVar("Shape", GPTConfig, QwenConfig)
 
 
 @dataclass(frozen=True)
 class Family:
-    """The class of a family's models, and of the configuration that one is built from."""
+    """The classes of a family: its model, and the configuration that a model is built from."""
 
     model: Any
     config: Any
@@ -56,80 +60,97 @@ FAMILIES = {"gpt": Family(GPT, GPTConfig), "qwen": Family(Qwen, QwenConfig)}
 
 
 def family_of(config: Any) -> str:
-    """The name of the family whose configuration this is."""
+    """Return the name of the family that a configuration belongs to."""
     return next(name for name, family in FAMILIES.items() if type(config) is family.config)
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether a value of a configuration has the right type and is within bounds."""
+    """Return whether a value of a configuration has the right type and is within bounds."""
     if name in LARGEST:
         return type(value) is int and 1 <= value <= LARGEST[name]
     if name in MAY_BE_ZERO:
         return type(value) is int and 0 <= value <= MAY_BE_ZERO[name]
-    if name in ("rope_theta", "norm_eps"):
+    if name in POSITIVE_FRACTIONS:
         return type(value) is float and 0 < value < float("inf")
-    return type(value) is str and len(value) <= LARGEST["n_layer"]
+    return type(value) is str and len(value) <= LONGEST_TEXT
+
+
+def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a shape under today's names.
+
+    Checkpoints of 2026-11-24 have `key_offset`: all layers had an offset, or none.
+    """
+    settings = dict(shape)
+    if "key_offset" in settings:
+        has_offsets = settings.pop("key_offset")
+        settings["offset_layers"] = settings.get("n_layer") if has_offsets else 0
+    return settings
 
 
 def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
-    """The configuration that a file describes. UserError, which names the file `where`, if a value has a wrong type or
-    is out of bounds."""
-    if (
-        "key_offset" in shape
-    ):  # of a checkpoint of 2026-11-24, whose layers all had an offset, or none
-        rest = {name: value for name, value in shape.items() if name != "key_offset"}
-        shape = rest | {"offset_layers": shape.get("n_layer") if shape["key_offset"] else 0}
+    """Return the configuration of class `kind` that a file describes.
+
+    UserError, which names the file `where`, if a value has a wrong type or is out of bounds.
+    """
+    settings = _renamed_settings(shape)
     names = {field.name for field in fields(kind)}
     wrong = [
         f"{name} is {reprlib.repr(value)}"
-        for name, value in shape.items()
+        for name, value in settings.items()
         if name not in names or not _fits(name, value)
     ]
     if wrong:
+        limits = [f"{name} {limit:,}" for name, limit in LARGEST.items() if name in names]
         raise UserError(
-            f"{where} describes no model that this version can build: {', '.join(wrong[:3])}, and the limits are "
-            f"{', '.join(f'{name} {LARGEST[name]:,}' for name in LARGEST if name in names)}. Copy the checkpoint "
-            "again, or update nanochat to the version that wrote it"
+            f"{where} describes no model that this version can build: {', '.join(wrong[:3])}, and "
+            f"the limits are {', '.join(limits)}. Copy the checkpoint again, or update nanochat to "
+            "the version that wrote it"
         )
-    return kind(**shape)
+    return kind(**settings)
 
 
 def build(
     meta: Mapping[str, Any], values: Mapping[str, parallel.Rows], compute: Compute, where: str
 ) -> GPT:
-    """A model of the family and shape that the meta.json `where` names, on the host, without weights yet.
+    """Return the model that the meta.json `where` describes, on the host and without weights.
 
-    `values` are the parameters that it will get. They are compared first, so that no shape costs more memory than its
-    file. Checkpoints written before there were families name none and are of family gpt. UserError for an unknown
-    family, an impossible shape, or parameters of another model.
+    `values` are the parameters that the model will get. They are compared with the model first, so
+    that no shape takes more memory than its file. Checkpoints from before there were families name
+    none and are of family gpt. UserError for an unknown family, an impossible shape, or parameters
+    of another model.
     """
     name = meta.get("family", "gpt")
     if name not in FAMILIES:
         raise UserError(
-            f"the checkpoint holds a model of family {name!r}, and this version knows {', '.join(FAMILIES)}. Update "
-            "nanochat to the version that wrote the checkpoint."
+            f"the checkpoint holds a model of family {name!r}, and this version knows "
+            f"{', '.join(FAMILIES)}. Update nanochat to the version that wrote the checkpoint."
         )
     family = FAMILIES[name]
     shape = checked_shape(family.config, meta["model"], where)
     with torch.device("meta"):
         parallel.check_shapes(family.model(shape), values)
-    return family.model(shape, dtype=compute.dtype, operations=compute.operations)
+    model = family.model(shape, dtype=compute.dtype)
+    accelerate(model, compute.operations)
+    return model
 
 
 def on_meta(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool = False) -> Any:
-    """A model of a shape that takes no memory yet: call to_empty(), then init_weights() or load its parameters. With
-    `fp8` it trains in FP8; UserError where the device or the family cannot."""
+    """Return a model of a shape that takes no memory yet.
+
+    Call to_empty() on it, then init_weights() or load its parameters. With `fp8` it trains in FP8;
+    UserError where the device or the family cannot.
+    """
+    family = FAMILIES[family_of(shape)]
     with torch.device("meta"):
-        model = FAMILIES[family_of(shape)].model(
-            shape, dtype=compute.dtype, operations=compute.operations
-        )
+        model = family.model(shape, dtype=compute.dtype)
+    accelerate(model, compute.operations)
     if fp8:
         compute.platform.use_fp8(model)
     return model
 
 
-def held_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert matrices and tables to a number format, in place; the few scalars stay fp32, as in training."""
+def cast_matrices(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert matrices and tables to a number format, in place. Scalars and vectors stay fp32."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data = parameter.data.to(dtype)

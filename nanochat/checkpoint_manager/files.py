@@ -1,4 +1,4 @@
-"""The step folders of a checkpoint: each gets its name only when complete; sizes and SHA-256 hashes verify it."""
+"""The step folders of a checkpoint: complete or absent, and verified by sizes and hashes."""
 
 import contextlib
 import hashlib
@@ -7,16 +7,27 @@ import os
 import reprlib
 import shutil
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.parts.index import INDEX, read_index
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, to_json, warn, write_json
+from nanochat.common import (
+    UserError,
+    fsync_path,
+    read_json,
+    sha256_of,
+    to_json,
+    tr,
+    warn,
+    write_json,
+)
 
 FORMAT = 1
-# What meta.json must hold, and what of a resumed run's state and program it may hold, with the types.
+# The types of the values that meta.json must hold, and of those that it may hold: of the step, of
+# the state to resume from, and of the program that wrote it.
 NEEDED = {
     "step": int,
     "steps": int,
@@ -30,17 +41,24 @@ NEEDED = {
 OPTIONAL = {"family": str, "made_with": dict, "base": dict, "lora": dict}
 STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
 CODE = {"code": dict, "other_code": dict}
-# The parameters of a step: as one file, or in files of all ranks with an INDEX; of an adapter, as peft has them.
-MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-HASHERS = 4  # threads that verify files: Python releases its lock while hashing
+NUMBERS = ("meter", "scale", "norms")  # values of the state that hold numbers only
+# The parameters of a step: one file, or files of all ranks with an INDEX; of an adapter, peft's.
+MODEL = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+HASH_THREADS = 4  # to verify files: Python releases its lock while hashing
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder, which gets the name `folder` on success and is removed on failure. UserError (code 2)
-    if `folder` exists already."""
+    """Yield a temporary folder, which is renamed to `folder` on success and removed on failure.
+
+    UserError (code 2) if `folder` exists already.
+    """
     if folder.exists():
-        raise UserError(f"{folder} exists already: name another folder, or delete it", exit_code=2)
+        raise UserError(
+            tr("{folder} exists already: name another folder, or delete it", folder=folder),
+            exit_code=2,
+        )
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -53,19 +71,22 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def steps(folder: Path) -> list[int]:
-    """The complete steps in a folder, oldest first."""
-    names = (path.parent.name.removeprefix("step_") for path in folder.glob("step_*/meta.json"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    """Return the complete steps in a folder, oldest first."""
+    numbers = []
+    for path in folder.glob("step_*/meta.json"):
+        number = path.parent.name.removeprefix("step_")
+        if number.isdecimal():
+            numbers.append(int(number))
+    return sorted(numbers)
 
 
 def latest_step(folder: Path) -> int | None:
-    """The newest complete step, or None."""
-    found = steps(folder)
-    return found[-1] if found else None
+    """Return the newest complete step in a folder, or None."""
+    return max(steps(folder), default=None)
 
 
 def step_dir(folder: Path, step: int) -> Path:
-    """The folder of one step."""
+    """Return the folder of one step."""
     return folder / f"step_{step:06d}"
 
 
@@ -73,23 +94,24 @@ def step_dir(folder: Path, step: int) -> Path:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Flush a file to disk; return its size and hash for meta.json."""
+    """Flush a file to disk, and return its size and hash for meta.json."""
     fsync_path(path)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def write_meta(folder: Path, record: dict[str, Any]) -> None:
-    """Write meta.json with a hash of its content, because a flipped bit may leave the JSON readable."""
+    """Write meta.json with a hash of its content, because a flipped bit may leave it readable."""
     content = json.loads(to_json(record))
     write_json(folder / "meta.json", {**content, "sha256": _digest(content)})
 
 
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a complete folder to its final name, so that no reader ever sees an incomplete step."""
+    """Rename a complete folder to its final name, so that readers never see an incomplete step."""
     fsync_path(temporary)
     if final.exists():
         delete(final)
@@ -106,68 +128,92 @@ def delete(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int, newest: int) -> None:
-    """Keep the last `keep` steps up to step `newest`, and remove the steps before them; 0 keeps all.
+    """Keep the last `keep` steps up to step `newest`, and remove older ones; 0 keeps all.
 
-    Steps after `newest` do not count: they are damaged, and the run fell back from them. If a step cannot be removed,
-    this function only warns, because the run can continue.
+    Steps after `newest` do not count: they are damaged, and the run fell back from them. If a step
+    cannot be removed, this function only warns, because the run can continue.
     """
-    for old in [step for step in steps(folder) if step <= newest][:-keep] if keep > 0 else []:
+    if keep <= 0:
+        return
+    counted_steps = [step for step in steps(folder) if step <= newest]
+    for step in counted_steps[:-keep]:
+        doomed = step_dir(folder, step)
         try:
-            delete(step_dir(folder, old))
+            delete(doomed)
         except OSError as failure:
             warn(
-                f"{step_dir(folder, old)} could not be removed ({failure}); training continues: delete it yourself"
+                tr(
+                    "{doomed} could not be removed ({failure}); training continues: delete "
+                    "it yourself",
+                    doomed=doomed,
+                    failure=failure,
+                )
             )
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
-    """Move the steps after `after`, with a copy of the metrics, to a new folder; return it, or None without steps.
+    """Move the steps after `after`, with a copy of the metrics, to a new folder.
 
-    A run that starts again at `after` saves lower step numbers, so these steps would pass for newer ones.
+    A run that starts again at `after` saves lower step numbers, so the moved steps would pass for
+    newer ones. Return the new folder, or None if there are no later steps.
     """
-    later = [step for step in steps(folder) if step > after]
-    if not later:
+    later_steps = [step for step in steps(folder) if step > after]
+    if not later_steps:
         return None
-    base = folder / f"set-aside-{time.strftime('%Y%m%d-%H%M%S')}"
-    target, number = base, 1
-    while target.exists():
-        number += 1
-        target = base.with_name(f"{base.name}-{number}")
+    target = _unused(folder / f"set-aside-{time.strftime('%Y%m%d-%H%M%S')}")
     target.mkdir()
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).exists():
             shutil.copy2(folder / name, target)
-    for step in reversed(
-        later
-    ):  # after a kill in between, a run resumes from the older steps that are left
+    # Newest first: after a kill in between, a run resumes from the older steps that are left.
+    for step in reversed(later_steps):
         os.rename(step_dir(folder, step), step_dir(target, step))
     fsync_path(target)
     fsync_path(folder)
     return target
 
 
+def _unused(path: Path) -> Path:
+    """Return a path that does not exist: the path itself, or the path with a number."""
+    candidate = path
+    number = 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
 def sweep(folder: Path) -> None:
-    """Remove what a killed save or deletion left behind. One rank calls this at the start of a stage."""
+    """Remove what a killed save or deletion left. One rank calls this at the start of a stage."""
     for pattern in (".tmp-*", ".deleted-*"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-# --- reading -------------------------------------------------------------------------------------
+# --- verifying -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seal:
+    """The size and the hash that meta.json gives for a file."""
+
+    size: int
+    sha256: str
 
 
 def verify(folder: Path, training: bool = True) -> str:
-    """What is wrong with the files of a step, or "" if all sizes and hashes agree with meta.json.
+    """Return what is wrong with the files of a step; "" if all sizes and hashes match meta.json.
 
     Without `training`, the optimizer's files are not checked; they are twice as large as the model.
     """
     try:
         meta = read_json(folder / "meta.json")
-        digest = meta.pop("sha256", None)  # steps of early versions do not have it
-        files = {
-            name: (int(known["bytes"]), known["sha256"]) for name, known in meta["files"].items()
+        expected_digest = meta.pop("sha256", None)  # steps of early versions do not have it
+        seals = {
+            name: _Seal(int(record["bytes"]), record["sha256"])
+            for name, record in meta["files"].items()
         }
-        right = digest is None or digest == _digest(meta)
+        is_intact = expected_digest in (None, _digest(meta))
     except (
         OSError,
         ValueError,
@@ -177,48 +223,71 @@ def verify(folder: Path, training: bool = True) -> str:
         RecursionError,
     ) as failure:  # not in our format
         return f"meta.json cannot be read ({failure.__cause__ or failure!r})"
-    if not right:
+    if not is_intact:
         return "meta.json has a wrong SHA-256"
-    if outside := [name for name in files if Path(name).name != name]:
+    outside = [name for name in seals if Path(name).name != name]
+    if outside:
         return f"meta.json names a file outside its folder ({reprlib.repr(outside[0])})"
     if not training:
-        files = {name: known for name, known in files.items() if not name.startswith("optim-")}
-    for name, (size, _) in files.items():
+        seals = {name: entry for name, entry in seals.items() if not name.startswith("optim-")}
+    problem = _size_problem(folder, seals) or _hash_problem(folder, seals)
+    if not problem and INDEX in seals:
+        problem = _index_problem(folder, seals)
+    return problem
+
+
+def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
+    """Return which file is missing or has another size than meta.json says, or ""."""
+    for name, expected in seals.items():
         path = folder / name
         if not path.exists():
             return f"{name} is missing"
         if not path.is_file():
             return f"{name} is not a regular file"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes, not {size:,}"
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{name} has {size:,} bytes, not {expected.size:,}"
+    return ""
+
+
+def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
+    """Return which file has another hash than meta.json says, or ""."""
+    paths = [folder / name for name in seals]
     try:
-        with ThreadPoolExecutor(HASHERS) as pool:
-            digests = pool.map(sha256_of, (folder / name for name in files))
-            wrong = [
-                name
-                for name, digest in zip(files, digests, strict=True)
-                if digest != files[name][1]
-            ]
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
+            digests = list(pool.map(sha256_of, paths))
     except OSError as failure:
         return f"{failure.filename or 'a file'} cannot be read ({failure.strerror})"
-    if wrong:
-        return f"{wrong[0]} has a wrong SHA-256"
-    return _index_problem(folder, files) if INDEX in files else ""
+    for name, digest in zip(seals, digests, strict=True):
+        if digest != seals[name].sha256:
+            return f"{name} has a wrong SHA-256"
+    return ""
 
 
-def _index_problem(folder: Path, files: Container[str]) -> str:
-    """What is wrong with the index of a step whose ranks wrote a file each: every file that it names must be there, and
-    be one of those that were checked."""
+def _index_problem(folder: Path, verified_files: Container[str]) -> str:
+    """Return what is wrong with the index of a step whose ranks wrote a file each, or "".
+
+    Every file that the index names must exist and be one of those that were verified.
+    """
     try:
-        named = {file for pieces in read_index(folder).values() for file, _, _ in pieces}
+        places = read_index(folder)
     except (ValueError, OSError) as failure:
         return str(failure)
-    unknown = sorted(file for file in named if file not in files)
-    return f"{INDEX} names {unknown[0]}, which meta.json does not know" if unknown else ""
+    indexed_files = {piece.file for pieces in places.values() for piece in pieces}
+    unknown = sorted(file for file in indexed_files if file not in verified_files)
+    if unknown:
+        return f"{INDEX} names {unknown[0]}, which meta.json does not know"
+    return ""
+
+
+# --- meta.json -----------------------------------------------------------------------------------
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """The content of a step's meta.json. UserError if it is damaged, of another format, or of a wrong type anywhere."""
+    """Return the content of a step's meta.json.
+
+    UserError if it is damaged, of another format, or holds a value of a wrong type.
+    """
     where = step_dir(folder, step)
     try:
         meta = read_json(where / "meta.json")
@@ -228,52 +297,86 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         raise _damaged(where, "it is not an object")
     if meta.get("format") != FORMAT:
         raise UserError(
-            f"{where} has checkpoint format {reprlib.repr(meta.get('format'))}, this version reads {FORMAT}: use the "
-            "version that wrote it, or name another checkpoint"
+            tr(
+                "{where} has checkpoint format {saved_format}, this version reads {format}: use the "
+                "version that wrote it, or name another checkpoint",
+                where=where,
+                saved_format=reprlib.repr(meta.get("format")),
+                format=FORMAT,
+            )
         )
-    if wrong := _wrong_types(meta, step):
-        raise _damaged(where, wrong)
+    problem = _type_problem(meta, step)
+    if problem:
+        raise _damaged(where, problem)
     return meta
 
 
 def weights_hash(meta: dict[str, Any]) -> str:
-    """The SHA-256 of the parameters that the meta.json of a step describes."""
+    """Return the SHA-256 of the parameters that the meta.json of a step describes."""
     files = meta["files"]
     if INDEX not in files:
-        return files[MODEL if MODEL in files else ADAPTER]["sha256"]
-    named = {name: known["sha256"] for name, known in files.items() if name.startswith("model")}
-    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+        name = MODEL if MODEL in files else ADAPTER
+        return files[name]["sha256"]
+    hashes = {name: entry["sha256"] for name, entry in files.items() if name.startswith("model")}
+    return _digest(hashes)
 
 
 def _damaged(where: Path, why: str) -> UserError:
     return UserError(
-        f"{where / 'meta.json'} is damaged ({why}): delete {where} to use the step before it"
+        tr(
+            "{where} is damaged ({why}): delete {folder} to use the step before it",
+            where=where / "meta.json",
+            why=why,
+            folder=where,
+        )
     )
 
 
-def _wrong_types(meta: dict[str, Any], step: int) -> str:
-    """The first value of meta.json that has a wrong type, or ""."""
-    for name, kind in NEEDED.items():
-        if type(meta.get(name)) is not kind:
-            return f"its {name!r} is {reprlib.repr(meta.get(name))}, expected {kind.__name__}"
+def _type_problem(meta: dict[str, Any], step: int) -> str:
+    """Return which value of meta.json has a wrong type, or ""."""
+    problem = _wrong_kind(meta, NEEDED, missing_is_wrong=True)
+    if problem:
+        return problem
     corpus = meta["config"].get("corpus", "")
     if meta["step"] != step or not isinstance(corpus, str):
         return f"it describes step {meta['step']} of corpus {reprlib.repr(corpus)}"
-    made_with = meta.get("made_with", {})
-    for table, kinds in ((meta, OPTIONAL), (meta["state"], STATE), (made_with, CODE)):
-        for name, kind in kinds.items():
-            if name in table and type(table[name]) is not kind:
-                return f"its {name!r} is {reprlib.repr(table[name])}, expected {kind.__name__}"
-    for name in ("meter", "scale", "norms"):
-        held = meta["state"].get(name, [])
-        values = list(held.values()) if isinstance(held, dict) else held
-        if odd := [value for value in values if type(value) not in (int, float)]:
-            return f"its {name!r} holds {reprlib.repr(odd[0])}, expected a number"
-    for name, known in meta["files"].items():
-        if not (
-            isinstance(known, dict)
-            and type(known.get("bytes")) is int
-            and type(known.get("sha256")) is str
-        ):
-            return f"its file {reprlib.repr(name)} is described by {reprlib.repr(known)}"
+    return (
+        _wrong_kind(meta, OPTIONAL)
+        or _wrong_kind(meta["state"], STATE)
+        or _wrong_kind(meta.get("made_with", {}), CODE)
+        or _wrong_numbers(meta["state"])
+        or _wrong_files(meta["files"])
+    )
+
+
+def _wrong_kind(
+    table: Mapping[str, Any], kinds: Mapping[str, type], missing_is_wrong: bool = False
+) -> str:
+    for name, kind in kinds.items():
+        if name not in table and not missing_is_wrong:
+            continue
+        value = table.get(name)
+        if type(value) is not kind:
+            return f"its {name!r} is {reprlib.repr(value)}, expected {kind.__name__}"
+    return ""
+
+
+def _wrong_numbers(state: Mapping[str, Any]) -> str:
+    for name in NUMBERS:
+        content = state.get(name, [])
+        values = content.values() if isinstance(content, dict) else content
+        for value in values:
+            if type(value) not in (int, float):
+                return f"its {name!r} holds {reprlib.repr(value)}, expected a number"
+    return ""
+
+
+def _wrong_files(files: Mapping[str, Any]) -> str:
+    for name, record in files.items():
+        described = isinstance(record, dict)
+        if described:
+            has_size = type(record.get("bytes")) is int
+            described = has_size and type(record.get("sha256")) is str
+        if not described:
+            return f"its file {reprlib.repr(name)} is described by {reprlib.repr(record)}"
     return ""

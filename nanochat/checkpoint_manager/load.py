@@ -1,4 +1,4 @@
-"""Loads checkpoints: finds the newest whole step, and builds a model that is ready to use."""
+"""Loads models: from the newest undamaged step of a checkpoint, or from a published folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from nanochat.checkpoint_manager.families import build, held_in
+from nanochat.checkpoint_manager.families import build, cast_matrices
 from nanochat.checkpoint_manager.files import (
     ADAPTER,
     MODEL,
@@ -20,57 +20,15 @@ from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 from nanochat.checkpoint_manager.locate import MADE_BY, find
-from nanochat.checkpoint_manager.parts.rows import read_parameters
-from nanochat.common import UserError, read_json, sha256_of, warn
+from nanochat.checkpoint_manager.parts.model import read_parameters
+from nanochat.common import UserError, read_json, sha256_of, tr, warn
 from nanochat.device import Compute
+from nanochat.models.lora import LoraConfig, add_adapters, merge
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, add_adapters, merge
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
 PUBLISHED = "published"  # the stage of a model that was not trained here
-
-
-def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:
-    """The newest step whose files are whole, or None. Warns about damaged newer steps. Rank 0 decides for all ranks."""
-    found = -1
-    if compute.main:
-        for step in reversed(steps(folder)):
-            problem = verify(step_dir(folder, step), training)
-            if not problem:
-                found = step
-                break
-            warn(
-                f"{step_dir(folder, step)} is damaged: {problem}; falling back to the step before it"
-            )
-    found = parallel.agree(found, compute)
-    return None if found < 0 else found
-
-
-def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a folder: our own, or that of a published model whose embedding has `vocab_size` rows."""
-    path = folder / "tokenizer.json"
-    if path.is_file() and "added_tokens" in read_json(path):
-        return cast(
-            Tokenizer, FolderTokenizer(folder, vocab_size)
-        )  # it has the members that a model's user needs
-    return Tokenizer.load(folder)
-
-
-def _over_base(
-    meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
-) -> Qwen:
-    """The published model that an adapter was trained on, in `dtype`, with an adapter that has no values yet. UserError
-    if that model is gone or is not the one it was."""
-    base = Path(meta["base"]["folder"])
-    if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
-        raise UserError(
-            f"{where} is an adapter of the model in {base}, which is {'another one now' if base.is_dir() else 'gone'}. "
-            "Put that model back, or train the adapter again with `python -m scripts.finetune`"
-        )
-    model = load_qwen(base, compute, dtype)
-    add_adapters(model, LoraConfig(**{**meta["lora"], "targets": tuple(meta["lora"]["targets"])}))
-    return model
 
 
 @dataclass(frozen=True)
@@ -86,35 +44,77 @@ class Loaded:
 
     @property
     def corpus(self) -> str | None:
-        """The name of the corpus that the model was trained on, or None if meta.json does not say."""
+        """The name of the corpus that the model was trained on, or None if meta.json names none."""
         return self.meta.get("config", {}).get("corpus")
 
     @property
     def weights(self) -> str:
-        """The SHA-256 of its parameters."""
+        """The SHA-256 of the model's parameters."""
         return weights_hash(self.meta)
+
+
+def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:
+    """Return the newest step whose files are undamaged, or None.
+
+    Rank 0 decides for all ranks, and warns about damaged newer steps. Without `training`, the
+    optimizer's files are not checked.
+    """
+    newest = _newest_undamaged(folder, training) if compute.main else -1
+    newest = parallel.agree(newest, compute)
+    return None if newest < 0 else newest
+
+
+def _newest_undamaged(folder: Path, training: bool) -> int:
+    """Return the newest undamaged step, or -1."""
+    for step in reversed(steps(folder)):
+        path = step_dir(folder, step)
+        problem = verify(path, training)
+        if not problem:
+            return step
+        warn(
+            tr(
+                "{path} is damaged: {problem}; falling back to the step before it",
+                path=path,
+                problem=problem,
+            )
+        )
+    return -1
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer in a folder: our own, or a published model's.
+
+    `vocab_size` is the number of rows of the published model's embedding.
+    """
+    path = folder / "tokenizer.json"
+    is_published = path.is_file() and "added_tokens" in read_json(path)
+    if is_published:
+        # It has the members of a Tokenizer that the users of a model need.
+        return cast(Tokenizer, FolderTokenizer(folder, vocab_size))
+    return Tokenizer.load(folder)
 
 
 def load_published(
     folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """Load a model as its publisher gives it, with the adapter of a folder merged into it, ready for inference.
+    """Load a published model for inference, with the adapter of a folder merged into it.
 
-    `dtype` is the number format of matrices and tables (default: the compute dtype). UserError if files are missing,
-    damaged, of an unknown kind, or do not fit each other.
+    `dtype` is the number format of matrices and tables (default: the compute dtype). UserError if
+    files are missing, damaged, of an unknown kind, or do not fit each other.
     """
     folder = folder.expanduser().resolve()
     model = load_qwen(folder, compute, dtype)
-    tag, mark = folder.name, folder_mark(folder)
+    tag = folder.name
+    mark = folder_mark(folder)
     if adapter is not None:
         adapter = adapter.expanduser().resolve()
         load_adapter(model, adapter)
         merge(model)
-        tag, mark = f"{tag} + {adapter.name}", f"{mark} {sha256_of(adapter / ADAPTER)}"
+        tag = f"{tag} + {adapter.name}"
+        mark = f"{mark} {sha256_of(adapter / ADAPTER)}"
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
     meta = {"files": {MODEL: {"sha256": mark}}, "config": {"corpus": None}}
-    return Loaded(
-        model.eval(), load_tokenizer(folder, model.config.vocab_size), meta, PUBLISHED, tag, 0
-    )
+    return Loaded(model.eval(), tokenizer, meta, PUBLISHED, tag, 0)
 
 
 def load_model(
@@ -124,41 +124,111 @@ def load_model(
     compute: Compute,
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """Load a whole model, on this rank's device and in eval mode, for inference or as the start of the next stage.
+    """Load a whole model on this rank's device, in eval mode: to use, or to start the next stage.
 
-    None for `stage`, `tag` or `step` means the latest. `dtype` is the number format of matrices and tables (default:
-    the compute dtype); training asks for float32. UserError if the checkpoint is missing or damaged.
+    None for `stage`, `tag` or `step` means the latest. `dtype` is the number format of matrices and
+    tables (default: the compute dtype); training asks for float32. UserError if the checkpoint is
+    missing or damaged.
     """
     name, folder = find(stage, tag)
+    step = _usable_step(name, folder, step, compute)
+    where = step_dir(folder, step)
+    meta = read_meta(folder, step)
+    values = read_parameters(where)
+    model: Any  # of any family
+    if "base" in meta:
+        model = _load_base(meta, where, compute, dtype)
+    else:
+        model = build(meta, values, compute, str(where / "meta.json"))
+    tokenizer = _matching_tokenizer(where, model.config.vocab_size, meta["tokenizer_hash"])
+    parallel.load_whole(model, values)
+    del values
+    cast_matrices(model, dtype or compute.dtype)
+    return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
+
+
+def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -> int:
+    """Return the step to load: the newest undamaged one for None. UserError if it is unusable."""
+    maker = f"python -m {MADE_BY[stage]}"
     if step is None:
         step = newest_whole(folder, compute, training=False)
         if step is None:
             raise UserError(
-                f"every checkpoint in {folder} is damaged; train stage {name} again with `python -m {MADE_BY[name]}`"
+                tr(
+                    "every checkpoint in {folder} is damaged; train stage {stage} again with "
+                    "`{maker}`",
+                    folder=folder,
+                    stage=stage,
+                    maker=maker,
+                )
             )
-    elif step not in steps(folder):
-        there = ", ".join(map(str, steps(folder)))
-        raise UserError(f"{folder} has steps {there}, not {step}: name one of them", exit_code=2)
-    elif problem := verify(step_dir(folder, step), training=False):
+        return step
+    complete_steps = steps(folder)
+    if step not in complete_steps:
+        listed = ", ".join(map(str, complete_steps))
         raise UserError(
-            f"{step_dir(folder, step)} is damaged: {problem}. Name another step, or run `python -m {MADE_BY[name]}` to "
-            "make it again from the step before it"
+            tr(
+                "{folder} has steps {steps}, not {step}: name one of them",
+                folder=folder,
+                steps=listed,
+                step=step,
+            ),
+            exit_code=2,
         )
-    where, meta = step_dir(folder, step), read_meta(folder, step)
-    values = read_parameters(where)
-    model: Any  # of any family
-    if "base" in meta:
-        model = _over_base(meta, where, compute, dtype)
-    else:
-        model = build(meta, values, compute, str(where / "meta.json"))
-    tokenizer = load_tokenizer(where, model.config.vocab_size)
-    if tokenizer.vocab_size != model.config.vocab_size or tokenizer.hash != meta["tokenizer_hash"]:
+    problem = verify(step_dir(folder, step), training=False)
+    if problem:
         raise UserError(
-            f"the tokenizer in {where} has {tokenizer.vocab_size:,} tokens and hash {tokenizer.hash[:8]}, but the "
-            f"model was trained with {model.config.vocab_size:,} and {meta['tokenizer_hash'][:8]}: the folder was "
-            "changed. Put the original tokenizer.json back, or name another step"
+            tr(
+                "{step_dir} is damaged: {problem}. Name another step, or run `{maker}` to "
+                "make it again from the step before it",
+                step_dir=step_dir(folder, step),
+                problem=problem,
+                maker=maker,
+            )
         )
-    parallel.load_whole(model, values)
-    del values
-    held_in(model, dtype or compute.dtype)
-    return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
+    return step
+
+
+def _load_base(
+    meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
+) -> Qwen:
+    """Return the published model that an adapter was trained on, with an adapter without values.
+
+    UserError if that model is missing or has changed.
+    """
+    base = Path(meta["base"]["folder"])
+    if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
+        state = tr("another one now") if base.is_dir() else tr("gone")
+        raise UserError(
+            tr(
+                "{where} is an adapter of the model in {base}, which is {state}. Put that "
+                "model back, or train the adapter again with `python -m scripts.finetune`",
+                where=where,
+                base=base,
+                state=state,
+            )
+        )
+    model = load_qwen(base, compute, dtype)
+    lora = dict(meta["lora"])
+    lora["targets"] = tuple(lora["targets"])
+    add_adapters(model, LoraConfig(**lora))
+    return model
+
+
+def _matching_tokenizer(where: Path, vocab_size: int, expected_hash: str) -> Tokenizer:
+    """Return the tokenizer of a step. UserError unless the model was trained with it."""
+    tokenizer = load_tokenizer(where, vocab_size)
+    if tokenizer.vocab_size != vocab_size or tokenizer.hash != expected_hash:
+        raise UserError(
+            tr(
+                "the tokenizer in {where} has {vocab_size:,} tokens and hash {hash}, but the "
+                "model was trained with {expected_size:,} and {expected_hash}: the folder was "
+                "changed. Put the original tokenizer.json back, or name another step",
+                where=where,
+                vocab_size=tokenizer.vocab_size,
+                hash=tokenizer.hash[:8],
+                expected_size=vocab_size,
+                expected_hash=expected_hash[:8],
+            )
+        )
+    return tokenizer

@@ -1,4 +1,7 @@
-"""Where the checkpoints of a stage lie, and which one a stage and a tag mean."""
+"""Which folder a stage and a tag mean, and what meta.json says about a run.
+
+The folder of a run is `<stage>_checkpoints/<tag>` in the base folder; a tag is a name such as d20.
+"""
 
 import re
 import reprlib
@@ -11,7 +14,7 @@ from typing import Any
 
 from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps, weights_hash
-from nanochat.common import CONTROL, UserError, base_dir, visible
+from nanochat.common import CONTROL, UserError, base_dir, tr, visible
 
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
 MADE_BY = {
@@ -21,72 +24,116 @@ MADE_BY = {
     "rl": "scripts.chat_rl",
     "tune": "scripts.finetune",
 }
-
-LONGEST_TAG = 200  # bytes, of the 255 that a file's name may have: other names are made from tags
-
+PREFERRED_STAGES = ("rl", "sft", "mid", "base", "tune")  # where no stage is named
+NAMED = 8  # models that a message names
+MAX_TAG_BYTES = 200  # of the 255 that a file name may have: longer names are made from tags
 _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # of a Parent
 
 
 def checked_tag(tag: str) -> str:
-    """The tag itself. UserError (code 2) unless it can be the name of a folder on any file system."""
+    """Return the tag. UserError (code 2) unless it can name a folder on any file system."""
     one_line = tag.splitlines() == [tag] and "\t" not in tag and not CONTROL.search(tag)
-    short = len(tag.encode(errors="replace")) <= LONGEST_TAG
-    if not (one_line and short) or tag.startswith(".") or "/" in tag or "\\" in tag:
+    is_short = len(tag.encode(errors="replace")) <= MAX_TAG_BYTES
+    one_folder = not tag.startswith(".") and "/" not in tag and "\\" not in tag
+    if not (one_line and is_short and one_folder):
         raise UserError(
-            f"the tag of a model (--model_tag, --out_tag) must be a name of 1 to {LONGEST_TAG} bytes, "
-            "without slashes, tabs, line breaks and control characters, that does not begin with a "
-            f"dot, got {reprlib.repr(tag)}. Give another name, such as d20",
+            tr(
+                "the tag of a model (--model_tag, --out_tag) must be a name of 1 to "
+                "{max_tag_bytes} bytes, without slashes, tabs, line breaks and control "
+                "characters, that does not begin with a dot, got {tag}. Give another name, "
+                "such as d20",
+                max_tag_bytes=MAX_TAG_BYTES,
+                tag=reprlib.repr(tag),
+            ),
             exit_code=2,
         )
     return tag
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
-    """The folder of a stage's checkpoints under a tag such as d4. UserError as in checked_tag()."""
+    """Return the folder of a stage's checkpoints under a tag. UserError as in checked_tag()."""
     return base_dir() / f"{STAGES[stage]}_checkpoints" / checked_tag(tag)
 
 
+# --- which checkpoint ----------------------------------------------------------------------------
+
+
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
-    """(stage, folder) in order of preference: later stages first, then newer checkpoints. UserError
-    as in checked_tag()."""
-    for name in ("rl", "sft", "mid", "base", "tune") if stage is None else (stage,):
-        parent = base_dir() / f"{STAGES[name]}_checkpoints"
-        folders = sorted(parent.glob("*"), key=_age) if tag is None else [checkpoint_dir(name, tag)]
-        yield from ((name, folder) for folder in folders if latest_step(folder) is not None)
+    """Yield (stage, folder) in order of preference: later stages first, then newer checkpoints.
+
+    UserError as in checked_tag().
+    """
+    stages = PREFERRED_STAGES if stage is None else (stage,)
+    for name in stages:
+        if tag is None:
+            parent = base_dir() / f"{STAGES[name]}_checkpoints"
+            folders = sorted(parent.glob("*"), key=_age)
+        else:
+            folders = [checkpoint_dir(name, tag)]
+        for folder in folders:
+            if latest_step(folder) is not None:
+                yield name, folder
+
+
+def _changed_at(folder: Path, step: int) -> float:
+    """Return when the meta.json of a step was written, in seconds since 1970."""
+    return (step_dir(folder, step) / "meta.json").stat().st_mtime
 
 
 def _age(folder: Path) -> float:
+    """Return a number by which folders are sorted from new to old; folders without steps last."""
     newest = latest_step(folder)
-    return 0.0 if newest is None else -(step_dir(folder, newest) / "meta.json").stat().st_mtime
+    return 0.0 if newest is None else -_changed_at(folder, newest)
 
 
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
-    """The stage and folder to use: by default the latest of rl, sft, mid, base and tune, and the newest tag."""
+    """Return the stage and the folder to use.
+
+    By default these are the latest stage of rl, sft, mid, base and tune, and its newest tag.
+    UserError (code 2) if there is no such checkpoint.
+    """
     if stage is not None and stage not in STAGES:
-        raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
+        raise UserError(
+            tr(
+                "the stage must be one of {stages}, got {stage!r}",
+                stages=", ".join(STAGES),
+                stage=stage,
+            ),
+            exit_code=2,
+        )
     for name, folder in _candidates(stage, tag):
         return name, folder
     raise _none(stage, tag)
 
 
 def _none(stage: str | None, tag: str | None) -> UserError:
-    what = f"no checkpoint of stage {stage}" if stage else "no checkpoint of any stage"
-    under = f" with tag {tag}" if tag else ""
-    maker = MADE_BY[stage or "base"]
-    known = [f"{name} {visible(folder.name)}" for name, folder in _candidates(None, None)]
-    there = (
-        f", which holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else ""
-    )
+    """Return the error for a checkpoint that is missing; it lists the checkpoints that exist."""
+    missing = tr("no checkpoint of any stage")
+    if stage:
+        missing = tr("no checkpoint of stage {stage}", stage=stage)
+    under = tr(" with tag {tag}", tag=tag) if tag else ""
+    names = [f"{name} {visible(folder.name)}" for name, folder in _candidates(None, None)]
+    existing = ""
+    if names:
+        more = ", ..." if len(names) > NAMED else ""
+        existing = tr(", which holds {names}{more}", names=", ".join(names[:NAMED]), more=more)
     return UserError(
-        f"{what}{under} in {base_dir()}{there}. Make one with `python -m {maker}`, or run the whole pipeline with "
-        "`bash speedrun.sh`.",
+        tr(
+            "{missing}{under} in {base_dir}{existing}. Make one with `python -m {made_by}`, "
+            "or run the whole pipeline with `bash speedrun.sh`.",
+            missing=missing,
+            under=under,
+            base_dir=base_dir(),
+            existing=existing,
+            made_by=MADE_BY[stage or "base"],
+        ),
         exit_code=2,
     )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model to chat with: its stage and tag, its last step, and when that step was saved, in seconds since 1970."""
+    """A model to chat with, and when its last step was saved, in seconds since 1970."""
 
     stage: str
     tag: str
@@ -103,21 +150,27 @@ class Trained:
         """When the step was saved, to the minute, in this machine's time."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved_at))
 
-    def others(self, most: int = 8) -> list[str]:
-        """The flags of all other models, newest first; +N stands for those beyond `most`."""
+    def alternatives(self, limit: int = NAMED) -> list[str]:
+        """Return the flags of all other models, newest first.
+
+        After `limit` models, +N stands for the number of further ones.
+        """
         flags = [model.flags for model in trained() if model != self]
-        return flags if len(flags) <= most else [*flags[:most], f"+{len(flags) - most}"]
+        if len(flags) <= limit:
+            return flags
+        return [*flags[:limit], f"+{len(flags) - limit}"]
 
 
 def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
-    """Every model of a stage and a tag (None: of any), the one that was trained last first; UserError if none is there.
+    """Return the models of a stage and a tag (None: of any), the one that was trained last first.
 
-    Chats offer the first. `find` prefers later stages instead, which for a chat would be the RL model of an old run.
+    Chats offer the first model. `find` prefers later stages instead, which for a chat would be the
+    RL model of an old run. UserError (code 2) if there is no model.
     """
     models = []
     for name, folder in _candidates(stage, tag):
         step = latest_step(folder)
-        assert step is not None  # _candidates gives no other folders
+        assert step is not None  # _candidates yields no other folders
         models.append(Trained(name, folder.name, step, _saved_at(folder, step)))
     if not models:
         raise _none(stage, tag)
@@ -125,21 +178,22 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
 
 
 def _saved_at(folder: Path, step: int) -> float:
-    """When a step was saved: as its meta.json says, because a copy of the folder has later times of change."""
+    """Return when a step was saved: what its meta.json says, because a copy has a later time."""
     try:
-        told = read_meta(folder, step).get("saved_at")
+        saved_at = read_meta(folder, step).get("saved_at")
     except UserError:  # loading the step will say what is wrong
-        told = None
-    return (
-        told
-        if isinstance(told, int | float)
-        else (step_dir(folder, step) / "meta.json").stat().st_mtime
-    )
+        saved_at = None
+    if isinstance(saved_at, int | float):
+        return saved_at
+    return _changed_at(folder, step)
+
+
+# --- which parent --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint that a stage starts from; `identity` names its parameters: other parameters, another identity."""
+    """The checkpoint that a stage starts from. Other parameters have another `identity`."""
 
     stage: str
     tag: str
@@ -149,7 +203,10 @@ class Parent:
 
 
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """The newest checkpoint of an earlier stage, or its step `step`; UserError (code 2) if missing or unfinished."""
+    """Return the newest checkpoint of an earlier stage, or its step `step`.
+
+    UserError (code 2) if it is missing or its run is not finished.
+    """
     _, folder = find(stage, tag)
     newest = latest_step(folder)
     if step is None and newest is not None:
@@ -157,38 +214,51 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
         meta = read_meta(folder, step)
         if step < meta["steps"]:
             raise UserError(
-                f"{folder} is at step {step:,} of {meta['steps']:,}: finish it with `python -m {MADE_BY[stage]}`, or "
-                "name one of its steps to start from there",
+                tr(
+                    "{folder} is at step {step:,} of {steps:,}: finish it with `python -m "
+                    "{made_by}`, or name one of its steps to start from there",
+                    folder=folder,
+                    step=step,
+                    steps=meta["steps"],
+                    made_by=MADE_BY[stage],
+                ),
                 exit_code=2,
             )
     if step is None or step not in steps(folder):
+        listed = ", ".join(map(str, steps(folder)))
         raise UserError(
-            f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}; name one of them",
+            tr(
+                "{folder} has steps {steps}, not {step}; name one of them",
+                folder=folder,
+                steps=listed,
+                step=step,
+            ),
             exit_code=2,
         )
     meta = read_meta(folder, step)
-    digest = weights_hash(meta)
-    return Parent(
-        stage,
-        folder.name,
-        step,
-        f"{stage} {folder.name} step {step} {digest[:16]}",
-        meta["config"]["corpus"],
-    )
+    identity = f"{stage} {folder.name} step {step} {weights_hash(meta)[:16]}"
+    return Parent(stage, folder.name, step, identity, meta["config"]["corpus"])
 
 
 def updates(meta: dict[str, Any]) -> int:
-    """How many optimizer updates have made the model of a meta.json: those of its stage and of the stages before it, as
-    far back as their checkpoints still tell."""
+    """Return how many optimizer updates have made the model of a meta.json.
+
+    They are the updates of its stage and of the stages before it, as far back as checkpoints exist.
+    """
     count = meta["step"]
-    while found := _IDENTITY.fullmatch(meta["config"].get("parent", "")):
-        stage, tag, step = found[1], found[2], int(found[3])
+    parent = _IDENTITY.fullmatch(meta["config"].get("parent", ""))
+    while parent:
+        stage, tag, step = parent[1], parent[2], int(parent[3])
         count += step
         try:
             meta = read_meta(checkpoint_dir(stage, tag), step)
         except (OSError, UserError):  # it has been deleted, or is damaged
             break
+        parent = _IDENTITY.fullmatch(meta["config"].get("parent", ""))
     return count
+
+
+# --- what a stage writes -------------------------------------------------------------------------
 
 
 def make_meta(
@@ -198,8 +268,11 @@ def make_meta(
     steps: int,
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a stage says of a step: its name, the model's family and shape, the settings (parent and corpus among them),
-    the steps of the whole run, and the state to resume from (figures, row of the data)."""
+    """Return what a stage says about a step.
+
+    That is the stage, the model's family and shape, the settings (with parent and corpus), the
+    steps of the whole run, and the state to resume from (figures, row of the data).
+    """
     return {
         "stage": stage,
         "family": family_of(model),

@@ -1,4 +1,4 @@
-"""Whether a stage is finished, and the step that it resumes from."""
+"""Decides whether a stage is finished and which step it resumes from, and restores that step."""
 
 import contextlib
 import errno
@@ -17,16 +17,17 @@ from safetensors import SafetensorError, safe_open
 from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
 from nanochat.checkpoint_manager.load import newest_whole
-from nanochat.checkpoint_manager.parts.held import Optimizers, State
-from nanochat.checkpoint_manager.parts.rows import read_parameters
+from nanochat.checkpoint_manager.parts.model import read_parameters
+from nanochat.checkpoint_manager.parts.rank_state import Optimizers, State
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.common import UserError, log, parse_json, tr
 from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
 from nanochat.runtime.tracking import read_metrics
 
-Start = int | Literal["auto", "none"]  # a step, the newest, or from step 0
-LOCK, LOCK_SECONDS = ".lock", 10.0  # a training that was killed may take seconds to free its memory
+Start = int | Literal["auto", "none"]  # a step, the newest step, or step 0
+LOCK = ".lock"
+LOCK_SECONDS = 10.0  # to wait for the lock: a killed training may take seconds to free its memory
 
 
 def finished(
@@ -36,10 +37,11 @@ def finished(
     reported: bool = True,
     start: Start = "auto",
 ) -> bool:
-    """Whether this stage was trained and measured to its end with these settings, and `reported`; logs it if so.
+    """Return whether this stage was trained and measured to its end with these settings.
 
-    Rank 0 decides for all ranks. A stage that is asked to start from a particular step is never finished. UserError if
-    the settings differ from those of the checkpoint.
+    It must also be `reported`. If it is finished, this function logs that. Rank 0 decides for all
+    ranks. A stage that is asked to start from a particular step is never finished. UserError if the
+    settings differ from those of the checkpoint.
     """
     if start != "auto":
         return False
@@ -50,39 +52,49 @@ def finished(
     same_run.check_settings(folder, meta, settings)
     if step < meta["steps"]:
         return False
-    lines = [line["step"] for line in read_metrics(folder)] if "line" in meta["state"] else [step]
-    if not parallel.agree(int(step in lines and reported), compute):
-        return False  # stopped after the last save
+    has_metrics = "line" in meta["state"]
+    measured_steps = [line["step"] for line in read_metrics(folder)] if has_metrics else [step]
+    is_finished = step in measured_steps and reported  # else it was stopped after its last save
+    if not parallel.agree(int(is_finished), compute):
+        return False
     if compute.main:
         log(tr("already done: {folder} has all {step:,} steps", folder=folder, step=step))
     return True
 
 
 def hold(folder: Path, compute: Compute) -> None:
-    """Keep other trainings out of a stage's folder until this one ends. UserError on every rank if one is there."""
+    """Keep other trainings out of a stage's folder until this one ends.
+
+    UserError on every rank if another training is there.
+    """
     with parallel.together(f"the start in {folder}", compute):
         if compute.main:
             _lock(folder, compute)
 
 
 def _lock(folder: Path, compute: Compute) -> None:
-    """A record lock, because the workers that a process forks do not inherit it: it vanishes with a killed training."""
+    """Lock a folder until the process ends. UserError if another process keeps its lock.
+
+    This is a record lock, because the workers that a process forks do not inherit such locks: the
+    lock vanishes with a killed training.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     compute.ending.callback(os.close, file)
-    given_up = time.monotonic() + LOCK_SECONDS
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except OSError as failure:
             if failure.errno not in (errno.EACCES, errno.EAGAIN):
-                return None  # a file system without locks
-            if time.monotonic() > given_up:
+                return  # a file system without locks
+            if time.monotonic() > deadline:
                 raise UserError(
                     tr(
-                        "{folder} is training already: another command trains there, and two would break each other's "
-                        "checkpoints. Stop that command or wait until it ends. To train at the same time, give another "
-                        "name",
+                        "{folder} is training already: another command trains there, and two would "
+                        "break each other's checkpoints. Stop that command or wait until it ends. "
+                        "To train at the same time, give another name",
                         folder=folder,
                     )
                 ) from failure
@@ -90,21 +102,24 @@ def _lock(folder: Path, compute: Compute) -> None:
 
 
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
-    """How many rows a step had in the run that will resume, or None if there is none to resume. All ranks get the
-    same answer.
+    """Return how many rows a step had in the run that will resume; None if no run will resume.
 
-    An automatic batch size depends on the number of ranks, but within one run it must stay the same.
+    All ranks get the same answer. An automatic batch size depends on the number of ranks, but
+    within one run it must stay the same.
     """
-    found = 0
-    if compute.main and start != "none":
-        for step in reversed(steps(folder) if start == "auto" else [start]):
-            with contextlib.suppress(
-                UserError, OSError
-            ):  # resume_stage() says what is wrong with a damaged step
-                row = read_meta(folder, step)["state"].get("row", 0)
-                found = row // step if type(row) is int and step else 0
-                break
-    return parallel.agree(found, compute) or None
+    rows = _saved_rows_per_step(folder, start) if compute.main and start != "none" else 0
+    return parallel.agree(rows, compute) or None
+
+
+def _saved_rows_per_step(folder: Path, start: int | str) -> int:
+    """Return how many rows a step had before the step `start`, or before the newest; 0: unknown."""
+    candidates = reversed(steps(folder)) if start == "auto" else [int(start)]
+    for step in candidates:
+        # resume_stage() says what is wrong with a damaged step.
+        with contextlib.suppress(UserError, OSError):
+            row = read_meta(folder, step)["state"].get("row", 0)
+            return row // step if type(row) is int and step else 0
+    return 0
 
 
 @dataclass(frozen=True)
@@ -126,33 +141,28 @@ def resume_stage(
     other_code: bool = False,
     plan: tuple[int, int] | None = None,
 ) -> Resumed:
-    """Load a checkpoint into model and optimizers: the newest undamaged one ("auto"), or the step that `start` names.
+    """Load a step into model and optimizers: the newest undamaged one, or the one `start` names.
 
-    Without a checkpoint, or for "none", the stage starts at step 0 without state. Later steps are set aside unless
-    `start` is "auto". `data` names the rows to train on, and `plan` is the number of steps and of rows in a step.
-    UserError if the rows, the plan, the settings or (unless `other_code` is accepted) the code differ from those the
-    run started with or differ between ranks, or if the named step is missing or damaged.
+    Without a checkpoint, or for "none", the stage starts at step 0 without state. Later steps are
+    set aside unless `start` is "auto". `data` names the rows to train on, and `plan` is the number
+    of steps and of rows in a step. UserError if the rows, the plan, the settings or (unless
+    `other_code` is accepted) the code differ from those the run started with or differ between
+    ranks, or if the named step is missing or damaged.
     """
     fingerprint.check({"the data": data}, compute)
     if compute.main:
         sweep(folder)
     barrier(compute)
-    step = newest_whole(folder, compute) if start == "auto" else _named(folder, start, compute)
-    meta = read_meta(folder, step) if step else {"state": {}}
+    step = _start_step(folder, start, compute)
     if step:
+        meta = read_meta(folder, step)
         same_run.check_settings(folder, meta, settings)
         same_run.check_data(folder, meta, data)
         same_run.check_code(folder, meta, other_code, compute)
         if plan is not None:
             same_run.check_plan(folder, meta, *plan)
-    if start != "auto" and compute.main and (place := set_aside(folder, step or 0)):
-        log(
-            tr(
-                "the steps after {step:,} were moved to {place}; delete that folder when you no longer need them",
-                step=step or 0,
-                place=place,
-            )
-        )
+    if start != "auto" and compute.main:
+        _set_later_steps_aside(folder, step)
     barrier(compute)
     if not step:
         return Resumed(0, {})
@@ -162,22 +172,50 @@ def resume_stage(
     return Resumed(step, meta["state"])
 
 
-def _named(folder: Path, start: int | str, compute: Compute) -> int:
-    """The step that was asked for; 0 for "none". UserError if the step is missing or damaged."""
+def _set_later_steps_aside(folder: Path, step: int) -> None:
+    """Move the steps after `step` to a folder of their own, and log where they are."""
+    place = set_aside(folder, step)
+    if place:
+        log(
+            tr(
+                "the steps after {step:,} were moved to {place}; delete that folder when you no "
+                "longer need them",
+                step=step,
+                place=place,
+            )
+        )
+
+
+def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
+    """Return the step to resume from, or 0. UserError if a named step is missing or damaged."""
+    if start == "auto":
+        return newest_whole(folder, compute) or 0
     if start == "none":
         return 0
-    there = steps(folder)
-    if start not in there:
+    complete_steps = steps(folder)
+    if start not in complete_steps:
+        listed = ", ".join(map(str, complete_steps)) or "none"
         raise UserError(
-            f"--resume={start}: {folder} has steps {', '.join(map(str, there)) or 'none'}; name one of them",
+            tr(
+                "--resume={start}: {folder} has steps {steps}; name one of them",
+                start=start,
+                folder=folder,
+                steps=listed,
+            ),
             exit_code=2,
         )
-    problem = [verify(step_dir(folder, int(start))) if compute.main else ""]
+    path = step_dir(folder, int(start))
+    problems = [verify(path) if compute.main else ""]
     if compute.world_size > 1:
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
+        dist.broadcast_object_list(problems, src=0)
+    if problems[0]:
         raise UserError(
-            f"--resume={start}: {step_dir(folder, int(start))} is damaged: {problem[0]}. Name another step"
+            tr(
+                "--resume={start}: {path} is damaged: {problem}. Name another step",
+                start=start,
+                path=path,
+                problem=problems[0],
+            )
         )
     return int(start)
 
@@ -185,7 +223,7 @@ def _named(folder: Path, start: int | str, compute: Compute) -> int:
 def restore(
     folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None
 ) -> dict[str, Any]:
-    """Load parameters into a model of any sharding, and optimizer state if optimizers are given; return meta.json."""
+    """Load a step into a model, sharded or not, and into optimizers if any; return meta.json."""
     where = step_dir(folder, step)
     parallel.load_whole(model, read_parameters(where))
     if optimizers is not None:
@@ -195,12 +233,12 @@ def restore(
 
 @torch.no_grad()
 def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
-    """Fill each tensor that this rank holds from the files of all ranks whose rows overlap with it."""
-    wanted = optimizers.state()
-    missing = {name: value.shape[0] for name, (value, _, _) in wanted.items()}
+    """Fill this rank's optimizer state from the files of all ranks whose rows overlap with it."""
+    state = optimizers.state()
+    missing_rows = {name: tensor.shape[0] for name, (tensor, _, _) in state.items()}
     for path in sorted(folder.glob("optim-*.safetensors")):
         try:
-            _fill(path, wanted, missing)
+            _fill(path, state, missing_rows)
         except (
             SafetensorError,
             ValueError,
@@ -210,29 +248,43 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
             RuntimeError,
         ) as failure:  # another format
             raise UserError(
-                f"{path} cannot be read as optimizer state ({failure}). Delete {folder} to resume from the step before"
+                tr(
+                    "{path} cannot be read as optimizer state ({failure}). Delete {folder} "
+                    "to resume from the step before",
+                    path=path,
+                    failure=failure,
+                    folder=folder,
+                )
             ) from failure
-    # runs begun before 2026-11-26 stepped every row in every step
-    holes = [name for name, rows in missing.items() if rows > 0 and not name.endswith(".age")]
-    if holes:
+    # Runs begun before 2026-11-26 have no ages: they stepped every row in every step.
+    incomplete = [
+        name for name, rows in missing_rows.items() if rows > 0 and not name.endswith(".age")
+    ]
+    if incomplete:
         raise UserError(
-            f"{folder} holds no complete optimizer state: {holes[0]} and {len(holes) - 1} more lack rows. Delete this "
-            "folder to resume from the step before."
+            tr(
+                "{folder} holds no complete optimizer state: {incomplete} and "
+                "{incomplete_count} more lack rows. Delete this folder to resume from the "
+                "step before.",
+                folder=folder,
+                incomplete=incomplete[0],
+                incomplete_count=len(incomplete) - 1,
+            )
         )
     optimizers.restored()
 
 
-def _fill(path: Path, wanted: State, missing: dict[str, int]) -> None:
-    """Copy the rows of one file that this rank holds, and count them in `missing`."""
-    with safe_open(path, "pt") as part:
-        layout = parse_json(part.metadata()["layout"])
-        for name in set(layout) & set(wanted):
-            target, _, first = wanted[name]
-            begin = layout[name][1]
-            held = part.get_tensor(name)
-            low, high = max(begin, first), min(begin + held.shape[0], first + target.shape[0])
-            if low < high:
-                target[low - first : high - first] = held[low - begin : high - begin].to(
-                    target.device
-                )
-                missing[name] -= high - low
+def _fill(path: Path, state: State, missing_rows: dict[str, int]) -> None:
+    """Copy the rows of one file that this rank needs, and count them in `missing_rows`."""
+    with safe_open(path, "pt") as file:
+        layout = parse_json(file.metadata()["layout"])
+        for name in set(layout) & set(state):
+            target, _, target_first = state[name]
+            _, source_first = layout[name]
+            source = file.get_tensor(name)
+            first = max(source_first, target_first)
+            end = min(source_first + source.shape[0], target_first + target.shape[0])
+            if first < end:
+                rows = source[first - source_first : end - source_first]
+                target[first - target_first : end - target_first] = rows.to(target.device)
+                missing_rows[name] -= end - first

@@ -1,4 +1,4 @@
-"""A run resumes only with the settings, the data and the code it started with."""
+"""Refuses to resume a run with other settings, data or code than it started with."""
 
 import typing
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
 NAMED = 4  # differences that a refusal names
-# What runs did before a flag or a fact existed, where runs do something else by default now
+# What runs did before a flag or a fact existed, where runs do something else by default now.
 BEFORE_FLAGS = {
     "bigram_rows": 0,
     "offset_layers": 0,
@@ -24,7 +24,7 @@ CODE = ("code", "other_code")  # hashes of the files that a program has loaded, 
 
 
 def free_flags(config: type[Any]) -> frozenset[str]:
-    """The names of a configuration's flags that do not change what is learned: those of type Free[...]."""
+    """Return the names of the flags that do not change what is learned: those of type Free[...]."""
     hints = typing.get_type_hints(config, include_extras=True)
     return frozenset(
         name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ())
@@ -33,10 +33,10 @@ def free_flags(config: type[Any]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run: the values of its flags, and facts that no flag names, such as corpus or parent.
+    """The settings of a run: the values of its flags, and facts without a flag, such as the corpus.
 
-    `free` flags do not change what is learned: a run may resume with other values. `defaults` and BEFORE_FLAGS are what
-    a run used that was saved before a flag existed.
+    `free` flags do not change what is learned: a run may resume with other values. `defaults` and
+    BEFORE_FLAGS say what a run used that was saved before a flag existed.
     """
 
     values: dict[str, Any]
@@ -45,28 +45,28 @@ class RunSettings:
 
     @staticmethod
     def of(flags: Any, **facts: Any) -> "RunSettings":
-        """The settings of a configuration: a dataclass in which flags of type Free[...] are free."""
+        """Return the settings of a configuration, a dataclass; flags of type Free[...] are free."""
         defaults = {
             flag.name: flag.default for flag in fields(flags) if flag.default is not MISSING
         }
-        return RunSettings({**settings(flags), **facts}, free_flags(type(flags)), defaults)
+        values = {**settings(flags), **facts}
+        return RunSettings(values, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """What differs from the settings that a checkpoint keeps, in words, without free flags."""
-        names = sorted(({*saved, *self.values}) - self.free)
-        then = {
-            name: saved.get(name, BEFORE_FLAGS.get(name, self.defaults.get(name))) for name in names
-        }
-        now = {name: self.values.get(name, self.defaults.get(name)) for name in names}
-        return [
-            f"{'--' + name if name in self.defaults else name}: {then[name]} before, {now[name]} now"
-            for name in names
-            if then[name] != now[name]
-        ]
+        """Return in words how these settings differ from a checkpoint's, without free flags."""
+        changes = []
+        for name in sorted({*saved, *self.values} - self.free):
+            default = self.defaults.get(name)
+            before = saved.get(name, BEFORE_FLAGS.get(name, default))
+            now = self.values.get(name, default)
+            if before != now:
+                label = f"--{name}" if name in self.defaults else name
+                changes.append(f"{label}: {before} before, {now} now")
+        return changes
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
-    """What a checkpoint keeps of the program that wrote it."""
+    """Return what a checkpoint keeps about the program that wrote it."""
     return {
         "code": fingerprint.loaded(),
         "other_code": fingerprint.not_loaded(),
@@ -76,31 +76,36 @@ def made_with(compute: Compute) -> dict[str, Any]:
     }
 
 
-def check_settings(folder: Path, meta: Mapping[str, Any], wanted: RunSettings) -> None:
-    """Refuse to resume with settings other than those the run started with."""
-    if changed := wanted.changes(meta["config"]):
+def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
+    """Refuse to resume with other settings than those the run started with."""
+    changes = settings_now.changes(meta["config"])
+    if changes:
         raise UserError(
             tr(
-                "{folder} was begun with other settings ({changes}). Give the same settings to resume, {instead}",
+                "{folder} was begun with other settings ({changes}). Give the same settings to "
+                "resume, {instead}",
                 folder=folder,
-                changes="; ".join(changed),
+                changes="; ".join(changes),
                 instead=_instead(meta),
             )
         )
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
-    """Refuse to resume on rows other than those the run started on, as after a corpus was replaced under its name."""
-    known = meta["state"].get("data", data)
-    if known != data and meta["step"] < meta["steps"]:
-        corpus = meta["config"].get("corpus")
+    """Refuse to resume on other rows than those the run started on.
+
+    The rows differ after a corpus was replaced under its name.
+    """
+    data_before = meta["state"].get("data", data)
+    if data_before != data and meta["step"] < meta["steps"]:
         raise UserError(
             tr(
-                "{folder} was begun on other data: the rows of corpus {corpus} were {before} and are {now} now, so step "
-                "{step:,} of {steps:,} would mix the two. Put the old corpus back to resume, {instead}",
+                "{folder} was begun on other data: the rows of corpus {corpus} were {before} and "
+                "are {now} now, so step {step:,} of {steps:,} would mix the two. Put the old "
+                "corpus back to resume, {instead}",
                 folder=folder,
-                corpus=corpus,
-                before=known,
+                corpus=meta["config"].get("corpus"),
+                before=data_before,
                 now=data,
                 step=meta["step"],
                 steps=meta["steps"],
@@ -110,21 +115,21 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
 
 
 def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
-    """Refuse to resume with another number of steps, or of rows or problems in a step: the run would repeat or skip
-    data, and its learning rate would jump."""
-    row = meta["state"].get("row")
-    then = (
-        row / meta["step"] if type(row) is int else per_step
-    )  # checkpoints of early versions have no row
-    if (meta["steps"], then) != (steps, per_step):
+    """Refuse to resume with another number of steps, or of rows or problems in a step.
+
+    The run would repeat or skip data, and its learning rate would jump.
+    """
+    row = meta["state"].get("row")  # checkpoints of early versions do not have it
+    per_step_before = row / meta["step"] if type(row) is int else per_step
+    if meta["steps"] != steps or per_step_before != per_step:
         raise UserError(
             tr(
-                "{folder} was begun with {steps:,} steps of {then:,.10g} rows or problems, but this start would make "
-                "{steps_now:,} steps of {now:,}. Resume on the number of devices and with the version of nanochat that "
-                "the run began with, {instead}",
+                "{folder} was begun with {steps:,} steps of {then:,.10g} rows or problems, but "
+                "this start would make {steps_now:,} steps of {now:,}. Resume on the number of "
+                "devices and with the version of nanochat that the run began with, {instead}",
                 folder=folder,
                 steps=meta["steps"],
-                then=then,
+                then=per_step_before,
                 steps_now=steps,
                 now=per_step,
                 instead=_instead(meta),
@@ -133,60 +138,72 @@ def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int)
 
 
 def _instead(meta: Mapping[str, Any]) -> str:
-    """How to start without the checkpoints that are there."""
+    """Return in words how to start without the checkpoints that exist."""
     flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"
     return tr(
-        "give another name with {flag} to start a run beside it, or give --resume=none to start again, which "
-        "moves these checkpoints aside.",
+        "give another name with {flag} to start a run beside it, or give --resume=none to start "
+        "again, which moves these checkpoints aside.",
         flag=flag,
     )
 
 
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
-    """Refuse to resume with code other than the code that wrote the checkpoint, unless that is `accepted`.
+    """Refuse to resume with other code than the code that wrote the checkpoint.
 
-    Every file counts that either program has loaded, so a file that was added, removed or renamed is a change too.
-    Another torch, device or number format only gets a warning that the run will not repeat bit for bit.
+    Changed code that is `accepted` only gets a warning that the run will not repeat bit for bit;
+    so does another torch, device or number format. Every file counts that either program has
+    loaded, so a file that was added, removed or renamed is a change too.
     """
     if meta["step"] >= meta["steps"]:
         return  # nothing is left to compute
-    before, now = meta.get("made_with", {}), made_with(compute)
-    changed = _changed_files(before, now) if "code" in before else []
-    if changed and not accepted:
-        more = (
-            tr("; and {count} more files", count=len(changed) - NAMED)
-            if len(changed) > NAMED
-            else ""
-        )
+    before = meta.get("made_with", {})
+    now = made_with(compute)
+    changed_files = _changed_files(before, now) if "code" in before else []
+    if changed_files and not accepted:
         raise UserError(
             tr(
-                "the code has changed since {folder} was saved at step {step:,} ({changes}), so the run would not be "
-                "the same. Put the files back to resume exactly, give --other_code to resume with the code as it is "
-                "now, {instead}",
+                "the code has changed since {folder} was saved at step {step:,} ({changes}), so "
+                "the run would not be the same. Put the files back to resume exactly, give "
+                "--other_code to resume with the code as it is now, {instead}",
                 folder=folder,
                 step=meta["step"],
-                changes="; ".join(changed[:NAMED]) + more,
+                changes=_shortened(changed_files),
                 instead=_instead(meta),
             )
         )
-    others = [
-        f"{name} {before[name]} before, {value} now"
-        for name, value in now.items()
-        if name not in CODE and before.get(name, value) != value
-    ]
-    if changed:
-        others.insert(0, f"{len(changed)} changed files")
-    if others:
+    differences = []
+    if changed_files:
+        differences.append(f"{len(changed_files)} changed files")
+    for name, value in now.items():
+        if name not in CODE and before.get(name, value) != value:
+            differences.append(f"{name} {before[name]} before, {value} now")
+    if differences:
         warn(
-            f"{folder} resumes with {'; '.join(others)}: the rest of the run will not repeat bit for bit"
+            tr(
+                "{folder} resumes with {differences}: the rest of the run will not repeat "
+                "bit for bit",
+                folder=folder,
+                differences="; ".join(differences),
+            )
         )
 
 
+def _shortened(changes: list[str]) -> str:
+    """Return the first changes, and how many more there are."""
+    text = "; ".join(changes[:NAMED])
+    if len(changes) > NAMED:
+        text += tr("; and {count} more files", count=len(changes) - NAMED)
+    return text
+
+
 def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The files that either program has loaded and that are not the same, with both hashes."""
-    then, here = ({**made.get("other_code", {}), **made["code"]} for made in (before, now))
-    return [
-        f"{name} {then.get(name, 'missing')} before, {here.get(name, 'missing')} now"
-        for name in sorted({*before["code"], *now["code"]})
-        if then.get(name) != here.get(name)
-    ]
+    """Return the files that either program has loaded and that have changed, with both hashes."""
+    hashes_before = {**before.get("other_code", {}), **before["code"]}
+    hashes_now = {**now.get("other_code", {}), **now["code"]}
+    changes = []
+    for name in sorted({*before["code"], *now["code"]}):
+        hash_before = hashes_before.get(name, "missing")
+        hash_now = hashes_now.get(name, "missing")
+        if hash_before != hash_now:
+            changes.append(f"{name} {hash_before} before, {hash_now} now")
+    return changes

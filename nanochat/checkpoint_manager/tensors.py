@@ -1,4 +1,4 @@
-"""Writes safetensors files one tensor at a time, hashes them at the same time, and reads them."""
+"""Reads safetensors files, and writes them one tensor at a time while hashing them."""
 
 import hashlib
 import json
@@ -14,74 +14,84 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
-# The formats that we write -> their names in the header (huggingface.co/docs/safetensors).
-NAMES = {
+# Formats -> their names in the header (huggingface.co/docs/safetensors).
+FORMAT_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-BLOCK = 1 << 24  # bytes per write: large for a disk, small compared with a tensor
+BLOCK_BYTES = 1 << 24  # of a write: large for a disk, small compared with a tensor
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped into memory. UserError if it is no such file or holds no fractions."""
+    """Return the tensors of a safetensors file, mapped into memory.
+
+    UserError if the file is damaged or holds other than floating-point numbers.
+    """
     try:
         tensors = load_file(path)
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        KeyError,
-    ) as failure:  # KeyError: a format that torch does not have
+    # KeyError: a format that torch does not have
+    except (SafetensorError, OSError, ValueError, KeyError) as failure:
         raise UserError(
-            f"{path} is not a whole safetensors file ({failure}): delete its folder to use the step before it, or copy "
-            "the file again"
+            tr(
+                "{path} is not a whole safetensors file ({failure}): delete its folder to "
+                "use the step before it, or copy the file again",
+                path=path,
+                failure=failure,
+            )
         ) from failure
-    if other := [name for name, value in tensors.items() if not value.is_floating_point()]:
-        raise UserError(
-            f"{path}: {other[0]} holds {tensors[other[0]].dtype}, and parameters must be floating-point numbers: copy "
-            "the file again"
-        )
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise UserError(
+                f"{path}: {name} holds {tensor.dtype}, and parameters must be floating-point "
+                "numbers: copy the file again"
+            )
     return tensors
 
 
 class TensorFile:
-    """One safetensors file. The header comes first, so all formats and shapes must be known before the first tensor.
+    """One safetensors file, written tensor by tensor.
 
-    While this thread writes a tensor, a second thread hashes it and a third flushes the file to disk. Only the current
-    tensor is in memory. OSError if the disk refuses a write.
+    The header comes first, so all formats and shapes must be known before the first tensor. While
+    this thread writes a tensor, a second thread hashes it and a third flushes the file to disk.
+    Only the current tensor is in memory. OSError if the disk refuses a write.
     """
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None):
         # Wide formats come first, so that every tensor starts at a multiple of its item size.
         self.names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
-        self._shapes, self._path, self._next, self._missing = shapes, path, 0, 0
-        self._digest, self._helpers = hashlib.sha256(), ThreadPoolExecutor(2)
-        self._flushed: Future[None] | None = None
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - held until close()
+        self._shapes = shapes
+        self._path = path
+        self._next = 0  # in self.names: the tensor that add() begins next
+        self._missing = 0  # elements of the tensor before that, which add() has not got yet
+        self._digest = hashlib.sha256()
+        self._helpers = ThreadPoolExecutor(2)
+        self._flush: Future[None] | None = None
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - open until close()
         try:
-            path.chmod(
-                path.parent.stat().st_mode & 0o666
-            )  # users who may read the folder may read the file
+            # Users who may read the folder may read the file.
+            path.chmod(path.parent.stat().st_mode & 0o666)
             self._write(memoryview(self._header(metadata or {})))
         except BaseException:
             self.abandon()
             raise
 
     def _header(self, metadata: Mapping[str, str]) -> bytes:
+        """Return the bytes before the first tensor: the header's length, and the header as JSON."""
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for name in self.names:
             dtype, shape = self._shapes[name]
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            begin = end
+            end += math.prod(shape) * dtype.itemsize
             header[name] = {
-                "dtype": NAMES[dtype],
+                "dtype": FORMAT_NAMES[dtype],
                 "shape": list(shape),
                 "data_offsets": [begin, end],
             }
@@ -92,7 +102,8 @@ class TensorFile:
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor in the order of `names`, or the next rows of that tensor."""
         if not self._missing:
-            self._missing = math.prod(self._shapes[self.names[self._next]][1])
+            _, shape = self._shapes[self.names[self._next]]
+            self._missing = math.prod(shape)
             self._next += 1
         expected = self.names[self._next - 1]
         dtype, shape = self._shapes[expected]
@@ -101,40 +112,50 @@ class TensorFile:
             and tuple(tensor.shape[1:]) == shape[1:]
             and tensor.numel() <= self._missing
         )
-        assert name == expected and (fits or not shape), (name, expected, tensor.shape)
+        is_scalar = not shape
+        assert name == expected and (fits or is_scalar), (name, expected, tensor.shape)
         self._missing -= tensor.numel()
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._write(flat.view(torch.uint8).numpy().data)
 
     def _write(self, data: memoryview) -> None:
-        hashed = self._helpers.submit(self._digest.update, data)
+        """Write bytes to the file while a helper hashes them."""
+        hashing = self._helpers.submit(self._digest.update, data)
         try:
-            for start in range(0, len(data), BLOCK):
-                block = data[start : start + BLOCK]
-                done = 0
-                while done < len(block):
-                    done += self._file.write(block[done:])
-                if (
-                    self._flushed is None or self._flushed.done()
-                ):  # so that close() has little left to flush
-                    self._check_flushed()
-                    self._flushed = self._helpers.submit(os.fsync, self._file.fileno())
+            for start in range(0, len(data), BLOCK_BYTES):
+                self._write_block(data[start : start + BLOCK_BYTES])
+                self._flush_beside()
         except OSError as failure:
             raise OSError(failure.errno, failure.strerror, str(self._path)) from failure
         finally:
-            hashed.result()
+            hashing.result()
 
-    def _check_flushed(self) -> None:
-        """Raise the error of an earlier fsync: the system reports it only once, so the last fsync may not repeat it."""
-        if self._flushed is not None:
-            self._flushed.result()
+    def _write_block(self, block: memoryview) -> None:
+        written = 0
+        while written < len(block):
+            written += self._file.write(block[written:])
+
+    def _flush_beside(self) -> None:
+        """Let a helper flush the file, unless one does: close() then has less to flush."""
+        if self._flush is None or self._flush.done():
+            self._check_flush()
+            self._flush = self._helpers.submit(os.fsync, self._file.fileno())
+
+    def _check_flush(self) -> None:
+        """Raise the error of an earlier fsync.
+
+        The system reports an error only once, so a later fsync may not repeat it.
+        """
+        if self._flush is not None:
+            self._flush.result()
 
     def close(self) -> dict[str, Any]:
         """Flush the file to disk and close it; return its hash and size for meta.json."""
-        assert self._next == len(self.names) and not self._missing, self.names[self._next - 1 :]
+        complete = self._next == len(self.names) and not self._missing
+        assert complete, self.names[self._next - 1 :]
         try:
-            self._check_flushed()
+            self._check_flush()
             os.fsync(self._file.fileno())
             size = self._file.tell()
         finally:
@@ -147,10 +168,11 @@ class TensorFile:
         self._file.close()
 
 
-def shapes_of(
-    tensors: Iterable[tuple[str, Tensor]],
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The formats and shapes that a TensorFile needs. A sharded tensor counts with its whole shape."""
+def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> Shapes:
+    """Return the formats and shapes that a TensorFile needs.
+
+    A sharded tensor counts with its whole shape.
+    """
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
 
 
@@ -160,8 +182,10 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write a whole file; return its hash and size for meta.json. `beat` is called before each tensor. OSError if the
-    disk refuses a write."""
+    """Write a whole file, and return its hash and size for meta.json.
+
+    `beat` is called before each tensor. OSError if the disk refuses a write.
+    """
     file = TensorFile(path, shapes_of(tensors.items()), metadata)
     try:
         for name in file.names:

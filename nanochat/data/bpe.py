@@ -1,7 +1,8 @@
-"""Byte pair encoding with whichever rustbpe is installed, and vocabularies in the formats of other libraries.
+"""Byte pair encoding with whichever rustbpe is installed, and vocabularies in the formats of other
+libraries.
 
-This repository's rustbpe both trains and encodes. The published rustbpe only trains; then tiktoken encodes. Both give
-the same tokens.
+This repository's rustbpe both trains and encodes. The published rustbpe only trains; then tiktoken
+encodes. Both give the same tokens.
 """
 
 import base64
@@ -21,38 +22,38 @@ BYTES = 256
 
 
 class Encoder(Protocol):
-    """Turns text into tokens. A special token that is spelled out in a text is encoded as ordinary text."""
+    """Turns text into tokens. A special token that is spelled out in a text is encoded as ordinary
+    text."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]: ...
     def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens in one array of an unsigned type, text after text, and the number of tokens of each text, int64
-        (texts,)."""
+        """Return all tokens in one array of an unsigned type, text after text, and the number of
+        tokens of each text, int64 (texts,)."""
         ...
 
 
-def rustbpe() -> Any:
-    """The installed rustbpe module. UserError if none is installed."""
+def installed_rustbpe() -> Any:
+    """Return the installed rustbpe module. UserError if none is installed."""
     try:
         import rustbpe
 
-        rustbpe.Tokenizer  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018  # no stubs in 0.1.0
+        # In a checkout, `import` finds the source folder, which raises AttributeError here.
+        rustbpe.Tokenizer  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018  # no stubs
         return rustbpe
-    except (
-        ImportError,
-        AttributeError,
-    ) as missing:  # AttributeError: in a checkout, `import` finds the source folder
+    except (ImportError, AttributeError) as missing:
         raise UserError(
-            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Install everything with "
-            "`bash setup_env.sh` and `source .venv/bin/activate`, then type the same command again."
+            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Install "
+            "everything with `bash setup_env.sh` and `source .venv/bin/activate`, then type the "
+            "same command again."
         ) from missing
 
 
 @cache
-def own() -> Any | None:
-    """The installed rustbpe if it is this repository's, which can encode; otherwise None."""
+def encoding_rustbpe() -> Any | None:
+    """Return the installed rustbpe if it is this repository's, which can encode; otherwise None."""
     try:
-        module = rustbpe()
+        module = installed_rustbpe()
     except UserError:
         return None  # `train` reports this; encoding needs only tiktoken
     return module if hasattr(module.Tokenizer, "from_ranks") else None
@@ -64,36 +65,47 @@ def train(
     regex: str,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[bytes]:
-    """Learn up to `tokens` tokens, including the 256 single bytes, and return their bytes in the order learned."""
-    trainer = rustbpe().Tokenizer()
-    if own() is None:  # said here, once in a run, and not by every stage that encodes
+    """Learn up to `tokens` tokens, including the 256 single bytes, and return their bytes in the
+    order learned."""
+    trainer = installed_rustbpe().Tokenizer()
+    options: dict[str, Any] = {}
+    if encoding_rustbpe() is None:  # logged once in a run, not by every stage that encodes
         log(
-            "the published rustbpe is installed: training takes about ten times as long, and tiktoken encodes"
+            "the published rustbpe is installed: training takes about ten times as long, and "
+            "tiktoken encodes"
         )
-    more = {"progress": progress} if progress is not None and own() is not None else {}
-    trainer.train_from_iterator(texts, tokens, pattern=regex, **more)
+    elif progress is not None:
+        options["progress"] = progress
+    trainer.train_from_iterator(texts, tokens, pattern=regex, **options)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     return [bytes(token) for token, _ in ranks]
 
 
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
-    """An encoder for a vocabulary: `ranks[i]` holds the bytes of token i. ValueError if merging pairs of bytes cannot
-    produce these tokens."""
-    module = own()
-    return Tiktoken(ranks, regex) if module is None else Own(module, ranks, regex)
+    """Return an encoder for a vocabulary: `ranks[i]` holds the bytes of token i. ValueError if
+    merging pairs of bytes cannot produce these tokens."""
+    module = encoding_rustbpe()
+    if module is None:
+        return TiktokenEncoder(ranks, regex)
+    return RustEncoder(module, ranks, regex)
 
 
-class Own:
+class RustEncoder:
     """Encodes with this repository's rustbpe."""
 
-    def __init__(self, module: Any, ranks: Sequence[bytes], regex: str):
+    def __init__(
+        self,
+        module: Any,
+        ranks: Sequence[bytes],
+        regex: str,
+    ):
         self._tokenizer = module.Tokenizer.from_ranks(list(ranks), regex)
 
     def encode(self, text: str) -> list[int]:
         try:
             return self._tokenizer.encode(text)
         except UnicodeEncodeError:
-            return self._tokenizer.encode(whole(text))
+            return self._tokenizer.encode(replace_surrogates(text))
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         return self._batch(self._tokenizer.batch_encode, texts, threads)
@@ -103,19 +115,22 @@ class Own:
         return tokens, np.diff(ends.astype(np.int64), prepend=0)
 
     def _batch(
-        self, encode: Callable[[Sequence[str], int], Any], texts: Sequence[str], threads: int
+        self,
+        encode: Callable[[Sequence[str], int], Any],
+        texts: Sequence[str],
+        threads: int,
     ) -> Any:
         try:
             return encode(texts, threads)
         except UnicodeEncodeError:
-            return encode([whole(text) for text in texts], threads)
+            return encode([replace_surrogates(text) for text in texts], threads)
 
 
-class Tiktoken:
+class TiktokenEncoder:
     """Encodes with tiktoken."""
 
     def __init__(self, ranks: Sequence[bytes], regex: str):
-        self._encoding = tiktoken.Encoding("nanochat", **for_tiktoken(ranks, regex, {}))
+        self._encoding = tiktoken.Encoding("nanochat", **tiktoken_arguments(ranks, regex, {}))
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -125,81 +140,102 @@ class Tiktoken:
 
     def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
         lists = self.encode_batch(texts, threads)
-        return joined(lists, "uint32"), np.fromiter(map(len, lists), np.int64, len(lists))
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        return joined(lists, "uint32"), lengths
 
 
 def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
-    """Lists of numbers joined into one array."""
-    return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
+    """Return lists of numbers joined into one array."""
+    total = sum(map(len, lists))
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype, total)
 
 
-def whole(text: str) -> str:
-    """A text in which U+FFFD replaces each half of a surrogate pair, as in tiktoken."""
+def replace_surrogates(text: str) -> str:
+    """Return a text in which U+FFFD replaces each half of a surrogate pair, as in tiktoken."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# --- formats of other libraries ------------------------------------------------------------------------
+# --- formats of other libraries ------------------------------------------------------------------
 
 
-def for_tiktoken(ranks: Sequence[bytes], regex: str, specials: dict[str, int]) -> dict[str, Any]:
-    """The arguments of tiktoken.Encoding, other than the name."""
+def tiktoken_arguments(
+    ranks: Sequence[bytes],
+    regex: str,
+    specials: dict[str, int],
+) -> dict[str, Any]:
+    """Return the arguments of tiktoken.Encoding, other than the name."""
     numbers = {token: rank for rank, token in enumerate(ranks)}
     return {"pat_str": regex, "mergeable_ranks": numbers, "special_tokens": specials}
 
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
-    """The content of a tiktoken file: one line per token, with its bytes in base64 and its number."""
-    return "".join(
-        f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks)
-    )
+    """Return the content of a tiktoken file: one line per token, with its bytes in base64 and its
+    number."""
+    lines = []
+    for rank, token in enumerate(ranks):
+        lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
+    return "".join(lines)
 
 
 def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The pair of tokens that was merged into each token after the first 256. ValueError if there is no such pair."""
+    """Return the pair of tokens that was merged into each token after the first 256. ValueError if
+    there is no such pair."""
     numbers = {token: rank for rank, token in enumerate(ranks)}
-    found = []
-    for rank, token in enumerate(ranks):
-        if rank < BYTES:
-            continue
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:  # apply the earlier merges
-            pairs = [(numbers.get(parts[i] + parts[i + 1], rank), i) for i in range(len(parts) - 1)]
-            earliest, i = min(pairs)
-            if earliest >= rank:
-                break
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    pairs = []
+    for rank, token in enumerate(ranks[BYTES:], start=BYTES):
+        parts = _apply_merges_before(rank, token, numbers)
         if len(parts) != 2 or not all(part in numbers for part in parts):
             raise ValueError(
                 f"token {rank} is not made of two earlier tokens: the vocabulary is damaged"
             )
-        found.append((parts[0], parts[1]))
-    return found
+        pairs.append((parts[0], parts[1]))
+    return pairs
+
+
+def _apply_merges_before(
+    rank: int,
+    token: bytes,
+    numbers: dict[bytes, int],
+) -> list[bytes]:
+    """Merge the bytes of a token by the merges that were learned before it, down to two parts."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        candidates = []
+        for i in range(len(parts) - 1):
+            candidates.append((numbers.get(parts[i] + parts[i + 1], rank), i))
+        earliest, i = min(candidates)
+        if earliest >= rank:
+            break
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
 
 
 def letters_for_bytes() -> list[str]:
-    """The letter for each byte in Hugging Face's byte-level vocabularies: printable bytes stand for themselves, other
-    bytes get letters from U+0100 on."""
+    """Return the letter for each byte in Hugging Face's byte-level vocabularies: printable bytes
+    stand for themselves, other bytes get letters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
+    spare_letters = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(spare_letters)) for byte in range(BYTES)]
 
 
-def huggingface_json(ranks: Sequence[bytes], regex: str, specials: dict[str, int]) -> str:
-    """The content of a tokenizer.json for the tokenizers library; `specials` maps spellings to token numbers."""
+def huggingface_json(
+    ranks: Sequence[bytes],
+    regex: str,
+    specials: dict[str, int],
+) -> str:
+    """Return the content of a tokenizer.json for the tokenizers library; `specials` maps spellings
+    to token numbers."""
     letters = letters_for_bytes()
 
     def spelled(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    def byte_level(**more: bool) -> dict[str, Any]:
-        return {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": False,
-            "use_regex": False,
-            **more,
-        }
-
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     flags = {
         "single_word": False,
         "lstrip": False,
@@ -208,17 +244,16 @@ def huggingface_json(ranks: Sequence[bytes], regex: str, specials: dict[str, int
         "special": True,
     }
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    added_tokens = [{"id": number, "content": text, **flags} for text, number in specials.items()]
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {"id": number, "content": text, **flags} for text, number in specials.items()
-        ],
+        "added_tokens": added_tokens,
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level()]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": None,
-        "decoder": byte_level(),
+        "decoder": byte_level,
         "model": {
             "type": "BPE",
             "dropout": None,

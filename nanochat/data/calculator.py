@@ -1,4 +1,5 @@
-"""The calculator of chats: exact arithmetic and letter counting, by walking over a syntax tree, without eval."""
+"""The calculator of chats: exact arithmetic and letter counting, by a walk over a syntax tree,
+without eval."""
 
 import ast
 import re
@@ -26,36 +27,41 @@ class _Refused(Exception):
 
 
 def calculate(expression: str) -> str | None:
-    """The value of a calculation as text; None if the expression is not a calculation or exceeds a limit.
+    """Return the value of a calculation as text; None if the expression is not a calculation or
+    exceeds a limit.
 
-    An expression may use + - * / // % with Python's precedence, signs, parentheses, whole and decimal numbers with or
-    without thousands commas, and 'text'.count('t'). Fractions are exact: 0.1 + 0.2 is 0.3 and 7 / 7 is 1.
+    An expression may use + - * / // % with Python's precedence, signs, parentheses, whole and
+    decimal numbers with or without thousands commas, and 'text'.count('t'). Fractions are exact:
+    0.1 + 0.2 is 0.3 and 7 / 7 is 1.
     """
     try:
         source = _tidy(expression)
-        value = _Walk(source).value(ast.parse(source, mode="eval").body, depth=1)
+        tree = ast.parse(source, mode="eval")
+        value = _Walk(source).value(tree.body, depth=1)
     except (_Refused, SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
         return None  # ValueError: a NUL or a lone surrogate inside a text
     return _show(value)
 
 
 def _tidy(expression: str) -> str:
-    """Rewrite numbers such as 1,000 and 007 in Python's spelling, and refuse every word that is not allowed."""
+    """Rewrite numbers such as 1,000 and 007 in Python's spelling, and refuse every word that is not
+    allowed."""
     if len(expression) > MAX_LENGTH:
         raise _Refused
-    words, end = [], 0
     expression = expression.strip()
+    words = []
+    end = 0
     while end < len(expression):
         match = _WORD.match(expression, end)
         if match is None:
             raise _Refused
-        end = match.end()
         word = match.group()
+        end = match.end()
         if match.lastgroup == "number":
-            whole, point, decimals = word.replace(",", "").partition(".")
-            word = (whole.lstrip("0") or "0") + point + decimals
-            if end < len(expression) and expression[end] in ",.":
+            if expression[end : end + 1] in (",", "."):
                 raise _Refused  # 12,34 and 1.2.3 are not numbers, and a number has no methods
+            integer, point, decimals = word.replace(",", "").partition(".")
+            word = (integer.lstrip("0") or "0") + point + decimals
         words.append(word)
     return "".join(words)
 
@@ -68,37 +74,38 @@ class _Walk:
         self.nodes = 0
 
     def value(self, node: ast.expr, depth: int) -> Fraction:
+        """Return the value of a node, which is nested `depth` operations deep."""
         self.nodes += 1
         if self.nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _Refused
-        if isinstance(node, ast.BinOp):
-            result = _binary(
-                node.op, self.value(node.left, depth + 1), self.value(node.right, depth + 1)
-            )
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            result = -self.value(node.operand, depth + 1)
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd):
-            result = self.value(node.operand, depth + 1)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            # Read the digits in the source, since node.value has been rounded to a float.
-            result = Fraction(ast.get_source_segment(self.source, node) or "")
-        elif isinstance(node, ast.Call):
-            result = Fraction(self.count(node))
-        else:
-            raise _Refused
+        result = self._value(node, depth)
         if abs(result) > MAX_MAGNITUDE:
             raise _Refused
         return result
 
+    def _value(self, node: ast.expr, depth: int) -> Fraction:
+        if isinstance(node, ast.BinOp):
+            left = self.value(node.left, depth + 1)
+            right = self.value(node.right, depth + 1)
+            return _binary(node.op, left, right)
+        if isinstance(node, ast.UnaryOp):
+            if isinstance(node.op, ast.USub):
+                return -self.value(node.operand, depth + 1)
+            if isinstance(node.op, ast.UAdd):
+                return self.value(node.operand, depth + 1)
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            # Read the digits in the source, since node.value has been rounded to a float.
+            return Fraction(ast.get_source_segment(self.source, node) or "")
+        if isinstance(node, ast.Call):
+            return Fraction(self.count(node))
+        raise _Refused
+
     def count(self, node: ast.Call) -> int:
-        """'text'.count('t'); both texts must be literals."""
+        """Return the value of 'text'.count('t'); both texts must be literals."""
         method = node.func
-        if (
-            not isinstance(method, ast.Attribute)
-            or method.attr != "count"
-            or len(node.args) != 1
-            or node.keywords
-        ):
+        if not isinstance(method, ast.Attribute) or method.attr != "count":
+            raise _Refused
+        if len(node.args) != 1 or node.keywords:
             raise _Refused
         self.nodes += 2
         return _text(method.value).count(_text(node.args[0]))
@@ -110,7 +117,11 @@ def _text(node: ast.expr) -> str:
     raise _Refused
 
 
-def _binary(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+def _binary(
+    operator: ast.operator,
+    left: Fraction,
+    right: Fraction,
+) -> Fraction:
     if isinstance(operator, ast.Add):
         return left + right
     if isinstance(operator, ast.Sub):
@@ -127,16 +138,17 @@ def _binary(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction
 
 
 def _show(value: Fraction) -> str:
-    """A value without an exponent: exact if it is whole, else with ten significant digits and at least two decimals."""
+    """Return a value without an exponent: exact if it is whole, else with ten significant digits
+    and at least two decimals."""
     if value.denominator == 1:
         return str(value.numerator)
-    sign, value = (
-        ("-", -value) if value < 0 else ("", value)
-    )  # so that -x rounds to the same digits as x
-    digits_before_point = len(str(int(value))) if value >= 1 else 0
-    decimals = max(2, SIGNIFICANT_DIGITS - digits_before_point)
-    while value < 1 and value * 10**decimals < 10 ** (SIGNIFICANT_DIGITS - 1):
+    sign = "-" if value < 0 else ""
+    value = abs(value)  # so that -x rounds to the same digits as x
+    integer_digits = len(str(int(value))) if value >= 1 else 0
+    decimals = max(2, SIGNIFICANT_DIGITS - integer_digits)
+    smallest = 10 ** (SIGNIFICANT_DIGITS - 1)
+    while value < 1 and value * 10**decimals < smallest:
         decimals += 1  # zeros after the point are not significant
     digits = str(round(value * 10**decimals)).zfill(decimals + 1)
-    shown = f"{digits[:-decimals]}.{digits[-decimals:]}".rstrip("0").rstrip(".")
-    return sign + shown
+    number = f"{digits[:-decimals]}.{digits[-decimals:]}"
+    return sign + number.rstrip("0").rstrip(".")

@@ -1,83 +1,110 @@
-"""Reads prompts that begin alike: the common beginning once, then what follows it, over one cache."""
+"""Runs prompts that share a prefix: the model reads the prefix once, then the rest of each prompt."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The numbers of neighbouring prompts that share a prefix."""
+
+    prefix: tuple[int, ...]
+    prompts: range
+
+
+def _families(prefixes: Sequence[tuple[int, ...]]) -> list[_Family]:
+    families: list[_Family] = []
+    start = 0
+    for prefix, members in groupby(prefixes):
+        end = start + len(list(members))
+        families.append(_Family(prefix, range(start, end)))
+        start = end
+    return families
 
 
 class Branches:
-    """Hidden states of a model for batches of prompts; its cache is kept from one batch to the next."""
+    """Computes the hidden states of batches of prompts.
+
+    Batches share one key-value cache, one after another.
+    """
 
     def __init__(self, model: Model, pad: int):
-        """`pad` is the token that fills rows up."""
-        self._model, self._pad = model, pad
+        """`pad` is the token that fills up the shorter rows of a batch."""
+        self._model = model
+        self._pad = pad
         self._cache: Cache | None = None
 
     def hidden(
-        self, prompts: Sequence[Sequence[int]], before: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], prefix_lengths: Sequence[int]
     ) -> Tensor:  # (B, T, C)
-        """The hidden states of each prompt from token before[b] on. Neighbours that have as many tokens before begin
-        with these, and they are read once for all of them."""
-        if not any(before):
-            return self._model.hidden(self._table(prompts).to(self._model.device))
-        families = self._families(prompts, before)
-        first = [list(prompts[start][: before[start]]) for start, _ in families]
-        rest = max(len(prompt) - read for prompt, read in zip(prompts, before, strict=True))
-        cache = self._emptied(
-            len(prompts), max(before) + rest
-        )  # rows that are filled up must have room too
-        self._read(cache, first, [0] * len(first))
-        for number, (start, count) in reversed(
-            list(enumerate(families))
-        ):  # a slot that is written is needed no more
-            for slot in range(start + count - 1, start - 1, -1):
+        """Return the hidden states of each prompt from token prefix_lengths[b] on.
+
+        If neighbours have equal prefixes, the model reads that prefix once for all of them.
+        """
+        if not any(prefix_lengths):
+            tokens = self._padded(prompts)
+            return self._model.hidden(tokens)
+        prefixes = []
+        suffixes = []
+        for prompt, prefix_length in zip(prompts, prefix_lengths, strict=True):
+            prefixes.append(tuple(prompt[:prefix_length]))
+            suffixes.append(prompt[prefix_length:])
+        # Padding takes up the cache as well, so every slot has room for the longest suffix.
+        cache_length = max(prefix_lengths) + max(map(len, suffixes))
+        cache = self._empty_cache(len(prompts), cache_length)
+        self._read_prefixes(cache, prefixes)
+        return self._extend(cache, suffixes, prefix_lengths)
+
+    def _read_prefixes(self, cache: Cache, prefixes: Sequence[tuple[int, ...]]) -> None:
+        """Fill slot b of the cache with prefix b. Neighbours that are equal are read once.
+
+        The prefix of family n is read into slot n, then copied to the slots of all its prompts.
+        Copies go from the last slot to the first: family n starts at slot n or later, so a slot
+        that is overwritten holds a prefix that has been copied already.
+        """
+        families = _families(prefixes)
+        family_prefixes = [family.prefix for family in families]
+        self._extend(cache, family_prefixes, [0] * len(families))
+        for number in reversed(range(len(families))):
+            family = families[number]
+            for slot in reversed(family.prompts):
                 if slot != number:
-                    cache.copy(number, slot, before[start])
-        return self._read(
-            cache, [prompt[read:] for prompt, read in zip(prompts, before, strict=True)], before
-        )
+                    cache.copy(number, slot, len(family.prefix))
 
-    @staticmethod
-    def _families(prompts: Sequence[Sequence[int]], before: Sequence[int]) -> list[tuple[int, int]]:
-        """Where the prompts of each beginning start, and how many they are."""
-        found, start = [], 0
-        for _, some in groupby(
-            zip(prompts, before, strict=True), key=lambda pair: tuple(pair[0][: pair[1]])
-        ):
-            found.append((start, len(list(some))))
-            start += found[-1][1]
-        return found
+    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:  # (B, T)
+        longest = max(map(len, rows))
+        table = torch.full((len(rows), longest), self._pad)
+        for i, row in enumerate(rows):
+            table[i, : len(row)] = torch.tensor(row)
+        return table.to(self._model.device)
 
-    def _table(self, pieces: Sequence[Sequence[int]]) -> Tensor:  # (B, T)
-        table = torch.full((len(pieces), max(map(len, pieces))), self._pad)
-        for row, piece in enumerate(pieces):
-            table[row, : len(piece)] = torch.tensor(piece)
-        return table
+    def _empty_cache(self, slots: int, length: int) -> Cache:
+        """Return an empty cache with at least this many slots and positions per slot."""
+        cache = self._cache
+        if cache is None or cache.length < length or len(cache.positions) < slots:
+            cache = self._model.new_cache(slots, length)
+            self._cache = cache
+        cache.clear(slice(0, len(cache.positions)))
+        return cache
 
-    def _emptied(self, slots: int, length: int) -> Cache:
-        """A cache of at least this size that holds nothing."""
-        if (
-            self._cache is None
-            or self._cache.length < length
-            or self._cache.positions.size(0) < slots
-        ):
-            self._cache = self._model.new_cache(slots, length)
-        self._cache.clear(slice(0, self._cache.positions.size(0)))
-        return self._cache
-
-    def _read(
-        self, cache: Cache, pieces: Sequence[Sequence[int]], held: Sequence[int]
+    def _extend(
+        self,
+        cache: Cache,
+        rows: Sequence[Sequence[int]],
+        cached_lengths: Sequence[int],
     ) -> Tensor:  # (B, T, C)
-        """Run pieces through the model, the first of them in slot 0, after what their slots hold."""
-        new = list(map(len, pieces))
-        table = self._table(pieces).to(self._model.device)
-        lengths = torch.tensor(new).to(self._model.device)
-        return self._model.hidden(
-            table, Cached(cache, table, slice(0, len(pieces)), lengths, list(held), new)
-        )
+        """Run row b through the model behind the cached_lengths[b] tokens in slot b of the cache."""
+        row_lengths = list(map(len, rows))
+        tokens = self._padded(rows)
+        lengths = torch.tensor(row_lengths).to(self._model.device)
+        slots = slice(0, len(rows))
+        context = Cached(cache, tokens, slots, lengths, list(cached_lengths), row_lengths)
+        return self._model.hidden(tokens, context)

@@ -1,4 +1,7 @@
-"""Evaluates a model on the problems of a task: compares the logits of letters, or grades written replies."""
+"""Evaluates a chat model on the problems of a task.
+
+Multiple-choice tasks compare the logits of the letters; other tasks grade written replies.
+"""
 
 import contextlib
 import math
@@ -21,19 +24,23 @@ from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0.0, max_tokens=512)
-READ_AHEAD = 4096  # prompt tokens to prefill between two decoding passes: no reader waits for the next word here
+# Prompt tokens to prefill between two decoding steps: many, because no reader waits for a word
+# here.
+PREFILL_TOKENS = 4096
 
-Judged = TypeVar("Judged")
+Judgement = TypeVar("Judgement")
 Advance = Callable[[float], None]
-Heard = Callable[[int, list[Part], float], None]  # called with problem, reply and grade
-Keep = Callable[
-    [int, Mapping[str, Any]], None
-]  # called with problem and record, by the rank that asked the problem
+OnReply = Callable[[int, list[Part], float], None]  # called with problem, reply and grade
+# Called with problem and record, on the rank that evaluated the problem.
+OnRecord = Callable[[int, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a task over all ranks. `low` and `high` bound the accuracy with 95 % confidence."""
+    """The result of a task over all ranks.
+
+    `low` and `high` bound the accuracy with 95 % confidence.
+    """
 
     name: str
     right: float  # sum of grades; of several samples of a problem, the best one counts
@@ -42,9 +49,8 @@ class Score:
     high: float
     baseline: float  # accuracy of guessing a letter; 0 for written replies
     too_long: int  # problems that do not fit into the context; they count as wrong
-    grades: tuple[
-        tuple[float, ...], ...
-    ]  # one tuple per problem, in the order of the task, one grade per sample
+    # One tuple per problem, in the order of the task, with one grade per sample.
+    grades: tuple[tuple[float, ...], ...]
 
     @property
     def accuracy(self) -> float:
@@ -57,9 +63,11 @@ class Score:
         return self.low, self.high
 
     def __str__(self) -> str:
-        counts = f"{self.right:,g} of {self.total:,}, 95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}"
+        percent = f"{100 * self.accuracy:.2f} % right"
+        counts = f"{self.right:,g} of {self.total:,}"
+        interval = f"95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}"
         skipped = f"; {self.too_long:,} too long for the context" if self.too_long else ""
-        return f"{self.name}: {100 * self.accuracy:.2f} % right ({counts}{skipped})"
+        return f"{self.name}: {percent} ({counts}, {interval}{skipped})"
 
 
 def evaluate(
@@ -71,40 +79,48 @@ def evaluate(
     samples: int = 1,
     limit: int | None = None,
     batch_size: int = 32,
-    heard: Heard | None = None,
-    keep: Keep | None = None,
+    on_reply: OnReply | None = None,
+    on_record: OnRecord | None = None,
     graphs: bool = False,
 ) -> Score:
-    """Evaluate the first `limit` problems of a task. Ranks share the problems; every rank returns the whole score.
+    """Evaluate the first `limit` problems of a task.
 
-    `batch_size` problems or replies are computed together. With several samples, a problem counts as right if one of
-    them is right. If the task has `grade_parts(i, parts)`, that replaces `grade` and also sees calculator calls.
-    `heard` is called with every written reply of this rank, `keep` with a record of every answer. With `graphs`, the
-    steps that write replies are captured and replayed. Examples of a task are left out, from the first on, where they
-    do not fit into the context. UserError on every rank if there is no
-    problem to evaluate, or if one rank finds a broken one.
+    Ranks share the problems; every rank returns the whole score.
+
+    `batch_size` problems or replies are computed together. With several samples, a problem counts
+    as right if one of them is right. If the task has `grade_parts(i, parts)`, that method replaces
+    `grade` and also sees calculator calls. Where a task's examples do not fit into the context, the
+    first of them are left out.
+
+    `on_reply` is called with every written reply of this rank, and `on_record` with a record of
+    every answer. With `graphs`, decoding steps are captured and replayed. UserError on every rank
+    if there is no problem to evaluate, or if one rank finds a broken problem.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
         raise UserError(
-            f"an evaluation needs at least one problem, one sample and a batch size of at least 1, got {total} "
-            f"problems of {task.name}, {samples} samples and batch size {batch_size}: raise what is 0",
+            "an evaluation needs at least one problem, one sample and a batch size of at least 1, "
+            f"got {total} problems of {task.name}, {samples} samples and batch size {batch_size}: "
+            "raise what is 0",
             exit_code=2,
         )
-    samples = 1 if task.kind == "choice" else samples
-    mine = range(compute.rank, total, compute.world_size)
-    room = model.config.sequence_len - (
-        0 if task.kind == "choice" else 1
-    )  # a written reply needs a position
+    by_letter = task.kind == "choice"
+    if by_letter:
+        samples = 1
+    reply_room = 0 if by_letter else 1  # a letter is read from the logits of the prompt
+    max_prompt = model.config.sequence_len - reply_room
+    numbers = range(compute.rank, total, compute.world_size)  # of this rank's problems
     grades: dict[int, list[float]] = {}
     with parallel.together(task.name, compute):
-        prompts = {i: _prompt(task, i, tokenizer, room) for i in mine}
-        fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) <= room}
-        with contextlib.suppress(signals.Stopped):
-            if task.kind == "choice":
-                grades = _choose(task, fitting, model, tokenizer, batch_size, compute, keep)
+        prompts = {i: _prompt(task, i, tokenizer, max_prompt) for i in numbers}
+        fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) <= max_prompt}
+        with contextlib.suppress(signals.Stopped):  # raised below, on all ranks at once
+            if by_letter:
+                grades = _grade_letters(
+                    task, fitting, model, tokenizer, batch_size, compute, on_record
+                )
             else:
-                grades = _write(
+                grades = _grade_replies(
                     task,
                     fitting,
                     model,
@@ -113,41 +129,60 @@ def evaluate(
                     samples,
                     batch_size,
                     compute,
-                    heard,
-                    keep,
+                    on_reply,
+                    on_record,
                     graphs,
                 )
     signals.check(compute)  # ranks measure at their own pace, and stop together
-    too_long = sum(len(prompt) > room for prompt in prompts.values())
-    table = [0.0] * (total * samples)
-    for i, values in grades.items():
-        table[i * samples : (i + 1) * samples] = values
-    guesses = sum(1 / len(task.letters(i)) for i in mine) if task.kind == "choice" else 0.0
-    *table, guesses, too_long = parallel.total([*table, guesses, too_long], compute)
+    too_long = len(prompts) - len(fitting)
+    guesses = sum(1 / len(task.letters(i)) for i in numbers) if by_letter else 0.0
+    return _total_score(task.name, grades, total, samples, guesses, too_long, compute)
+
+
+def _total_score(
+    name: str,
+    grades: Mapping[int, list[float]],
+    total: int,
+    samples: int,
+    guesses: float,
+    too_long: int,
+    compute: Compute,
+) -> Score:
+    """Add up the grades of all ranks. `guesses` and `too_long` are counts of this rank."""
+    table = [0.0] * (total * samples)  # sample by sample; 0 for the problems of other ranks
+    for i, problem_grades in grades.items():
+        table[i * samples : (i + 1) * samples] = problem_grades
+    *table, guesses, all_too_long = parallel.total([*table, guesses, too_long], compute)
     rows = tuple(tuple(table[i * samples : (i + 1) * samples]) for i in range(total))
     right = sum(max(row) for row in rows)
-    return Score(
-        task.name, right, total, *wilson(right, total), guesses / total, int(too_long), rows
-    )
+    low, high = wilson(right, total)
+    return Score(name, right, total, low, high, guesses / total, int(all_too_long), rows)
 
 
-def _prompt(task: Task, i: int, tokenizer: Tokenizer, room: int) -> list[int]:
-    """The tokens of problem i, with as many of the task's examples as fit."""
+def _prompt(task: Task, i: int, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+    """Return the tokens of problem i, with as many of the task's examples as fit."""
     conversation = task[i]
     tokens = tokenizer.render_prompt(conversation)
     for _ in range(getattr(task, "shots", 0)):
-        if len(tokens) <= room or len(conversation.messages) < 4:
+        if len(tokens) <= max_tokens or len(conversation.messages) < 4:
             break
-        conversation = Conversation(
-            conversation.messages[2:]
-        )  # an example is a question and an answer
+        # An example is a question and an answer.
+        conversation = Conversation(conversation.messages[2:])
         tokens = tokenizer.render_prompt(conversation)
     return tokens
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, unit: str, compute: Compute) -> Iterator[Advance]:
-    """Give a function that advances the progress bar, which rank 0 shows. A signal to stop training ends the work."""
+def progress(
+    title: str,
+    total: int,
+    unit: str,
+    compute: Compute,
+) -> Iterator[Advance]:
+    """Yield a function that advances the progress bar, which rank 0 shows.
+
+    That function raises signals.Stopped if a signal told the training run to stop.
+    """
     with Progress(title, total, unit) if compute.main else contextlib.nullcontext() as bar:
 
         def advance(by: float) -> None:
@@ -159,67 +194,66 @@ def progress(title: str, total: int, unit: str, compute: Compute) -> Iterator[Ad
 
 
 def identify(task: Any, i: int) -> str:
-    """The name of a problem in records: the task's own, else its number."""
+    """Return the id of problem i in records: what the task calls it, or else its number."""
     return task.identify(i) if hasattr(task, "identify") else str(i)
 
 
 # --- letters -------------------------------------------------------------------------------------
 
 
-def _choose(
+def _grade_letters(
     task: Task,
     prompts: Mapping[int, list[int]],
     model: Model,
     tokenizer: Tokenizer,
     batch_size: int,
     compute: Compute,
-    keep: Keep | None,
+    on_record: OnRecord | None,
 ) -> dict[int, list[float]]:
-    """Grade the letter of each problem that is likeliest as the first token of the reply."""
+    """Grade, for each problem, the letter that is likeliest as the first token of the reply."""
     letters = {i: task.letters(i) for i in prompts}
-    rows = [
-        PromptRow(i, [*prompts[i], _letter(tokenizer, one)], len(prompts[i]))
-        for i in prompts
-        for one in letters[i]
-    ]
+    rows = []
+    for i, prompt in prompts.items():
+        for letter in letters[i]:
+            tokens = [*prompt, _letter_id(tokenizer, letter)]
+            rows.append(PromptRow(i, tokens, len(prompt)))
     with progress(task.name, len(rows), "choices", compute) as advance:
-        scored = score_rows(model, rows, tokenizer.bos, rows_per_batch=batch_size, done=advance)
+        scored = score_rows(model, rows, tokenizer.bos, rows_per_batch=batch_size, on_batch=advance)
     grades: dict[int, list[float]] = {}
-    found = iter(scored)
-    for i, of in letters.items():
-        logprobs = [next(found).logprob for _ in of]
-        answer = of[logprobs.index(max(logprobs))]
-        grades[i] = [task.grade(i, answer)]
-        if keep:
-            expected = task[i].messages[-1].text
-            about = {
+    likelihoods = iter(scored)
+    for i, options in letters.items():
+        logprobs = [next(likelihoods).logprob for _ in options]
+        answer = options[logprobs.index(max(logprobs))]
+        grade = task.grade(i, answer)
+        grades[i] = [grade]
+        if on_record:
+            record = {
                 "id": identify(task, i),
                 "prompt": prompts[i],
-                "expected": expected,
+                "expected": task[i].messages[-1].text,
                 "answer": answer,
+                "grade": grade,
+                "logprobs": dict(zip(options, logprobs, strict=True)),
             }
-            keep(
-                i,
-                {**about, "grade": grades[i][0], "logprobs": dict(zip(of, logprobs, strict=True))},
-            )
+            on_record(i, record)
     return grades
 
 
-def _letter(tokenizer: Tokenizer, letter: str) -> int:
-    """The token of a letter. UserError if the letter is more than one token."""
+def _letter_id(tokenizer: Tokenizer, letter: str) -> int:
+    """Return the token of a letter. UserError if the letter is more than one token."""
     ids = tokenizer.encode(letter)
     if len(ids) != 1:
         raise UserError(
-            f"the letter of a choice must be one token each, but {letter!r} is {len(ids)} tokens in this vocabulary: "
-            "train a larger tokenizer, or leave this task out"
+            f"the letter of a choice must be one token each, but {letter!r} is {len(ids)} tokens "
+            "in this vocabulary: train a larger tokenizer, or leave this task out"
         )
     return ids[0]
 
 
-# --- words ---------------------------------------------------------------------------------------
+# --- written replies -----------------------------------------------------------------------------
 
 
-def _write(
+def _grade_replies(
     task: Task,
     prompts: Mapping[int, Sequence[int]],
     model: Model,
@@ -228,51 +262,64 @@ def _write(
     samples: int,
     batch_size: int,
     compute: Compute,
-    heard: Heard | None,
-    keep: Keep | None,
+    on_reply: OnReply | None,
+    on_record: OnRecord | None,
     graphs: bool,
 ) -> dict[int, list[float]]:
     """Let the model write replies, and grade every sample of every problem."""
     if not prompts:
         return {}
-    longest = max(map(len, prompts.values())) + sampling.max_tokens
-    slots, length = min(batch_size, len(prompts) * samples), min(longest, model.config.sequence_len)
-    captures = compute.platform if graphs else None
-    engine = Engine(model, tokenizer, slots, length, prefill_tokens=READ_AHEAD, graphs=captures)
-    grades: dict[int, list[float]] = {i: [] for i in prompts}
     numbers = list(prompts)
+    replies = len(prompts) * samples
+    longest = max(map(len, prompts.values())) + sampling.max_tokens
+    engine = Engine(
+        model,
+        tokenizer,
+        min(batch_size, replies),
+        min(longest, model.config.sequence_len),
+        prefill_tokens=PREFILL_TOKENS,
+        graphs=compute.platform if graphs else None,
+    )
 
-    def judge(at: int, tokens: Sequence[int]) -> tuple[list[Part], float]:
+    def judge(prompt_number: int, tokens: Sequence[int]) -> tuple[list[Part], float]:
         parts = reply_parts(tokens, tokenizer)
-        return parts, _grade(task, numbers[at], parts)
+        return parts, _grade(task, numbers[prompt_number], parts)
 
-    with progress(task.name, len(prompts) * samples, "replies", compute) as advance:
-        asked = list(prompts.values())
-        _, judged = generate_and_judge(engine, asked, sampling, samples, judge, lambda: advance(1))
-    for at, (parts, grade) in enumerate(judged):
-        i = numbers[at // samples]
+    with progress(task.name, replies, "replies", compute) as advance:
+        _, judgements = generate_and_judge(
+            engine, list(prompts.values()), sampling, samples, judge, lambda: advance(1)
+        )
+    grades: dict[int, list[float]] = {i: [] for i in prompts}
+    for reply_number, (parts, grade) in enumerate(judgements):
+        i = numbers[reply_number // samples]
         grades[i].append(grade)
-        if heard:
-            heard(i, parts, grade)
-        if keep:
-            about = {
+        if on_reply:
+            on_reply(i, parts, grade)
+        if on_record:
+            record = {
                 "id": identify(task, i),
                 "prompt": list(prompts[i]),
                 "expected": words(task[i].messages[-1].parts),
+                "answer": words(parts),
+                "grade": grade,
             }
-            keep(i, {**about, "answer": words(parts), "grade": grade})
+            on_record(i, record)
     return grades
 
 
 class Generator(Protocol):
-    """Completes every prompt `samples` times, as an Engine does; equal replies to a prompt may be one object."""
+    """Completes every prompt `samples` times, as an Engine does.
+
+    Equal replies to a prompt may be one object.
+    """
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         samples: int = 1,
-        done: Callable[[int, Completion], None] | None = None,
+        on_reply: Callable[[int, Completion], None] | None = None,
+        /,
     ) -> list[Completion]: ...
 
 
@@ -281,48 +328,50 @@ def generate_and_judge(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     samples: int,
-    judge: Callable[[int, Sequence[int]], Judged],
-    done: Callable[[], None],
-) -> tuple[list[Completion], list[Judged]]:
-    """Every prompt's `samples` replies, prompt by prompt, and what `judge` says of each.
+    judge: Callable[[int, Sequence[int]], Judgement],
+    on_reply: Callable[[], None],
+) -> tuple[list[Completion], list[Judgement]]:
+    """Return `samples` replies to every prompt, prompt by prompt, and the judgement of each.
 
-    `judge` gets the number of the prompt and the tokens of the reply, once for each object. It runs in a thread of its
-    own, while other replies are still written. `done` is called after every reply.
+    `judge` gets the number of the prompt and the tokens of the reply, once for each reply object.
+    It runs in a thread of its own, while other replies are still being written. `on_reply` is
+    called after every reply.
     """
-    judged: dict[int, Future[Judged]] = {}
-    alike: dict[
-        int, Future[Judged]
-    ] = {}  # by the identity of the reply, which `completions` keeps alive
+    by_reply: dict[int, Future[Judgement]] = {}
+    by_object: dict[int, Future[Judgement]] = {}  # by id(), which `completions` keeps valid
     pool = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
-    def finished(at: int, reply: Completion) -> None:
-        if id(reply) not in alike:
-            alike[id(reply)] = pool.submit(judge, at // samples, reply.tokens)
-        judged[at] = alike[id(reply)]
-        done()
+    def start_judging(reply_number: int, reply: Completion) -> None:
+        if id(reply) not in by_object:
+            prompt_number = reply_number // samples
+            by_object[id(reply)] = pool.submit(judge, prompt_number, reply.tokens)
+        by_reply[reply_number] = by_object[id(reply)]
+        on_reply()
 
     try:
-        completions = engine.generate(prompts, sampling, samples, finished)
-        return completions, [judged[at].result() for at in range(len(completions))]
+        completions = engine.generate(prompts, sampling, samples, start_judging)
+        judgements = [by_reply[number].result() for number in range(len(completions))]
+        return completions, judgements
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _grade(task: Task, i: int, parts: list[Part]) -> float:
-    """The grade of a reply, from its text or, if the task has grade_parts, from all its parts."""
+    """Grade a reply by its text or, if the task has grade_parts, by all its parts."""
     if hasattr(task, "grade_parts"):
-        return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]  # not in the protocol
-    return task.grade(i, "".join(part.text for part in parts if part.kind == "text"))
+        return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]
+    text = "".join(part.text for part in parts if part.kind == "text")
+    return task.grade(i, text)
 
 
 def words(parts: Sequence[Part]) -> str:
-    """A reply as readable text, with calculator calls and answers in brackets."""
+    """Return a reply as readable text, with calculator calls and answers in brackets."""
     shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
     return "".join(shown[part.kind].format(part.text) for part in parts)
 
 
 def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:
-    """A function that takes a problem and the tokens of a reply, and grades the reply as evaluate() does."""
+    """Return a function of a problem and a reply's tokens that grades as evaluate() does."""
     return lambda i, tokens: _grade(task, i, reply_parts(tokens, tokenizer))
 
 
@@ -330,42 +379,51 @@ def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], f
 
 
 def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The confidence interval of a share, by default of 95 % (Wilson 1927). It also holds near 0 and 1."""
+    """Return the confidence interval of a share, by default of 95 % (Wilson 1927).
+
+    The interval also holds for shares near 0 and 1.
+    """
     share = right / total
-    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = (
-        z
-        / (1 + z * z / total)
-        * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    )
+    widening = 1 + z * z / total
+    centre = (share + z * z / (2 * total)) / widening
+    deviation = math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    half = z / widening * deviation
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
-    """Right and total of every group, in alphabetical order; empty if the task has no `group(i)`."""
-    found: dict[str, list[float]] = {}
-    if hasattr(task, "group"):
-        for i, row in enumerate(score.grades):
-            found.setdefault(task.group(i), []).append(max(row))  # pyright: ignore[reportAttributeAccessIssue]
-    return {name: (sum(grades), len(grades)) for name, grades in sorted(found.items())}
+    """Map each group to (correct, total), sorted by name; empty if the task has no `group(i)`."""
+    if not hasattr(task, "group"):
+        return {}
+    grades: dict[str, list[float]] = {}
+    for i, samples in enumerate(score.grades):
+        group = task.group(i)  # pyright: ignore[reportAttributeAccessIssue]
+        grades.setdefault(group, []).append(max(samples))
+    return {name: (sum(best), len(best)) for name, best in sorted(grades.items())}
 
 
 def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
-    """pass@k: the unbiased estimate of the chance that one of k samples is right (arXiv:2107.03374).
+    """Return pass@k, the unbiased estimate of the chance that one of k samples is right.
+
+    The estimate is that of arXiv:2107.03374.
 
     `grades` has n >= k samples for each problem. A sample is right if its grade is 1.
     """
-    if k < 1 or any(len(row) < k for row in grades):
+    if k < 1 or any(len(samples) < k for samples in grades):
         raise ValueError(
-            f"pass@k needs 1 <= k <= samples, got k = {k} and {min(map(len, grades))} samples: ask for more samples"
+            f"pass@k needs 1 <= k <= samples, got k = {k} and {min(map(len, grades))} samples: ask "
+            "for more samples"
         )
-    wrong = [sum(grade < 1 for grade in row) for row in grades]
-    return fmean(
-        1 - math.comb(w, k) / math.comb(len(row), k) for w, row in zip(wrong, grades, strict=True)
-    )
+    chances = []
+    for samples in grades:
+        wrong = sum(grade < 1 for grade in samples)
+        chances.append(1 - math.comb(wrong, k) / math.comb(len(samples), k))
+    return fmean(chances)
 
 
 def chat_core(figures: Iterable[tuple[float, float]]) -> float:
-    """ChatCORE from the accuracy and the baseline of each task: the mean of the accuracies, each rescaled so that
-    guessing is 0 and perfection is 1."""
+    """Return ChatCORE from the accuracy and the baseline of each task.
+
+    ChatCORE is the mean of the accuracies, each rescaled so that guessing is 0 and perfection is 1.
+    """
     return fmean((accuracy - baseline) / (1 - baseline) for accuracy, baseline in figures)

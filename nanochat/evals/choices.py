@@ -1,6 +1,11 @@
-"""Multiple choice for models that continue a text: which answer the model finds likeliest, by three counts."""
+"""Multiple choice for models that continue a text: finds the answer that the model thinks
+likeliest.
 
-from collections.abc import Sequence
+Likelihoods are compared in three ways, as lm-evaluation-harness does: as they are, per byte and per
+token.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -8,7 +13,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Cloze
 from nanochat.device import Compute
 from nanochat.evals.chat import identify, progress, wilson
-from nanochat.evals.likelihood import Likelihood, PromptRow, score_rows
+from nanochat.evals.likelihood import Likelihood, PromptRow, score_rows, shown_tokens
 from nanochat.evals.records import Records
 from nanochat.model import Model
 from nanochat.runtime import parallel
@@ -16,7 +21,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 class ClozeTask(Protocol):
-    """Questions that a text poses."""
+    """Questions that are posed as the beginning of a text, which an answer continues."""
 
     @property
     def name(self) -> str:
@@ -26,7 +31,7 @@ class ClozeTask(Protocol):
     def __len__(self) -> int: ...
 
     def cloze(self, i: int) -> Cloze:
-        """Question i. UserError if it is broken."""
+        """Return question i. UserError if it is broken."""
         ...
 
 
@@ -34,8 +39,9 @@ class ClozeTask(Protocol):
 class ChoiceScore:
     """Accuracies over all ranks. `acc` compares the log-probabilities of the answers as they are.
 
-    Long answers have low probabilities, so `acc_norm_bytes` divides by the bytes of each answer and `acc_norm_tokens`
-    by its tokens. `low` and `high` bound `acc` with 95 % confidence. `baseline` is the accuracy of guessing.
+    Long answers have low probabilities, so `acc_norm_bytes` divides by the bytes of each answer and
+    `acc_norm_tokens` by its tokens. `low` and `high` bound `acc` with 95 % confidence. `baseline`
+    is the accuracy of guessing.
     """
 
     name: str
@@ -50,48 +56,80 @@ class ChoiceScore:
     too_long: int  # questions that do not fit without examples; they count as wrong
 
     def __str__(self) -> str:
-        left = f"; {self.fewer_examples:,} with fewer examples" if self.fewer_examples else ""
-        left += f"; {self.too_long:,} too long for the context" if self.too_long else ""
-        return (
-            f"{self.name}: acc {100 * self.acc:.2f} %, by bytes {100 * self.acc_norm_bytes:.2f} %, by tokens "
-            f"{100 * self.acc_norm_tokens:.2f} % (n = {self.total:,}, 95 % interval of acc {100 * self.low:.1f} to "
-            f"{100 * self.high:.1f}, guessing {100 * self.baseline:.1f} %{left})"
+        accuracies = (
+            f"acc {100 * self.acc:.2f} %, by bytes {100 * self.acc_norm_bytes:.2f} %, "
+            f"by tokens {100 * self.acc_norm_tokens:.2f} %"
         )
+        interval = f"95 % interval of acc {100 * self.low:.1f} to {100 * self.high:.1f}"
+        guessing = f"guessing {100 * self.baseline:.1f} %"
+        shortened = f"; {self.fewer_examples:,} with fewer examples" if self.fewer_examples else ""
+        skipped = f"; {self.too_long:,} too long for the context" if self.too_long else ""
+        details = f"n = {self.total:,}, {interval}, {guessing}{shortened}{skipped}"
+        return f"{self.name}: {accuracies} ({details})"
 
 
 def rows_of(
-    question: int, context: str, choices: Sequence[str], tokenizer: Tokenizer
+    question: int,
+    context: str,
+    choices: Sequence[str],
+    tokenizer: Tokenizer,
 ) -> list[PromptRow]:
-    """A row for each choice after a context and a space, tokenised as lm-evaluation-harness does.
+    """Return a row for each choice after a context and a space, tokenised as lm-evaluation-harness
+    does.
 
-    Context and choice are encoded as one text; the tokens after those of the context alone are scored. Spaces at the
-    end of the context count to the choice.
+    Context and choice are encoded as one text; the tokens after those of the context alone are
+    scored. Spaces at the end of the context count to the choice.
     """
-    kept = context.rstrip()
-    texts = [kept, *(f"{context} {choice}" for choice in choices)]
-    alone, *whole = ([tokenizer.bos, *tokens] for tokens in tokenizer.encode_batch(texts))
-    return [PromptRow(question, tokens, min(len(alone), len(tokens) - 1)) for tokens in whole]
+    texts = [context.rstrip(), *(f"{context} {choice}" for choice in choices)]
+    encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode_batch(texts)]
+    context_ids, *choice_ids = encoded
+    return [PromptRow(question, ids, min(len(context_ids), len(ids) - 1)) for ids in choice_ids]
 
 
-def pick(scores: Sequence[Likelihood], choices: Sequence[str]) -> tuple[int, int, int]:
-    """The likeliest choice by log-probability, by log-probability per byte, and per token; the first of equals."""
-    plain = [one.logprob for one in scores]
-    by_bytes = [
-        one.logprob / max(len(choice.encode()), 1)
-        for one, choice in zip(scores, choices, strict=True)
-    ]
-    by_tokens = [one.logprob / one.tokens for one in scores]
-    return plain.index(max(plain)), by_bytes.index(max(by_bytes)), by_tokens.index(max(by_tokens))
+@dataclass(frozen=True)
+class Picks:
+    """The index of the likeliest choice by log-probability, by log-probability per byte, and per
+    token.
+    """
+
+    plain: int
+    by_bytes: int
+    by_tokens: int
 
 
-def _fit(i: int, asked: Cloze, tokenizer: Tokenizer, room: int) -> tuple[list[PromptRow], bool]:
-    """The rows of a question with as many examples as fit, and whether some were left out."""
-    for first in range(len(asked.examples) + 1):
-        context = asked.intro + "".join(asked.examples[first:]) + asked.question
-        rows = rows_of(i, context, asked.choices, tokenizer)
-        if max(len(row.tokens) for row in rows) - 1 <= room:
+def pick(scores: Sequence[Likelihood], choices: Sequence[str]) -> Picks:
+    """Return the likeliest choice by each of three counts; the first of equals."""
+    plain = [score.logprob for score in scores]
+    by_tokens = [score.logprob / score.tokens for score in scores]
+    by_bytes = []
+    for score, choice in zip(scores, choices, strict=True):
+        byte_count = max(len(choice.encode()), 1)
+        by_bytes.append(score.logprob / byte_count)
+    return Picks(_argmax(plain), _argmax(by_bytes), _argmax(by_tokens))
+
+
+def _argmax(values: list[float]) -> int:
+    return values.index(max(values))
+
+
+def _fit(
+    i: int,
+    cloze: Cloze,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+) -> tuple[list[PromptRow], bool]:
+    """Return the rows of a question with as many examples as fit, and whether some were left out."""
+    for first in range(len(cloze.examples) + 1):
+        context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question
+        rows = rows_of(i, context, cloze.choices, tokenizer)
+        if _longest_input(rows) <= max_tokens:
             break
     return rows, first > 0
+
+
+def _longest_input(rows: Sequence[PromptRow]) -> int:
+    """Return how many tokens of the longest row the model reads: all but the last."""
+    return max(len(row.tokens) for row in rows) - 1
 
 
 def evaluate_choices(
@@ -103,78 +141,102 @@ def evaluate_choices(
     limit: int | None = None,
     records: Records | None = None,
 ) -> ChoiceScore:
-    """Evaluate the first `limit` questions. Ranks share the questions; every rank returns the whole score.
+    """Evaluate the first `limit` questions.
 
-    `tokens_per_batch` limits the memory: it is the most positions, padding included, in one pass of the model.
-    UserError on every rank if there is no question, or if one rank finds a broken one.
+    Ranks share the questions; every rank returns the whole score.
+
+    `tokens_per_batch` limits the memory: it is the largest number of positions, padding included,
+    in one forward pass. UserError on every rank if there is no question, or if one rank finds a
+    broken one.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if total < 1:
         raise UserError(
-            f"{task.name} has no question to evaluate, got a limit of {limit} on {len(task)} questions",
+            f"{task.name} has no question to evaluate, got a limit of {limit} on {len(task)} "
+            "questions",
             2,
         )
-    mine, room = range(compute.rank, total, compute.world_size), model.config.sequence_len
-    right, fewer, too_long = [0, 0, 0], 0, 0
+    context_length = model.config.sequence_len
+    correct = [0, 0, 0]  # by each count of Picks
+    fewer_examples = 0
     with parallel.together(task.name, compute):
-        asked = {i: task.cloze(i) for i in mine}
-        guesses = sum(1 / len(one.choices) for one in asked.values())
+        questions = {i: task.cloze(i) for i in range(compute.rank, total, compute.world_size)}
         rows: dict[int, list[PromptRow]] = {}
-        for i, one in asked.items():
-            fitted, cut = _fit(i, one, tokenizer, room)
-            if max(len(row.tokens) for row in fitted) - 1 <= room:
+        for i, cloze in questions.items():
+            fitted, shortened = _fit(i, cloze, tokenizer, context_length)
+            if _longest_input(fitted) <= context_length:
                 rows[i] = fitted
-                fewer += cut
-            else:
-                too_long += 1
-        flat = [row for some in rows.values() for row in some]
-        with progress(task.name, len(flat), "choices", compute) as advance:
-            found = iter(score_rows(model, flat, tokenizer.bos, tokens_per_batch, done=advance))
-        for i, some in rows.items():
-            scores = [next(found) for _ in some]
-            picked = pick(scores, asked[i].choices)
-            right = [
-                count + (one == asked[i].answer) for count, one in zip(right, picked, strict=True)
-            ]
+                fewer_examples += shortened
+        scores = _score_questions(task.name, model, tokenizer, rows, tokens_per_batch, compute)
+        for i, question_scores in scores.items():
+            cloze = questions[i]
+            picks = pick(question_scores, cloze.choices)
+            correct[0] += picks.plain == cloze.answer
+            correct[1] += picks.by_bytes == cloze.answer
+            correct[2] += picks.by_tokens == cloze.answer
             if records:
-                records.add(i, _record(identify(task, i), asked[i], some, scores, picked))
-    *shares, guesses, fewer, too_long = parallel.total(
-        [*map(float, right), guesses, fewer, too_long], compute
-    )
-    acc, by_bytes, by_tokens = (share / total for share in shares)
-    score = ChoiceScore(
-        task.name,
-        acc,
-        by_bytes,
-        by_tokens,
-        total,
-        *wilson(shares[0], total),
-        guesses / total,
-        int(fewer),
-        int(too_long),
-    )
+                records.add(i, _record(identify(task, i), cloze, rows[i], question_scores, picks))
+    guesses = sum(1 / len(cloze.choices) for cloze in questions.values())
+    too_long = len(questions) - len(rows)
+    sums = parallel.total([*map(float, correct), guesses, fewer_examples, too_long], compute)
+    score = _choice_score(task.name, total, sums)
     if records:
         records.finish(asdict(score))
     return score
 
 
+def _score_questions(
+    title: str,
+    model: Model,
+    tokenizer: Tokenizer,
+    rows: Mapping[int, Sequence[PromptRow]],
+    tokens_per_batch: int,
+    compute: Compute,
+) -> dict[int, list[Likelihood]]:
+    """Return the likelihood of each row of each question."""
+    flat = [row for question_rows in rows.values() for row in question_rows]
+    with progress(title, len(flat), "choices", compute) as advance:
+        scored = score_rows(model, flat, tokenizer.bos, tokens_per_batch, on_batch=advance)
+    likelihoods = iter(scored)
+    return {i: [next(likelihoods) for _ in question_rows] for i, question_rows in rows.items()}
+
+
+def _choice_score(name: str, total: int, sums: Sequence[float]) -> ChoiceScore:
+    """Turn the sums over all ranks, in the order of evaluate_choices(), into a score."""
+    plain, by_bytes, by_tokens, guesses, fewer_examples, too_long = sums
+    low, high = wilson(plain, total)
+    return ChoiceScore(
+        name=name,
+        acc=plain / total,
+        acc_norm_bytes=by_bytes / total,
+        acc_norm_tokens=by_tokens / total,
+        total=total,
+        low=low,
+        high=high,
+        baseline=guesses / total,
+        fewer_examples=int(fewer_examples),
+        too_long=int(too_long),
+    )
+
+
 def _record(
     name: str,
-    asked: Cloze,
+    cloze: Cloze,
     rows: Sequence[PromptRow],
     scores: Sequence[Likelihood],
-    picked: tuple[int, int, int],
+    picks: Picks,
 ) -> dict[str, Any]:
-    """The record of a question; `prompt` is what all choices have before them."""
+    """Return the record of a question; `prompt` is the tokens that come before all choices."""
+    logprobs = [
+        [choice, score.logprob, score.tokens]
+        for choice, score in zip(cloze.choices, scores, strict=True)
+    ]
     return {
         "id": name,
-        "prompt": rows[0].tokens[: min(row.start for row in rows)],
-        "expected": asked.choices[asked.answer],
-        "answer": asked.choices[picked[0]],
-        "answer_by_bytes": asked.choices[picked[1]],
-        "answer_by_tokens": asked.choices[picked[2]],
-        "logprobs": [
-            [choice, one.logprob, one.tokens]
-            for choice, one in zip(asked.choices, scores, strict=True)
-        ],
+        "prompt": shown_tokens(rows),
+        "expected": cloze.choices[cloze.answer],
+        "answer": cloze.choices[picks.plain],
+        "answer_by_bytes": cloze.choices[picks.by_bytes],
+        "answer_by_tokens": cloze.choices[picks.by_tokens],
+        "logprobs": logprobs,
     }

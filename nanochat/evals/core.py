@@ -1,7 +1,10 @@
-"""CORE: the mean over 22 few-shot tasks of accuracy above chance (DCLM, Li et al. 2024, arXiv:2406.11794).
+"""CORE: the mean over 22 few-shot tasks of accuracy above chance (DCLM, Li et al.
 
-Problems, few-shot examples and prompts equal upstream nanochat's, so the figures can be compared. Here the prompts of
-many problems share a batch, and the head computes logits only for the positions that are scored.
+2024, arXiv:2406.11794).
+
+Problems, few-shot examples and prompts equal those of upstream nanochat, so the figures can be
+compared. Here the prompts of many problems share a batch, and the head computes logits only for the
+positions that are scored.
 """
 
 import csv
@@ -27,31 +30,31 @@ from nanochat.common import (
     sha256_of,
     warn,
 )
-from nanochat.data import download
+from nanochat.data.sources import download
 from nanochat.device import Compute
-from nanochat.evals.likelihood import PromptRow, score_rows
+from nanochat.evals.likelihood import PromptRow, common_prefix, score_rows, shown_tokens
 from nanochat.evals.records import Records
 from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-MOST_SHOTS = 100
-YAML_BYTES = 1 << 20  # of the largest core.yaml that is read; the published one has 3 kB
+MAX_SHOTS = 100
+MAX_YAML_BYTES = 1 << 20  # the published core.yaml has 3 kB
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-MOST_PACKED, MOST_UNPACKED, MOST_FILES = (
-    500_000_000,
-    2_000_000_000,
-    1_000,
-)  # the published one: 162 MB packed
-SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234  # equal to upstream's
+MAX_PACKED_BYTES = 500_000_000  # the published bundle has 162 MB
+MAX_UNPACKED_BYTES = 2_000_000_000
+MAX_FILES = 1_000
+SHUFFLE_SEED = 1337  # both seeds equal those of upstream
+EXAMPLES_SEED = 1234
 PROBLEMS_AT_ONCE = 256  # problems to render, tokenise and sort by length together
 
-# Kind of task -> the fields of its problems. `gold` is the index of the right choice or context.
+# Kind of task -> the fields of its problems. `gold` is the index of the correct choice or context.
 FIELDS = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
     "language_modeling": ("context", "continuation"),
 }
+OPTIONS_FIELD = {"multiple_choice": "choices", "schema": "context_options"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The accuracy of a task, and `centered`: the accuracy rescaled so that guessing is 0 and perfection is 1."""
+    """The accuracy of a task, and `centered`: the accuracy rescaled so that guessing is 0 and
+    perfection is 1.
+    """
 
     label: str
     accuracy: float
@@ -79,7 +84,9 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Core:
-    """The score of every task, and CORE: the mean of the centered accuracies, or None if a task is `broken`."""
+    """The score of every task, and CORE: the mean of the centered accuracies, or None if a task is
+    `broken`.
+    """
 
     tasks: tuple[TaskScore, ...]
     core: float | None
@@ -89,83 +96,103 @@ class Core:
 # --- the bundle ----------------------------------------------------------------------------------
 
 
-def find_bundle(given: str | Path | None = None) -> Path | None:
-    """The folder of the eval bundle: `given`, else <base>/eval_bundle, or None. UserError if it is not a bundle."""
-    folder = Path(given).expanduser() if given is not None else base_dir() / "eval_bundle"
+def find_bundle(path: str | Path | None = None) -> Path | None:
+    """Return the folder of the eval bundle: `path`, or <base>/eval_bundle if that exists, else
+    None.
+
+    UserError if the folder is not an eval bundle.
+    """
+    if path is None:
+        folder = base_dir() / "eval_bundle"
+        if not folder.exists():
+            return None
+        hint = "Delete it, then use --download"
+    else:
+        folder = Path(path).expanduser()
+        hint = "Name the folder that holds it with --eval_bundle"
     if (folder / "core.yaml").is_file():
         return folder
-    if given is None and not folder.exists():
-        return None
-    hint = (
-        "Delete it, then use --download"
-        if given is None
-        else "Name the folder that holds it with --eval_bundle"
-    )
     raise UserError(f"{folder} is not an eval bundle: it has no core.yaml. {hint}", exit_code=2)
 
 
 def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = None) -> Path:
-    """Download the published bundle (162 MB) to <base>/eval_bundle, whole or not at all. Call it on one rank only."""
+    """Download the published bundle (162 MB) to <base>/eval_bundle, whole or not at all.
+
+    Call it on one rank only.
+    """
     base = base_dir()
-    target, archive = base / "eval_bundle", base / "eval_bundle.zip"
-    hint = f"On a machine with network, download {url}, and unpack it here as {target}, or give --eval_bundle its folder"
+    target = base / "eval_bundle"
+    archive = base / "eval_bundle.zip"
+    hint = (
+        f"On a machine with network, download {url}, and unpack it here as {target}, "
+        "or give --eval_bundle its folder"
+    )
 
     def check(path: Path) -> None:
         if not zipfile.is_zipfile(path):
             raise ValueError("not a zip archive")
 
     size = download.probe_size(url, {}, patience, hint)
-    if size and size > MOST_PACKED:
-        raise UserError(f"{url} has {size:,} bytes; the bundle has at most {MOST_PACKED:,}. {hint}")
+    if size and size > MAX_PACKED_BYTES:
+        raise UserError(
+            f"{url} has {size:,} bytes; the bundle has at most {MAX_PACKED_BYTES:,}. {hint}"
+        )
     log(f"downloading {url}")
     download.fetch_all(
         [download.Remote(url, archive)], patience=patience, hint=hint, check=check, say=log
     )
-    log(
-        f"{archive.name}: SHA-256 {sha256_of(archive)}"
-    )  # the publisher promises none; compare it between machines
+    # The publisher promises no hash, so the log shows it, to compare it between machines.
+    log(f"{archive.name}: SHA-256 {sha256_of(archive)}")
     with tempfile.TemporaryDirectory(dir=base, prefix=".eval_bundle-") as folder:
         with zipfile.ZipFile(archive) as packed:
             files = packed.infolist()
-            if len(files) > MOST_FILES or sum(file.file_size for file in files) > MOST_UNPACKED:
+            unpacked_bytes = sum(file.file_size for file in files)
+            if len(files) > MAX_FILES or unpacked_bytes > MAX_UNPACKED_BYTES:
                 archive.unlink()
                 raise UserError(
-                    f"{url} unpacks to {len(files):,} files of {sum(file.file_size for file in files):,} bytes; the "
-                    f"bundle has at most {MOST_FILES:,} files of {MOST_UNPACKED:,}. {hint}"
+                    f"{url} unpacks to {len(files):,} files of {unpacked_bytes:,} bytes; the "
+                    f"bundle has at most {MAX_FILES:,} files of {MAX_UNPACKED_BYTES:,}. {hint}"
                 )
             packed.extractall(folder)
-        found = next(Path(folder).rglob("core.yaml"), None)
-        if found is None:
+        core_yaml = next(Path(folder).rglob("core.yaml"), None)
+        if core_yaml is None:
             raise UserError(f"{archive} has no core.yaml: delete it and try again. {hint}")
-        os.rename(found.parent, target)
+        os.rename(core_yaml.parent, target)
     fsync_path(base)
     archive.unlink()
     return target
 
 
 def _read_yaml(path: Path) -> Any:
-    """The value of a short YAML file. ValueError or YAMLError for a pipe or device, deep nesting, or aliases, which
-    can make a few lines mean billions."""
-    check_regular(path, YAML_BYTES)
-    text, depth = path.read_text(encoding="utf-8"), 0
+    """Return the value of a short YAML file.
+
+    ValueError or YAMLError for a pipe or device, deep nesting, or aliases, which can make a few
+    lines mean billions.
+    """
+    check_regular(path, MAX_YAML_BYTES)
+    text = path.read_text(encoding="utf-8")
+    depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if depth > 20 or isinstance(event, yaml.AliasEvent):
             raise ValueError(
-                f"line {event.start_mark.line + 1} of {path.name} is nested too deeply or has an alias"
+                f"line {event.start_mark.line + 1} of {path.name} is nested too deeply or has an "
+                "alias"
             )
     return yaml.safe_load(text)
 
 
 def read_bundle(folder: Path) -> list[IclTask]:
-    """The tasks in core.yaml with the baselines in eval_meta_data.csv. UserError if a file is missing or malformed."""
+    """Return the tasks in core.yaml with the baselines in eval_meta_data.csv.
+
+    UserError if a file is missing or malformed.
+    """
     try:
-        listed = _read_yaml(folder / "core.yaml")["icl_tasks"]
-        check_regular(folder / "eval_meta_data.csv", YAML_BYTES)
-        with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
-            percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
+        entries = _read_yaml(folder / "core.yaml")["icl_tasks"]
+        baselines = _read_baselines(folder / "eval_meta_data.csv")
         tasks = [
             IclTask(
                 label=entry["label"],
@@ -173,9 +200,9 @@ def read_bundle(folder: Path) -> list[IclTask]:
                 path=folder / "eval_data" / entry["dataset_uri"],
                 shots=int(entry["num_fewshot"][0]),
                 delimiter=entry.get("continuation_delimiter", " "),
-                baseline=percent[entry["label"]] / 100,
+                baseline=baselines[entry["label"]],
             )
-            for entry in listed
+            for entry in entries
         ]
     except (
         OSError,
@@ -187,119 +214,149 @@ def read_bundle(folder: Path) -> list[IclTask]:
         AttributeError,
     ) as broken:
         raise UserError(
-            f"the eval bundle in {folder} differs from the published one ({broken!r}): replace it with a fresh copy of "
-            f"{BUNDLE_URL}"
+            f"the eval bundle in {folder} differs from the published one ({broken!r}): replace it "
+            f"with a fresh copy of {BUNDLE_URL}"
         ) from broken
     for task in tasks:
-        if task.kind not in FIELDS:
-            raise UserError(
-                f"{task.label} in {folder / 'core.yaml'}: icl_task_type must be one of {', '.join(FIELDS)}, got "
-                f"{task.kind}. Correct it, or remove the task"
-            )
-        if not 0 <= task.shots <= MOST_SHOTS:
-            raise UserError(
-                f"{task.label} in {folder / 'core.yaml'}: num_fewshot must be 0 to {MOST_SHOTS}, got {task.shots}. "
-                "Correct it, or remove the task"
-            )
-        if not task.path.is_file():
-            raise UserError(
-                f"{task.label} in {folder / 'core.yaml'}: there is no file {task.path}. Copy it from the published "
-                "bundle, or remove the task"
-            )
+        _check_task(task, f"{task.label} in {folder / 'core.yaml'}")
     return tasks
 
 
+def _read_baselines(path: Path) -> dict[str, float]:
+    """Return the accuracy of random guessing, in [0, 1), by the label of the task."""
+    check_regular(path, MAX_YAML_BYTES)
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
+
+
+def _check_task(task: IclTask, place: str) -> None:
+    """UserError if an entry of core.yaml cannot be evaluated. `place` names the entry."""
+    if task.kind not in FIELDS:
+        raise UserError(
+            f"{place}: icl_task_type must be one of {', '.join(FIELDS)}, got {task.kind}. "
+            "Correct it, or remove the task"
+        )
+    if not 0 <= task.shots <= MAX_SHOTS:
+        raise UserError(
+            f"{place}: num_fewshot must be 0 to {MAX_SHOTS}, got {task.shots}. "
+            "Correct it, or remove the task"
+        )
+    if not task.path.is_file():
+        raise UserError(
+            f"{place}: there is no file {task.path}. Copy it from the published bundle, or remove "
+            "the task"
+        )
+
+
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
-    """The first `limit` problems of a task in upstream's shuffled order. UserError if a problem lacks a field."""
+    """Return the first `limit` problems of a task in upstream's shuffled order.
+
+    UserError if a problem lacks a field.
+    """
     problems = []
-    with open(task.path, "rb") as f:
-        for n, line in enumerate(f, start=1):
+    with open(task.path, "rb") as file:
+        for number, line in enumerate(file, start=1):
             try:
                 problem = parse_json(line)
-                options = {"multiple_choice": "choices", "schema": "context_options"}.get(task.kind)
-                missing = [field for field in FIELDS[task.kind] if field not in problem]
-                if missing or (options and problem["gold"] not in range(len(problem[options]))):
-                    raise ValueError(
-                        f"{', '.join(missing)} missing"
-                        if missing
-                        else "gold is not the index of an option"
-                    )
-            except (ValueError, TypeError) as broken:
+                _check_problem(task.kind, problem)
+            except (ValueError, TypeError) as failure:
                 raise UserError(
-                    f"{task.path}, line {n}: {broken}. Correct the line, or replace the file"
-                ) from broken
+                    f"{task.path}, line {number}: {failure}. Correct the line, or replace the file"
+                ) from failure
             problems.append(problem)
     random.Random(SHUFFLE_SEED).shuffle(problems)
     problems = problems[:limit]
     if len(problems) <= task.shots:
         raise UserError(
-            f"{task.label} shows {task.shots} examples before each problem, so it needs more than {task.shots} "
-            f"problems, got {len(problems)}: raise --max_per_task, or leave the flag out"
+            f"{task.label} shows {task.shots} examples before each problem, so it needs more than "
+            f"{task.shots} problems, got {len(problems)}: raise --max_per_task, or leave the flag "
+            "out"
         )
     return problems
+
+
+def _check_problem(kind: str, problem: dict[str, Any]) -> None:
+    """ValueError if a problem lacks a field, or if `gold` is not the index of one of its options."""
+    missing = [field for field in FIELDS[kind] if field not in problem]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing")
+    if kind in OPTIONS_FIELD:
+        options = problem[OPTIONS_FIELD[kind]]
+        if problem["gold"] not in range(len(options)):
+            raise ValueError("gold is not the index of an option")
 
 
 # --- prompts -------------------------------------------------------------------------------------
 
 
 def choose_examples(count: int, number: int, shots: int) -> list[int]:
-    """The indices of the problems to show before problem `number` of `count`, drawn as upstream does, without it."""
-    draw = random.Random(EXAMPLES_SEED + number).sample(range(count - 1), shots)
-    return [other + (other >= number) for other in draw]
+    """Return the indices of the problems to show before problem `number` of `count`, drawn as
+    upstream does.
+
+    Problem `number` itself is never among them.
+    """
+    drawn = random.Random(EXAMPLES_SEED + number).sample(range(count - 1), shots)
+    return [i + 1 if i >= number else i for i in drawn]
 
 
 def _example(task: IclTask, problem: dict[str, Any]) -> str:
-    """A solved problem, as the prompt shows it before the question."""
+    """Return a solved problem, as the prompt shows it before the question."""
     if task.kind == "multiple_choice":
-        return f"{problem['query']}{task.delimiter}{problem['choices'][problem['gold']]}\n\n"
-    if task.kind == "schema":
-        return f"{problem['context_options'][problem['gold']]}{task.delimiter}{problem['continuation']}\n\n"
-    return f"{problem['context'].strip()}{task.delimiter}{problem['continuation']}\n\n"
+        context = problem["query"]
+        continuation = problem["choices"][problem["gold"]]
+    elif task.kind == "schema":
+        context = problem["context_options"][problem["gold"]]
+        continuation = problem["continuation"]
+    else:
+        context = problem["context"].strip()
+        continuation = problem["continuation"]
+    return f"{context}{task.delimiter}{continuation}\n\n"
 
 
-def render(task: IclTask, problem: dict[str, Any], examples: Sequence[dict[str, Any]]) -> list[str]:
-    """The prompts of a problem: one per option, or, for language modeling, without and with the continuation."""
+def render(
+    task: IclTask,
+    problem: dict[str, Any],
+    examples: Sequence[dict[str, Any]],
+) -> list[str]:
+    """Return the prompts of a problem: one per option, or, for language modeling, without and with
+    the continuation.
+    """
     shown = "".join(_example(task, example) for example in examples)
     if task.kind == "multiple_choice":
-        return [
-            f"{shown}{problem['query']}{task.delimiter}{choice}" for choice in problem["choices"]
-        ]
+        question = f"{shown}{problem['query']}{task.delimiter}"
+        return [f"{question}{choice}" for choice in problem["choices"]]
     if task.kind == "schema":
-        contexts = problem["context_options"]
-        return [
-            f"{shown}{context}{task.delimiter}{problem['continuation']}" for context in contexts
-        ]
+        ending = f"{task.delimiter}{problem['continuation']}"
+        return [f"{shown}{context}{ending}" for context in problem["context_options"]]
     question = f"{shown}{problem['context'].strip()}{task.delimiter}"
-    # Strip the delimiter's space: with the continuation, that space is part of the continuation's first token.
+    # Strip the delimiter's space: with the continuation, that space is part of the continuation's
+    # first token.
     return [question.strip(), f"{question}{problem['continuation']}"]
 
 
-def common_prefix(rows: list[list[int]]) -> int:
-    """The number of tokens that all rows have in common at the start."""
-    shortest, longest = (
-        min(rows),
-        max(rows),
-    )  # in lexicographic order, so every other row lies between these
-    for i, (a, b) in enumerate(zip(shortest, longest, strict=False)):
-        if a != b:
-            return i
-    return min(len(shortest), len(longest))
+def make_rows(
+    kind: str,
+    question: int,
+    prompts: list[list[int]],
+) -> list[PromptRow]:
+    """Return the rows to score for one problem. Each prompt begins with BOS.
 
-
-def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[PromptRow]:
-    """The rows to run for one problem. Each prompt begins with BOS.
-
-    The scored tokens are the ones after the common start of all prompts or, for schema, the common end. At least the
-    last token is scored, even if one option is the beginning of another.
+    The scored tokens are those after the common prefix of all prompts or, for schema, those of the
+    common suffix. At least the last token is scored, even if one option is the beginning of
+    another.
     """
     if kind == "schema":
-        same = common_prefix([tokens[::-1] for tokens in prompts])
-        return [
-            PromptRow(question, tokens, max(1, len(tokens) - max(1, same))) for tokens in prompts
-        ]
-    start = common_prefix(prompts)
-    scored = prompts[1:] if kind == "language_modeling" else prompts
-    return [PromptRow(question, tokens, max(1, min(start, len(tokens) - 1))) for tokens in scored]
+        suffix_length = max(1, common_prefix([tokens[::-1] for tokens in prompts]))
+        starts = [max(1, len(tokens) - suffix_length) for tokens in prompts]
+    else:
+        prefix_length = common_prefix(prompts)
+        starts = [max(1, min(prefix_length, len(tokens) - 1)) for tokens in prompts]
+    rows = [
+        PromptRow(question, tokens, start) for tokens, start in zip(prompts, starts, strict=True)
+    ]
+    # The prompt without the continuation only shows where the continuation begins.
+    return rows[1:] if kind == "language_modeling" else rows
 
 
 # --- scores --------------------------------------------------------------------------------------
@@ -314,39 +371,51 @@ def judge(
     tokens_per_batch: int,
     records: Records | None = None,
 ) -> list[bool]:
-    """Whether the model solves each of the problems at these indices; `records` gets a record of each."""
-    prompts = []
+    """Return whether the model solves each of the problems at these indices; `records` gets a
+    record of each.
+    """
+    prompts: list[list[str]] = []  # of each problem
     for number in numbers:
         examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]
         prompts.append(render(task, problems[number], examples))
-    encoded = iter(tokenizer.encode_batch([text for group in prompts for text in group]))
-    rows: list[PromptRow] = []
-    for question, group in enumerate(prompts):
-        rows += make_rows(task.kind, question, [[tokenizer.bos, *next(encoded)] for _ in group])
+    rows = _encode(task.kind, prompts, tokenizer)
+    flat = [row for problem_rows in rows for row in problem_rows]
     greedy = task.kind == "language_modeling"
-    scores = score_rows(model, rows, tokenizer.bos, tokens_per_batch, greedy=greedy)
-    grouped: list[list[int]] = [[] for _ in prompts]  # the numbers of the rows of each problem
-    for i, row in enumerate(rows):
-        grouped[row.question].append(i)
-    right = []
-    for number, group in zip(numbers, grouped, strict=True):
-        losses = [scores[i].mean_loss for i in group]
-        answer, gold = losses.index(min(losses)), problems[number].get("gold")
-        right.append(losses == [0.0] if greedy else answer == gold)
+    scored = score_rows(model, flat, tokenizer.bos, tokens_per_batch, greedy=greedy)
+    likelihoods = iter(scored)
+    verdicts = []
+    for number, problem_rows in zip(numbers, rows, strict=True):
+        problem = problems[number]
+        scores = [next(likelihoods) for _ in problem_rows]
+        losses = [score.mean_loss for score in scores]
+        record: dict[str, Any] = {"id": number, "prompt": shown_tokens(problem_rows)}
+        if greedy:
+            correct = losses == [0.0]
+            record |= {"expected": problem["continuation"], "right": correct}
+        else:
+            answer = losses.index(min(losses))
+            correct = answer == problem["gold"]
+            logprobs = [[score.logprob, score.tokens] for score in scores]
+            record |= {"expected": problem["gold"], "answer": answer, "logprobs": logprobs}
+        verdicts.append(correct)
         if records:
-            some = [rows[i] for i in group]
-            about = {"id": number, "prompt": some[0].tokens[: min(row.start for row in some)]}
-            if greedy:
-                records.add(
-                    number,
-                    {**about, "expected": problems[number]["continuation"], "right": right[-1]},
-                )
-            else:
-                logprobs = [[scores[i].logprob, scores[i].tokens] for i in group]
-                records.add(
-                    number, {**about, "expected": gold, "answer": answer, "logprobs": logprobs}
-                )
-    return right
+            records.add(number, record)
+    return verdicts
+
+
+def _encode(
+    kind: str,
+    prompts: Sequence[Sequence[str]],
+    tokenizer: Tokenizer,
+) -> list[list[PromptRow]]:
+    """Return the rows of each problem, whose prompts are tokenised in one batch."""
+    texts = [text for problem_prompts in prompts for text in problem_prompts]
+    encoded = iter(tokenizer.encode_batch(texts))
+    rows = []
+    for question, problem_prompts in enumerate(prompts):
+        token_ids = [[tokenizer.bos, *next(encoded)] for _ in problem_prompts]
+        rows.append(make_rows(kind, question, token_ids))
+    return rows
 
 
 def evaluate_task(
@@ -358,25 +427,33 @@ def evaluate_task(
     tokens_per_batch: int = 16384,
     records: Records | None = None,
 ) -> TaskScore:
-    """The accuracy of an unsharded model on a task. Each rank evaluates its share of the problems.
+    """Return the accuracy of an unsharded model on a task.
 
-    With `records` of an earlier evaluation of the same, the accuracy is read from them. UserError on every rank if one
-    of them finds a broken problem, or a loss that is not finite.
+    Each rank evaluates its share of the problems.
+
+    If `records` holds the score of an earlier evaluation with the same model, settings and data,
+    that score is returned. UserError on every rank if one of them finds a broken problem, or a loss
+    that is not finite.
     """
-    before = records.finished() if records else None
-    if records and parallel.least(int(before is not None), compute) and before is not None:
-        return TaskScore(**before)
+    if records:
+        saved_score = records.saved_score()
+        on_all_ranks = parallel.least(int(saved_score is not None), compute)
+        if on_all_ranks and saved_score is not None:
+            return TaskScore(**saved_score)
     begin = time.perf_counter()
-    right = 0
+    correct = 0
     with parallel.together(task.label, compute):
         problems = read_problems(task, limit)
-        mine = range(compute.rank, len(problems), compute.world_size)
-        for i in range(0, len(mine), PROBLEMS_AT_ONCE):
-            some = mine[i : i + PROBLEMS_AT_ONCE]
-            right += sum(judge(task, problems, some, model, tokenizer, tokens_per_batch, records))
-    accuracy = parallel.total([float(right)], compute)[0] / len(problems)
+        rank_numbers = range(compute.rank, len(problems), compute.world_size)
+        for i in range(0, len(rank_numbers), PROBLEMS_AT_ONCE):
+            numbers = rank_numbers[i : i + PROBLEMS_AT_ONCE]
+            verdicts = judge(task, problems, numbers, model, tokenizer, tokens_per_batch, records)
+            correct += sum(verdicts)
+    (all_correct,) = parallel.total([float(correct)], compute)
+    accuracy = all_correct / len(problems)
     centered = (accuracy - task.baseline) / (1 - task.baseline)
-    score = TaskScore(task.label, accuracy, centered, len(problems), time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    score = TaskScore(task.label, accuracy, centered, len(problems), seconds)
     if records:
         records.finish(asdict(score))
     return score
@@ -393,14 +470,14 @@ def evaluate_core(
 ) -> Core:
     """Evaluate every task of a bundle, at most `limit` problems each, and log one line per task.
 
-    `tokens_per_batch` limits the memory: it is the most positions, padding included, in one pass of the model.
-    `records` makes the file of a task's answers. A broken task gets a warning and the others go on; UserError if all
-    are broken.
+    `tokens_per_batch` limits the memory: it is the largest number of positions, padding included,
+    in one forward pass. `records` returns the file of a task's answers. A broken task is skipped
+    with a warning; UserError if all are broken.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []
     tasks = read_bundle(folder)
-    for n, task in enumerate(tasks, start=1):
+    for number, task in enumerate(tasks, start=1):
         try:
             answers = records(task) if records else None
             score = evaluate_task(model, tokenizer, task, compute, limit, tokens_per_batch, answers)
@@ -412,8 +489,9 @@ def evaluate_core(
             continue
         scores.append(score)
         log(
-            f"CORE {n:2}/{len(tasks)} {task.label:<34} {task.shots:2}-shot | accuracy {score.accuracy:.4f} | centered "
-            f"{score.centered:+.4f} | {score.problems} problems, {score.seconds:.1f} s"
+            f"CORE {number:2}/{len(tasks)} {task.label:<34} {task.shots:2}-shot | accuracy "
+            f"{score.accuracy:.4f} | centered {score.centered:+.4f} | {score.problems} problems, "
+            f"{score.seconds:.1f} s"
         )
     core = None if broken else sum(score.centered for score in scores) / len(scores)
     return Core(tuple(scores), core, tuple(broken))

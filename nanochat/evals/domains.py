@@ -5,7 +5,8 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 
 from nanochat.common import UserError
 from nanochat.data.corpora import Corpus, shards
@@ -18,8 +19,8 @@ from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-SUMS = 0.2  # the share of digits and signs of arithmetic above which a text counts as sums
-_SUM = re.compile(r"[0-9+*/=×÷<>-]")
+SUMS_SHARE = 0.2  # the share of digits and signs of arithmetic above which a text counts as sums
+_ARITHMETIC = re.compile(r"[0-9+*/=×÷<>-]")
 # First word of a character's Unicode name -> the language that its script stands for.
 SCRIPTS = {
     "CJK": "zh",
@@ -34,24 +35,28 @@ SCRIPTS = {
     "THAI": "thai",
     "DEVANAGARI": "devanagari",
 }
-READ_CHARACTERS = 2_000  # of a document, to find its domain
+READ_CHARACTERS = 2_000  # characters of a document that decide its domain
 
 
 def domain(text: str) -> str:
-    """The domain of a document: sums, or the script of most of its letters; a Chinese character counts three times.
+    """Return the domain of a document: "sums", or the language that the script of most of its
+    letters stands for.
 
-    A Chinese character says about as much as three Latin letters. Kana make a text Japanese from a tenth on, since
-    Japanese is mostly written with Chinese characters.
+    A Chinese character counts three times, because it says about as much as three Latin letters.
+    Kana make a text Japanese from a tenth on, since Japanese is mostly written with Chinese
+    characters.
     """
-    some = text[:READ_CHARACTERS]
-    shown = [character for character in some if not character.isspace()]
-    if shown and len(_SUM.findall(some)) / len(shown) > SUMS:
+    beginning = text[:READ_CHARACTERS]
+    characters = [character for character in beginning if not character.isspace()]
+    arithmetic = len(_ARITHMETIC.findall(beginning))
+    if characters and arithmetic / len(characters) > SUMS_SHARE:
         return "sums"
     counts: Counter[str] = Counter()
-    for character, count in Counter(shown).items():
+    for character, count in Counter(characters).items():
         if character.isalpha():
-            script = SCRIPTS.get(unicodedata.name(character, "").split(" ")[0], "other")
-            counts[script] += count * (3 if script == "zh" else 1)
+            script = unicodedata.name(character, "").split(" ")[0]
+            language = SCRIPTS.get(script, "other")
+            counts[language] += 3 * count if language == "zh" else count
     if not counts:
         return "other"
     if counts["ja"] * 10 > counts.total() // 3:
@@ -59,16 +64,49 @@ def domain(text: str) -> str:
     return counts.most_common(1)[0][0]
 
 
-def _named(prefix: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
-    yield from ((prefix + domain(text), text) for text in texts(shards(corpus, "val")))
+def _named_documents(prefix: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    for text in texts(shards(corpus, "val")):
+        yield prefix + domain(text), text
 
 
-def _documents(data: Data) -> Iterable[tuple[str, str]]:
-    """The validation documents of every corpus in turn, each with its domain; a mixture's name the corpus too."""
-    prefixes = [f"{corpus.name}: " if len(data.corpora) > 1 else "" for corpus in data.corpora]
-    parts = [_named(prefix, corpus) for prefix, corpus in zip(prefixes, data.corpora, strict=True)]
-    for group in itertools.zip_longest(*parts):
-        yield from (one for one in group if one is not None)
+def _documents(data: Data) -> Iterator[tuple[str, str]]:
+    """Yield the validation documents of all corpora in turn, each as (domain, text).
+
+    In a mixture, the name of the corpus is part of the domain's name.
+    """
+    streams = []
+    for corpus in data.corpora:
+        prefix = f"{corpus.name}: " if len(data.corpora) > 1 else ""
+        streams.append(_named_documents(prefix, corpus))
+    for group in itertools.zip_longest(*streams):
+        yield from (document for document in group if document is not None)
+
+
+def _domain_rows(
+    data: Data,
+    tokenizer: Tokenizer,
+    tokens: int,
+    row_length: int,
+) -> list[tuple[str, PromptRow]]:
+    """Cut the first `tokens` tokens of the validation split into rows, each as (domain, row)."""
+    rows: list[tuple[str, PromptRow]] = []
+    tokens_read = 0
+    for name, text in _documents(data):
+        if tokens_read >= tokens:
+            break
+        ids = tokenizer.encode(text)
+        for start in range(0, len(ids), row_length):
+            row_ids = [tokenizer.bos, *ids[start : start + row_length]]
+            rows.append((name, PromptRow(0, row_ids, 1)))
+        tokens_read += len(ids)
+    return rows
+
+
+@dataclass
+class _Sums:
+    nats: float = 0.0
+    tokens: float = 0.0
+    bytes: float = 0.0
 
 
 def evaluate_domains(
@@ -79,35 +117,29 @@ def evaluate_domains(
     tokens_per_batch: int,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """The loss in each domain of the first `tokens` tokens of the validation split, by name; ranks share the rows.
+    """Return the loss in each domain of the first `tokens` tokens of the validation split, by name.
 
-    Documents longer than the context are cut, and every piece begins anew, so figures differ a little from those of
-    packed rows.
+    Ranks share the rows. Documents longer than the context are cut, and every part is read without
+    the parts before it, so figures differ a little from those of packed rows.
     """
     if tokens < 1:
         raise UserError(f"split_tokens must be at least 1, got {tokens}", exit_code=2)
-    lengths, room, read = tokenizer.token_bytes(), model.config.sequence_len, 0
-    rows: list[tuple[str, PromptRow]] = []
-    for name, text in _documents(data):
-        if read >= tokens:
-            break
-        found = tokenizer.encode(text)
-        for start in range(0, len(found), room):
-            rows.append((name, PromptRow(0, [tokenizer.bos, *found[start : start + room]], 1)))
-        read += len(found)
-    names = sorted({name for name, _ in rows})
-    sums = {name: [0.0, 0.0, 0.0] for name in names}  # nats, tokens, bytes
-    mine = rows[compute.rank :: compute.world_size]
-    scored = (
-        score_rows(model, [row for _, row in mine], tokenizer.bos, tokens_per_batch) if mine else []
-    )
-    for (name, row), one in zip(mine, scored, strict=True):
-        size = float(lengths[row.tokens[1:]].sum())
-        sums[name] = [
-            a + b for a, b in zip(sums[name], (-one.logprob, one.tokens, size), strict=True)
-        ]
-    flat = parallel.total([value for name in names for value in sums[name]], compute)
+    named_rows = _domain_rows(data, tokenizer, tokens, model.config.sequence_len)
+    names = sorted({name for name, _ in named_rows})
+    sums = {name: _Sums() for name in names}
+    token_bytes = tokenizer.token_bytes()
+    rank_rows = named_rows[compute.rank :: compute.world_size]
+    rows = [row for _, row in rank_rows]
+    scores = score_rows(model, rows, tokenizer.bos, tokens_per_batch) if rows else []
+    for (name, row), score in zip(rank_rows, scores, strict=True):
+        sums[name].nats -= score.logprob
+        sums[name].tokens += score.tokens
+        sums[name].bytes += float(token_bytes[row.tokens[1:]].sum())
+    flat = [value for name in names for value in astuple(sums[name])]
+    totals = iter(parallel.total(flat, compute))
     losses = {}
-    for name, (nats, count, size) in zip(names, zip(*[iter(flat)] * 3, strict=True), strict=True):
-        losses[name] = Loss(nats / (math.log(2) * size), nats / count, int(count), int(size))
+    for name in names:
+        nats, count, size = next(totals), next(totals), next(totals)
+        bits_per_byte = nats / (math.log(2) * size)
+        losses[name] = Loss(bits_per_byte, nats / count, int(count), int(size))
     return losses

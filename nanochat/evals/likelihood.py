@@ -1,7 +1,11 @@
-"""How likely a model finds continuations: one batched path, sorted by length, for CORE and every choice of answers."""
+"""Measures how likely a model finds given continuations of prompts, in batches sorted by length.
+
+CORE, multiple choice by letter and by text, and the split by domain all score their rows here.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,21 +15,33 @@ from nanochat.evals.branches import Branches
 from nanochat.model import Model
 
 HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
-LEAST_SHARED = 64  # tokens that a question must spare, or its rows are read whole: a second pass has a price too
+LEAST_SHARED = 64  # tokens that reading a prefix once must save, since it costs a second pass
+
+Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The tokens of a prompt with a continuation. The tokens from `start` on, at least one, are scored."""
+    """The tokens of a prompt with a continuation.
 
-    question: int
+    The tokens from `start` on, at least one, are scored.
+    """
+
+    question: int  # rows of the same question may share a prefix
     tokens: list[int]
     start: int
+
+    @property
+    def scored(self) -> int:
+        """The number of scored tokens."""
+        return len(self.tokens) - self.start
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The summed log-probability, in nats, of the scored tokens of a row, and how many tokens those are."""
+    """The summed log-probability, in nats, of the scored tokens of a row, and how many tokens those
+    are.
+    """
 
     logprob: float
     tokens: int
@@ -36,90 +52,30 @@ class Likelihood:
         return -self.logprob / self.tokens
 
 
-def batches(
-    lengths: Sequence[int], tokens_per_batch: int | None, rows_per_batch: int | None
-) -> Iterator[list[int]]:
-    """Indices of rows of similar length, batch by batch, the longest first, so that memory runs out at once or never.
+@dataclass(frozen=True)
+class _Input:
+    """Tokens that the model reads, and the numbers of the rows that are scored by them.
 
-    A padded batch has at most `tokens_per_batch` positions and `rows_per_batch` rows; None means no limit.
+    Rows that differ only in their last token share an input.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    while order:
-        size = rows_per_batch or len(order)
-        if tokens_per_batch is not None:
-            size = max(1, min(size, tokens_per_batch // max(lengths[order[0]], 1)))
-        yield order[:size]
-        order = order[size:]
+
+    tokens: tuple[int, ...]
+    row_numbers: list[int] = field(default_factory=list)
 
 
-class _Pass:
-    """One row to run through the model. Rows that differ only in their last token share it."""
+@dataclass(frozen=True)
+class _Family:
+    """Inputs of one question whose first `prefix_length` tokens are equal and read once for all of
+    them.
+    """
 
-    def __init__(self, tokens: tuple[int, ...]):
-        self.tokens = tokens
-        self.rows: list[int] = []
+    prefix_length: int
+    inputs: list[_Input]
 
-
-def _passes(rows: Sequence[PromptRow]) -> list[_Pass]:
-    found: dict[tuple[int, ...], _Pass] = {}
-    for i, row in enumerate(rows):
-        read = tuple(row.tokens[:-1])  # nothing is predicted from the last token
-        found.setdefault(read, _Pass(read)).rows.append(i)
-    return list(found.values())
-
-
-def _families(passes: Sequence[_Pass], rows: Sequence[PromptRow]) -> list[tuple[int, list[_Pass]]]:
-    """The passes of each question together, with how many tokens they have in common at the start, which are read once.
-    A pass that shares too little is alone, with 0."""
-    questions: dict[int, list[_Pass]] = {}
-    for one in passes:
-        questions.setdefault(rows[one.rows[0]].question, []).append(one)
-    families: list[tuple[int, list[_Pass]]] = []
-    for some in questions.values():
-        scored = min(
-            rows[i].start for one in some for i in one.rows
-        )  # its prediction must come after the common part
-        most = min(scored - 1, *(len(one.tokens) - 1 for one in some))
-        low, high = (
-            min(one.tokens for one in some),
-            max(one.tokens for one in some),
-        )  # any other lies between these
-        alike = next((i for i in range(most) if low[i] != high[i]), max(most, 0))
-        if alike * (len(some) - 1) >= LEAST_SHARED:
-            families.append((alike, some))
-        else:
-            families += [(0, [one]) for one in some]
-    return families
-
-
-def _batches(
-    families: Sequence[tuple[int, list[_Pass]]],
-    tokens_per_batch: int | None,
-    rows_per_batch: int | None,
-) -> Iterator[tuple[list[int], list[_Pass]]]:
-    """How many tokens were read before of each pass, and the passes, batch by batch: first those that share their
-    beginnings, then the others. The longest come first, and a batch is limited as in batches()."""
-    sharing = sorted(
-        (one for one in families if one[0]), key=lambda one: -max(len(p.tokens) for p in one[1])
-    )
-    while sharing:
-        longest, taken, slots = max(len(one.tokens) for one in sharing[0][1]), 0, 0
-        while taken < len(sharing):
-            slots += len(sharing[taken][1])
-            full = (tokens_per_batch is not None and slots * longest > tokens_per_batch) or (
-                rows_per_batch is not None and slots > rows_per_batch
-            )
-            if full and taken:
-                break
-            taken += 1
-        some, sharing = sharing[:taken], sharing[taken:]
-        yield (
-            [alike for alike, passes in some for _ in passes],
-            [one for _, passes in some for one in passes],
-        )
-    alone = [passes[0] for alike, passes in families if not alike]
-    for batch in batches([len(one.tokens) for one in alone], tokens_per_batch, rows_per_batch):
-        yield [0] * len(batch), [alone[i] for i in batch]
+    @property
+    def longest(self) -> int:
+        """The length of the longest input in tokens."""
+        return max(len(entry.tokens) for entry in self.inputs)
 
 
 @torch.inference_mode()
@@ -130,64 +86,205 @@ def score_rows(
     tokens_per_batch: int | None = None,
     rows_per_batch: int | None = None,
     greedy: bool = False,
-    done: Callable[[int], None] = lambda rows: None,
+    on_batch: Callable[[int], None] = lambda rows: None,
 ) -> list[Likelihood]:
-    """The likelihood of each row's continuation, in the order of the rows; `done` hears how many rows a batch scored.
+    """Return the likelihood of each row's continuation, in the order of the rows.
 
-    With `greedy`, the log-probability is 0.0 if the likeliest token is right at every place, else -1.0 for each place
-    where it is wrong. Options of one token each, such as letters, cost one pass together, and the beginning that the
-    rows of a question have in common is read once. Padding comes last, so no row attends to it. UserError if the model
-    has diverged.
+    `on_batch` is called after every batch with the number of rows that the batch scored. With
+    `greedy`, every scored token counts 0.0 if it is the likeliest one, else -1.0, instead of its
+    log-probability. Options of one token each, such as letters, cost one pass together, and the
+    prefix that the rows of a question share is read once. Padding comes last, so no row attends to
+    it. UserError if the model has diverged.
     """
-    found: list[Likelihood | None] = [None] * len(rows)
+    likelihoods: dict[int, Likelihood] = {}
     branches = Branches(model, pad)
-    for before, some in _batches(_families(_passes(rows), rows), tokens_per_batch, rows_per_batch):
-        numbers = [i for one in some for i in one.rows]
-        values = _losses(model, branches, before, some, rows, greedy)
-        counts = [len(rows[i].tokens) - rows[i].start for i in numbers]
-        for i, part in zip(numbers, values.split(counts), strict=True):
-            found[i] = Likelihood(-float(part.sum()), len(part))
-        done(len(numbers))
-    return [one for one in found if one is not None]
+    families = _families(_inputs(rows), rows)
+    for prefix_lengths, inputs in _batches(families, tokens_per_batch, rows_per_batch):
+        losses = _losses(model, branches, prefix_lengths, inputs, rows, greedy)
+        row_numbers = [i for entry in inputs for i in entry.row_numbers]
+        losses_by_row = losses.split([rows[i].scored for i in row_numbers])
+        for i, row_losses in zip(row_numbers, losses_by_row, strict=True):
+            logprob = -float(row_losses.sum())
+            likelihoods[i] = Likelihood(logprob, len(row_losses))
+        on_batch(len(row_numbers))
+    return [likelihoods[i] for i in range(len(rows))]
+
+
+def shown_tokens(rows: Sequence[PromptRow]) -> list[int]:
+    """Return the tokens that the rows of a question show before any of them scores a token."""
+    end = min(row.start for row in rows)
+    return rows[0].tokens[:end]
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def common_prefix(rows: Sequence[Tokens]) -> int:
+    """Return the number of tokens that all rows have in common at the start."""
+    # In lexicographic order, every other row lies between these two.
+    first = min(rows)
+    last = max(rows)
+    for i, (a, b) in enumerate(zip(first, last, strict=False)):
+        if a != b:
+            return i
+    return min(len(first), len(last))
+
+
+def batches(
+    lengths: Sequence[int],
+    tokens_per_batch: int | None,
+    rows_per_batch: int | None,
+) -> Iterator[list[int]]:
+    """Yield the indices of rows of similar length, batch by batch.
+
+    The longest rows come first, so that memory runs out at once or never. A padded batch has at
+    most `tokens_per_batch` positions and `rows_per_batch` rows; None means no limit.
+    """
+    order = list(range(len(lengths)))
+    order.sort(key=lambda i: -lengths[i])
+    while order:
+        size = rows_per_batch or len(order)
+        if tokens_per_batch is not None:
+            longest = max(lengths[order[0]], 1)
+            size = max(1, min(size, tokens_per_batch // longest))
+        yield order[:size]
+        order = order[size:]
+
+
+def _inputs(rows: Sequence[PromptRow]) -> list[_Input]:
+    inputs: dict[tuple[int, ...], _Input] = {}
+    for i, row in enumerate(rows):
+        tokens = tuple(row.tokens[:-1])  # nothing is predicted from the last token
+        inputs.setdefault(tokens, _Input(tokens)).row_numbers.append(i)
+    return list(inputs.values())
+
+
+def _families(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> list[_Family]:
+    """Group the inputs of each question; an input that shares too little becomes a family of its
+    own.
+    """
+    questions: dict[int, list[_Input]] = {}
+    for entry in inputs:
+        question = rows[entry.row_numbers[0]].question
+        questions.setdefault(question, []).append(entry)
+    families: list[_Family] = []
+    for members in questions.values():
+        prefix_length = _shareable_prefix(members, rows)
+        saved_tokens = prefix_length * (len(members) - 1)
+        if saved_tokens >= LEAST_SHARED:
+            families.append(_Family(prefix_length, members))
+        else:
+            families += [_Family(0, [entry]) for entry in members]
+    return families
+
+
+def _shareable_prefix(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> int:
+    """Return how many tokens at the start of all inputs may be read once, without their hidden
+    states.
+    """
+    # The first scored token is predicted from the token before it, whose hidden state each input
+    # needs.
+    first_scored = min(rows[i].start for entry in inputs for i in entry.row_numbers)
+    shortest = min(len(entry.tokens) for entry in inputs)
+    limit = min(first_scored, shortest) - 1
+    prefix_length = common_prefix([entry.tokens for entry in inputs])
+    return max(0, min(limit, prefix_length))
+
+
+def _batches(
+    families: Sequence[_Family],
+    tokens_per_batch: int | None,
+    rows_per_batch: int | None,
+) -> Iterator[tuple[list[int], list[_Input]]]:
+    """Yield the prefix lengths and the inputs of every batch, within the limits that batches() has.
+
+    Families that share a prefix come first, then single inputs; among both, the longest come first.
+    """
+    sharing = [family for family in families if family.prefix_length]
+    sharing.sort(key=lambda family: -family.longest)
+    while sharing:
+        count = _count_that_fit(sharing, tokens_per_batch, rows_per_batch)
+        batch = sharing[:count]
+        sharing = sharing[count:]
+        prefix_lengths = [family.prefix_length for family in batch for _ in family.inputs]
+        inputs = [entry for family in batch for entry in family.inputs]
+        yield prefix_lengths, inputs
+    single = [family.inputs[0] for family in families if not family.prefix_length]
+    lengths = [len(entry.tokens) for entry in single]
+    for numbers in batches(lengths, tokens_per_batch, rows_per_batch):
+        prefix_lengths = [0] * len(numbers)
+        yield prefix_lengths, [single[i] for i in numbers]
+
+
+def _count_that_fit(
+    families: Sequence[_Family],
+    tokens_per_batch: int | None,
+    rows_per_batch: int | None,
+) -> int:
+    """Return how many of the first families fit into one batch, at least 1.
+
+    The first family is the longest.
+    """
+    longest = families[0].longest
+    slots = 0
+    for count, family in enumerate(families):
+        slots += len(family.inputs)
+        too_many_tokens = tokens_per_batch is not None and slots * longest > tokens_per_batch
+        too_many_rows = rows_per_batch is not None and slots > rows_per_batch
+        if count > 0 and (too_many_tokens or too_many_rows):
+            return count
+    return len(families)
+
+
+# --- losses --------------------------------------------------------------------------------------
 
 
 def _losses(
     model: Model,
     branches: Branches,
-    before: Sequence[int],
-    passes: Sequence[_Pass],
+    prefix_lengths: Sequence[int],
+    inputs: Sequence[_Input],
     rows: Sequence[PromptRow],
     greedy: bool,
 ) -> Tensor:
-    """The loss in nats of every scored token of a batch, row after row: float64 on the host."""
-    states = branches.hidden([one.tokens for one in passes], before)  # (B, T, C)
-    longest = states.size(1)
-    places: list[
-        Tensor
-    ] = []  # in the flattened batch: positions whose hidden states predict the scored tokens
-    targets: list[int] = []
-    for b, (one, read) in enumerate(zip(passes, before, strict=True)):
-        for i in one.rows:
-            places.append(
-                torch.arange(rows[i].start - 1, len(rows[i].tokens) - 1) - read + b * longest
-            )
-            targets += rows[i].tokens[rows[i].start :]
-    wanted = torch.tensor(targets).to(model.device)
-    hidden = states.flatten(0, 1)[torch.cat(places).to(model.device)]  # (N, C)
-    if greedy:
-        parts = []
-        for i in range(0, len(wanted), HEAD_ROWS):
-            most, places_of = model.logits(hidden[i : i + HEAD_ROWS]).max(dim=-1)
-            parts.append(
-                torch.where(
-                    most.isfinite(), (places_of != wanted[i : i + HEAD_ROWS]).to(most.dtype), most
-                )
-            )
-        values = torch.cat(parts).cpu().double()
-    else:
-        values = model.token_losses(hidden, wanted).cpu().double()
-    if not values.isfinite().all():
+    """Return the loss in nats of every scored token of a batch, row after row, in float64 on the
+    host.
+    """
+    states = branches.hidden([entry.tokens for entry in inputs], prefix_lengths)  # (B, T, C)
+    positions: list[Tensor] = []  # in the flattened batch, of the states that predict scored tokens
+    target_ids: list[int] = []
+    for b, (entry, prefix_length) in enumerate(zip(inputs, prefix_lengths, strict=True)):
+        offset = b * states.size(1) - prefix_length
+        for i in entry.row_numbers:
+            row = rows[i]
+            predicting = torch.arange(row.start - 1, len(row.tokens) - 1)
+            positions.append(predicting + offset)
+            target_ids += row.tokens[row.start :]
+    targets = torch.tensor(target_ids).to(model.device)  # (N,)
+    index = torch.cat(positions).to(model.device)
+    hidden = states.flatten(0, 1)[index]  # (N, C)
+    losses = _misses(model, hidden, targets) if greedy else model.token_losses(hidden, targets)
+    losses = losses.cpu().double()
+    if not losses.isfinite().all():
         raise UserError(
             "the model's loss is not finite, so its training has diverged: evaluate an earlier step"
         )
-    return values
+    return losses
+
+
+def _misses(
+    model: Model,
+    hidden: Tensor,
+    targets: Tensor,
+) -> Tensor:  # (N, C), (N,) -> (N,)
+    """Return 0 where the likeliest token is the target and 1 elsewhere; a logit that is not finite
+    stays as it is.
+    """
+    misses = []
+    hidden_chunks = hidden.split(HEAD_ROWS)
+    target_chunks = targets.split(HEAD_ROWS)
+    for hidden_chunk, target_chunk in zip(hidden_chunks, target_chunks, strict=True):
+        top_logits, top_ids = model.logits(hidden_chunk).max(dim=-1)
+        missed = (top_ids != target_chunk).to(top_logits.dtype)
+        misses.append(torch.where(top_logits.isfinite(), missed, top_logits))
+    return torch.cat(misses)

@@ -1,4 +1,8 @@
-"""How much likelier a model finds preferred answers than a reference model does, and the loss that makes them so."""
+"""Direct preference optimisation (DPO): the loss over pairs of answers, and its reference model.
+
+The loss compares how much likelier the model finds the preferred answer of a pair than the
+reference model does, with how much likelier it finds the rejected one.
+"""
 
 import hashlib
 import zipfile
@@ -21,58 +25,61 @@ from nanochat.runtime.progress import Progress
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Direct preference optimisation (DPO, arXiv 2305.18290): -log sigmoid(margin), a mean over pairs.
+    """Direct preference optimisation (DPO, arXiv 2305.18290): -log sigmoid(margin), a mean over
+    pairs.
 
-    The margin of a pair is beta * (log p / p_ref of the preferred answer - log p / p_ref of the other one), where p_ref
-    is what the model said before training. A row holds both answers of a pair, so one pass gives the losses of all
-    their tokens, and the gradient of this loss is a weight for each of them: model(..., "none") applies the weights in
-    chunks, and the logits never exist at once.
+    The margin of a pair is beta * (log p / p_ref of the preferred answer - log p / p_ref of the
+    rejected one), where p_ref is the probability under the model before training. A row holds both
+    answers of a pair, so one forward pass gives the losses of all their tokens, and the gradient of
+    this loss is a weight for each token: model(..., "none") applies the weights in chunks, and the
+    logits never exist at once.
     """
 
-    beta: float = (
-        0.1  # how far the model is held to the reference: a smaller beta lets it move further
-    )
+    beta: float = 0.1  # a smaller beta lets the model move further away from the reference
     label_smoothing: float = 0.0  # the share of pairs that may be the wrong way round (cDPO)
-    sft_weight: float = 0.0  # of the preferred answer's loss in nats per token, which is added (RPO, arXiv 2404.19733)
+    # Weight of the preferred answer's loss in nats per token, which is added (RPO, arXiv
+    # 2404.19733).
+    sft_weight: float = 0.0
     figures: tuple[str, ...] = ("accuracy", "margin", "chosen_reward")
 
     def __post_init__(self) -> None:
-        rules = (
-            ("beta of DPO", self.beta, self.beta > 0, "above 0"),
-            (
-                "label smoothing of DPO",
-                self.label_smoothing,
-                0 <= self.label_smoothing < 0.5,
-                "from 0 to below 0.5",
-            ),
-            (
-                "weight of the preferred answers' own loss",
-                self.sft_weight,
-                self.sft_weight >= 0,
-                "0 or above",
-            ),
-        )
-        for name, value, fits, rule in rules:
-            if not fits:
-                raise UserError(f"the {name} must be {rule}, got {value}", 2)
+        if not self.beta > 0:
+            raise UserError(f"the beta of DPO must be above 0, got {self.beta}", 2)
+        if not 0 <= self.label_smoothing < 0.5:
+            rule = f"must be from 0 to below 0.5, got {self.label_smoothing}"
+            raise UserError(f"the label smoothing of DPO {rule}", 2)
+        if not self.sft_weight >= 0:
+            rule = f"must be 0 or above, got {self.sft_weight}"
+            raise UserError(f"the weight of the preferred answers' own loss {rule}", 2)
 
     def __call__(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
-    ) -> Tensor:
-        """The sums over the pairs of a batch of PairRows: of the loss, of the pairs with a margin above 0, of the
-        margins, and of beta * log p / p_ref of preferred answers, (4,)."""
+        self,
+        model: nn.Module,
+        inputs: Tensor,  # (B, T)
+        targets: Tensor,  # (B, T)
+        **extras: Tensor,  # documents (B, T) and references (B, P, 2) of PairRows
+    ) -> Tensor:  # (4,)
+        """Return four sums over the pairs of a batch of PairRows.
+
+        They are the loss, the number of pairs with a margin above 0, the margin, and the reward of
+        the preferred answer, which is beta * log p / p_ref.
+        """
         references = extras["references"]
         scores, lengths = answer_scores(
             model, inputs, targets, extras["documents"], references.size(1)
         )
         rewards = self.beta * (scores - references)  # (B, P, 2)
-        margin, there = rewards[..., 0] - rewards[..., 1], lengths[..., 0] > 0
+        margin = rewards[..., 0] - rewards[..., 1]
         smooth = self.label_smoothing
         loss = -(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+        chosen_length = lengths[..., 0]
         if self.sft_weight:
-            loss = loss - self.sft_weight * scores[..., 0] / lengths[..., 0].clamp_min(1)
-        each = torch.stack((loss, (margin > 0).float(), margin, rewards[..., 0]))  # (4, B, P)
-        return torch.where(there, each, 0.0).sum(dim=(1, 2))
+            loss = loss - self.sft_weight * scores[..., 0] / chosen_length.clamp_min(1)
+        chosen_reward = rewards[..., 0]
+        is_right = (margin > 0).float()
+        by_pair = torch.stack((loss, is_right, margin, chosen_reward))  # (4, B, P)
+        has_pair = chosen_length > 0  # (B, P); rows hold different numbers of pairs
+        return torch.where(has_pair, by_pair, 0.0).sum(dim=(1, 2))
 
 
 def answer_scores(
@@ -82,47 +89,67 @@ def answer_scores(
     documents: Tensor,  # (B, T), 2n and 2n + 1 for the answers of pair n of a row
     pairs: int,  # the largest number of pairs in a row
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of every answer in nats, fp32 (B, P, 2), and its length in tokens; 0 where there is none."""
+    """Return the log-probability of every answer in nats, fp32 (B, P, 2), and its length in tokens
+    (B, P, 2).
+
+    Both are 0 where a row has no such pair.
+    """
     losses = model(inputs, targets, "none", context=Packed(documents))
     numbers = torch.arange(2 * pairs, device=documents.device)[None, :, None]
-    own = (documents[:, None] == numbers) & (targets >= 0)[:, None]  # (B, 2 P, T)
+    is_target = (targets >= 0)[:, None]
+    in_answer = (documents[:, None] == numbers) & is_target  # (B, 2 P, T)
     # A sum over a mask and not scatter_add, whose order differs from run to run on some devices.
-    scores = -torch.where(own, losses[:, None], 0.0).sum(dim=2)
-    return scores.unflatten(1, (pairs, 2)), own.sum(dim=2).unflatten(1, (pairs, 2))
+    scores = -torch.where(in_answer, losses[:, None], 0.0).sum(dim=2)
+    lengths = in_answer.sum(dim=2)
+    shape = (pairs, 2)
+    return scores.unflatten(1, shape), lengths.unflatten(1, shape)
+
+
+# --- the reference model -------------------------------------------------------------------------
 
 
 def add_references(
-    rows: PairRows, model: nn.Module, identity: str, batch_rows: int, compute: Compute
+    rows: PairRows,
+    model: nn.Module,
+    identity: str,
+    batch_rows: int,
+    compute: Compute,
 ) -> None:
-    """Give the pairs of `rows` the log-probabilities of their answers under the model, which is not trained yet.
+    """Set `rows.references` to the log-probabilities of all answers under a model that is not
+    trained yet.
 
-    They are computed once, in one pass over the rows, and kept beside the tokens: a run that resumes needs no reference
-    model and learns from the same bits. `identity` names the model; a pass has at most `batch_rows` rows. Every rank
-    must call this. signals.Stopped if the run is told to stop.
+    They are computed once, in one pass over the rows, and saved beside the tokens: a run that
+    resumes needs no reference model and learns from the same bits. `identity` names the model; a
+    forward pass has at most `batch_rows` rows. Every rank must call this. signals.Stopped if the
+    run is told to stop.
     """
     facts = f"{rows.key} {identity} {compute.dtype}"
-    path = rows.folder / f"reference-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npz"
-    kept = _read(path, rows.references.shape) if compute.main else None
-    if not parallel.agree(int(kept is not None), compute):
-        kept = _score(rows, model, batch_rows, compute)
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
+    path = rows.folder / f"reference-{digest}.npz"
+    references = _load(path, rows.references.shape) if compute.main else None
+    if not parallel.agree(int(references is not None), compute):
+        references = _score(rows, model, batch_rows, compute)
         if compute.main:
             with atomic_path(path) as temporary, open(temporary, "wb") as file:
-                np.savez(file, references=kept)
-    if kept is None or not compute.main:  # rank 0 tells the others, whose disk may be another one
-        kept = np.zeros_like(rows.references)
-    rows.references = _sum(kept, compute)
+                np.savez(file, references=references)
+    if references is None or not compute.main:
+        # Rank 0 sends its values to the others, which may have another disk.
+        references = np.zeros_like(rows.references)
+    rows.references = _sum(references, compute)
 
 
-def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The kept log-probabilities; None if there are none, or if they are damaged, which also prints a warning."""
+def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return the saved log-probabilities, or None if there are none or, with a warning, if they are
+    damaged.
+    """
     if not path.exists():
         return None
     try:
         with np.load(path) as content:  # which checks the CRC of what it reads
-            found = content["references"]
-        if found.shape == shape and found.dtype == np.float32:
-            return found
-        why = f"it holds {found.shape} values of {found.dtype}, expected {shape}"
+            references = content["references"]
+        if references.shape == shape and references.dtype == np.float32:
+            return references
+        why = f"it holds {references.shape} values of {references.dtype}, expected {shape}"
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as failure:
         why = str(failure)
     warn(
@@ -132,34 +159,44 @@ def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 @torch.no_grad()
-def _score(rows: PairRows, model: nn.Module, batch_rows: int, compute: Compute) -> np.ndarray:
-    """The log-probabilities of all answers, float32 (pairs, 2), on every rank; each computes those of its rows."""
-    found, count = np.zeros_like(rows.references), rows.size
+def _score(
+    rows: PairRows,
+    model: nn.Module,
+    batch_rows: int,
+    compute: Compute,
+) -> np.ndarray:
+    """Return the log-probabilities of all answers, float32 (pairs, 2), on every rank.
+
+    Ranks share the rows.
+    """
+    log_probabilities = np.zeros_like(rows.references)
+    rows_per_pass = batch_rows * compute.world_size
     model.eval()  # without dropout
-    with Progress(f"reference {rows.folder.name}", count, "rows", shown=compute.main) as progress:
-        for first in range(0, count, batch_rows * compute.world_size):
+    title = f"reference {rows.folder.name}"
+    with Progress(title, rows.size, "rows", shown=compute.main) as progress:
+        for first in range(0, rows.size, rows_per_pass):
             signals.check(compute)
             begin = first + compute.rank * batch_rows
-            own = np.arange(begin, min(begin + batch_rows, count))
-            # A sharded model needs every rank in every pass, so a rank without a row of its own reads the first one.
-            inputs, targets, documents, references = rows.batch(
-                own if len(own) else np.zeros(1, np.int64)
-            )
-            inputs, targets, documents = (
-                to_device(one, compute) for one in (inputs, targets, documents)
-            )
+            numbers = np.arange(begin, min(begin + batch_rows, rows.size))
+            # A sharded model needs every rank in every pass, so a rank without rows reads row 0.
+            plan_rows = numbers if len(numbers) else np.zeros(1, np.int64)
+            *tensors, references = rows.batch(plan_rows)
+            inputs, targets, documents = (to_device(tensor, compute) for tensor in tensors)
             scores, _ = answer_scores(model, inputs, targets, documents, references.size(1))
-            for row, of_row in zip(own, scores.cpu().numpy(), strict=len(own) > 0):
+            row_scores = scores.cpu().numpy()  # (B, P, 2)
+            for row, pair_scores in zip(numbers, row_scores, strict=len(numbers) > 0):
                 start, end = rows.pair_starts[row : row + 2]
-                found[start:end] = of_row[: end - start]
+                log_probabilities[start:end] = pair_scores[: end - start]
             compute.pulse.beat()
-            progress.advance(min(batch_rows * compute.world_size, count - first))
+            progress.advance(min(rows_per_pass, rows.size - first))
     model.train()
-    return _sum(found, compute)
+    return _sum(log_probabilities, compute)
 
 
 def _sum(values: np.ndarray, compute: Compute) -> np.ndarray:
-    """The sum over all ranks of values that one rank has and the others have as 0, so that no bit changes."""
-    return np.array(parallel.total(values.ravel().tolist(), compute), np.float32).reshape(
-        values.shape
-    )
+    """Return the sum over all ranks.
+
+    Where one rank has a value and the others have 0, the sum has its exact bits.
+    """
+    sums = parallel.total(values.ravel().tolist(), compute)
+    return np.array(sums, np.float32).reshape(values.shape)

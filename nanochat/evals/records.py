@@ -1,8 +1,8 @@
-"""What a model answered to every question: one JSON line each, kept beside the score of the finished task."""
+"""Saves what a model answered to every question of a task, one JSON line each, with the score."""
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,76 +10,110 @@ from nanochat import device
 from nanochat.common import base_dir, log, parse_json, to_json, write_atomic
 from nanochat.device import Compute
 
+Fields = Mapping[str, Any]  # of a JSON object
+
 
 def records_dir(stage: str, tag: str, step: int) -> Path:
-    """The folder of the records of a model."""
+    """Return the folder of the records of a model."""
     return base_dir() / "records" / f"{stage}-{tag}-{step:06d}"
 
 
 def fingerprint(task: Any, limit: int | None = None) -> str:
-    """A hash of the first `limit` questions and their answers, and of how a text poses them where the task does."""
+    """Return a hash of the first `limit` questions and their answers.
+
+    Where the task poses its questions as texts, the hash also covers those texts.
+    """
     digest = hashlib.sha256()
-    for i in range(len(task) if limit is None else min(limit, len(task))):
-        asked = task.cloze(i) if hasattr(task, "cloze") else task[i]
-        digest.update(repr(asked).encode())
+    count = len(task)
+    if limit is not None:
+        count = min(limit, count)
+    for i in range(count):
+        question = task.cloze(i) if hasattr(task, "cloze") else task[i]
+        digest.update(repr(question).encode())
     return digest.hexdigest()[:16]
 
 
 class Records:
-    """The answers to one task. The first line of the file says which model and settings they are of, and the score.
+    """The file of the answers to one task.
 
-    The file appears when the task is finished, so a task that has a file need not be evaluated again. Every rank adds
-    its own answers; the ranks share the folder, as they share the base folder.
+    Its first line names the model and the settings, and has the score.
+
+    The file appears when the task is finished, so a task that has a file need not be evaluated
+    again. Every rank adds its own answers; the ranks share the folder, as they share the base
+    folder.
     """
 
-    def __init__(self, folder: Path, task: str, about: Mapping[str, Any], compute: Compute):
-        """`about` says what the answers depend on: model, settings and data."""
+    def __init__(
+        self,
+        folder: Path,
+        task: str,
+        about: Fields,
+        compute: Compute,
+    ):
+        """`about` holds what the answers depend on: model, settings and data."""
         name = re.sub(r"[^\w.-]+", "_", task)
         self.path = folder / f"{name}.jsonl"
-        self._part = folder / f".{name}.rank-{compute.rank}"
-        self._about, self._compute = {"task": task, **about}, compute
-        self._lines: list[tuple[int, dict[str, Any]]] = []
+        self._folder = folder
+        self._name = name
+        self._about = {"task": task, **about}
+        self._compute = compute
+        self._records: list[tuple[int, Fields]] = []
 
-    def finished(self) -> dict[str, Any] | None:
-        """The score of an earlier evaluation of the same, or None."""
+    def saved_score(self) -> dict[str, Any] | None:
+        """Return the score of an earlier evaluation with the same model, settings and data, or
+        None.
+        """
         try:
-            with open(self.path, "rb") as f:
-                head = parse_json(f.readline())
+            with open(self.path, "rb") as file:
+                head = parse_json(file.readline())
         except (OSError, ValueError):
             return None
-        same = isinstance(head, dict) and head.get("about") == parse_json(to_json(self._about))
-        return head.get("score") if same else None
+        if not isinstance(head, dict):
+            return None
+        about = parse_json(to_json(self._about))
+        return head.get("score") if head.get("about") == about else None
 
-    def add(self, number: int, record: Mapping[str, Any]) -> None:
-        """Keep the answer to question `number`; the file has the answers in the order of these numbers."""
-        self._lines.append((number, dict(record)))
+    def add(self, number: int, record: Fields) -> None:
+        """Add the answer to question `number`; the file lists the answers in the order of these
+        numbers.
+        """
+        self._records.append((number, dict(record)))
 
-    def finish(self, score: Mapping[str, Any]) -> None:
+    def finish(self, score: Fields) -> None:
         """Write the answers of all ranks with their score. Every rank must call this."""
+        rank_path = self._rank_path(self._compute.rank)
         if self._compute.world_size > 1:
-            write_atomic(
-                self._part, "".join(to_json([number, line]) + "\n" for number, line in self._lines)
-            )
+            _write_lines(rank_path, self._records)
             device.barrier(self._compute)
         if self._compute.main:
-            for rank in range(1, self._compute.world_size):
-                part = self._part.with_name(self._part.name.removesuffix("0") + str(rank))
-                self._lines += [
-                    (number, line)
-                    for number, line in map(parse_json, part.read_bytes().splitlines())
-                ]
-            self._lines.sort(key=lambda line: line[0])
-            lines = [
-                {"about": self._about, "score": dict(score)},
-                *(line for _, line in self._lines),
-            ]
-            write_atomic(self.path, "".join(to_json(line) + "\n" for line in lines))
+            records = sorted(self._of_all_ranks(), key=lambda numbered: numbered[0])
+            head = {"about": self._about, "score": dict(score)}
+            _write_lines(self.path, [head, *(record for _, record in records)])
             log(f"answers: {self.path}")
         device.barrier(self._compute)
-        self._part.unlink(missing_ok=True)
+        rank_path.unlink(missing_ok=True)
+
+    def _of_all_ranks(self) -> list[tuple[int, Fields]]:
+        records = list(self._records)
+        for rank in range(1, self._compute.world_size):
+            for line in self._rank_path(rank).read_bytes().splitlines():
+                number, record = parse_json(line)
+                records.append((number, record))
+        return records
+
+    def _rank_path(self, rank: int) -> Path:
+        """Return the temporary file by which another rank hands its answers to rank 0."""
+        return self._folder / f".{self._name}.rank-{rank}"
+
+
+def _write_lines(path: Path, values: Iterable[Any]) -> None:
+    """Write one line of JSON for each value."""
+    lines = [to_json(value) + "\n" for value in values]
+    write_atomic(path, "".join(lines))
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The first line of a file of records, with `about` and `score`, and its answers."""
-    head, *lines = (parse_json(line) for line in path.read_bytes().splitlines())
-    return head, lines
+    """Return the first line of a file of records, with `about` and `score`, and its answers."""
+    lines = path.read_bytes().splitlines()
+    head, *records = map(parse_json, lines)
+    return head, records

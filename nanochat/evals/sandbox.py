@@ -19,17 +19,20 @@ from pathlib import Path
 from nanochat.common import UserError, log, warn
 from nanochat.evals.system_calls import filter_for
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
-_TIMED_OUT, _NOT_SET_UP = 124, 125  # exit codes of the supervisor in sandbox_child.py
-OUTPUT = 64 << 10  # bytes of output to keep
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-ENTRIES = 100  # names of a folder that are held at a time while it is removed
+OUTPUT = 64 << 10  # bytes of output to return
 MEMORY = 512 << 20  # bytes of address space for a program
+ENTRIES = 100  # entries of a folder to read at a time while it is removed
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+_TIMED_OUT = 124  # exit codes of the supervisor in sandbox_child.py
+_NOT_SET_UP = 125
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended: whether it passed its last line, whether it ran out of time, and what it printed."""
+    """How a program ended: whether it passed its last line, whether it ran out of time, and what it
+    printed.
+    """
 
     passed: bool
     timed_out: bool
@@ -37,23 +40,25 @@ class ProgramResult:
 
 
 def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
-    """Read until the output or the time ends; return the first OUTPUT bytes."""
+    """Read until the output or the time ends, and return the first OUTPUT bytes."""
     assert process.stdout is not None
-    kept = b""
+    output = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while selector.select(max(0.0, end - time.monotonic())):
             block = os.read(process.stdout.fileno(), 1 << 16)
             if not block:
                 break
-            kept += block[: OUTPUT - len(kept)]
-    return kept
+            output += block[: OUTPUT - len(output)]
+    return output
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a program that has ended, however deep its folders are and whatever their modes are.
+    """Remove the folder of a program that has ended, however deep its folders are and whatever
+    their modes are.
 
-    Links are removed, not followed. If something cannot be removed, a line says so, and the evaluation continues.
+    Links are removed, not followed. If something cannot be removed, a line says so, and the
+    evaluation continues.
     """
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -66,22 +71,32 @@ def _remove(folder: str) -> None:
 
 
 def _empty(folder: str) -> None:
-    """Remove what a folder holds. One or two folders are open at a time, and nothing is remembered on the way down:
-    the way up is "..", since no program is left that could move a folder."""
-    here, depth = os.open(folder, _FOLDER), 0
+    """Remove the contents of a folder, however deep it is.
+
+    One or two folders are open at a time, and nothing is remembered on the way down. The way up is
+    "..", since no program is left that could move a folder.
+    """
+    current = os.open(folder, _OPEN_FOLDER)
+    depth = 0
     try:
-        while (name := _remove_entries(here)) or depth:
-            beyond = os.open(name or "..", _FOLDER, dir_fd=here)
-            os.close(here)
-            here, depth = beyond, depth + (1 if name else -1)
+        while True:
+            subfolder = _remove_entries(current)
+            if subfolder is None and depth == 0:
+                return
+            neighbour = os.open(subfolder or "..", _OPEN_FOLDER, dir_fd=current)
+            os.close(current)
+            current = neighbour
+            depth += 1 if subfolder else -1
     finally:
-        os.close(here)
+        os.close(current)
 
 
 def _remove_entries(folder: int) -> str | None:
-    """Remove files and empty folders from an open folder; return the name of a folder that is not empty, if one is
-    left."""
-    while entries := _some_entries(folder):
+    """Remove files and empty folders from an open folder, until it is empty or a subfolder is not.
+
+    Returns the name of that subfolder, or None.
+    """
+    while entries := _first_entries(folder):
         for name, is_folder in entries:
             if not is_folder:
                 os.unlink(name, dir_fd=folder)
@@ -96,30 +111,33 @@ def _remove_entries(folder: int) -> str | None:
     return None
 
 
-def _some_entries(folder: int) -> list[tuple[str, bool]]:
-    """Names in an open folder, at most ENTRIES of them, and whether each is a folder."""
+def _first_entries(folder: int) -> list[tuple[str, bool]]:
+    """Return at most ENTRIES names in an open folder, and whether each is a folder."""
     with os.scandir(folder) as entries:
-        return [
-            (entry.name, entry.is_dir(follow_symlinks=False))
-            for entry in itertools.islice(entries, ENTRIES)
-        ]
+        first = list(itertools.islice(entries, ENTRIES))
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in first]
 
 
-def _execute(program: str, seconds: float, memory: int, isolated: bool) -> tuple[int, str]:
-    """Run a program under a supervisor in its own session, with an empty environment, in a temporary folder.
+def _execute(
+    program: str,
+    seconds: float,
+    memory: int,
+    isolated: bool,
+) -> tuple[int, str]:
+    """Run a program under a supervisor in its own session, with an empty environment, in a
+    temporary folder.
 
     Returns the supervisor's exit code, 0 if the program passed, and the output.
     """
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="nanochat-exec-")
         stack.callback(_remove, folder)
-        given = stack.enter_context(tempfile.TemporaryFile())
-        given.write(program.encode("utf-8", "surrogatepass"))
-        given.seek(0)
-        folder = os.path.realpath(
-            folder
-        )  # the kernel's list of mounts names it without symbolic links
-        wish = {
+        program_file = stack.enter_context(tempfile.TemporaryFile())
+        program_file.write(program.encode("utf-8", "surrogatepass"))
+        program_file.seek(0)
+        # The kernel's list of mounts names the folder without symbolic links.
+        folder = os.path.realpath(folder)
+        settings = {
             "isolated": isolated,
             "seconds": seconds,
             "memory": memory,
@@ -129,8 +147,8 @@ def _execute(program: str, seconds: float, memory: int, isolated: bool) -> tuple
         }
         process = stack.enter_context(
             subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(wish)],
-                stdin=given,
+                [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(settings)],
+                stdin=program_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -140,39 +158,47 @@ def _execute(program: str, seconds: float, memory: int, isolated: bool) -> tuple
         )
         try:
             # The supervisor enforces `seconds`; the margin covers its start on a busy machine.
-            kept = _collect(process, time.monotonic() + seconds + 10)
+            output = _collect(process, time.monotonic() + seconds + 10)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-    return code, kept.decode("utf-8", "replace")
+    return code, output.decode("utf-8", "replace")
 
 
 def _not_possible(isolated: bool) -> str | None:
-    """The reason why this machine cannot run a program in a tier, or None if it can."""
+    """Return the reason why this machine cannot run a program in a tier, or None if it can."""
     code, output = _execute("", seconds=10, memory=MEMORY, isolated=isolated)
-    return None if code == 0 else output.strip() or "the sandbox did not start"
+    if code == 0:
+        return None
+    return output.strip() or "the sandbox did not start"
 
 
 @functools.lru_cache(maxsize=1)
 def _no_namespaces() -> str | None:
-    """The reason why this machine cannot isolate a program, or None if it can. Tries once and remembers."""
+    """Return the reason why this machine cannot isolate a program, or None if it can.
+
+    The result of the first try is cached.
+    """
     return _not_possible(isolated=True)
 
 
 @functools.lru_cache(maxsize=2)
 def tier(unsafe_exec: bool = False) -> str:
-    """The strongest sandbox of this machine, `namespaces` or `limits`; the first call logs which one it is.
+    """Return the strongest sandbox of this machine, `namespaces` or `limits`; the first call logs
+    it.
 
-    In both tiers a program has no capabilities, no network, no second process or thread, no shared memory and no keys;
-    root becomes nobody; CPU time, memory and file size are limited. In `namespaces` it sees no other process, and no
-    files but Python's own (read-only) and 16 MB of scratch space in memory. In `limits` it reads only Python's files
-    and writes only to its own folder if the kernel has Landlock, and otherwise what its user may read and write. So
-    without `unsafe_exec` this function raises a UserError instead of returning `limits`. Either tier is refused if one
-    of its parts cannot be set up.
+    In both tiers a program has no capabilities, no network, no second process or thread, no shared
+    memory and no keys; root becomes nobody; CPU time, memory and file size are limited. In
+    `namespaces` it sees no other process, and no files but Python's own (read-only) and 16 MB of
+    scratch space in memory. In `limits` it reads only Python's files and writes only to its own
+    folder if the kernel has Landlock, and otherwise what its user may read and write. So without
+    `unsafe_exec` this function raises a UserError instead of returning `limits`. Either tier is
+    refused if one of its parts cannot be set up.
 
-    The program and the tests that grade it share one process, so a program that is written to cheat can pass, for
-    example with an object that equals everything. A pass is worth something only for programs that try to be right.
+    The program and the tests that grade it share one process, so a program that is written to cheat
+    can pass, for example with an object that equals everything. A pass is worth something only for
+    programs that try to be right.
     """
     if not sys.platform.startswith("linux"):
         raise UserError(
@@ -181,36 +207,46 @@ def tier(unsafe_exec: bool = False) -> str:
     reason = _no_namespaces()
     if reason is None:
         log(
-            "code execution: namespaces (no network, no files of this machine, limited time and memory)"
+            "code execution: namespaces (no network, no files of this machine, limited time and "
+            "memory)"
         )
         return "namespaces"
     if not unsafe_exec:
         raise UserError(
-            f"refusing to run model-written code: this machine cannot isolate it in namespaces ({reason}), so the code "
-            "could read your files. Leave HumanEval out, use a user or container that may create namespaces, or accept "
-            "the risk with --unsafe-exec"
+            "refusing to run model-written code: this machine cannot isolate it in namespaces "
+            f"({reason}), so the code could read your files. Leave HumanEval out, use a user or "
+            "container that may create namespaces, or accept the risk with --unsafe-exec"
         )
-    if failure := _not_possible(isolated=False):
+    failure = _not_possible(isolated=False)
+    if failure:
         raise UserError(
-            f"refusing to run model-written code, even with --unsafe-exec: its rights cannot be taken away on this "
-            f"machine ({failure}). Leave HumanEval out, or run it as another user"
+            "refusing to run model-written code, even with --unsafe-exec: its rights cannot be "
+            f"taken away on this machine ({failure}). Leave HumanEval out, or run it as another "
+            "user"
         )
     log(f"code execution: limits only, because of --unsafe-exec (no namespaces: {reason})")
     return "limits"
 
 
 def run_program(
-    program: str, seconds: float = 5.0, memory: int = MEMORY, unsafe_exec: bool = False
+    program: str,
+    seconds: float = 5.0,
+    memory: int = MEMORY,
+    unsafe_exec: bool = False,
 ) -> ProgramResult:
-    """Run a Python program (standard library only) in the strongest sandbox. It passes if it runs to its last line.
+    """Run a Python program (standard library only) in the strongest sandbox of this machine.
 
-    `seconds` limits both wall and CPU time; `memory` is the limit of the address space in bytes. A program that ends
-    early has not passed, whether by an exception, a failed assert, `SystemExit`, `os._exit` or a signal. UserError if
-    the sandbox cannot be set up.
+    The program passes if it runs to its last line.
+
+    `seconds` limits both wall and CPU time; `memory` is the limit of the address space in bytes. A
+    program that ends early has not passed, whether by an exception, a failed assert, `SystemExit`,
+    `os._exit` or a signal. UserError if the sandbox cannot be set up.
     """
-    code, output = _execute(program, seconds, memory, isolated=tier(unsafe_exec) == "namespaces")
+    isolated = tier(unsafe_exec) == "namespaces"
+    code, output = _execute(program, seconds, memory, isolated)
     if code == _NOT_SET_UP:
         raise UserError(
-            f"the sandbox for model-written code could not be set up: {output.strip()}. Leave HumanEval out"
+            f"the sandbox for model-written code could not be set up: {output.strip()}. Leave "
+            "HumanEval out"
         )
     return ProgramResult(code == 0, code in (_TIMED_OUT, -signal.SIGKILL), output)

@@ -1,10 +1,12 @@
-"""The inside of the sandbox. sandbox.py starts this file with `python -I -S`, so it imports only the standard library.
+"""The inside of the sandbox. sandbox.py starts this file with `python -I -S`, so it imports only
+the standard library.
 
-There are two processes. The supervisor forks the program, enforces the time limit, and tells by its exit code whether
-the program passed. The program's process first builds its cage (in the `namespaces` tier a root folder with nothing but
-Python, read-only, and a small scratch folder, without a network and without a view of other processes), then gives up
-its rights, lets the kernel refuse the system calls that no program here needs, and only then starts the program. If one
-of these steps fails, the program does not start.
+There are two processes. The supervisor forks the program, enforces the time limit, and tells by its
+exit code whether the program passed. The program's process first builds its cage (in the
+`namespaces` tier a root folder with nothing but Python, read-only, and a small scratch folder,
+without a network and without a view of other processes), then gives up its rights, lets the kernel
+refuse the system calls that no program here needs, and only then starts the program. If one of
+these steps fails, the program does not start.
 """
 
 import contextlib
@@ -23,47 +25,62 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PASSED, FAILED, TIMED_OUT, NOT_SET_UP = 0, 1, 124, 125  # exit codes of the supervisor
+# Exit codes of the supervisor.
+PASSED = 0
+FAILED = 1
+TIMED_OUT = 124
+NOT_SET_UP = 125
 SCRATCH = 16 << 20  # bytes of the scratch folder, which is in memory
 FILE = 1 << 20  # bytes of the largest file that a program may write
 NOBODY = 65534
 
 # <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = (
-    0x00020000,
-    0x04000000,
-    0x08000000,
-    0x10000000,
-)
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
-MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = (
-    1024,
-    2048,
-    4096,
-    16384,
-    1 << 18,
-    1 << 21,
-)
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_NOATIME = 1024
+MS_NODIRATIME = 2048
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MS_RELATIME = 1 << 21
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-# <linux/filter.h>, <linux/seccomp.h>: load a word, jump if equal, jump if at least, return
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data, little-endian
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+
+# <linux/filter.h>, <linux/seccomp.h>: instructions, verdicts, and offsets in struct seccomp_data
+# (little-endian).
+LOAD = 0x20
+JUMP_IF_EQUAL = 0x15
+JUMP_IF_AT_LEAST = 0x35
+RETURN = 0x06
+ALLOW = 0x7FFF0000
+REFUSE = 0x00050000 | errno.EPERM
+KILL = 0x80000000
+NUMBER = 0
+ARCHITECTURE = 4
+FIRST_ARGUMENT = 16
 X32 = 1 << 30  # the first number of the x32 calls, a second set of numbers on x86_64
+
 # <linux/landlock.h>
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
-LANDLOCK_RIGHTS = (
-    0,
-    13,
-    14,
-    15,
-    15,
-)  # rights over files that versions 1 to 4 know; later ones know 16
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+LANDLOCK_RIGHTS = (0, 13, 14, 15, 15)  # rights over files in versions 1 to 4; later ones have 16
 LANDLOCK_READ = 1 << 2 | 1 << 3  # files and folders
+
 # In a user namespace, a remount must keep these options of the original mount.
-KEPT = {
+MOUNT_OPTIONS = {
     "nosuid": MS_NOSUID,
     "nodev": MS_NODEV,
     "noexec": MS_NOEXEC,
@@ -74,7 +91,7 @@ KEPT = {
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a C function that returns 0 on success. OSError with the name of the function otherwise."""
+    """Call a C function, or raise an OSError with its name if it returns anything but 0."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         code = ctypes.get_errno()
@@ -83,17 +100,17 @@ def call(name: str, *arguments: Any) -> None:
 
 def prctl(option: int, value: int) -> None:
     """Set a property of this process."""
-    call(
-        "prctl",
-        option,
-        ctypes.c_ulong(value),
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(0),
-    )
+    zero = ctypes.c_ulong(0)
+    call("prctl", option, ctypes.c_ulong(value), zero, zero, zero)
 
 
-def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def mount(
+    source: str,
+    target: str,
+    kind: str | None,
+    flags: int,
+    data: str | None = None,
+) -> None:
     """Call mount(2)."""
     call(
         "mount",
@@ -119,35 +136,38 @@ def become_nobody() -> None:
 
 
 def enter_namespaces() -> bool:
-    """Leave the host's mounts, processes, network and names. Return whether that took a new user namespace.
+    """Leave the host's mounts, processes, network and names.
 
-    In a user namespace the program is root by name. Its limits are those of the user who made the namespace, and they
-    do not bind the kernel's own root, so root becomes nobody first.
+    Returns whether that took a new user namespace.
+
+    In a user namespace the program is root by name. Its limits are those of the user who made the
+    namespace, and they do not bind the kernel's own root, so root becomes nobody first.
     """
-    own = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    os.chdir(
-        sys.base_prefix
-    )  # while this process is still root: nobody may not be able to pass a folder above it
+    namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    # While this process is still root: the user nobody may not be able to pass a folder above it.
+    os.chdir(sys.base_prefix)
     if os.getuid() == 0:
         with contextlib.suppress(OSError):
-            call("unshare", own)
+            call("unshare", namespaces)
             return False
         become_nobody()  # root in a container without CAP_SYS_ADMIN
         prctl(PR_SET_DUMPABLE, 1)  # or the files below would belong to root
-    uid, gid = os.getuid(), os.getgid()
-    call("unshare", own | CLONE_NEWUSER)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
-        Path("/proc/self", name).write_text(text)
+    uid = os.getuid()
+    gid = os.getgid()
+    call("unshare", namespaces | CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     return True
 
 
 def library() -> tuple[str, ...]:
-    """The folders that Python needs."""
+    """Return the folders that Python needs."""
     return ("/usr", "/lib", "/lib64", "/lib32", sys.base_prefix, sys.base_exec_prefix)
 
 
 def build_root(root: str) -> None:
-    """Make `root` a small folder in memory that holds Python, read-only, and move into it irrevocably."""
+    """Make `root` a small folder in memory that holds Python, read-only, and move into it for good."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SCRATCH},mode=755")
     for folder in library():
@@ -159,15 +179,13 @@ def build_root(root: str) -> None:
             os.makedirs(inside, exist_ok=True)
             mount(source, inside, None, MS_BIND | MS_REC)
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        where, options = line.split()[4:6]
-        where = re.sub(
-            r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), where
-        )  # a space appears as \040
-        if where.startswith(root + "/"):
-            kept = sum(KEPT.get(option, 0) for option in options.split(","))
-            mount("none", where, None, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
-            if not os.statvfs(where).f_flag & os.ST_RDONLY:
-                raise OSError(f"{where} is still writable")
+        path, options = line.split()[4:6]
+        path = re.sub(r"\\([0-7]{3})", _octal_character, path)  # a space appears as \040
+        if path.startswith(root + "/"):
+            flags = sum(MOUNT_OPTIONS.get(option, 0) for option in options.split(","))
+            mount("none", path, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
+            if not os.statvfs(path).f_flag & os.ST_RDONLY:
+                raise OSError(f"{path} is still writable")
     os.makedirs(root + "/tmp", exist_ok=True)
     os.chmod(root + "/tmp", 0o1777)
     os.chdir(root)
@@ -176,98 +194,125 @@ def build_root(root: str) -> None:
     os.chdir("/tmp")
 
 
-def hold_library() -> None:
-    """Reach Python's library through open folders: nobody may not be able to pass a folder above it, such as /root."""
-    held = {
-        folder: f"/proc/self/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}"
-        for folder in sys.path
-        if os.path.isdir(folder)
-    }
-    sys.path[:] = [held.get(folder, folder) for folder in sys.path]
+def _octal_character(match: "re.Match[str]") -> str:
+    return chr(int(match[1], 8))
+
+
+def open_library() -> None:
+    """Let Python find its library through open folders.
+
+    The user nobody may not be able to pass a folder above them, such as /root.
+    """
+    open_folders = {}
+    for folder in sys.path:
+        if os.path.isdir(folder):
+            descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+            open_folders[folder] = f"/proc/self/fd/{descriptor}"
+    sys.path[:] = [open_folders.get(folder, folder) for folder in sys.path]
     for module in tuple(sys.modules.values()):
         for i, path in enumerate(getattr(module, "__path__", ())):
-            module.__path__[i] = next(
-                (held[one] + path[len(one) :] for one in held if path.startswith(one)), path
-            )
+            for folder, open_folder in open_folders.items():
+                if path.startswith(folder):
+                    module.__path__[i] = open_folder + path[len(folder) :]
+                    break
 
 
 def confine(root: str) -> None:
-    """Without namespaces: write only below `root` and read only Python's files, if the kernel has Landlock (5.13)."""
+    """Let the program write only below `root` and read only Python's files, without namespaces.
+
+    This needs Landlock, which Linux has from 5.13 on; on an older kernel it does nothing.
+    """
     if os.getuid() == 0:
         os.chown(root, NOBODY, NOBODY)
-        hold_library()
+        open_library()
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return
-    every = (1 << (LANDLOCK_RIGHTS[version] if version < len(LANDLOCK_RIGHTS) else 16)) - 1
-    rules = libc.syscall(LANDLOCK_CREATE_RULESET, struct.pack("Q", every), ctypes.c_size_t(8), 0)
-    for folder, rights in (
-        (root, every),
-        *((folder, LANDLOCK_READ) for folder in library() if os.path.isdir(folder)),
-    ):
-        inside = os.open(folder, os.O_PATH)
-        call("syscall", LANDLOCK_ADD_RULE, rules, 1, struct.pack("=Qi", rights, inside), 0)
-        os.close(inside)
+    rights_count = LANDLOCK_RIGHTS[version] if version < len(LANDLOCK_RIGHTS) else 16
+    all_rights = (1 << rights_count) - 1
+    rules = libc.syscall(
+        LANDLOCK_CREATE_RULESET, struct.pack("Q", all_rights), ctypes.c_size_t(8), 0
+    )
+    allowed = {folder: LANDLOCK_READ for folder in library() if os.path.isdir(folder)}
+    allowed[root] = all_rights
+    for folder, rights in allowed.items():
+        descriptor = os.open(folder, os.O_PATH)
+        call("syscall", LANDLOCK_ADD_RULE, rules, 1, struct.pack("=Qi", rights, descriptor), 0)
+        os.close(descriptor)
     call("syscall", LANDLOCK_RESTRICT_SELF, rules, 0)
     os.close(rules)
 
 
 def drop_rights() -> None:
-    """Drop all capabilities, and close this process to other processes and to its own /proc/self/mem."""
+    """Drop all capabilities, and close this process to other processes and to its own
+    /proc/self/mem.
+    """
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call("capset", header, (ctypes.c_uint32 * 6)())
     prctl(PR_SET_DUMPABLE, 0)
 
 
-def refuse_calls(architecture: int, denied: list[int], own: list[int], zero: list[int]) -> None:
-    """Let the kernel refuse system calls (seccomp): those in `denied`, and unless their first argument is this process
-    or 0, those in `own` and `zero`. Calls of another architecture, such as the 32-bit ones of x86, kill the process."""
+def refuse_calls(
+    architecture: int,
+    denied: list[int],
+    own: list[int],
+    zero: list[int],
+) -> None:
+    """Let the kernel refuse system calls (seccomp).
+
+    It refuses the calls in `denied`, those in `own` unless their first argument is the number of
+    this process, and those in `zero` unless it is 0. Calls of another architecture, such as the
+    32-bit ones of x86, kill the process.
+    """
+    # An instruction: operation, instructions to skip if true, instructions to skip if false,
+    # operand.
     code = [
         (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, architecture),
+        (JUMP_IF_EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER),
-        (AT_LEAST, 0, 1, X32),
+        (JUMP_IF_AT_LEAST, 0, 1, X32),
         (RETURN, 0, 0, REFUSE),
     ]
     for number in denied:
-        code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    for number, only in (
-        *((number, os.getpid()) for number in own),
-        *((number, 0) for number in zero),
-    ):
+        code += [(JUMP_IF_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    first_arguments = dict.fromkeys(own, os.getpid()) | dict.fromkeys(zero, 0)
+    for number, first_argument in first_arguments.items():
         code += [
-            (EQUAL, 0, 4, number),
+            (JUMP_IF_EQUAL, 0, 4, number),
             (LOAD, 0, 0, FIRST_ARGUMENT),
-            (EQUAL, 1, 0, only),
+            (JUMP_IF_EQUAL, 1, 0, first_argument),
             (RETURN, 0, 0, REFUSE),
             (RETURN, 0, 0, ALLOW),
         ]
     code.append((RETURN, 0, 0, ALLOW))
-    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    filters = ctypes.create_string_buffer(instructions)
     program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(filters))
     call("prctl", PR_SET_SECCOMP, ctypes.c_ulong(2), program, ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
 def limit(seconds: float, memory: int) -> None:
     """Set the limits of both tiers."""
-    for what, amount in (
-        (resource.RLIMIT_CPU, int(seconds) + 1),
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, FILE),
-        (resource.RLIMIT_NOFILE, 32),
-        (resource.RLIMIT_NPROC, 1),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (amount, amount))
+    limits = {
+        resource.RLIMIT_CPU: int(seconds) + 1,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: FILE,
+        resource.RLIMIT_NOFILE: 32,
+        resource.RLIMIT_NPROC: 1,
+        resource.RLIMIT_CORE: 0,
+    }
+    for name, amount in limits.items():
+        resource.setrlimit(name, (amount, amount))
 
 
-def promise() -> None:
-    """Tell the supervisor a secret, and leave it to libc to tell it again when this process ends normally.
+def send_secret() -> None:
+    """Send the supervisor a secret, and let libc send it again when this process ends normally.
 
-    At exit, libc calls dprintf(status, secret), and file 0, the exit status of a program that reached its end, leads to
-    the supervisor. So the secret is in no frame and no object of Python while the program runs.
+    At exit, libc calls dprintf(status, secret), and file 0, the exit status of a program that
+    reached its end, leads to the supervisor. So the secret is in no frame and no object of Python
+    while the program runs.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.strdup.restype = ctypes.c_void_p
@@ -278,21 +323,21 @@ def promise() -> None:
 
 def run_program(program: bytes) -> None:
     """Run a program, and return only if it reached its last line."""
-    leave, ended = os._exit, False  # kept here, because the program may replace os._exit
+    exit_now = os._exit  # before the program can replace it
+    ended = False
     try:
-        exec(
-            compile(program, "<program>", "exec"), {"__name__": "__main__"}
-        )  # running it is the purpose of this file
+        code = compile(program, "<program>", "exec")
+        exec(code, {"__name__": "__main__"})  # running it is the purpose of this file
         ended = True
     except BaseException:  # including SystemExit: a program that leaves early has not passed
         traceback.print_exc()
     finally:
         if not ended:
-            leave(FAILED)
+            exit_now(FAILED)
 
 
 def wait_for(child: int, seconds: float) -> bool:
-    """Wait for the program, and return whether it ended by itself; kill it after `seconds`."""
+    """Wait for the program, kill it after `seconds`, and return whether it ended by itself."""
     end = time.monotonic() + seconds
     while not os.waitpid(child, os.WNOHANG)[0]:
         if time.monotonic() >= end:
@@ -303,52 +348,66 @@ def wait_for(child: int, seconds: float) -> bool:
     return True
 
 
-def supervise(child: int, told: socket.socket, seconds: float) -> int:
-    """Wait for the program, and return the exit code: it passed if its secret arrived a second time, and only that."""
+def supervise(child: int, receiver: socket.socket, seconds: float) -> int:
+    """Wait for the program and return the exit code.
+
+    The program passed if its secret, 32 bytes, arrived twice and nothing else did.
+    """
     if not wait_for(child, seconds):
         return TIMED_OUT
-    said = b""
-    while len(said) <= 64 and (more := told.recv(65)):
-        said += more
-    if len(said) < 32:
+    message = b""
+    while len(message) <= 64:
+        received = receiver.recv(65)
+        if not received:
+            break
+        message += received
+    if len(message) < 32:
         return NOT_SET_UP
-    return PASSED if said[:32] == said[32:] else FAILED
+    return PASSED if message[:32] == message[32:] else FAILED
 
 
 def main(
-    isolated: bool, seconds: float, memory: int, root: str, parent: int, calls: dict[str, Any]
+    isolated: bool,
+    seconds: float,
+    memory: int,
+    root: str,
+    parent: int,
+    calls: dict[str, Any],
 ) -> None:
-    """Fork. The supervisor exits with the verdict; the program's process returns at the program's end."""
+    """Fork.
+
+    The supervisor exits with the verdict; the program's process returns at the program's end.
+    """
     die_with_parent()
     if os.getppid() != parent:
         os._exit(FAILED)  # the parent died before the line above took effect
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    with open(0, "rb", closefd=False) as given:
-        program = given.read()
-    told, teller = socket.socketpair()
+    with open(0, "rb", closefd=False) as stdin:
+        program = stdin.read()
+    receiver, sender = socket.socketpair()
     try:
-        renamed = isolated and enter_namespaces()
-        prctl(
-            PR_SET_DUMPABLE, 0
-        )  # a program of the same user must not reach the supervisor's memory
-        if child := os.fork():
-            teller.close()
-            told.shutdown(socket.SHUT_WR)  # so that the program's standard input is empty
-            os._exit(supervise(child, told, seconds))
+        in_user_namespace = isolated and enter_namespaces()
+        # A program of the same user must not reach the supervisor's memory.
+        prctl(PR_SET_DUMPABLE, 0)
+        child = os.fork()
+        if child:
+            sender.close()
+            receiver.shutdown(socket.SHUT_WR)  # so that the program's standard input is empty
+            os._exit(supervise(child, receiver, seconds))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        told.close()
-        os.dup2(teller.detach(), 0)
+        receiver.close()
+        os.dup2(sender.detach(), 0)
         die_with_parent()
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         if isolated:
             build_root(root)
         else:
             confine(root)
-        if os.getuid() == 0 and not renamed:
+        if os.getuid() == 0 and not in_user_namespace:
             become_nobody()
         drop_rights()
         limit(seconds, memory)
-        promise()
+        send_secret()
         refuse_calls(**calls)
     except OSError as failure:
         print(failure, flush=True)

@@ -1,4 +1,8 @@
-"""The system calls that a sandboxed program may not make, with their numbers in the kernels of x86_64 and aarch64."""
+"""Lists the system calls that a sandboxed program may not make, by their numbers on two
+architectures.
+
+These are x86_64 and aarch64.
+"""
 
 import platform
 from collections.abc import Mapping
@@ -6,10 +10,11 @@ from typing import Any
 
 from nanochat.common import UserError
 
+# Machine -> the column of the tables below, and its AUDIT_ARCH_* of <linux/audit.h>.
 ARCHITECTURES = {
     "x86_64": (0, 0xC000003E),
     "aarch64": (1, 0xC00000B7),
-}  # column below, AUDIT_ARCH_* of <linux/audit.h>
+}
 
 # Refused with EPERM. A call that an architecture does not have is None there.
 DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -46,7 +51,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "mq_open": (240, 180),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    # the keys of the session, and the network: no socket of any kind (socketpair stays, for asyncio)
+    # the keys of the session, and the network: no socket of any kind (socketpair stays, for
+    # asyncio)
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -92,20 +98,22 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
 }
-# Allowed only for the program itself: the first argument is its own number, or 0 where 0 does not mean its group.
+# Allowed only for the program itself: the first argument is its own number, or 0 where 0 does not
+# mean its group.
 OWN = {"kill": (62, 129), "tgkill": (234, 131)}
 ZERO = {"prlimit64": (302, 261)}
 
 
 def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
-    """The architecture and the numbers of DENIED, OWN and ZERO, as sandbox_child.py expects them.
+    """Return the architecture and the numbers of DENIED, OWN and ZERO for sandbox_child.py.
 
     UserError for a machine whose numbers are not listed here.
     """
     if machine not in ARCHITECTURES:
         raise UserError(
-            f"running model-written code needs the numbers of the system calls of {machine}, and only those of "
-            f"{', '.join(ARCHITECTURES)} are known: leave HumanEval out on this machine"
+            f"running model-written code needs the numbers of the system calls of {machine}, and "
+            f"only those of {', '.join(ARCHITECTURES)} are known: leave HumanEval out on this "
+            "machine"
         )
     column, architecture = ARCHITECTURES[machine]
     denied = [numbers[column] for numbers in DENIED.values() if numbers[column] is not None]

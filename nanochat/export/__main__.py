@@ -16,7 +16,7 @@ from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
 from nanochat.common import UserError, log, run
 from nanochat.export import huggingface, llama
-from nanochat.nn.lora import merge
+from nanochat.models.lora import merge
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Changes logits before a token is chosen: penalties, biases, end marks that must wait, and the masks of schemas.
+"""Changes logits before a token is chosen: penalties, biases, end marks that must wait, and the
+masks of schemas.
 
-Every request keeps the tokens it has seen in arrays that grow by one entry at a time. A step joins the arrays of the
-requests that need any, so that all of them are adjusted by the same few operators and others cost nothing.
+Every request has arrays with the tokens it has seen, which grow by one entry at a time. A step
+joins the arrays of the requests that need any, so that all of them are adjusted by the same few
+operators and others cost nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,82 +19,141 @@ from nanochat.generate.schema.grammar import allowed_rows
 class History:
     """The distinct tokens of one request, and how often each one occurs in the reply."""
 
-    def __init__(self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], most: int):
-        """`ends` are the tokens that end the reply; at most `most` tokens are seen in all."""
-        self._sampling, self._ends = sampling, list(ends)
-        seen = sorted(set(prompt)) if sampling.repetition_penalty != 1 else []
-        self._places = {token: place for place, token in enumerate(seen)}
-        self._tokens = np.zeros(len(seen) + most, dtype=np.int64)
-        self._tokens[: len(seen)] = seen
-        self._counts = np.zeros(len(seen) + most, dtype=np.float32)
-        self._biased = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
-        self._biases = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        ends: Sequence[int],
+        reply_length: int,
+    ):
+        """`ends` are the tokens that end the reply, which has at most `reply_length` tokens."""
+        self._sampling = sampling
+        self._ends = list(ends)
+        prompt_ids = []
+        if sampling.repetition_penalty != 1:
+            prompt_ids = sorted(set(prompt))
+        size = len(prompt_ids) + reply_length
+        self._indices = {token: index for index, token in enumerate(prompt_ids)}
+        self._tokens = np.zeros(size, dtype=np.int64)
+        self._tokens[: len(prompt_ids)] = prompt_ids
+        self._counts = np.zeros(size, dtype=np.float32)
+        biased = [token for token, _ in sampling.logit_bias]
+        biases = [bias for _, bias in sampling.logit_bias]
+        self._biased = np.array(biased, dtype=np.int64)
+        self._biases = np.array(biases, dtype=np.float32)
         self.generated = 0
 
     def add(self, token: int) -> None:
         """Count a token of the reply."""
-        place = self._places.setdefault(token, len(self._places))
-        self._tokens[place] = token
-        self._counts[place] += 1
+        index = self._indices.setdefault(token, len(self._indices))
+        self._tokens[index] = token
+        self._counts[index] += 1
         self.generated += 1
 
-    def seen(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """The distinct tokens, what is taken from the logit of each, and the repetition penalty."""
-        size, s = len(self._places), self._sampling
-        counts = self._counts[:size]
-        return (
-            self._tokens[:size],
-            counts * s.frequency_penalty + (counts > 0) * s.presence_penalty,
-            (s.repetition_penalty),
-        )
+    def tokens(self) -> np.ndarray:
+        """Return the distinct tokens that have penalties."""
+        return self._tokens[: len(self._indices)]
 
-    def added(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and what is added to the logit of each."""
+    def penalties(self) -> np.ndarray:
+        """Return what is subtracted from the logit of each of tokens()."""
+        counts = self._counts[: len(self._indices)]
+        frequency = counts * self._sampling.frequency_penalty
+        presence = (counts > 0) * self._sampling.presence_penalty
+        return (frequency + presence).astype(np.float32)
+
+    def factors(self) -> np.ndarray:
+        """Return the repetition penalty of each of tokens()."""
+        factors = np.empty(len(self._indices), dtype=np.float32)
+        factors.fill(self._sampling.repetition_penalty)
+        return factors
+
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens, and what is added to the logit of each."""
         if self.generated >= self._sampling.min_tokens:
             return self._biased, self._biases
-        waiting = np.full(len(self._ends), -np.inf, dtype=np.float32)
-        return np.concatenate((self._biased, self._ends)), np.concatenate((self._biases, waiting))
+        forbidden = np.empty(len(self._ends), dtype=np.float32)
+        forbidden.fill(-np.inf)
+        tokens = np.concatenate((self._biased, self._ends))
+        values = np.concatenate((self._biases, forbidden))
+        return tokens, values
 
 
 def adjuster(
-    histories: Sequence[History | None], masks: Mapping[int, bytes]
+    histories: Sequence[History | None],
+    masks: Mapping[int, bytes],
 ) -> Callable[[Tensor], None] | None:
-    """What to do to the logits (B, V) of rows with these histories, and of rows that have a mask of a grammar; None if
-    nothing is to be done."""
-    counted = [(row, history) for row, history in enumerate(histories) if history is not None]
-    if not counted and not masks:
+    """Return a function that changes logits (B, V) in place, or None if nothing is to be changed.
+
+    `histories` are those of the rows, and `masks` the masks of the rows that have a grammar.
+    """
+    by_row: dict[int, History] = {}
+    for row, history in enumerate(histories):
+        if history is not None:
+            by_row[row] = history
+    if not by_row and not masks:
         return None
 
     def adjust(logits: Tensor) -> None:
-        if counted:
-            _penalise(logits, counted)
+        if by_row:
+            _penalise(logits, by_row)
+            _add_biases(logits, by_row)
         if masks:
-            index = torch.tensor([*masks]).to(logits.device, non_blocking=True)
-            allowed = allowed_rows([*masks.values()], logits.size(1), logits.device)
-            logits.index_copy_(0, index, logits[index].masked_fill_(~allowed, float("-inf")))
+            _mask(logits, masks)
 
     return adjust
 
 
-def _penalise(logits: Tensor, counted: Sequence[tuple[int, History]]) -> None:
-    """Apply penalties and biases; a request's own tokens are the only ones that change."""
-    V, flat = logits.size(1), logits.view(-1)
-    seen = [(row, *history.seen()) for row, history in counted]
-    places = np.concatenate([row * V + tokens for row, tokens, _, _ in seen])
-    taken = np.concatenate([minus for _, _, minus, _ in seen]).astype(np.float32)
-    factors = np.concatenate(
-        [np.full(len(tokens), factor, np.float32) for _, tokens, _, factor in seen]
-    )
-    if len(places):
-        index, minus, factor = (_on(array, logits.device) for array in (places, taken, factors))
-        before = flat[index]
-        flat[index] = torch.where(before > 0, before / factor, before * factor) - minus
-    added = [(row, *history.added()) for row, history in counted]
-    places = np.concatenate([row * V + tokens for row, tokens, _ in added])
-    if len(places):
-        values = np.concatenate([bias for _, _, bias in added]).astype(np.float32)
-        flat.index_add_(0, _on(places, logits.device), _on(values, logits.device))
+def _penalise(logits: Tensor, histories: Mapping[int, History]) -> None:
+    """Apply the penalties of rows; only the logits of tokens in their histories change."""
+    V = logits.size(1)
+    positions = []
+    penalties = []
+    factors = []
+    for row, history in histories.items():
+        positions.append(row * V + history.tokens())
+        penalties.append(history.penalties())
+        factors.append(history.factors())
+    index = np.concatenate(positions)
+    if not len(index):
+        return
+    index = _on(index, logits.device)
+    penalty = _on(np.concatenate(penalties), logits.device)
+    factor = _on(np.concatenate(factors), logits.device)
+    flat = logits.view(-1)
+    before = flat[index]
+    repeated = torch.where(before > 0, before / factor, before * factor)
+    flat[index] = repeated - penalty
+
+
+def _add_biases(logits: Tensor, histories: Mapping[int, History]) -> None:
+    """Add the biases of rows, and hide the end marks of replies that may not end yet."""
+    V = logits.size(1)
+    positions = []
+    biases = []
+    for row, history in histories.items():
+        tokens, values = history.biases()
+        positions.append(row * V + tokens)
+        biases.append(values)
+    index = np.concatenate(positions)
+    if not len(index):
+        return
+    values = np.concatenate(biases).astype(np.float32)
+    index = _on(index, logits.device)
+    values = _on(values, logits.device)
+    logits.view(-1).index_add_(0, index, values)
+
+
+def _mask(logits: Tensor, masks: Mapping[int, bytes]) -> None:
+    """Hide the tokens that the grammars of some rows do not allow."""
+    rows = torch.tensor(list(masks))
+    index = rows.to(logits.device, non_blocking=True)
+    row_masks = list(masks.values())
+    allowed = allowed_rows(row_masks, logits.size(1), logits.device)
+    masked = logits[index].masked_fill_(~allowed, float("-inf"))
+    logits.index_copy_(0, index, masked)
 
 
 def _on(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    """Return an array as a tensor on a device."""
+    contiguous = np.ascontiguousarray(array)
+    return torch.from_numpy(contiguous).to(device, non_blocking=True)

@@ -1,8 +1,10 @@
-"""Decoding steps as captured graphs: a step of a few shapes is one launch instead of hundreds of operators.
+"""Replays decoding steps as captured graphs: a step of a few shapes is one launch instead of
+hundreds of operators.
 
-A graph computes on the memory that it was captured with. So the tokens of a step are copied into a fixed place, the
-lengths of the rows are read from the cache on the device, and attention reads a whole block of the cache, masked by
-those lengths. Rows and blocks are rounded up to powers of two, so that few graphs are captured.
+A graph computes on the memory that it was captured with. So the tokens of a step are copied into a
+fixed tensor, the lengths of the rows are read from the cache on the device, and attention reads a
+whole block of the cache, masked by those lengths. Rows and blocks are rounded up to powers of two,
+so that few graphs are captured.
 """
 
 import contextlib
@@ -11,82 +13,105 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
 from nanochat.platforms.base import Platform
 
-LEAST_KEYS = 256  # places of the cache that the smallest graph reads
+LEAST_KEYS = 256  # positions of the cache that the smallest graph reads
+Shape = tuple[int, int, bool]  # rows, keys, and whether any row has an adapter
 
 
-def rounded(count: int, most: int) -> int:
-    """The next power of two, but at most `most`."""
-    return min(1 << (count - 1).bit_length(), most)
+def rounded(count: int, limit: int) -> int:
+    """Return the next power of two, but at most `limit`."""
+    return min(1 << (count - 1).bit_length(), limit)
 
 
 class DecodeGraphs:
-    """The captured decoding steps of a model over a cache. The results of a step are overwritten by the next step."""
+    """The captured decoding steps of a model over a cache. The results of a step are overwritten by
+    the next step."""
 
     def __init__(
         self, model: Model, cache: Cache, platform: Platform, adapters: Adapters | None = None
     ):
-        """`platform` is the device's, which can capture. `adapters` are those that rows may have."""
-        self.model, self.cache, self.platform, self.adapters = model, cache, platform, adapters
+        """`platform` captures and replays graphs. `adapters` are the LoRA adapters that requests
+        may select."""
+        self.model = model
+        self.cache = cache
+        self.platform = platform
+        self.adapters = adapters
         self.replays = 0
         slots = cache.positions.size(0)
         self._tokens = torch.zeros(slots, 1, dtype=torch.long, device=cache.positions.device)
         self._pool = platform.graph_pool()
-        self._graphs: dict[tuple[int, int, bool], tuple[Callable[[], None], list[Tensor]]] = {}
+        # By shape: a function that replays the step, and the list with its logits.
+        self._graphs: dict[Shape, tuple[Callable[[], None], list[Tensor]]] = {}
 
     @property
-    def shapes(self) -> list[tuple[int, int, bool]]:
-        """The rows and keys of the steps that are captured, and whether any row has an adapter."""
+    def shapes(self) -> list[Shape]:
+        """The shapes of the steps that are captured."""
         return list(self._graphs)
 
     def step(
-        self, tokens: Sequence[int], held: Sequence[int], numbers: Sequence[int]
+        self, tokens: Sequence[int], cached: Sequence[int], numbers: Sequence[int]
     ) -> Tensor | None:  # (B, V) fp32
-        """Feed a token to each of the first B slots, and return the logits of the tokens after them. `held` is how many
-        tokens every slot of the cache holds, `numbers` are the rows' adapters. None, and nothing was done, if a slot
-        that only pads the step is full."""
-        count, cache = len(tokens), self.cache
-        rows = rounded(count, len(held))
-        if max(held[:rows]) >= cache.length:
+        """Feed a token to each of the first B slots, and return the logits of the tokens after
+        them.
+
+        `cached` is how many tokens every slot of the cache holds, `numbers` are the adapters of the
+        rows. Returns None, and does nothing, if a slot that only pads the step is full.
+        """
+        count = len(tokens)
+        cache = self.cache
+        rows = rounded(count, len(cached))
+        longest = max(cached[:rows])
+        if longest >= cache.length:
             return None
-        keys = rounded(max(LEAST_KEYS, max(held[:rows]) + 1), cache.length)
+        keys = rounded(max(LEAST_KEYS, longest + 1), cache.length)
         self._tokens[:count].copy_(torch.tensor(tokens)[:, None], non_blocking=True)
-        spare = slice(count, rows)
-        kept = cache.kept(spare) if rows > count else None
+        padding = slice(count, rows)
+        saved_states = cache.kept(padding) if rows > count else None
         adapted = any(number != NONE for number in numbers)
-        given = contextlib.nullcontext()
-        if adapted and self.adapters is not None:
-            given = self.adapters.rows([*numbers, *[NONE] * (rows - count)], fixed=True)
-        with given:
-            if (rows, keys, adapted) in self._graphs:
-                replay, found = self._graphs[rows, keys, adapted]
-                replay()
-                self.replays += 1
-                logits = found[0]
-            else:
-                logits = self._first(rows, keys, adapted)
-        if kept:
-            cache.restore(spare, kept)
+        with self._adapted(numbers, rows) if adapted else contextlib.nullcontext():
+            logits = self._logits((rows, keys, adapted))
+        if saved_states:
+            cache.restore(padding, saved_states)
         return logits[:count]
 
-    def _first(self, rows: int, keys: int, adapted: bool) -> Tensor:
-        """Run a step of a new shape operator by operator, then capture it for the steps that follow."""
-        found: list[Tensor] = []
+    def _adapted(
+        self, numbers: Sequence[int], rows: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within this, the rows of a step have their adapters, and padding rows have none."""
+        if self.adapters is None:
+            return contextlib.nullcontext()
+        padded = [*numbers, *[NONE] * (rows - len(numbers))]
+        return self.adapters.rows(padded, fixed=True)
+
+    def _logits(self, shape: Shape) -> Tensor:
+        """Replay the step of a shape, or run and capture it if this is the first one."""
+        if shape not in self._graphs:
+            return self._first(shape)
+        replay, results = self._graphs[shape]
+        replay()
+        self.replays += 1
+        return results[0]
+
+    def _first(self, shape: Shape) -> Tensor:
+        """Run a step of a new shape operator by operator, then capture it for the steps that
+        follow."""
+        rows, keys, _ = shape
+        slots = slice(0, rows)
+        results: list[Tensor] = []
 
         def work() -> None:
             tokens = self._tokens[:rows]
-            hidden = self.model.hidden(
-                tokens, Cached(self.cache, tokens, slice(0, rows), keys=keys)
-            )
-            found[:] = [self.model.logits(hidden[:, 0])]
+            hidden = self.model.hidden(tokens, Cached(self.cache, tokens, slots, keys=keys))
+            results[:] = [self.model.logits(hidden[:, 0])]
 
         work()
-        first, states = found[0], self.cache.kept(slice(0, rows))
-        self._graphs[rows, keys, adapted] = self.platform.captured(work, self._pool), found
-        self.cache.restore(slice(0, rows), states)
-        return first
+        logits = results[0]
+        states = self.cache.kept(slots)
+        self._graphs[shape] = (self.platform.captured(work, self._pool), results)
+        self.cache.restore(slots, states)
+        return logits

@@ -1,29 +1,31 @@
 """Runs new tokens of requests through the model: the shapes of passes, and the scores of prompts.
 
-Passes.decode() is the one place that graphs of fixed shapes replace (graphs.py). With `pad`, a decoding pass has one
-of a few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in
-the cache.
+Passes.decode() is the one place that graphs of fixed shapes replace (graphs.py). With `pad`, a
+decoding pass has one of a few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes
+from step to step is in its inputs and in the cache.
 """
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.generate.adapters import NONE, Adapters
-from nanochat.generate.events import Alternatives, Scored
 from nanochat.generate.graphs import DecodeGraphs
-from nanochat.generate.request import Request
+from nanochat.generate.reply import Scored
+from nanochat.generate.slots import Request
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
 
 HEAD_ROWS = 64  # positions whose logits over the vocabulary are in memory at the same time
 
 
 class Passes:
-    """The passes of a model over one cache."""
+    """The passes of a model over one cache. `requests` are those of all slots, None where a slot is
+    empty."""
 
     def __init__(
         self,
@@ -34,142 +36,206 @@ class Passes:
         adapters: Adapters | None = None,
         graphs: DecodeGraphs | None = None,
     ):
-        """`pad` rounds the shape of every pass up to one of a few sizes. `adapters` are those that requests ask for,
-        `graphs` replay decoding passes."""
-        self.model, self.cache, self.length, self.pad = model, cache, length, pad
-        self.adapters, self.graphs = adapters, graphs
+        """`length` is that of a slot in tokens. `pad` rounds the shape of every pass up to one of a
+        few sizes. `adapters` are those that requests ask for, `graphs` replay decoding passes."""
+        self.model = model
+        self.cache = cache
+        self.length = length
+        self.pad = pad
+        self.adapters = adapters
+        self.graphs = graphs
         self.count = 0
 
     def decode(
-        self, held: Sequence[Request | None], count: int, waiting: Sequence[int] = ()
+        self,
+        requests: Sequence[Request | None],
+        count: int,
+        waiting: Sequence[int] = (),
     ) -> Tensor:  # (count, V) fp32
-        """Feed the next token of each of the first `count` requests; return the logits of the tokens after them.
+        """Feed the next token of each of the first `count` requests; return the logits of the
+        tokens after them.
 
         The slots in `waiting` hold afterwards what they held before.
         """
-        kept = [(slice(slot, slot + 1), self.cache.kept(slice(slot, slot + 1))) for slot in waiting]
-        logits = self._decoded(held, count)
-        for slots, states in kept:
-            self.cache.restore(slots, states)
+        slots = [slice(slot, slot + 1) for slot in waiting]
+        saved_states = [self.cache.kept(slot) for slot in slots]
+        logits = self._decoded(requests, count)
+        for slot, states in zip(slots, saved_states, strict=True):
+            self.cache.restore(slot, states)
         return logits
 
-    def _decoded(self, held: Sequence[Request | None], count: int) -> Tensor:  # (count, V) fp32
-        pieces = [
-            request.tokens[request.cached : request.cached + 1]
-            for request in held[:count]
-            if request
-        ]
+    def _decoded(
+        self,
+        requests: Sequence[Request | None],
+        count: int,
+    ) -> Tensor:  # (count, V) fp32
+        """Return the logits after the next tokens, from a graph where one can be replayed."""
+        rows = [request for request in requests[:count] if request]
+        tokens = [request.tokens[request.cached] for request in rows]
         if self.graphs is not None:
-            tokens = [request.cached if request else 0 for request in held]
-            logits = self.graphs.step(
-                [token for (token,) in pieces], tokens, self._numbers(held[:count])
-            )
+            numbers = self._adapter_numbers(rows)
+            logits = self.graphs.step(tokens, cached_tokens(requests), numbers)
             if logits is not None:
                 self.count += 1
                 return logits
-        return self.model.logits(self.run(held, 0, pieces)[:count, 0])
+        hidden = self.run(requests, 0, [[token] for token in tokens])
+        return self.model.logits(hidden[:count, 0])
 
     def run(
-        self, held: Sequence[Request | None], first: int, pieces: Sequence[Sequence[int]]
+        self,
+        requests: Sequence[Request | None],
+        first: int,
+        chunks: Sequence[Sequence[int]],
     ) -> Tensor:  # (B', T, C), B' >= B
-        """Run new tokens of the requests from slot `first` on through the model; return the hidden states."""
-        B, T = len(pieces), max(map(len, pieces))
-        tokens = [request.cached if request else 0 for request in held]  # that each slot holds
-        if self.pad:  # up to powers of two, as far as the cache has slots and positions
-            wider = 1 << (T - 1).bit_length()
-            T = wider if max(tokens[first : first + B]) + wider <= self.length else T
-            B = min(1 << (B - 1).bit_length(), len(held) - first)
-            if (
-                max(tokens[first : first + B]) + T > self.length
-            ):  # a slot that only pads has no room for the pass
-                B = len(pieces)
-        spare = B - len(
-            pieces
-        )  # a padding row claims one token of its slot; the slot's state is restored below
-        fresh = [*map(len, pieces), *[1] * spare]
-        if T == 1:
-            table = [*pieces, *[[0]] * spare]
-        else:
-            table = [[*piece, *[0] * (T - len(piece))] for piece in pieces] + [[0] * T] * spare
+        """Run new tokens of the requests from slot `first` on through the model; return the hidden
+        states."""
+        cached = cached_tokens(requests)
+        rows, T = self._shape(cached, first, chunks)
+        padding_rows = rows - len(chunks)
+        slots = slice(first, first + rows)
+        # A padding row claims one token of its slot; the slot's state is restored below.
+        padded_chunks = [*chunks, *[[0]] * padding_rows]
+        table = [[*chunk, *[0] * (T - len(chunk))] for chunk in padded_chunks]
+        new = [len(chunk) for chunk in padded_chunks]
         idx = torch.tensor(table).to(self.model.device, non_blocking=True)
-        lengths = torch.tensor(fresh).to(self.model.device, non_blocking=True)
-        borrowed = slice(first + len(pieces), first + B)
-        kept = self.cache.kept(borrowed) if spare else None
-        slots = slice(first, first + B)
-        context = Cached(self.cache, idx, slots, lengths, cached=tokens[slots], new=fresh)
-        with self._adapted(held[first : first + B]):
+        lengths = torch.tensor(new).to(self.model.device, non_blocking=True)
+        borrowed = slice(first + len(chunks), first + rows)
+        saved_states = self.cache.kept(borrowed) if padding_rows else None
+        context = Cached(
+            self.cache,
+            idx,
+            slots,
+            lengths,
+            cached=cached[slots],
+            new=new,
+        )
+        with self._adapted(requests[slots]):
             hidden = self.model.hidden(idx, context)
-        if kept:
-            self.cache.restore(borrowed, kept)
+        if saved_states:
+            self.cache.restore(borrowed, saved_states)
         self.count += 1
         return hidden
+
+    def _shape(
+        self,
+        cached: Sequence[int],
+        first: int,
+        chunks: Sequence[Sequence[int]],
+    ) -> tuple[int, int]:
+        """Return rows and columns of a pass. With `pad`: powers of two, as far as slots and
+        positions reach."""
+        count = len(chunks)
+        T = max(map(len, chunks))
+        if not self.pad:
+            return count, T
+        longest = max(cached[first : first + count])
+        if longest + power_of_two(T) <= self.length:
+            T = power_of_two(T)
+        rows = min(power_of_two(count), len(cached) - first)
+        longest = max(cached[first : first + rows])
+        if longest + T > self.length:
+            rows = count  # a slot that only pads has no room for the pass
+        return rows, T
 
     def _adapted(self, rows: Sequence[Request | None]) -> contextlib.AbstractContextManager[None]:
         """Within this, every row of a pass has the adapter that its request asks for."""
         if self.adapters is None:
             return contextlib.nullcontext()
-        return self.adapters.rows(self._numbers(rows))
+        return self.adapters.rows(self._adapter_numbers(rows))
 
-    def _numbers(self, rows: Sequence[Request | None]) -> list[int]:
-        """The numbers of the adapters that the requests of rows ask for."""
+    def _adapter_numbers(self, rows: Sequence[Request | None]) -> list[int]:
+        """Return the numbers of the adapters that the requests of rows ask for."""
         adapters = self.adapters
         if adapters is None:
             return [NONE] * len(rows)
         return [adapters.number(request.sampling.adapter) if request else NONE for request in rows]
 
-    def score(
-        self, hidden: Tensor, requests: Sequence[Request], pieces: Sequence[Sequence[int]]
-    ) -> None:
-        """Give the requests that asked for them the log-probabilities of the tokens after each token of their pieces.
+    # --- scores of prompts -----------------------------------------------------------------------
 
-        `hidden` is what run() returned for these pieces.
+    def score(
+        self,
+        hidden: Tensor,
+        requests: Sequence[Request],
+        chunks: Sequence[Sequence[int]],
+    ) -> None:
+        """Give the requests that asked for them the log-probabilities of the tokens after each
+        token of their chunks.
+
+        `hidden` is what run() returned for these chunks.
         """
-        asking = [
+        scored_rows = [
             row
             for row, request in enumerate(requests)
             if request.sampling.prompt_logprobs is not None
         ]
-        if not asking:
+        if not scored_rows:
             return
         T = hidden.size(1)
-        places = torch.tensor(
-            [row * T + place for row in asking for place in range(len(pieces[row]))]
-        )
-        wanted = [
-            token
-            for row in asking
-            for token in requests[row].tokens[requests[row].cached + 1 :][: len(pieces[row])]
-        ]
-        count = max(requests[row].sampling.prompt_logprobs or 0 for row in asking)
-        scored = iter(self._scored(hidden.flatten(0, 1), places, wanted, count))
-        for row in asking:
-            most = requests[row].sampling.prompt_logprobs or 0
-            for _ in pieces[row]:
-                token = next(scored)
-                requests[row].scores.append(
-                    Scored(token.token, token.logprob, token.alternatives[:most])
-                )
+        positions: list[int] = []  # in the flattened hidden states
+        targets: list[int] = []
+        count = 0
+        for row in scored_rows:
+            request = requests[row]
+            length = len(chunks[row])
+            first = request.cached + 1
+            positions += range(row * T, row * T + length)
+            targets += request.tokens[first : first + length]
+            count = max(count, request.sampling.prompt_logprobs or 0)
+        states = hidden.flatten(0, 1)
+        scores = iter(self._scores(states, torch.tensor(positions), targets, count))
+        for row in scored_rows:
+            request = requests[row]
+            limit = request.sampling.prompt_logprobs
+            for _ in chunks[row]:
+                score = next(scores)
+                shortened = replace(score, alternatives=score.alternatives[:limit])
+                request.prompt_scores.append(shortened)
 
-    def _scored(
-        self, hidden: Tensor, places: Tensor, wanted: Sequence[int], count: int
+    def _scores(
+        self,
+        hidden: Tensor,  # (N, C)
+        positions: Tensor,  # (n,) of the states after which the targets stand
+        targets: Sequence[int],  # n tokens
+        count: int,
     ) -> list[Scored]:
-        """The log-probability of each wanted token after the hidden state at its place, and `count` alternatives."""
-        found: list[Scored] = []
-        device = hidden.device
-        for start in range(0, len(wanted), HEAD_ROWS):
-            tokens = wanted[start : start + HEAD_ROWS]
-            rows = hidden[places[start : start + HEAD_ROWS].to(device)]
-            targets = torch.tensor(tokens).to(device)
-            if not count:
-                values = (-self.model.token_losses(rows, targets)).float().tolist()
-                found += [Scored(token, value) for token, value in zip(tokens, values, strict=True)]
-                continue
-            logprobs = torch.log_softmax(self.model.logits(rows), dim=1)
-            most = logprobs.topk(min(count, logprobs.size(1)), dim=1)
-            values = logprobs.gather(1, targets[:, None]).squeeze(1).tolist()
-            pairs: list[Alternatives] = [
-                tuple(zip(ids, of, strict=True))
-                for ids, of in zip(most.indices.tolist(), most.values.tolist(), strict=True)
-            ]
-            found += [Scored(*parts) for parts in zip(tokens, values, pairs, strict=True)]
-        return found
+        """Return the log-probability of each target after its hidden state, and `count`
+        alternatives."""
+        scores: list[Scored] = []
+        for start in range(0, len(targets), HEAD_ROWS):
+            block = slice(start, start + HEAD_ROWS)
+            index = positions[block].to(hidden.device)
+            scores += self._block_scores(hidden[index], targets[block], count)
+        return scores
+
+    def _block_scores(
+        self,
+        states: Tensor,  # (n, C)
+        targets: Sequence[int],
+        count: int,
+    ) -> list[Scored]:
+        """Return the scores of a block of targets, whose logits are in memory at the same time."""
+        index = torch.tensor(targets).to(states.device)
+        if not count:
+            losses = self.model.token_losses(states, index)
+            values = (-losses).float().tolist()
+            return [Scored(token, value) for token, value in zip(targets, values, strict=True)]
+        logprobs = torch.log_softmax(self.model.logits(states), dim=1)
+        values = logprobs.gather(1, index[:, None]).squeeze(1).tolist()
+        top = logprobs.topk(min(count, logprobs.size(1)), dim=1)
+        top_tokens = top.indices.tolist()
+        top_values = top.values.tolist()
+        scores = []
+        for row, token in enumerate(targets):
+            alternatives = tuple(zip(top_tokens[row], top_values[row], strict=True))
+            scores.append(Scored(token, values[row], alternatives))
+        return scores
+
+
+def cached_tokens(requests: Sequence[Request | None]) -> list[int]:
+    """Return how many tokens every slot holds."""
+    return [request.cached if request else 0 for request in requests]
+
+
+def power_of_two(count: int) -> int:
+    """Return the smallest power of two that is not below a count."""
+    return 1 << (count - 1).bit_length()

@@ -1,13 +1,33 @@
-"""Turns the tokens of a reply into text, calculator calls and answers, all at once or while the reply streams."""
+"""A reply: the events in which the engine tells of it, and what its tokens say.
+
+An Event carries one token, and a Completion a whole reply. TextStream turns tokens into text and
+calculator calls, StoppedReply also looks for stop strings, and Calls follows the calculator calls
+that the engine answers.
+"""
 
 import codecs
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
+from nanochat.data.calculator import calculate
 from nanochat.data.conversation import Kind, Part
 from nanochat.tokenizer import Tokenizer
 
-_OPENS: dict[str, Kind] = {"python_start": "python", "output_start": "python_output"}
-_CLOSES = (
+Finish = Literal["stop", "length", "error"]
+# The likeliest tokens, each with its log-probability, likeliest first.
+Alternatives = tuple[tuple[int, float], ...]
+# What users read where Event.broken ends a reply.
+BROKEN = (
+    "the model gives NaN instead of probabilities: its weights are damaged, or its numbers are too "
+    "large for this format. Try --dtype float32, or name another step or model"
+)
+FAILED = "error"  # the answer to a calculator call that is not a valid calculation
+# Roles of the tokens that open a calculator call or its answer, and of those after which text
+# follows.
+OPENING_ROLES: dict[str, Kind] = {"python_start": "python", "output_start": "python_output"}
+CLOSING_ROLES = (
     "bos",
     "user_start",
     "user_end",
@@ -18,19 +38,102 @@ _CLOSES = (
 )
 
 
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token of a prompt, and the natural log of its probability after the tokens before it."""
+
+    token: int
+    logprob: float
+    alternatives: Alternatives = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """One token of a reply. A `forced` token was not sampled: the engine wrote it as part of a
+    calculator answer."""
+
+    request: int
+    token: int
+    # Natural log of the token's probability over all tokens at temperature 1; 0 if forced.
+    logprob: float
+    forced: bool
+    # Set on the last token only: "stop" at an end mark or a stop, "length" when no room is left,
+    # "error" when the schema takes too much work or the model is `broken`: the reply is not
+    # complete.
+    finish: Finish | None
+    alternatives: Alternatives = ()  # as many as Sampling.logprobs asks for
+    # On the first token: how many tokens of the prompt did not have to be read again.
+    reused: int = 0
+    # On the first token, if asked for: every token of the prompt but the first.
+    prompt_scores: Sequence[Scored] = ()
+    # What to show, where the request has stop strings: text that may begin a stop string is held
+    # back. None: decode the token.
+    parts: tuple[Part, ...] | None = None
+    # The stop string or stop token of the request that ended the reply.
+    matched: str | int | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether the model gave NaN instead of probabilities. The token then means nothing."""
+        return math.isnan(self.logprob)
+
+
+@dataclass
+class Completion:
+    """A whole reply, end mark included: every token, whether the token was forced, and its
+    log-probability.
+
+    The other fields hold what the request asked for beyond that; see Event.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    alternatives: list[Alternatives] = field(default_factory=list)
+    reused: int = 0
+    prompt_scores: Sequence[Scored] = ()
+    parts: list[Part] | None = None
+    matched: str | int | None = None
+
+    def add(self, event: Event) -> None:
+        """Append the token of an event."""
+        self.tokens.append(event.token)
+        self.forced.append(event.forced)
+        self.logprobs.append(event.logprob)
+        self.finish = event.finish
+        self.reused += event.reused
+        self.prompt_scores = event.prompt_scores or self.prompt_scores
+        self.matched = event.matched
+        if event.alternatives or self.alternatives:
+            self.alternatives.append(event.alternatives)
+        if event.parts is not None:
+            self.parts = [*(self.parts or []), *event.parts]
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
 class TextStream:
     """Turns the tokens of a reply into parts, token by token.
 
-    Text comes as soon as its characters are whole; a calculator call or answer comes when it is complete.
+    Text comes as soon as its characters are whole; a calculator call or answer comes when it is
+    complete.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._marks: dict[int, Kind] = {
-            tokenizer.special(role): kind for role, kind in _OPENS.items()
-        }
-        self._marks |= {tokenizer.special(role): "text" for role in _CLOSES}
-        self._marks |= dict.fromkeys(tokenizer.stops, "text")
+        # token -> what the reply is in the middle of after this mark
+        self._marks: dict[int, Kind] = {}
+        for role, kind in OPENING_ROLES.items():
+            self._marks[tokenizer.special(role)] = kind
+        for role in CLOSING_ROLES:
+            self._marks[tokenizer.special(role)] = "text"
+        for token in tokenizer.stops:
+            self._marks[token] = "text"
         self._kind: Kind = "text"
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._call = ""
@@ -52,7 +155,7 @@ class TextStream:
             return parts
         text = self._decoder.decode(self._tokenizer.decode_bytes([token]))
         if self._kind == "text":
-            return [Part("text", text)] if text else []
+            return text_parts(text)
         self._call += text
         return []
 
@@ -63,13 +166,162 @@ class TextStream:
         return [Part(self._kind, text)] if text else []
 
 
+def text_parts(text: str) -> list[Part]:
+    """Return a text as a list of parts, which is empty if the text is."""
+    return [Part("text", text)] if text else []
+
+
 def reply_parts(tokens: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
-    """The parts of a whole reply, in order: text, calculator calls and their answers."""
+    """Return the parts of a whole reply, in order: text, calculator calls and their answers."""
     stream = TextStream(tokenizer)
+    streamed = [part for token in tokens for part in stream.push(token)]
     parts: list[Part] = []
-    for part in [part for token in tokens for part in stream.push(token)] + stream.flush():
+    for part in streamed + stream.flush():
         if parts and part.kind == "text" == parts[-1].kind:
             parts[-1] = Part("text", parts[-1].text + part.text)
         else:
             parts.append(part)
     return parts
+
+
+# --- stop strings --------------------------------------------------------------------------------
+
+
+class StopText:
+    """Passes text on, except the end of the text so far if a stop string may begin there."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = stops
+        self._beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
+        self._longest = max(map(len, stops), default=1) - 1
+        self._withheld = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add text; return the text that can be shown and, once one is complete, the first stop
+        string.
+
+        Where two stop strings begin at the same character, the longer one counts.
+        """
+        text = self._withheld + text
+        match = self._first_match(text)
+        if match is not None:
+            start, stop = match
+            self._withheld = ""
+            return text[:start], stop
+        shown = len(text) - self._open_beginning(text)
+        self._withheld = text[shown:]
+        return text[:shown], None
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """Return where the first stop string begins in a text, and that stop string."""
+        starts = [(text.find(stop), stop) for stop in self._stops]
+        matches = [(start, -len(stop), stop) for start, stop in starts if start >= 0]
+        if not matches:
+            return None
+        start, _, stop = min(matches)
+        return start, stop
+
+    def _open_beginning(self, text: str) -> int:
+        """Return how many characters at the end of a text may be the beginning of a stop string."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length:] in self._beginnings:
+                return length
+        return 0
+
+    def flush(self) -> str:
+        """Return the text that is still held back, when nothing more can follow it."""
+        text = self._withheld
+        self._withheld = ""
+        return text
+
+
+class StoppedReply:
+    """Turns the tokens of a reply into parts as TextStream does, up to the first stop string.
+
+    Stop strings are looked for in text only. A calculator call ends the text before it, so no stop
+    string spans one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self._stream = TextStream(tokenizer)
+        self._text = StopText(stops)
+
+    def push(
+        self, token: int, last: bool, armed: bool = True
+    ) -> tuple[tuple[Part, ...], str | None]:
+        """Add a token; return the parts that can be shown and the stop string if the text has
+        reached one.
+
+        With `last` the reply ends here, and nothing stays held back. Unless `armed`, stop strings
+        pass as text.
+        """
+        parts = self._stream.push(token)
+        if last:
+            parts += self._stream.flush()
+        shown: list[Part] = []
+        for part in parts:
+            if part.kind != "text":
+                shown += [*text_parts(self._text.flush()), part]
+                continue
+            if not armed:
+                shown.append(part)
+                continue
+            text, stop = self._text.push(part.text)
+            shown += text_parts(text)
+            if stop is not None:
+                return tuple(shown), stop
+        if last:
+            shown += text_parts(self._text.flush())
+        return tuple(shown), None
+
+
+# --- calculator calls ----------------------------------------------------------------------------
+
+
+def answer_marks(tokenizer: Tokenizer) -> list[int]:
+    """Return the marks around an answer of the calculator, as far as the tokenizer has them.
+
+    A model may not sample these marks, so an answer shown as the calculator's always is the
+    calculator's.
+    """
+    marks = (tokenizer.special("output_start"), tokenizer.special("output_end"))
+    return [mark for mark in marks if mark >= 0]
+
+
+class Calls:
+    """Follows the calculator call that is open in one reply, if any."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._expression: list[int] | None = None  # tokens of the open call
+        self._opening = tokenizer.special("python_start")
+        self._closing = tokenizer.special("python_end")
+
+    def copy(self) -> "Calls":
+        """Return the same open call, for a second reply that begins like this one."""
+        twin = Calls(self._tokenizer)
+        if self._expression is not None:
+            twin._expression = list(self._expression)
+        return twin
+
+    def follow(self, token: int) -> list[int]:
+        """Add a sampled token; return the tokens of the answer, marks included, if the token closes
+        a call.
+
+        The answer to an invalid expression is FAILED: without an answer the model would make one
+        up.
+        """
+        if token == self._opening:
+            self._expression = []
+            return []
+        if self._expression is None:
+            return []
+        if token != self._closing:
+            self._expression.append(token)
+            return []
+        answer = calculate(self._tokenizer.decode(self._expression))
+        self._expression = None
+        start = self._tokenizer.special("output_start")
+        end = self._tokenizer.special("output_end")
+        text = self._tokenizer.encode(FAILED if answer is None else answer)
+        return [start, *text, end]

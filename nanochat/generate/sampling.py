@@ -1,8 +1,9 @@
-"""Chooses tokens from logits, greedily or at random; every row has its own settings and random numbers."""
+"""Chooses tokens from logits, greedily or at random; every row has its own settings and random
+numbers."""
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,17 +12,16 @@ from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.data.traits import Drawing, traits
-from nanochat.generate.events import Alternatives
-from nanochat.nn.operations import Operations
+from nanochat.generate.reply import Alternatives
 
-COLDEST = 1e-5  # below this temperature, draws are greedy: fp32 holds no quotient of logits by a smaller number
+# Below this temperature, draws are greedy: fp32 holds no quotient of logits by a smaller number.
+COLDEST = 1e-5
 UNBOUNDED = 3e38  # the largest temperature: fp32 holds no more
 MOST_ALTERNATIVES = 20  # likeliest tokens that can be reported beside a token
-MOST_STOPS, LONGEST_STOP = (
-    16,
-    256,
-)  # stop strings or stop tokens of a request; characters of a stop string
-MOST_BIASES, MOST_BIAS = 1024, 100.0  # tokens with a bias in a request; size of a bias
+MOST_STOPS = 16  # stop strings or stop tokens of a request
+LONGEST_STOP = 256  # characters of a stop string
+MOST_BIASES = 1024  # tokens with a bias in a request
+MOST_BIAS = 100.0  # size of a bias
 # Settings that are numbers, with the least and the largest value.
 RANGES = (
     ("temperature", 0, UNBOUNDED),
@@ -33,60 +33,81 @@ RANGES = (
     ("min_tokens", 0, 1 << 31),
     ("logprobs", 0, MOST_ALTERNATIVES),
 )
-ALL = 2.0  # a top_p that no sum of probabilities reaches, rounding included
-ARGMAX_GROUP = 256  # logits whose largest is found together
-UNIFORM_BITS = (
-    23  # few enough that uniform() times a positive fp32 value always stays below that value
+# Settings that are lists, with the largest number of entries.
+LONGEST_LISTS = (
+    ("stop", MOST_STOPS),
+    ("stop_tokens", MOST_STOPS),
+    ("logit_bias", MOST_BIASES),
 )
+NO_NUCLEUS = 2.0  # a top_p that no sum of probabilities reaches, rounding included
+ARGMAX_GROUP = 256  # logits whose largest is found together
+UNIFORM_BITS = 23  # few enough that uniform() times a positive fp32 value stays below that value
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+# The logarithm of the sum of the exponentials of each row of logits, (B, V) -> (B,); None where log_softmax costs less
+LogTotals = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a reply. Temperature 0 takes the likeliest token; top_k None samples from all tokens.
+    """How to sample a reply. Temperature 0 takes the likeliest token; top_k None samples from all
+    tokens.
 
-    UserError for a value that no model could take; Engine.submit() checks what depends on the model.
+    UserError for a value that no model could take; Engine.submit() checks what depends on the
+    model.
     """
 
     temperature: float = 1.0
     top_k: int | None = 50
     max_tokens: int = 256
     seed: int = 42
-    top_p: float = 1.0  # sample from the fewest likeliest tokens that have this probability together, after top_k
-    min_p: float = (
-        0.0  # leave out tokens less likely than this share of the likeliest one's probability
-    )
-    repetition_penalty: float = (
-        1.0  # divides logits above 0, multiplies others; of tokens in prompt or reply
-    )
-    presence_penalty: float = 0.0  # taken from the logits of tokens in the reply
-    frequency_penalty: float = (
-        0.0  # taken from the logits of tokens in the reply, once for each occurrence
-    )
+    # Sample from the fewest likeliest tokens that have this probability together, after top_k.
+    top_p: float = 1.0
+    # Leave out tokens less likely than this share of the likeliest token's probability.
+    min_p: float = 0.0
+    # Divide logits above 0 by this and multiply the others with it, for tokens in prompt or reply.
+    repetition_penalty: float = 1.0
+    # Subtract this from the logits of tokens in the reply, the second one for each occurrence.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # token, and what is added to its logit
     stop: tuple[str, ...] = ()  # strings that end the reply; the reply's text ends before them
     stop_tokens: tuple[int, ...] = ()  # tokens that end the reply, beside the model's end marks
     min_tokens: int = 0  # tokens of the reply before an end mark or a stop may end it
-    ignore_eos: bool = False  # go on after the model's end marks
+    ignore_eos: bool = False  # continue after the model's end marks
     logprobs: int = 0  # likeliest tokens to report beside every sampled token
-    prompt_logprobs: int | None = (
-        None  # report the prompt's log-probabilities, with so many likeliest tokens
-    )
+    # Report the prompt's log-probabilities, with so many likeliest tokens beside each.
+    prompt_logprobs: int | None = None
     schema: str | None = None  # JSON schema that the reply must meet, as JSON text
-    adapter: str = ""  # name of the engine's adapter that the model has for this request; "": none
+    adapter: str = ""  # name of the engine's adapter that answers this request; "": none
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lists()
+        if self.schema is not None and (self.ignore_eos or self.min_tokens):
+            raise UserError(
+                "a reply with a schema ends with its value, so ignore_eos and min_tokens do not "
+                "fit: leave them out",
+                exit_code=2,
+            )
+
+    def _check_numbers(self) -> None:
+        """Raise UserError for a number out of range."""
         for name, low, high in RANGES:
             value = getattr(self, name)
-            if not low <= value <= high:
-                least = (
-                    f"from {low:,g} to {high:,g}"
-                    if high < UNBOUNDED
-                    else f"finite and at least {low:g}"
-                )
-                raise UserError(f"{name} must be {least}, got {value}", exit_code=2)
+            if low <= value <= high:
+                continue
+            rule = f"from {low:,g} to {high:,g}"
+            if high >= UNBOUNDED:
+                rule = f"finite and at least {low:g}"
+            raise UserError(f"{name} must be {rule}, got {value}", exit_code=2)
         if self.top_k is not None and self.top_k < 1:
             raise UserError(
-                f"top_k must be at least 1, got {self.top_k}. To sample from all tokens, give None, or 0 in a command",
+                f"top_k must be at least 1, got {self.top_k}. To sample from all tokens, give "
+                "None, or 0 in a command",
                 exit_code=2,
             )
         if self.max_tokens < 1:
@@ -96,33 +117,31 @@ class Sampling:
                 f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {self.prompt_logprobs}",
                 exit_code=2,
             )
-        for name, most in (
-            ("stop", MOST_STOPS),
-            ("stop_tokens", MOST_STOPS),
-            ("logit_bias", MOST_BIASES),
-        ):
-            if len(getattr(self, name)) > most:
+
+    def _check_lists(self) -> None:
+        """Raise UserError for a list that is too long, and for a stop string or a bias out of
+        range."""
+        for name, limit in LONGEST_LISTS:
+            entries = len(getattr(self, name))
+            if entries > limit:
                 raise UserError(
-                    f"{name} has at most {most} entries, got {len(getattr(self, name)):,}",
+                    f"{name} has at most {limit} entries, got {entries:,}",
                     exit_code=2,
                 )
         for stop in self.stop:
             if not 0 < len(stop) <= LONGEST_STOP:
                 raise UserError(
-                    f"a stop string has from 1 to {LONGEST_STOP} characters, got one of {len(stop):,}",
+                    f"a stop string has from 1 to {LONGEST_STOP} characters, got one of "
+                    f"{len(stop):,}",
                     exit_code=2,
                 )
         for token, bias in self.logit_bias:
             if not -MOST_BIAS <= bias <= MOST_BIAS:
                 raise UserError(
-                    f"a logit_bias must be from -{MOST_BIAS:g} to {MOST_BIAS:g}, got {bias} for token {token}",
+                    f"a logit_bias must be from -{MOST_BIAS:g} to {MOST_BIAS:g}, got {bias} for "
+                    f"token {token}",
                     exit_code=2,
                 )
-        if self.schema is not None and (self.ignore_eos or self.min_tokens):
-            raise UserError(
-                "a reply with a schema ends with its value, so ignore_eos and min_tokens do not fit: leave them out",
-                exit_code=2,
-            )
 
     @property
     def adjusts(self) -> bool:
@@ -135,32 +154,76 @@ class Sampling:
             or self.min_tokens
         )
 
+    def top_k_of(self, vocabulary: int) -> int:
+        """Return from how many likeliest tokens of a vocabulary a draw samples; 0 if draws are
+        greedy."""
+        if self.temperature < COLDEST:
+            return 0
+        return min(self.top_k or vocabulary, vocabulary)
+
+
+def check_request(prompt: Sequence[int], sampling: Sampling, length: int, vocabulary: int) -> None:
+    """Raise UserError if a model cannot answer a prompt within `length` tokens for prompt and reply
+    together.
+
+    That is so if the prompt is empty or leaves no room for a reply, or if a token is not in the
+    vocabulary.
+    """
+    if not prompt:
+        raise UserError(
+            "the prompt is empty: it must have at least one token. Pass a text to answer."
+        )
+    if len(prompt) >= length:
+        raise UserError(
+            f"the prompt is too long: it has {len(prompt)} tokens, the context holds {length}, and "
+            "the reply needs at least one. Shorten the prompt or start a new chat."
+        )
+    check_tokens("the prompt", prompt, vocabulary)
+    check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)
+    check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], vocabulary)
+
+
+def check_tokens(name: str, tokens: Collection[int], vocabulary: int) -> None:
+    """Raise UserError if a token is not in a vocabulary of so many tokens."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):
+        return
+    wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+    raise UserError(
+        f"{name} holds token {wrong}, but the model's tokens go from 0 to {vocabulary - 1:,}: send "
+        "tokens of this model"
+    )
+
 
 def chat_drawing(
     corpus: str | None,
     temperature: float | Literal["auto"] = "auto",
     min_p: float | Literal["auto"] = "auto",
 ) -> Drawing:
-    """How chats with a model of a corpus draw: as asked for, and, where that is auto, as suits the model."""
-    suits = traits(corpus).chats
+    """Return how chats with a model of a corpus draw: as asked for, or, where that is auto, as
+    suits the model."""
+    default = traits(corpus).chats
     if temperature == "auto" and min_p == "auto":
-        return suits
-    return Drawing(
-        suits.temperature if temperature == "auto" else temperature,
-        suits.min_p if min_p == "auto" else min_p,
-        {"en": "asked for", "zh": "由你指定"},
-    )
+        return default
+    if temperature == "auto":
+        temperature = default.temperature
+    if min_p == "auto":
+        min_p = default.min_p
+    return Drawing(temperature, min_p, {"en": "asked for", "zh": "由你指定"})
+
+
+# --- choosing ------------------------------------------------------------------------------------
 
 
 def uniform(generator: random.Random) -> float:
-    """A random number in [0, 1) for `choose`. The number does not depend on the device."""
+    """Return a random number in [0, 1) for `choose`. The number does not depend on the device."""
     return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for the rows of a pass: tokens, their log-probabilities over all tokens at temperature 1, and
-    the likeliest tokens of each row, as many as any row asked for, likeliest first."""
+    """What was chosen for the rows of a pass: tokens, their log-probabilities over all tokens at
+    temperature 1, and the likeliest tokens of each row, as many as any row asked for, likeliest
+    first."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -172,152 +235,161 @@ def choose(
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
-    adjust: Callable[[Tensor], None]
-    | None = None,  # changes logits in place before tokens are chosen
-    operations: Operations | None = None,  # of the model that made the logits
+    adjust: Callable[[Tensor], None] | None = None,  # changes logits before tokens are chosen
+    log_totals: LogTotals | None = None,  # of the model that made the logits
 ) -> Choice:
-    """One token per row.
+    """Choose one token per row.
 
-    The work runs on the device of the logits, and one copy brings the result to the host. The choice of a row does
-    not depend on the other rows. A setting that no row uses costs nothing.
+    The work runs on the device of the logits, and one copy brings the result to the host. The
+    choice of a row does not depend on the other rows. A setting that no row uses costs nothing.
     """
-    count, V = max((s.logprobs for s in samplings), default=0), logits.size(1)
-    likelihood = _Likelihood(logits, operations, adjust is not None or count > 0)
+    count = max((sampling.logprobs for sampling in samplings), default=0)
+    likelihood = _Likelihood(logits, log_totals, adjust is not None or count > 0)
     if adjust is not None:
         adjust(logits)
     logits.index_fill_(1, banned, float("-inf"))
-    # tokens to sample from; 0 = greedy
-    tops = [min(s.top_k or V, V) if s.temperature >= COLDEST else 0 for s in samplings]
-    rows = [
-        (u, s.temperature if top else 1.0, top)
-        for u, s, top in zip(uniforms, samplings, tops, strict=True)
-    ]
+    return _fetch(_chosen(logits, samplings, uniforms), likelihood, count)
+
+
+def _chosen(
+    logits: Tensor,  # (B, V)
+    samplings: Sequence[Sampling],
+    uniforms: Sequence[float],
+) -> Tensor:  # (B,) token ids
+    """Choose the token of each row: greedily, among its top_k, or from the whole vocabulary."""
+    V = logits.size(1)
+    top_ks = [sampling.top_k_of(V) for sampling in samplings]
+    rows, nuclei = [], []
+    for sampling, number, top_k in zip(samplings, uniforms, top_ks, strict=True):
+        rows.append((number, sampling.temperature if top_k else 1.0, top_k))
+        nuclei.append(sampling.top_p if top_k and sampling.top_p < 1 else NO_NUCLEUS)
     settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
-    if any(s.min_p and top for s, top in zip(samplings, tops, strict=True)):
+    if any(sampling.min_p and top_k for sampling, top_k in zip(samplings, top_ks, strict=True)):
         _leave_out_unlikely(logits, settings, samplings)
-    nuclei = [
-        s.top_p if top and s.top_p < 1 else ALL for s, top in zip(samplings, tops, strict=True)
-    ]
-    choice = likeliest(logits) if 0 in tops else None
-    if widest := max((top for top in tops if top < V), default=0):
-        drawn = _draw_top(logits, settings, widest, len(set(tops)) == 1, nuclei)
+    choice = likeliest(logits) if 0 in top_ks else None
+    widest = max((top_k for top_k in top_ks if top_k < V), default=0)
+    if widest:
+        drawn = _draw_top(logits, settings, widest, len(set(top_ks)) == 1, nuclei)
         choice = drawn if choice is None else torch.where(settings[:, 2] > 0, drawn, choice)
-    if V in tops:
+    if V in top_ks:
         drawn = _draw(logits, settings[:, 1:2], settings[:, 0])
         choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
     assert choice is not None
-    sorting = [
-        row
-        for row, (top, nucleus) in enumerate(zip(tops, nuclei, strict=True))
-        if top == V and nucleus != ALL
+    # A nucleus of the whole vocabulary needs every token in order, so only the rows that have one
+    # pay for it.
+    sorted_rows = [
+        row for row, top_k in enumerate(top_ks) if top_k == V and nuclei[row] != NO_NUCLEUS
     ]
-    if sorting:  # a nucleus of the whole vocabulary needs every token in order, so only these rows pay for it
-        index = torch.tensor(sorting).to(logits.device, non_blocking=True)
-        drawn = _draw_top(logits[index], settings[index], V, True, [nuclei[row] for row in sorting])
+    if sorted_rows:
+        index = torch.tensor(sorted_rows).to(logits.device, non_blocking=True)
+        row_nuclei = [nuclei[row] for row in sorted_rows]
+        drawn = _draw_top(logits[index], settings[index], V, True, row_nuclei)
         choice = choice.index_copy(0, index, drawn)
-    return _fetch(choice, likelihood, count)
+    return choice
 
 
 def choose_among(
     logits: Tensor,  # (R, V) fp32, overwritten where tokens are banned
     rows: Sequence[int],  # the row of each reply
     sampling: Sampling,  # of all replies
-    uniforms: Sequence[
-        float
-    ],  # one number in [0, 1) for each reply; unused where the temperature is 0
+    uniforms: Sequence[float],  # one number in [0, 1) per reply; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
-    operations: Operations | None = None,  # of the model that made the logits
+    log_totals: LogTotals | None = None,  # of the model that made the logits
 ) -> tuple[list[int], list[float]]:
-    """The tokens that choose() would give replies of which many share a row, and their log-probabilities.
+    """Return the tokens that choose() would give replies of which many share a row, and their
+    log-probabilities.
 
-    What depends on the row alone is computed once for each row. Only temperature and top_k are followed.
+    What depends on the row alone is computed once for each row. Only temperature and top_k are
+    followed.
     """
+    V = logits.size(1)
     index = torch.tensor(rows).to(logits.device, non_blocking=True)
-    likelihood, V = _Likelihood(logits, operations), logits.size(1)
+    likelihood = _Likelihood(logits, log_totals)
     logits.index_fill_(1, banned, float("-inf"))
-    if sampling.temperature < COLDEST:
+    top_k = sampling.top_k_of(V)
+    if top_k == 0:
         choice = likeliest(logits)[index]
     else:
-        below = torch.tensor(uniforms).to(logits.device, non_blocking=True)
-        top, tokens = (
-            logits.topk(min(sampling.top_k or V, V), dim=1)
-            if (sampling.top_k or V) < V
-            else (logits, None)
-        )
-        place = _draw(top, sampling.temperature, below, index)
-        choice = place if tokens is None else tokens[index, place]
-    both = torch.stack((choice.int(), likelihood.of(choice, index).view(torch.int32))).cpu()
-    return both[0].tolist(), both[1].view(torch.float32).tolist()
+        numbers = torch.tensor(uniforms).to(logits.device, non_blocking=True)
+        if top_k < V:
+            top, tokens = logits.topk(top_k, dim=1)
+            choice = tokens[index, _draw(top, sampling.temperature, numbers, index)]
+        else:
+            choice = _draw(logits, sampling.temperature, numbers, index)
+    return _to_host(choice, likelihood.among(choice, index))
 
 
 def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
-    """The first of the largest logits of each row.
+    """Return the first of the largest logits of each row.
 
-    On CPUs torch's argmax compares number by number: it takes eight times as long as the largest of each group, which
-    is found with vectors, and the argmax of the groups and of one group (32 rows of 32,768: 1.4 ms against 0.2 ms).
+    On CPUs torch's argmax compares number by number: it takes eight times as long as the largest of
+    each group, which is found with vectors, and the argmax of the groups and of one group (32 rows
+    of 32,768: 1.4 ms against 0.2 ms).
     """
     B, V = logits.shape
     if V % ARGMAX_GROUP:
         return logits.argmax(dim=1)
     groups = logits.view(B, -1, ARGMAX_GROUP)
     group = groups.amax(dim=2).argmax(dim=1)  # (B,)
-    within = (
-        groups.gather(1, group[:, None, None].expand(-1, 1, ARGMAX_GROUP)).squeeze(1).argmax(dim=1)
-    )
+    index = group[:, None, None].expand(-1, 1, ARGMAX_GROUP)
+    within = groups.gather(1, index).squeeze(1).argmax(dim=1)
     return group * ARGMAX_GROUP + within
 
 
 class _Likelihood:
-    """The log-probabilities of tokens at temperature 1. Made before the logits are changed."""
+    """The log-probabilities of tokens at temperature 1. Make it before the logits are changed."""
 
     def __init__(
-        self, logits: Tensor, operations: Operations | None, whole: bool = False
+        self, logits: Tensor, log_totals: LogTotals | None, all_tokens: bool = False
     ):  # (R, V)
-        """`whole`: all of `rows` are asked for, or logits of tokens that may be chosen will change."""
-        self._totals = (
-            None if whole or operations is None else operations.log_totals(logits)
-        )  # (R,)
+        """`all_tokens`: all of `rows` are needed, or logits of tokens that may be chosen will
+        change."""
+        self._totals = None if all_tokens or log_totals is None else log_totals(logits)  # (R,)
         self.rows = torch.log_softmax(logits, dim=1) if self._totals is None else logits  # (R, V)
 
-    def of(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:  # (B,), (B,) -> (B,)
-        """The log-probability of each token in its row; None: token b is in row b."""
-        values = (
-            self.rows.gather(1, tokens[:, None]).squeeze(1)
-            if rows is None
-            else self.rows[rows, tokens]
-        )
-        if self._totals is None:
-            return values
-        return values - (self._totals if rows is None else self._totals[rows])
+    def of(self, tokens: Tensor) -> Tensor:  # (R,) -> (R,)
+        """Return the log-probability of one token of each row."""
+        values = self.rows.gather(1, tokens[:, None]).squeeze(1)
+        return values if self._totals is None else values - self._totals
+
+    def among(self, tokens: Tensor, rows: Tensor) -> Tensor:  # (B,), (B,) -> (B,)
+        """Return the log-probability of each token in its row."""
+        values = self.rows[rows, tokens]
+        return values if self._totals is None else values - self._totals[rows]
 
 
 def _fetch(choice: Tensor, likelihood: _Likelihood, count: int) -> Choice:
     """Bring the chosen tokens, and `count` alternatives of each row, to the host in one copy."""
-    tokens, values = choice[:, None], likelihood.of(choice)[:, None]
-    if count:
-        most = likelihood.rows.topk(min(count, likelihood.rows.size(1)), dim=1)
-        tokens, values = (
-            torch.cat((tokens, most.indices), dim=1),
-            torch.cat((values, most.values), dim=1),
-        )
-    both = torch.stack(
-        (tokens.int(), values.view(torch.int32))
-    ).cpu()  # logprobs as bits, so one copy is enough
-    ids, floats = both[0].tolist(), both[1].view(torch.float32).tolist()
-    pairs = (
-        [tuple(zip(of[1:], at[1:], strict=True)) for of, at in zip(ids, floats, strict=True)]
-        if count
-        else []
-    )
-    return Choice([of[0] for of in ids], [at[0] for at in floats], pairs or [()] * len(ids))
+    logprobs = likelihood.of(choice)
+    if not count:
+        ids, floats = _to_host(choice, logprobs)
+        return Choice(ids, floats, [()] * len(ids))
+    top = likelihood.rows.topk(min(count, likelihood.rows.size(1)), dim=1)
+    tokens = torch.cat((choice[:, None], top.indices), dim=1)
+    values = torch.cat((logprobs[:, None], top.values), dim=1)
+    token_rows, value_rows = _to_host(tokens, values)
+    alternatives = [
+        tuple(zip(ids[1:], floats[1:], strict=True))
+        for ids, floats in zip(token_rows, value_rows, strict=True)
+    ]
+    return Choice([ids[0] for ids in token_rows], [row[0] for row in value_rows], alternatives)
+
+
+def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[list, list]:  # shapes alike
+    """Copy tokens and fp32 log-probabilities to the host; as bits of integers they need one
+    copy."""
+    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu()
+    return both[0].tolist(), both[1].view(torch.float32).tolist()
 
 
 def _leave_out_unlikely(logits: Tensor, settings: Tensor, samplings: Sequence[Sampling]) -> None:
-    """Apply each row's min_p: hide tokens whose probability is too small a share of the likeliest token's."""
-    logs = [math.log(s.min_p) if s.min_p else float("-inf") for s in samplings]
-    shares = torch.tensor(logs).to(logits.device, non_blocking=True)[:, None]  # (B, 1)
-    least = logits.amax(dim=1, keepdim=True) + shares * settings[:, 1:2]
-    logits.masked_fill_(logits < least, float("-inf"))
+    """Apply each row's min_p: hide tokens whose probability is too small a share of the likeliest
+    token's."""
+    shares = [sampling.min_p for sampling in samplings]
+    logs = [math.log(share) if share else float("-inf") for share in shares]
+    log_shares = torch.tensor(logs).to(logits.device, non_blocking=True)[:, None]  # (B, 1)
+    threshold = logits.amax(dim=1, keepdim=True) + log_shares * settings[:, 1:2]
+    logits.masked_fill_(logits < threshold, float("-inf"))
 
 
 def _draw_top(
@@ -325,21 +397,23 @@ def _draw_top(
     settings: Tensor,  # (B, 3): uniform number, temperature, top_k
     widest: int,  # the largest top_k
     alike: bool,  # whether all rows have that top_k
-    nuclei: Sequence[float],  # top_p of each row, ALL where it is not used
+    nuclei: Sequence[float],  # top_p of each row, NO_NUCLEUS where it is not used
 ) -> Tensor:  # (B,) token ids
-    """Sample from the top_k likeliest tokens of each row, and of these from the ones within top_p."""
+    """Sample from the top_k likeliest tokens of each row, and of these from the ones within
+    top_p."""
     top, index = logits.topk(widest, dim=1)
     if not alike:
         beyond = torch.arange(widest, device=top.device) >= settings[:, 2:].clamp_min(1)
         top = top.masked_fill(beyond, float("-inf"))
-    if min(nuclei) < ALL:
+    if min(nuclei) < NO_NUCLEUS:
         shares = torch.softmax(top / settings[:, 1:2], dim=1)
         before = shares.cumsum(dim=1) - shares  # the probability of the likelier tokens
         limits = torch.tensor(nuclei).to(top.device, non_blocking=True)[:, None]
         beyond = before >= limits
         beyond[:, 0] = False
         top = top.masked_fill(beyond, float("-inf"))
-    return index.gather(1, _draw(top, settings[:, 1:2], settings[:, 0])[:, None]).squeeze(1)
+    positions = _draw(top, settings[:, 1:2], settings[:, 0])
+    return index.gather(1, positions[:, None]).squeeze(1)
 
 
 def _draw(
@@ -347,8 +421,9 @@ def _draw(
     temperature: Tensor | float,  # (R, 1), or one for all
     uniforms: Tensor,  # (B,) a number in [0, 1) for each draw
     rows: Tensor | None = None,  # (B,) the row of each draw; None: draw b is from row b
-) -> Tensor:  # (B,) places in the rows
+) -> Tensor:  # (B,) positions in the rows
     """Sample from softmax(logits / temperature) by inverting the cumulative distribution."""
     cumulative = torch.softmax(logits / temperature, dim=1).cumsum(dim=1)
-    cumulative = cumulative if rows is None else cumulative[rows]
+    if rows is not None:
+        cumulative = cumulative[rows]
     return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(dim=1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.common import UserError, run
-from nanochat.nn.lora import LoraConfig
+from nanochat.models.lora import LoraConfig
 from nanochat.planner import calibration, tables
 from nanochat.planner.calibration import rates_for
 from nanochat.planner.cards import Rates

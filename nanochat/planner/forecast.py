@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanochat import device
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.common import UserError
 from nanochat.context import Packed
 from nanochat.device import DTYPES, MASTER, Compute
+from nanochat.models.lora import LoraConfig, add_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, add_adapters
-from nanochat.nn.operations import Operations
+from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 from nanochat.train.optim import OneRate, Optimizers
 
@@ -137,12 +137,11 @@ class Ledger(TorchDispatchMode):
         self.now -= self._bytes.pop(key)
 
 
-class _Imagined(Operations):
-    """Plain torch on a card that is not there: what moves to the host's memory is not counted until it is back."""
-
-    def put_aside(self, x: Tensor) -> Callable[[], Tensor]:
-        shape, dtype = x.shape, x.dtype
-        return lambda: torch.empty(shape, dtype=dtype)
+def _put_aside(x: Tensor) -> Callable[[], Tensor]:
+    """Act as Qwen.put_aside() on a card that is not there: what moves to the host does not count until it is back."""
+    shape = x.shape
+    dtype = x.dtype
+    return lambda: torch.empty(shape, dtype=dtype)
 
 
 def _watch_resizing(ledger: Ledger) -> None:
@@ -160,7 +159,8 @@ def _watch_resizing(ledger: Ledger) -> None:
 def prepared(tuning: Tuning, compute: Compute) -> Qwen:
     """The model as fine-tuning prepares it, on meta and sharded."""
     model: Qwen = on_meta(tuning.shape, compute)
-    held_in(model, compute.dtype if tuning.lora else MASTER)
+    model.put_aside = _put_aside
+    cast_matrices(model, compute.dtype if tuning.lora else MASTER)
     if tuning.lora:
         add_adapters(model, tuning.lora)
     model.checkpoints, model.offloads = tuning.checkpoint_activations, tuning.offloads
@@ -202,7 +202,7 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
 def of_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     """What count() says of a model, from two shallower ones where it is deep: every layer of a kind adds as much."""
     compute = replace(
-        compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=_Imagined()
+        compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=Operations()
     )
     if tuning.ranks > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore

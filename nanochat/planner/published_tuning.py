@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.nn.lora import LoraConfig
 from nanochat.planner.forecast import Tuning, forecast
 from nanochat.runtime import parallel
 

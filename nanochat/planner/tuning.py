@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from nanochat.common import UserError, log, tr, warn
 from nanochat.device import Compute
+from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig
 from nanochat.planner.forecast import Memory, Tuning, forecast
 from nanochat.platforms.base import Chip
 from nanochat.runtime import parallel

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import UserError, log, tr
-from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import ascend_environment, ascend_errors, ascend_kernels, ascend_operators
 from nanochat.platforms.ascend_chips import CHIPS, AscendChip, chip_of
 from nanochat.platforms.ascend_environment import PortBlocks
 from nanochat.platforms.ascend_kernels import KINDS, NEEDS
 from nanochat.platforms.ascend_profiler import AscendTracer
 from nanochat.platforms.base import Platform, Tracer
+from nanochat.platforms.operations import Asked, Operations
 
 
 class Ascend(Platform):

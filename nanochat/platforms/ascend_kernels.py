@@ -4,7 +4,7 @@ torch_npu is imported where it is used, that is, only where a tensor lies on an 
 hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,11 +12,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.nn import few_launches
-from nanochat.nn.blocked_attention import BlockedAttention, ungrouped
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import Kept, cache_mask
-from nanochat.nn.together import Unit, cast_together
+from nanochat.attention import TensorCache, cache_mask
+from nanochat.loss import HIDDEN
+from nanochat.platforms import few_launches
+from nanochat.platforms.blocked_attention import BlockedAttention, ungrouped
+from nanochat.platforms.operations import Operations, finite_mask
+from nanochat.platforms.together import Unit, cast_together
 
 EPSILON = 2.0**-23  # of fp32: what F.rms_norm adds where none is given, for every format
 WHOLE = 2147483647  # a window without end
@@ -45,25 +46,48 @@ class AscendPlain(Operations):
     """torch's own operators on an NPU."""
 
     name = "plain"
-    hidden_score = -1e30  # some chips have no inf
-    shape_grain = 64
+    grain = 64
     launches_are_dear = True
 
     def __init__(self, stacks_matrices: bool = True, saturates: bool = False):
         """`saturates`: the chip would take the inf of an fp16 mask for an overflow."""
         super().__init__(stacks_matrices)
         self.saturates = saturates
-        self.kept = Kept(16)  # masks and vectors of ones
+        self.kept = TensorCache(16)  # masks and vectors of ones
 
-    def finite(self, x: Tensor) -> bool:
-        """See Operations.finite."""
-        return self.saturates and x.dtype == torch.float16
+    def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
+        """See PlainAttention.mask."""
+        return finite_mask(seen, dtype) if self._finite(dtype) else seen
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """See PlainAttention.causal."""
+        if not self._finite(q.dtype):
+            return super().causal(q, k, v, scale)
+        length, device, dtype = q.size(2), q.device, q.dtype
+
+        def triangle() -> Tensor:  # (T, T) which keys each query sees
+            seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            return finite_mask(seen, dtype)
+
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=self.kept.get(("triangle", length, device, dtype), triangle),
+            scale=scale,
+            enable_gqa=k.size(1) != q.size(1),
+        )
+
+    def _finite(self, dtype: torch.dtype) -> bool:
+        """Whether attention must mask with a large negative number instead of -inf."""
+        return self.saturates and dtype == torch.float16
 
 
 class AscendChunked(AscendPlain):
     """For chips without fused attention (910A): attention is made of matmuls, and launches are saved elsewhere."""
 
     name = "chunked"
+    fuses_layers = True
     loss_chunk = 2048
     fewest_launches = True
 
@@ -137,12 +161,19 @@ class AscendChunked(AscendPlain):
         return few_launches.squared_relu(x, zero)
 
     def loss(
-        self, x: Tensor, head: Tensor, targets: Tensor, vocab: int, weights: Tensor | None
+        self,
+        x: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        vocab: int,
+        weights: Tensor | None,
+        chunk: int,
+        capped: bool = True,
     ) -> Tensor:
         """See Operations.loss."""
-        return few_launches.chunked_loss(
-            x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score
-        )
+        if not capped:
+            return super().loss(x, head, targets, vocab, weights, chunk, capped)
+        return few_launches.chunked_loss(x, head, targets, vocab, weights, chunk, HIDDEN)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """See Operations.square_sums."""
@@ -156,9 +187,9 @@ class AscendChunked(AscendPlain):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend."""
+        """See PlainAttention.attend."""
         k, v = ungrouped(q, k, v)
-        return BlockedAttention.apply(q, k, v, window, self.hidden_score)  # type: ignore[no-any-return]
+        return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
 
 
 class AscendInference(AscendChunked):
@@ -174,7 +205,7 @@ class AscendInference(AscendChunked):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend."""
+        """See PlainAttention.attend."""
         if q.dtype != torch.float16:
             return super().attend(q, k, v, window, scale)
         length, device = q.size(1), q.device
@@ -184,37 +215,37 @@ class AscendInference(AscendChunked):
 
         return prompt(q, k, v, self.kept.get((length, window, device), causal))
 
-    def attend_cached(
+    def masked(
         self,
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        mask: Tensor,  # (B, 1, T, K)
+        seen: Tensor,  # (B, 1, T, K)
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend_cached."""
+        """See PlainAttention.masked."""
         if q.dtype == torch.float16:
-            return prompt(q, k, v, mask)
-        return super().attend_cached(q, k, v, mask, scale)
+            return prompt(q, k, v, seen)
+        return super().masked(q, k, v, seen, scale)
 
-    def takes_lengths(self, q: Tensor) -> bool:
-        """See Operations.takes_lengths. The card's operator multiplies 16-bit numbers of one query, in units of 16
-        channels."""
-        return q.element_size() == 2 and not q.size(3) % 16 and q.size(1) == 1
-
-    def attend_lengths(
+    def by_lengths(
         self,
-        q: Tensor,  # (B, 1, H, D)
+        q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        fresh: Sequence[int],
+        new: Sequence[int],
         ends: Sequence[int],
-        last: Tensor | None,
+        recent: Callable[[], Tensor],
         window: int,
         scale: float | None = None,
-    ) -> Tensor:  # (B, 1, H, D)
-        """See Operations.attend_lengths."""
-        return decode(q, *_last_keys(k, v, ends, last, window))
+    ) -> Tensor | None:  # (B, T, H, D)
+        """See PlainAttention.by_lengths.
+
+        The card's operator multiplies 16-bit numbers of one query, in units of 16 channels.
+        """
+        if q.size(1) > 1 or not _in_units(q):
+            return None
+        return decode(q, *_last_keys(k, v, ends, recent, window))
 
 
 class AddNorm(torch.autograd.Function):
@@ -318,7 +349,7 @@ class AscendFused(AscendChunked):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend. A window is a band of the mask that ends at the diagonal."""
+        """See PlainAttention.attend. A window is a band of the mask that ends at the diagonal."""
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         short = window < k.size(1) - 1
@@ -342,26 +373,28 @@ class AscendFused(AscendChunked):
             ].transpose(1, 2)
         return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", **how)[0]
 
-    def takes_lengths(self, q: Tensor) -> bool:
-        """See Operations.takes_lengths. The operator multiplies 16-bit numbers, in units of 16 channels."""
-        return q.element_size() == 2 and not q.size(3) % 16
-
-    def attend_lengths(
+    def by_lengths(
         self,
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        fresh: Sequence[int],
+        new: Sequence[int],
         ends: Sequence[int],
-        last: Tensor | None,
+        recent: Callable[[], Tensor],
         window: int,
         scale: float | None = None,
-    ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend_lengths. With one query the operator knows no window, and is given the last W + 1 keys
-        alone."""
+    ) -> Tensor | None:  # (B, T, H, D)
+        """See PlainAttention.by_lengths.
+
+        The operator multiplies 16-bit numbers, in units of 16 channels. With one query it knows no window, and is given
+        the last W + 1 keys alone.
+        """
+        if not _in_units(q):
+            return None
         import torch_npu  # pyright: ignore[reportMissingImports]
 
-        k, v, ends = _last_keys(k, v, ends, last, window)
+        if q.size(1) == 1:
+            k, v, ends = _last_keys(k, v, ends, recent, window)
         scale = _scale(q, scale)
         heads = {
             "num_heads": q.size(2),
@@ -380,7 +413,7 @@ class AscendFused(AscendChunked):
             k,
             v,
             atten_mask=self.causal_mask(q.device),
-            actual_seq_lengths=list(fresh),
+            actual_seq_lengths=list(new),
             actual_seq_lengths_kv=list(ends),
             pre_tokens=window if short else WHOLE,
             next_tokens=0,
@@ -399,14 +432,20 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return q.size(3) ** -0.5 if scale is None else scale
 
 
+def _in_units(q: Tensor) -> bool:  # (B, T, H, D)
+    """Whether queries have 16 bits and heads of a multiple of 16 channels."""
+    return q.element_size() == 2 and not q.size(3) % 16
+
+
 def _last_keys(
-    k: Tensor, v: Tensor, ends: Sequence[int], last: Tensor | None, window: int
+    k: Tensor, v: Tensor, ends: Sequence[int], recent: Callable[[], Tensor], window: int
 ) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Keys, values and their counts, cut to the window of one query where that is shorter than what the rows hold."""
-    if last is None or max(ends) <= window + 1:
+    """Return keys, values and their counts, cut to the window of one query where that is shorter than the rows."""
+    if max(ends) <= window + 1:
         return k, v, ends
     rows = torch.arange(k.size(0), device=k.device)[:, None]
-    return k[rows, last], v[rows, last], [min(end, window + 1) for end in ends]
+    places = recent()
+    return k[rows, places], v[rows, places], [min(end, window + 1) for end in ends]
 
 
 def prompt(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nanochat.common import log
-from nanochat.nn.operations import Operations
 from nanochat.platforms.ascend_kernels import EPSILON, AscendChunked, AscendFused, missing
+from nanochat.platforms.operations import Operations
 
 # What may do each work, the best first. Without any, attention is made of matmuls and the rest of torch's operators.
 ATTENTION = "npu_fusion_attention"
@@ -98,14 +98,26 @@ class AscendListed(AscendFused):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend."""
+        """See PlainAttention.attend."""
         if ATTENTION in self.operators:
             return super().attend(q, k, v, window, scale)
         return AscendChunked.attend(self, q, k, v, window, scale)
 
-    def takes_lengths(self, q: Tensor) -> bool:
-        """See Operations.takes_lengths."""
-        return DECODING in self.operators and super().takes_lengths(q)
+    def by_lengths(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        new: Sequence[int],
+        ends: Sequence[int],
+        recent: Callable[[], Tensor],
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor | None:
+        """See PlainAttention.by_lengths."""
+        if DECODING not in self.operators:
+            return None
+        return super().by_lengths(q, k, v, new, ends, recent, window, scale)
 
 
 class _DoubledNorm(torch.autograd.Function):
@@ -254,15 +266,12 @@ def _rotates(operations: Operations, qkv: list[Tensor]) -> Tensor:
 def _decodes(operations: Operations, qkv: list[Tensor]) -> Tensor:
     q, k, v = qkv
     ends: Sequence[int] = (64, 40)
-    if operations.takes_lengths(q):
-        return operations.attend_lengths(q[:, :1], k, v, (1, 1), ends, None, 63)
-    rows = [
-        operations.attend_cached(
-            q[i : i + 1, :1],
-            k[i : i + 1, :end],
-            v[i : i + 1, :end],
-            torch.ones(1, 1, 1, end, dtype=torch.bool, device=q.device),
-        )
-        for i, end in enumerate(ends)
-    ]
-    return torch.cat(rows)
+    rows = operations.by_lengths(q[:, :1], k, v, (1, 1), ends, lambda: k, 63)
+    if rows is not None:
+        return rows
+    singles = []
+    for i, end in enumerate(ends):
+        row = slice(i, i + 1)
+        seen = torch.ones(1, 1, 1, end, dtype=torch.bool, device=q.device)
+        singles.append(operations.masked(q[row, :1], k[row, :end], v[row, :end], seen))
+    return torch.cat(singles)

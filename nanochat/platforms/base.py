@@ -14,8 +14,8 @@ import torch
 
 from nanochat.common import UserError, warn
 from nanochat.model import Model
-from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import host
+from nanochat.platforms.operations import Asked, Operations
 
 
 class Chip(Protocol):

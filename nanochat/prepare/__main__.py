@@ -1,9 +1,10 @@
-"""Tokenise a corpus ahead of training, or check its tokens. Without this command, training tokenises the corpus first.
+"""Tokenise a corpus ahead of training, or check its tokens. Without this command, training
+tokenises the corpus first.
 
 python -m nanochat.prepare --data NAME --dedup    # leave out near-duplicates, here and in training
 python -m nanochat.prepare --data NAME --dedup --check_against DIR --drop_contaminated
 python -m nanochat.prepare --data NAME
-python -m nanochat.prepare --data NAME --verify   # read every token file again and compare its SHA-256
+python -m nanochat.prepare --data NAME --verify   # hash every token file again
 """
 
 from dataclasses import dataclass
@@ -25,16 +26,19 @@ class Config:
     """Tokenise a corpus ahead of training, or check its tokens."""
 
     data: str | None = None
-    """The corpus by name, or a mixture: web:0.7,books:0.3 tokenises both corpora. Default: the only corpus."""
+    """The corpus by name, or a mixture: web:0.7,books:0.3 tokenises both corpora.
+    Default: the only corpus."""
     num_workers: Annotated[int | None, tyro.conf.arg(aliases=("-w",))] = None
-    """How many processes to use, at most one per shard. Default: one per core, but fewer for a small corpus.
+    """How many processes to use, at most one per shard.
+    Default: one per core, but fewer for a small corpus.
     Lower it if memory runs out."""
     dedup: bool = False
     """Leave out every document that nearly equals an earlier one, here and in training.
     Documents of validation count as the earlier ones."""
     check_against: str | None = None
     """A folder with copies of evaluations, such as NANOCHAT_TASK_DIR names.
-    Counts the documents that hold a passage of an evaluation: 13 words, or 50 Chinese characters."""
+    Counts the documents that hold a passage of an evaluation:
+    13 words, or 50 Chinese characters."""
     drop_contaminated: bool = False
     """Also leave out the documents that --check_against finds."""
     all_documents: bool = False
@@ -45,19 +49,8 @@ class Config:
 
 def main(cfg: Config) -> None:
     """Tokenise or check both splits of each corpus."""
-    if cfg.num_workers is not None and cfg.num_workers < 1:
-        raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
-    if cfg.drop_contaminated and cfg.check_against is None:
-        raise UserError(
-            "--drop_contaminated needs --check_against DIR, which says what to look for",
-            exit_code=2,
-        )
     cleans = cfg.dedup or cfg.check_against is not None
-    if cfg.all_documents and cleans:
-        raise UserError(
-            "--all_documents keeps every document, so it goes without --dedup and --check_against",
-            2,
-        )
+    _check_flags(cfg, cleans)
     data = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     for corpus in data.corpora:
@@ -72,8 +65,25 @@ def main(cfg: Config) -> None:
                 open_tokens(tokens.folder, verify=True)
             checked = ", all intact" if cfg.verify else ""
             log(
-                f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} tokens{checked}"
+                f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} "
+                f"tokens{checked}"
             )
+
+
+def _check_flags(cfg: Config, cleans: bool) -> None:
+    """Raise UserError for flags out of range, and for flags that contradict each other."""
+    if cfg.num_workers is not None and cfg.num_workers < 1:
+        raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
+    if cfg.drop_contaminated and cfg.check_against is None:
+        raise UserError(
+            "--drop_contaminated needs --check_against DIR, which says what to look for",
+            exit_code=2,
+        )
+    if cfg.all_documents and cleans:
+        raise UserError(
+            "--all_documents keeps every document, so it goes without --dedup and --check_against",
+            2,
+        )
 
 
 if __name__ == "__main__":

@@ -1,25 +1,30 @@
-"""Says which documents of a corpus are left out: near-duplicates, and documents with passages of evaluations.
+"""Say which documents of a corpus are left out: near-duplicates, and documents with passages of
+evaluations.
 
-The shards stay as they are. corpus.json gets an entry `dropped`, and each shard a list of its documents in `dropped/`;
-tokenising leaves these documents out, in this command and in every stage.
+The shards stay as they are. corpus.json gets an entry `dropped`, and each shard a list of its
+documents in `dropped/`; tokenising leaves these documents out, in this command and in every stage.
+Shards are screened one by one, by processes that run `python -m nanochat.prepare.clean` if the
+corpus is large; then one process decides for all documents together.
 """
 
 import contextlib
 import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import numpy as np
 
-from nanochat.common import UserError, log, sha256_of, write_atomic, write_json
+from nanochat.common import UserError, atomic_path, log, sha256_of, write_atomic, write_json
 from nanochat.data.corpora import DROPPED, Corpus, list_of_dropped, shards
-from nanochat.data.shards import ABOUT, count_rows, read_about
-from nanochat.prepare import screen
-from nanochat.prepare.minhash import Signatures, near_duplicates
-from nanochat.prepare.overlap import read_passages
+from nanochat.data.shards import ABOUT, batches, check_sha256, count_rows, read_about
+from nanochat.prepare.minhash import Signatures, near_duplicates, signatures
+from nanochat.prepare.overlap import Passages, read_passages
 from nanochat.prepare.token_files import locked
-from nanochat.prepare.workers import processes_for, work
+from nanochat.prepare.workers import Message, Say, processes_for, serve, work
 from nanochat.runtime.progress import Progress
 
 
@@ -30,136 +35,49 @@ def clean(
     drop_contaminated: bool,
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Screen all documents of a corpus, note which are left out, and return what corpus.json says about them.
+    """Screen all documents of a corpus, note which are left out, and return what corpus.json says
+    about them.
 
-    Of documents that resemble each other the first stays; validation comes first, so training keeps no near copy of a
-    validation document. The result depends on the shards alone, not on the processes. A call that only counts
-    keeps what was left out earlier. UserError if a shard is damaged, or with code 2 if the call would take documents
-    back that an earlier one left out for a reason that this one does not repeat.
+    Of documents that resemble each other the first stays. Validation comes first, so training
+    keeps no near copy of a validation document. The result depends on the shards alone, not on the
+    processes. A call that only counts keeps what was left out earlier.
+
+    UserError if a shard is damaged, or with code 2 if the call would take documents back that an
+    earlier one left out for a reason that this one does not repeat.
     """
     if dedup or drop_contaminated:
-        _refuse_to_take_back(read_about(corpus.folder).get(DROPPED, {}), dedup, drop_contaminated)
-    against = read_passages(check_against) if check_against is not None else None
+        earlier = read_about(corpus.folder).get(DROPPED, {})
+        _refuse_to_take_back(earlier, dedup, drop_contaminated)
+    passages = read_passages(check_against) if check_against is not None else None
     paths = [path.absolute() for split in ("val", "train") for path in shards(corpus, split)]
-    folder = corpus.folder / DROPPED
     with locked(corpus.folder / ".clean.lock") as lock:
-        outs = [folder / f".{path.stem}.npz" for path in paths]
-        with Progress(
-            f"screen {corpus.name}", sum(map(count_rows, paths)), "documents"
-        ) as progress:
-            count = processes_for(sum(path.stat().st_size for path in paths), len(paths), processes)
+        screened = [corpus.folder / DROPPED / f".{path.stem}.npz" for path in paths]
+        title = f"screen {corpus.name}"
+        with Progress(title, sum(map(count_rows, paths)), "documents") as progress:
+            total_bytes = sum(path.stat().st_size for path in paths)
+            count = processes_for(total_bytes, len(paths), processes)
             if count < 2:
-                for path, out in zip(paths, outs, strict=True):
-                    screen.screen_shard(path, out, dedup, against, progress.advance)
+                for path, out in zip(paths, screened, strict=True):
+                    screen_shard(path, out, dedup, passages, progress.advance)
             else:
-                setup = {
-                    "dedup": dedup,
-                    "against": str(check_against.expanduser()) if check_against else "",
-                }
-                tasks = [
-                    {"name": str(p), "out": str(out.absolute())}
-                    for p, out in zip(paths, outs, strict=True)
-                ]
-                messages = work("nanochat.prepare.screen", setup, tasks, count, keep=[lock])
-                with contextlib.closing(messages):
-                    for _, message in messages:
-                        progress.advance(message.get("documents", 0))
-        found = _decide(outs, dedup, against.names if against else (), drop_contaminated)
-        summary = found.pop("summary")
+                _screen_in_processes(paths, screened, dedup, check_against, count, lock, progress)
+        set_names = passages.names if passages else ()
+        decision = _decide(screened, dedup, set_names, drop_contaminated)
+        summary = decision.summary
         about = read_about(corpus.folder)
-        earlier = about.get(DROPPED, {}).get("documents", 0)
-        if earlier and not dedup and not drop_contaminated:
-            for out in outs:
-                out.unlink()
-            _tell(corpus, summary)
-            log(f"{corpus.name}: {earlier:,} documents were left out earlier and still are")
-            return summary
-        make = f"python -m nanochat.prepare --data {quote(corpus.name)}" + " --dedup" * dedup
-        make += f" --check_against {quote(str(check_against))}" if against is not None else ""
-        make += " --drop_contaminated" * drop_contaminated
-        about[DROPPED] = summary | {"make": make, "shards": {}}
-        for path, out in zip(paths, outs, strict=True):
-            body = io.BytesIO()
-            np.save(body, found[out.name])
-            write_atomic(list_of_dropped(path), body.getvalue())
-            about[DROPPED]["shards"][path.name] = {
-                "documents": len(found[out.name]),
-                "sha256": sha256_of(list_of_dropped(path)),
-            }
+        dropped_earlier = about.get(DROPPED, {}).get("documents", 0)
+        if dropped_earlier and not dedup and not drop_contaminated:
+            _log_summary(corpus, summary)
+            log(f"{corpus.name}: {dropped_earlier:,} documents were left out earlier and still are")
+        else:
+            make = _command(corpus, dedup, check_against, drop_contaminated)
+            summary = summary | {"make": make, "shards": _write_lists(paths, decision.dropped)}
+            about[DROPPED] = summary
+            write_json(corpus.folder / ABOUT, about)
+            _log_summary(corpus, summary)
+        for out in screened:
             out.unlink()
-        write_json(corpus.folder / ABOUT, about)
-    _tell(corpus, about[DROPPED])
-    return about[DROPPED]
-
-
-def _refuse_to_take_back(earlier: dict[str, Any], dedup: bool, drop: bool) -> None:
-    """Raise UserError if an earlier command left out documents for a reason that this one does not repeat."""
-    repeated = {
-        "near_duplicates": ("--dedup", dedup),
-        "dropped_contaminated": ("--drop_contaminated", drop),
-    }
-    for reason, (flag, given) in repeated.items():
-        if not earlier.get(reason) or given:
-            continue
-        raise UserError(
-            f"an earlier command left out documents by {flag}, and this one would take them back: it was "
-            f"{earlier['make']}. Type its flags as well, or take all documents back first with --all_documents",
-            exit_code=2,
-        )
-
-
-def _decide(outs: list[Path], dedup: bool, names: tuple[str, ...], drop: bool) -> dict[str, Any]:
-    """The numbers of the documents to leave out by screened file, and a summary."""
-    screened = [dict(np.load(out)) for out in outs]
-    counts = [int(one["seen"]) for one in screened]
-    ends = np.cumsum(counts)
-    gone = np.zeros(sum(counts), bool)
-    summary: dict[str, Any] = {"of": sum(counts)}
-    if dedup:
-        gone |= near_duplicates(
-            Signatures.joined([Signatures(one["bands"], one["bins"]) for one in screened])
-        )
-        summary["near_duplicates"] = int(gone.sum())
-    if names:
-        hits = np.concatenate(
-            [
-                one["hits"] + [end - count, 0]
-                for one, end, count in zip(screened, ends, counts, strict=True)
-            ]
-        )
-        summary["check_against"] = {
-            name: int((hits[:, 1] == number).sum()) for number, name in enumerate(names)
-        }
-        held = np.unique(hits[:, 0])
-        summary["contaminated"] = len(held)
-        if drop:
-            gone[held] = True
-            summary["dropped_contaminated"] = True
-    summary["documents"] = int(gone.sum())
-    parts = np.split(gone, ends[:-1])
-    return {out.name: np.flatnonzero(part) for out, part in zip(outs, parts, strict=True)} | {
-        "summary": summary
-    }
-
-
-def _tell(corpus: Corpus, dropped: dict[str, Any]) -> None:
-    of = dropped["of"]
-    if "near_duplicates" in dropped:
-        some = dropped["near_duplicates"]
-        log(
-            f"{corpus.name}: {some:,} of {of:,} documents ({some / of:.2%}) are near-duplicates and are left out"
-        )
-    if "check_against" in dropped:
-        some = dropped["contaminated"]
-        each = ", ".join(f"{name} {count:,}" for name, count in dropped["check_against"].items())
-        fate = (
-            "are left out"
-            if dropped.get("dropped_contaminated")
-            else "stay; --drop_contaminated leaves them out"
-        )
-        log(
-            f"{corpus.name}: {some:,} of {of:,} documents hold a passage of an evaluation ({each}) and {fate}"
-        )
+    return summary
 
 
 def take_back(corpus: Corpus) -> None:
@@ -170,3 +88,202 @@ def take_back(corpus: Corpus) -> None:
         for path in (corpus.folder / DROPPED).glob("*.npy"):
             path.unlink()
         log(f"{corpus.name}: no document is left out any more")
+
+
+def _refuse_to_take_back(
+    earlier: dict[str, Any],
+    dedup: bool,
+    drop: bool,
+) -> None:
+    """Raise UserError if an earlier command left out documents for a reason that this one does not
+    repeat."""
+    reasons = (
+        ("near_duplicates", "--dedup", dedup),
+        ("dropped_contaminated", "--drop_contaminated", drop),
+    )
+    for reason, flag, repeated in reasons:
+        if earlier.get(reason) and not repeated:
+            raise UserError(
+                f"an earlier command left out documents by {flag}, and this one would take them "
+                f"back: it was {earlier['make']}. Type its flags as well, or take all documents "
+                "back first with --all_documents",
+                exit_code=2,
+            )
+
+
+def _command(
+    corpus: Corpus,
+    dedup: bool,
+    check_against: Path | None,
+    drop_contaminated: bool,
+) -> str:
+    """Return the command that leaves these documents out again."""
+    command = f"python -m nanochat.prepare --data {quote(corpus.name)}"
+    if dedup:
+        command += " --dedup"
+    if check_against is not None:
+        command += f" --check_against {quote(str(check_against))}"
+    if drop_contaminated:
+        command += " --drop_contaminated"
+    return command
+
+
+# --- the decision --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Decision:
+    dropped: list[np.ndarray]  # for each shard, the numbers of its documents to leave out
+    summary: dict[str, Any]  # for corpus.json
+
+
+def _decide(
+    screened: list[Path],
+    dedup: bool,
+    set_names: tuple[str, ...],
+    drop: bool,
+) -> _Decision:
+    """Decide from the screened shards which documents are left out."""
+    results = [dict(np.load(path)) for path in screened]
+    counts = [int(result["seen"]) for result in results]
+    ends = np.cumsum(counts)
+    is_dropped = np.zeros(sum(counts), bool)
+    summary: dict[str, Any] = {"of": sum(counts)}
+    if dedup:
+        parts = [Signatures(result["bands"], result["bins"]) for result in results]
+        is_dropped |= near_duplicates(Signatures.joined(parts))
+        summary["near_duplicates"] = int(is_dropped.sum())
+    if set_names:
+        hits = []  # (document, set), with the documents of all shards numbered in one sequence
+        for result, first in zip(results, ends - counts, strict=True):
+            hits.append(result["hits"] + [first, 0])
+        documents, sets = np.concatenate(hits).T
+        hits_by_set = np.bincount(sets, minlength=len(set_names)).tolist()
+        summary["check_against"] = dict(zip(set_names, hits_by_set, strict=True))
+        contaminated = np.unique(documents)
+        summary["contaminated"] = len(contaminated)
+        if drop:
+            is_dropped[contaminated] = True
+            summary["dropped_contaminated"] = True
+    summary["documents"] = int(is_dropped.sum())
+    dropped = [np.flatnonzero(shard_flags) for shard_flags in np.split(is_dropped, ends[:-1])]
+    return _Decision(dropped, summary)
+
+
+def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
+    """Write the list of each shard's documents that are left out, and return what corpus.json says
+    about the lists."""
+    entries = {}
+    for path, numbers in zip(paths, dropped, strict=True):
+        body = io.BytesIO()
+        np.save(body, numbers)
+        list_path = list_of_dropped(path)
+        write_atomic(list_path, body.getvalue())
+        entries[path.name] = {"documents": len(numbers), "sha256": sha256_of(list_path)}
+    return entries
+
+
+def _log_summary(corpus: Corpus, summary: dict[str, Any]) -> None:
+    total = summary["of"]
+    if "near_duplicates" in summary:
+        count = summary["near_duplicates"]
+        log(
+            f"{corpus.name}: {count:,} of {total:,} documents ({count / total:.2%}) are "
+            "near-duplicates and are left out"
+        )
+    if "check_against" in summary:
+        count = summary["contaminated"]
+        by_set = [f"{name} {hits:,}" for name, hits in summary["check_against"].items()]
+        fate = "stay; --drop_contaminated leaves them out"
+        if summary.get("dropped_contaminated"):
+            fate = "are left out"
+        log(
+            f"{corpus.name}: {count:,} of {total:,} documents hold a passage of an evaluation "
+            f"({', '.join(by_set)}) and {fate}"
+        )
+
+
+# --- screening -----------------------------------------------------------------------------------
+
+
+def screen_shard(
+    path: Path,
+    out: Path,
+    dedup: bool,
+    passages: Passages | None,
+    advance: Callable[[int], None],
+) -> dict[str, Any]:
+    """Read a shard and write what was found to `out`: bands and bins of its documents, and hits as
+    pairs (document, set).
+
+    Documents are counted as `batches` gives them. `advance` gets their number after every batch.
+    UserError if the shard is damaged.
+    """
+    check_sha256(path)
+    parts = []
+    hits: list[tuple[int, int]] = []
+    documents_read = 0
+    for texts in batches(path):
+        if dedup:
+            parts.append(signatures(texts))
+        if passages is not None:
+            for document, text in enumerate(texts, documents_read):
+                hits += [(document, set_number) for set_number in passages.sets_in(text)]
+        documents_read += len(texts)
+        advance(len(texts))
+    all_signatures = Signatures.joined(parts or [signatures([])])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(out) as temporary, open(temporary, "wb") as file:
+        np.savez(
+            file,
+            bands=all_signatures.bands,
+            bins=all_signatures.bins,
+            hits=np.array(hits, np.int64).reshape(-1, 2),
+            seen=documents_read,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    return {"name": path.name, "documents": documents_read}
+
+
+def _screen_in_processes(
+    paths: list[Path],
+    screened: list[Path],
+    dedup: bool,
+    check_against: Path | None,
+    processes: int,
+    lock: int,
+    progress: Progress,
+) -> None:
+    against = str(check_against.expanduser()) if check_against else ""
+    setup = {"dedup": dedup, "against": against}
+    tasks = []
+    for path, out in zip(paths, screened, strict=True):
+        tasks.append({"name": str(path), "out": str(out.absolute())})
+    messages = work("nanochat.prepare.clean", setup, tasks, processes, keep=[lock])
+    with contextlib.closing(messages):
+        for _, message in messages:
+            progress.advance(message.get("documents", 0))
+
+
+def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
+    """Read the evaluations in a worker process, and return the function that does one task."""
+    passages = read_passages(Path(setup["against"])) if setup["against"] else None
+
+    def screen(task: Message, say: Say) -> Message:
+        def advance(documents: int) -> None:
+            say({"documents": documents})
+
+        return screen_shard(
+            Path(task["name"]),
+            Path(task["out"]),
+            setup["dedup"],
+            passages,
+            advance,
+        )
+
+    return screen
+
+
+if __name__ == "__main__":
+    serve(_begin_work)

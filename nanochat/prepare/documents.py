@@ -1,29 +1,40 @@
-"""A corpus as token files: every shard is tokenised once, by several processes if the corpus is large."""
+"""A corpus as token files: every shard is tokenised once, by several processes if the corpus is
+large. The processes run `python -m nanochat.prepare.documents`."""
 
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.common import read_json, warn, write_json
-from nanochat.data.corpora import DROPPED, Corpus, dropped_of, shards
-from nanochat.data.shards import count_rows, read_about
-from nanochat.prepare import tokenise
+from nanochat.data.corpora import DROPPED, Corpus, dropped_documents, dropped_entry, shards
+from nanochat.data.shards import batches, check_sha256, count_rows, read_about
 from nanochat.prepare.token_files import (
     FORMAT,
     META,
     TokenSet,
     dtype_for,
-    is_there,
+    files_exist,
     locked,
     open_tokens,
     read_meta,
+    token_writer,
 )
-from nanochat.prepare.workers import processes_for, work
+from nanochat.prepare.workers import Message, Say, processes_for, serve, work
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer, cores
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard to tokenise. `source` says what its tokens are made of: tokens of another source
+    are made again."""
+
+    path: Path
+    source: dict[str, Any]
 
 
 def prepare_documents(
@@ -32,114 +43,198 @@ def prepare_documents(
     split: Literal["train", "val"],
     processes: int | None = None,
 ) -> TokenSet:
-    """The tokens of a corpus, made on the first call and kept; safe to call from every rank at once.
+    """Return the tokens of a corpus, made on the first call and saved; safe to call from every
+    rank at once.
 
-    There is one part per shard, made by one of `processes` (default: as many as save time). A call after an
-    interruption resumes with the shards that are not done, and after a larger download only new shards are tokenised.
-    UserError if a shard or a token file is damaged, or if a shard is missing. A missing token file is made again.
+    There is one part per shard, made by one of `processes` (default: as many as save time). A call
+    after an interruption resumes with the shards that are not done, and after a larger download
+    only new shards are tokenised. UserError if a shard or a token file is damaged, or if a shard
+    is missing. A missing token file is made again.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
-    paths = [path.absolute() for path in shards(corpus, split)]
-    known = read_about(corpus.folder).get("shards", {})
-    sources = [
-        {"bytes": path.stat().st_size, "sha256": known.get(path.name, {}).get("sha256")}
-        | ({"dropped": dropped["sha256"]} if (dropped := dropped_of(path)) else {})
-        for path in paths
-    ]
-    screened = read_about(corpus.folder).get(DROPPED)
-    if screened and (fresh := [path.name for path in paths if path.name not in screened["shards"]]):
-        warn(
-            f"{len(fresh)} shards of {corpus.name} came after its documents were screened, the first is {fresh[0]}: "
-            f"all of their documents are kept. Screen them too: {screened['make']}"
-        )
-    wanted = {path.stem: source for path, source in zip(paths, sources, strict=True)}
+    split_shards = _shards_to_tokenise(corpus, split)
+    sources = {shard.path.stem: shard.source for shard in split_shards}
 
     def is_done() -> bool:
         meta = read_meta(folder)
-        if meta is None or {part["name"]: part["source"] for part in meta["parts"]} != wanted:
+        if meta is None or {entry["name"]: entry["source"] for entry in meta["parts"]} != sources:
             return False
-        return all(is_there(folder, part) for part in meta["parts"])
+        return all(files_exist(folder, entry) for entry in meta["parts"])
 
     if not is_done():
         with locked(corpus.folder / f".{folder.parent.name}-{split}.lock") as lock:
-            if not is_done():
-                _tokenise_shards(folder, paths, sources, tokenizer, processes, lock)
+            if not is_done():  # another process may have made the files meanwhile
+                _tokenise_shards(folder, split_shards, tokenizer, processes, lock)
     return open_tokens(folder)
 
 
-def _read_note(path: Path) -> dict[str, Any] | None:
-    """The description of a finished part; None if the part is not finished or must be made again."""
-    try:
-        part = read_json(path) if path.exists() else None
-    except ValueError as failure:
-        warn(f"{path} is damaged ({failure.__cause__}): this shard is tokenised again")
-        return None
-    return part if part and is_there(path.parent, part) else None
+def _shards_to_tokenise(corpus: Corpus, split: Literal["train", "val"]) -> list[Shard]:
+    """Return the shards of a split, and warn of shards that clean.py has not screened."""
+    about = read_about(corpus.folder)
+    recorded = about.get("shards", {})
+    split_shards = []
+    for path in (path.absolute() for path in shards(corpus, split)):
+        sha256 = recorded.get(path.name, {}).get("sha256")
+        source = {"bytes": path.stat().st_size, "sha256": sha256}
+        dropped = dropped_entry(path)
+        if dropped:
+            source["dropped"] = dropped["sha256"]
+        split_shards.append(Shard(path, source))
+    screened = about.get(DROPPED)
+    if screened:
+        names = [shard.path.name for shard in split_shards]
+        unscreened = [name for name in names if name not in screened["shards"]]
+        if unscreened:
+            warn(
+                f"{len(unscreened)} shards of {corpus.name} came after its documents were "
+                f"screened, the first is {unscreened[0]}: all of their documents are kept. Screen "
+                f"them too: {screened['make']}"
+            )
+    return split_shards
 
 
 def _tokenise_shards(
     folder: Path,
-    paths: list[Path],
-    sources: list[dict[str, Any]],
+    shards: list[Shard],
     tokenizer: Tokenizer,
     processes: int | None,
     lock: int,
 ) -> None:
+    """Tokenise the shards that are not done yet, and write the folder's meta.json."""
     title = f"tokenise {folder.parent.parent.name} {folder.name}"
-    start, parts, missing = time.monotonic(), {}, []
-    with Progress(title, sum(map(count_rows, paths)), "documents") as progress:
-        for path, source in zip(paths, sources, strict=True):
-            note = folder / f"{path.stem}.json"
-            part = _read_note(note)
-            if part is None or part["source"] != source:
-                note.unlink(
-                    missing_ok=True
-                )  # from now on the part does not count until it is complete
-                missing.append((path, source))
+    start = time.monotonic()
+    parts: dict[str, dict[str, Any]] = {}
+    unfinished: list[Shard] = []
+    new_tokens = 0
+    total = sum(count_rows(shard.path) for shard in shards)
+    with Progress(title, total, "documents") as progress:
+        for shard in shards:
+            note = _note_path(folder, shard.path.stem)
+            entry = _read_note(note)
+            if entry is not None and entry["source"] == shard.source:
+                progress.advance(entry["documents"], skipped=True)
+                parts[shard.path.stem] = entry
             else:
-                progress.advance(part["documents"], skipped=True)
-                parts[path.stem] = part
-        fresh = 0
-        for part in _tokenised(folder, missing, tokenizer, processes, lock, progress):
-            write_json(folder / f"{part['name']}.json", part)
-            parts[part["name"]] = part
-            fresh += part["tokens"]
-    if fresh:
-        print(f"{fresh:,} tokens, {fresh / (time.monotonic() - start):,.0f} tokens/s", flush=True)
-    about = {
+                note.unlink(missing_ok=True)  # now the part does not count until it is complete
+                unfinished.append(shard)
+        for entry in _tokenised(folder, unfinished, tokenizer, processes, lock, progress):
+            write_json(_note_path(folder, entry["name"]), entry)
+            parts[entry["name"]] = entry
+            new_tokens += entry["tokens"]
+    if new_tokens:
+        speed = new_tokens / (time.monotonic() - start)
+        print(f"{new_tokens:,} tokens, {speed:,.0f} tokens/s", flush=True)
+    meta = {
         "format": FORMAT,
         "tokenizer": tokenizer.hash,
         "dtype": dtype_for(tokenizer.vocab_size),
+        "parts": [parts[shard.path.stem] for shard in shards],
     }
-    write_json(folder / META, {**about, "parts": [parts[path.stem] for path in paths]})
+    write_json(folder / META, meta)
+
+
+def _note_path(folder: Path, name: str) -> Path:
+    """Return the path of the description of a finished part."""
+    return folder / f"{name}.json"
+
+
+def _read_note(path: Path) -> dict[str, Any] | None:
+    """Return the description of a finished part; None if the part is not finished or must be made
+    again."""
+    try:
+        entry = read_json(path) if path.exists() else None
+    except ValueError as failure:
+        warn(f"{path} is damaged ({failure.__cause__}): this shard is tokenised again")
+        return None
+    return entry if entry and files_exist(path.parent, entry) else None
 
 
 def _tokenised(
     folder: Path,
-    shards: list[tuple[Path, dict[str, Any]]],
+    shards: list[Shard],
     tokenizer: Tokenizer,
     processes: int | None,
     lock: int,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
     """Yield the description of each part when it is finished, in any order."""
-    processes = processes_for(sum(source["bytes"] for _, source in shards), len(shards), processes)
+    total_bytes = sum(shard.source["bytes"] for shard in shards)
+    processes = processes_for(total_bytes, len(shards), processes)
     if processes < 2:
-        for path, source in shards:
-            yield tokenise.tokenise_shard(path, folder, source, tokenizer, None, progress.advance)
+        for shard in shards:
+            yield tokenise_shard(
+                shard.path,
+                folder,
+                shard.source,
+                tokenizer,
+                None,
+                progress.advance,
+            )
         return
     progress.say(f"{progress.title}: {processes} processes for {len(shards)} shards")
-    with tempfile.TemporaryDirectory() as own:
-        tokenizer.save(Path(own))
-        setup = {"tokenizer": own, "threads": max(cores() // processes, 1)}
-        tasks = [
-            {"name": str(path), "folder": str(folder), "source": source} for path, source in shards
-        ]
-        # The processes hold the lock too, so that after a kill no other run begins before the last of them has ended.
-        with contextlib.closing(
-            work("nanochat.prepare.tokenise", setup, tasks, processes, keep=[lock])
-        ) as messages:
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        tokenizer.save(Path(tokenizer_folder))
+        setup = {"tokenizer": tokenizer_folder, "threads": max(cores() // processes, 1)}
+        tasks = []
+        for shard in shards:
+            task = {"name": str(shard.path), "folder": str(folder), "source": shard.source}
+            tasks.append(task)
+        # The processes hold the lock too, so that after a kill no other run begins before the last
+        # of them has ended.
+        messages = work("nanochat.prepare.documents", setup, tasks, processes, keep=[lock])
+        with contextlib.closing(messages):
             for _, message in messages:
                 progress.advance(message.get("documents", 0))
                 if "result" in message:
                     yield message["result"]
+
+
+def tokenise_shard(
+    path: Path,
+    folder: Path,
+    source: dict[str, Any],
+    tokenizer: Tokenizer,
+    threads: int | None,
+    advance: Callable[[int], None],
+) -> dict[str, Any]:
+    """Check a shard, write its tokens into a folder and return their description. Documents that
+    clean.py left out are skipped.
+
+    `advance` is called with the number of documents after every batch. UserError if the shard is
+    damaged; then no token file appears.
+    """
+    check_sha256(path)
+    token_bytes = tokenizer.token_bytes()
+    dtype = dtype_for(tokenizer.vocab_size)
+    with token_writer(folder, path.stem, dtype, masked=False) as writer:
+        dropped = dropped_documents(path)
+        documents_read = 0
+        for texts in batches(path):
+            remaining = texts
+            if dropped:
+                numbered = enumerate(texts, documents_read)
+                remaining = [text for number, text in numbered if number not in dropped]
+            tokens, lengths = tokenizer.encode_joined(remaining, threads)
+            writer.add(tokens, lengths, token_bytes)
+            documents_read += len(texts)
+            advance(len(texts))
+        return writer.finish(source)
+
+
+def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
+    """Load the tokenizer in a worker process, and return the function that does one task."""
+    tokenizer = Tokenizer.load(Path(setup["tokenizer"]))
+
+    def tokenise(task: Message, say: Say) -> Message:
+        def advance(documents: int) -> None:
+            say({"documents": documents})
+
+        path = Path(task["name"])
+        folder = Path(task["folder"])
+        return tokenise_shard(path, folder, task["source"], tokenizer, setup["threads"], advance)
+
+    return tokenise
+
+
+if __name__ == "__main__":
+    serve(_begin_work)

@@ -1,8 +1,10 @@
-"""Finds near-duplicates: signatures of documents by MinHash over windows of characters, and who resembles whom.
+"""Find near-duplicates: MinHash signatures of documents over windows of characters, and which
+documents resemble an earlier one.
 
-A signature keeps the smallest hash in each of 128 bins (one permutation hashing, Li, Owen and Zhang 2012); an empty bin
-borrows from the next full one (Shrivastava and Li 2014). The share of equal bins of two documents estimates the Jaccard
-similarity of their windows. Documents with an equal band of eight bins are compared. Nothing here is random.
+A signature keeps the smallest hash in each of 128 bins (one permutation hashing, Li, Owen and Zhang
+2012); an empty bin borrows from the next full one (Shrivastava and Li 2014). The share of equal
+bins of two documents estimates the Jaccard similarity of their windows. Documents with an equal
+band of eight bins are compared. Nothing here is random.
 """
 
 from collections.abc import Sequence
@@ -15,106 +17,129 @@ WINDOW = 16  # bytes: about five Han characters, or three English words
 BINS = 128
 BANDS = 16  # of BINS // BANDS bins each: of pairs with similarity 0.8, about 95 % share a band
 SIMILAR = 0.75  # the share of equal bins from which on documents count as near-duplicates
-ENOUGH = (
-    16 * BINS
-)  # smallest hashes to look at; a longer document leaves out the windows that cannot be among them
+# The smallest hashes to look at: a longer document leaves out the windows that cannot be among
+# them.
+ENOUGH = 16 * BINS
+COMPARED = 1 << 14  # documents to compare at a time
 
-NONE = (1 << 32) - 1  # where a bin has no hash
+EMPTY = (1 << 32) - 1  # where a bin has no hash
 
 
 @cache
 def _factors() -> np.ndarray:
-    """Odd numbers that hashes multiply with, uint64: two for a window, one to mix, and one for each bin of a band."""
-    return np.random.default_rng(0).integers(1, 1 << 63, 3 + BINS // BANDS, np.uint64) * np.uint64(
-        2
-    ) + np.uint64(1)
+    """Return odd numbers that hashes multiply with, uint64: two for a window, one to mix, and one
+    for each bin of a band."""
+    count = 3 + BINS // BANDS
+    numbers = np.random.default_rng(0).integers(1, 1 << 63, count, np.uint64)
+    return numbers * np.uint64(2) + np.uint64(1)
 
 
 @cache
 def _translation() -> tuple[bytes, bytes]:
-    """The lower case of every byte, and the bytes to leave out."""
-    return bytes(range(256)).lower(), bytes(byte for byte in range(128) if not chr(byte).isalnum())
+    """Return the lower case of every byte, and the bytes to leave out."""
+    lower_case = bytes(range(256)).lower()
+    left_out = bytes(byte for byte in range(128) if not chr(byte).isalnum())
+    return lower_case, left_out
 
 
 @dataclass(frozen=True)
 class Signatures:
-    """What is kept of documents to compare them."""
+    """What is stored of documents to compare them."""
 
-    bands: (
-        np.ndarray
-    )  # (documents, BANDS) uint64: documents with an equal band may be near-duplicates
+    # (documents, BANDS) uint64: documents with an equal band may be near-duplicates
+    bands: np.ndarray
     bins: np.ndarray  # (documents, BINS) uint8: a byte of each bin's smallest hash
 
     @staticmethod
     def joined(parts: Sequence["Signatures"]) -> "Signatures":
-        """The signatures of several lists of documents, one after the other."""
-        return Signatures(
-            np.concatenate([p.bands for p in parts]), np.concatenate([p.bins for p in parts])
-        )
+        """Return the signatures of several lists of documents, one after the other."""
+        bands = np.concatenate([batch.bands for batch in parts])
+        bins = np.concatenate([batch.bins for batch in parts])
+        return Signatures(bands, bins)
 
 
 def signatures(texts: Sequence[str]) -> Signatures:
-    """The signatures of documents. Case, spaces and ASCII punctuation do not count."""
-    smallest = (
-        np.stack([_smallest(text) for text in texts]) if texts else np.zeros((0, BINS), np.uint64)
-    )
-    full = np.where(smallest == NONE, 2 * BINS, np.arange(BINS))
-    ahead = np.minimum.accumulate(np.concatenate([full, full + BINS], axis=1)[:, ::-1], axis=1)[
-        :, ::-1
-    ][:, :BINS]
-    filled = np.take_along_axis(smallest, ahead % BINS, axis=1)
-    banded = filled.reshape(len(texts), BANDS, BINS // BANDS)
-    bands = _mixed((banded * _factors()[3:]).sum(axis=2, dtype=np.uint64))
-    return Signatures(bands, filled.astype(np.uint8))
+    """Return the signatures of documents. Case, spaces and ASCII punctuation do not count."""
+    smallest = np.zeros((len(texts), BINS), np.uint64)
+    for number, text in enumerate(texts):
+        smallest[number] = _smallest_hashes(text)
+    full_bins = _borrow(smallest)
+    bands = full_bins.reshape(len(texts), BANDS, BINS // BANDS)
+    weighted_bins = bands * _factors()[3:]
+    band_hashes = weighted_bins.sum(axis=2, dtype=np.uint64)
+    return Signatures(_mixed(band_hashes), full_bins.astype(np.uint8))
+
+
+def _borrow(smallest: np.ndarray) -> np.ndarray:  # (documents, BINS) uint64, both
+    """Fill each empty bin with the hash of the next full bin, in a circle."""
+    is_empty = smallest == EMPTY
+    bin_numbers = np.where(is_empty, 2 * BINS, np.arange(BINS))
+    twice_around = np.concatenate([bin_numbers, bin_numbers + BINS], axis=1)
+    # From the end backwards, the smallest number so far is that of the next full bin.
+    backwards = np.flip(twice_around, axis=1)
+    next_full = np.flip(np.minimum.accumulate(backwards, axis=1), axis=1)
+    lenders = next_full[:, :BINS] % BINS
+    return np.take_along_axis(smallest, lenders, axis=1)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
     return (values ^ (values >> np.uint64(32))) * _factors()[2]
 
 
-def _smallest(text: str) -> np.ndarray:
-    """The smallest 32-bit hash of a text's windows in each bin, NONE where a bin has none; (BINS,) uint64."""
-    kept = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
-    count = len(kept) - WINDOW + 1
-    eight = np.ndarray(
-        (count + 8,), "<u8", kept, strides=(1,)
-    )  # the eight bytes from each place on
-    hashes = _mixed(eight[:count] * _factors()[0] + eight[8:] * _factors()[1])
-    begins = (
-        np.frombuffer(kept, np.uint8, count) & 0xC0
-    ) != 0x80  # a window begins with a character
+def _smallest_hashes(text: str) -> np.ndarray:
+    """Return the smallest 32-bit hash of a text's windows in each bin, EMPTY where a bin has none;
+    (BINS,) uint64."""
+    letters = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
+    count = len(letters) - WINDOW + 1
+    # The eight bytes from each position on; a window of 16 bytes is two of them.
+    eight_bytes = np.ndarray((count + 8,), "<u8", letters, strides=(1,))
+    first_factor, second_factor = _factors()[:2]
+    first_half = eight_bytes[:count] * first_factor
+    second_half = eight_bytes[8:] * second_factor
+    hashes = _mixed(first_half + second_half)
+    # A window begins with a character, not inside one.
+    first_bytes = np.frombuffer(letters, np.uint8, count)
+    at_character = (first_bytes & 0xC0) != 0x80
     if count > 2 * ENOUGH:
-        found = _by_bin(hashes[begins & (hashes < np.uint64((ENOUGH << 64) // count))])
-        if (
-            np.count_nonzero(found != NONE) > BINS // 2
-        ):  # a text that repeats itself has fewer different windows
-            return found
-    return _by_bin(hashes[begins])
+        limit = np.uint64((ENOUGH << 64) // count)
+        is_small = hashes < limit
+        smallest = _by_bin(hashes[at_character & is_small])
+        # A text that repeats itself has fewer different windows, so too many bins may be empty.
+        full_bins = np.count_nonzero(smallest != EMPTY)
+        if full_bins > BINS // 2:
+            return smallest
+    return _by_bin(hashes[at_character])
 
 
 def _by_bin(hashes: np.ndarray) -> np.ndarray:
-    """The smallest upper half of the hashes in each bin."""
-    found = np.full(BINS, NONE, np.uint64)
-    np.minimum.at(
-        found,
-        (hashes >> np.uint64(25) & np.uint64(BINS - 1)).astype(np.intp),
-        hashes >> np.uint64(32),
-    )
-    return found
+    """Return the smallest upper half of the hashes in each bin."""
+    smallest = np.full(BINS, EMPTY, np.uint64)
+    upper_halves = hashes >> np.uint64(32)
+    bins = (hashes >> np.uint64(25)) & np.uint64(BINS - 1)
+    np.minimum.at(smallest, bins.astype(np.intp), upper_halves)
+    return smallest
 
 
-def near_duplicates(found: Signatures) -> np.ndarray:
-    """Which documents resemble an earlier one, bool (documents,): the first of a group is never among them."""
-    again = np.zeros(len(found.bands), bool)
-    if not len(again):
-        return again
-    for band in found.bands.T:
+def near_duplicates(documents: Signatures) -> np.ndarray:
+    """Return which documents resemble an earlier one, bool (documents,): the first of a group is
+    never among them."""
+    duplicate = np.zeros(len(documents.bands), bool)
+    if not len(duplicate):
+        return duplicate
+    for band in documents.bands.T:
+        # Sort by band: documents with an equal band stand together, the first of them leads.
         order = np.argsort(band, kind="stable")
-        first = np.concatenate([[True], band[order[1:]] != band[order[:-1]]])
-        leader = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
-        later, leader = order[~first], leader[~first]
-        for start in range(0, len(later), 1 << 14):
-            some, theirs = later[start : start + (1 << 14)], leader[start : start + (1 << 14)]
-            alike = (found.bins[some] == found.bins[theirs]).mean(axis=1) >= SIMILAR
-            again[some[alike]] = True
-    return again
+        sorted_band = band[order]
+        leads = np.ones(len(order), bool)
+        leads[1:] = sorted_band[1:] != sorted_band[:-1]
+        positions = np.where(leads, np.arange(len(order)), 0)
+        leader_positions = np.maximum.accumulate(positions)
+        later = order[~leads]
+        leaders = order[leader_positions[~leads]]
+        for start in range(0, len(later), COMPARED):
+            batch = later[start : start + COMPARED]
+            batch_leaders = leaders[start : start + COMPARED]
+            equal_bins = documents.bins[batch] == documents.bins[batch_leaders]
+            is_similar = equal_bins.mean(axis=1) >= SIMILAR
+            duplicate[batch[is_similar]] = True
+    return duplicate

@@ -1,4 +1,7 @@
-"""Packs pieces of documents into rows by best fit; the result depends only on the lengths."""
+"""Pack pieces of documents into rows by best fit; the result depends only on the lengths.
+
+Best-fit packing of sequences: Ding et al. 2024, arXiv:2404.10830.
+"""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -13,11 +16,54 @@ SMALL = 64  # a gap smaller than a row divided by this is left only if nothing e
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of segments. Segment s is one begin mark, then `lengths[s]` tokens beginning at token `starts[s]`."""
+    """Rows of segments. Segment s is one begin mark, then `lengths[s]` tokens from token
+    `starts[s]` on."""
 
     first: np.ndarray  # (rows + 1,) int64: row r holds segments first[r] .. first[r + 1] - 1
     starts: np.ndarray  # (segments,) int64
     lengths: np.ndarray  # (segments,) int32, 0 for a begin mark alone
+
+
+class _Pool:
+    """The pieces to choose from, by length: at most `window` of them, refilled as they are used."""
+
+    def __init__(self, pieces: Iterator[tuple[int, int]], window: int):
+        self._pieces = pieces
+        self._window = window
+        self.lengths: list[int] = []  # ascending; among equal lengths the oldest comes last
+        self._starts: list[int] = []
+        self._refill()
+
+    def _refill(self) -> None:
+        while len(self.lengths) < self._window:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return
+            self.put(*piece)
+
+    def put(self, start: int, length: int) -> None:
+        """Add a piece."""
+        i = bisect_left(self.lengths, length)
+        self.lengths.insert(i, length)
+        self._starts.insert(i, start)
+
+    def longest_up_to(self, length: int) -> int:
+        """Return the index of the longest piece of at most `length` tokens; -1 if none fits."""
+        return bisect_right(self.lengths, length) - 1
+
+    def take(self, i: int) -> tuple[int, int]:
+        """Remove piece i and return its (start, length); the next piece refills the pool."""
+        piece = (self._starts.pop(i), self.lengths.pop(i))
+        self._refill()
+        return piece
+
+    def take_head(self, length: int) -> int:
+        """Remove the first `length` tokens of the longest piece, and return their start. The tail
+        goes back into the pool."""
+        start = self._starts.pop()
+        tail = self.lengths.pop() - length
+        self.put(start + length, tail)
+        return start
 
 
 def pack(
@@ -29,76 +75,84 @@ def pack(
 ) -> Packing:
     """Put pieces into rows of `row_tokens` cells, each piece after a begin mark of one cell.
 
-    A row takes the longest piece that fits, the oldest of several, until no piece fits. With `cut`, the head of the
-    longest piece then fills the rest of the row, and the tail is placed later like any other piece; a piece that is
-    longer than a row fills whole rows first. So every row except the last is full, and each token is placed exactly
-    once. Without `cut` a row may stay short, and no piece may be longer than `row_tokens - 1`.
+    A row takes the longest piece that fits, the oldest of several, until no piece fits. With
+    `cut`, the head of the longest piece then fills the rest of the row, and the tail is placed
+    later like any other piece; a piece that is longer than a row fills whole rows first. So every
+    row except the last is full, and each token is placed exactly once. Without `cut` a row may
+    stay short, and no piece may be longer than `row_tokens - 1`.
     """
     assert row_tokens >= 2 and (cut or lengths.max(initial=0) < row_tokens)
-    pieces, small = _pieces(starts, lengths), row_tokens // SMALL
-    pool_lengths: list[int] = []  # ascending; among equal lengths the oldest comes last
-    pool_starts: list[int] = []
-    first, out_starts, out_lengths = array("q", [0]), array("q"), array("i")
-
-    def put_back(start: int, length: int) -> None:
-        i = bisect_left(pool_lengths, length)
-        pool_lengths.insert(i, length)
-        pool_starts.insert(i, start)
-
-    def refill() -> None:
-        while len(pool_lengths) < window and (piece := next(pieces, None)):
-            put_back(*piece)
-
-    refill()
-    while pool_lengths:
-        room = row_tokens
-        while room and pool_lengths:
-            i = bisect_right(pool_lengths, room - 1) - 1
-            if cut and pool_lengths[-1] >= room:
-                if room == row_tokens:
-                    i = (
-                        -1
-                    )  # a long document fills whole rows first, which keeps its context together
-                elif i >= 0 and pool_lengths[i] != room - 1 and room > small:
-                    # This piece would leave a gap that only a scrap of another piece can fill: leave a larger gap.
-                    i = bisect_right(pool_lengths, room - 1 - small) - 1
+    pool = _Pool(_pieces(starts, lengths), window)
+    row_starts = array("q", [0])
+    segment_starts = array("q")
+    segment_lengths = array("i")
+    while pool.lengths:
+        room = row_tokens  # cells of this row that are still free
+        while room and pool.lengths:
+            i = _choose(pool, room, row_tokens) if cut else pool.longest_up_to(room - 1)
             if i >= 0:
-                length = pool_lengths.pop(i)
-                out_starts.append(pool_starts.pop(i))
-                out_lengths.append(length)
-                room -= length + 1
-                refill()
+                start, length = pool.take(i)
             elif not cut:
                 break
             elif room == 1:  # a begin mark alone, which says that the piece before it ends here
-                out_starts.append(0)
-                out_lengths.append(0)
-                room = 0
+                start, length = 0, 0
             else:
-                length, start = pool_lengths.pop(), pool_starts.pop()
-                out_starts.append(start)
-                out_lengths.append(room - 1)
-                put_back(start + room - 1, length - room + 1)
-                room = 0
-        first.append(len(out_starts))
+                length = room - 1
+                start = pool.take_head(length)
+            segment_starts.append(start)
+            segment_lengths.append(length)
+            room -= length + 1
+        row_starts.append(len(segment_starts))
     return Packing(
-        np.array(first, np.int64), np.array(out_starts, np.int64), np.array(out_lengths, np.int32)
+        np.array(row_starts, np.int64),
+        np.array(segment_starts, np.int64),
+        np.array(segment_lengths, np.int32),
     )
 
 
+def _choose(
+    pool: _Pool,
+    room: int,
+    row_tokens: int,
+) -> int:
+    """Return the index of the piece that comes next in a row whose pieces may be cut; -1 if the
+    head of the longest piece should fill the row."""
+    i = pool.longest_up_to(room - 1)
+    if pool.lengths[-1] < room:
+        return i  # every piece fits
+    if room == row_tokens:
+        return -1  # a long document fills whole rows first, which keeps its context together
+    smallest_gap = row_tokens // SMALL
+    if i >= 0 and pool.lengths[i] != room - 1 and room > smallest_gap:
+        # This piece may leave a gap that only a scrap of another piece can fill: choose a piece
+        # that leaves a larger gap.
+        return pool.longest_up_to(room - 1 - smallest_gap)
+    return i
+
+
 def _pieces(
-    starts: np.ndarray, lengths: np.ndarray, size: int = 65_536
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    size: int = 65_536,
 ) -> Iterator[tuple[int, int]]:
-    """(start, length) as Python numbers, converted in batches so that memory does not grow with the corpus."""
+    """Yield (start, length) as Python numbers, converted in batches so that memory does not grow
+    with the corpus."""
     for i in range(0, len(starts), size):
-        yield from zip(starts[i : i + size].tolist(), lengths[i : i + size].tolist(), strict=True)
+        some_starts = starts[i : i + size].tolist()
+        some_lengths = lengths[i : i + size].tolist()
+        yield from zip(some_starts, some_lengths, strict=True)
 
 
-def cut_at(borders: list[int], end: int, room: int) -> list[tuple[int, int]]:
+def cut_at(
+    borders: list[int],
+    end: int,
+    room: int,
+) -> list[tuple[int, int]]:
     """Cut a conversation of `end` tokens into (start, length) pieces of at most `room`.
 
-    A piece runs from one of `borders` (ascending, the first is 0) to the last border within `room` tokens. If the next
-    border is further away, the piece keeps the first `room` tokens, and the tokens up to that border are dropped.
+    A piece runs from one of `borders` (ascending, the first is 0) to the last border within `room`
+    tokens. If the next border is further away, the piece consists of the first `room` tokens, and
+    the tokens up to that border are dropped.
     """
     pieces = []
     edges = [*borders, end]
@@ -119,8 +173,8 @@ def count_marked(
     starts: np.ndarray,  # (pieces,) int64
     lengths: np.ndarray,  # (pieces,) int32
 ) -> np.ndarray:
-    """How many tokens of each piece have a nonzero mask, int64 (pieces,)."""
-    counts = (
-        np.count_nonzero(mask[start : start + length]) for start, length in _pieces(starts, lengths)
-    )
-    return np.fromiter(counts, np.int64, len(starts))
+    """Return how many tokens of each piece have a nonzero mask, int64 (pieces,)."""
+    counts = np.empty(len(starts), np.int64)
+    for number, (start, length) in enumerate(_pieces(starts, lengths)):
+        counts[number] = np.count_nonzero(mask[start : start + length])
+    return counts

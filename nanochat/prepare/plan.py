@@ -1,4 +1,5 @@
-"""The packing plan of a token set: it says which pieces of which documents make up each row."""
+"""The packing plan of a token set, saved beside it: which pieces of which documents make up each
+row."""
 
 import os
 import shutil
@@ -31,11 +32,10 @@ class Plan:
     row_tokens: int
     packing: Packing
     used: np.ndarray  # (rows,) int32: cells of each row that are not padding
-    trained: (
-        np.ndarray
-    )  # (rows,) int32: tokens of each row with mask 1; without a mask, all tokens but begin marks
+    # (rows,) int32: tokens of each row with mask 1; without a mask, all tokens but begin marks
+    trained: np.ndarray
     key: str
-    cut_conversations: int  # those that were longer than a row
+    cut_conversations: int  # how many were longer than a row
     dropped_tokens: int
 
     @property
@@ -51,73 +51,135 @@ def plan(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> Plan:
-    """The rows of a token set, made once and kept beside it; safe to call from every rank at once.
+    """Return the rows of a token set, planned once and saved beside it; safe to call from every
+    rank at once.
 
-    Use `cut` for documents: then every token is placed. Without `cut`, for conversations, each conversation stays
-    whole; one that is longer than a row is cut before a user turn, and a single exchange that is longer than a row
-    loses its end. `too_long` is for conversations without begin marks, whose own first token takes the place of the
-    mark: one that is longer than a row is cut to its beginning, or dropped. With `pairs`, which needs `too_long`, the
-    conversations 2n and 2n + 1 stand side by side in a row. If both together are longer than a row, each may keep half
-    a row, or what the other one leaves. Pairs are left out of which an answer has nothing left. UserError if no row is
-    left.
+    Use `cut` for documents: then every token is placed. Without `cut`, for conversations, each
+    conversation stays whole; one that is longer than a row is cut before a user turn, and a single
+    exchange that is longer than a row loses its end.
+
+    `too_long` is for conversations without begin marks, whose own first token takes the place of
+    the mark: a conversation that is longer than a row is cut to its beginning, or dropped.
+
+    With `pairs`, which needs `too_long`, the conversations 2n and 2n + 1 stand side by side in a
+    row. If both together are longer than a row, each may fill half a row, or what the other one
+    leaves. A pair is left out if nothing is left of an answer.
+
+    UserError if no row is left.
     """
     assert too_long or not pairs
-    words = [
-        "plan",
-        str(row_tokens),
-        "cut" if cut else "whole",
-        *([too_long] if too_long else []),
-        *["pairs"] * pairs,
-    ]
+    words = ["plan", str(row_tokens), "cut" if cut else "whole"]
+    if too_long:
+        words.append(too_long)
+    if pairs:
+        words.append("pairs")
     folder = token_set.folder / "-".join(words)
     key = f"{token_set.key[:16]}-{folder.name}-{FORMAT}"
-    made = _load_plan(folder, key, row_tokens)
-    if made is None:
+    saved = _load_plan(folder, key, row_tokens)
+    if saved is None:
         with locked(token_set.folder / f".{folder.name}.lock"):
-            made = _load_plan(folder, key, row_tokens)
-            if made is None:
+            saved = _load_plan(folder, key, row_tokens)  # another process may have planned it
+            if saved is None:
                 _make_plan(token_set, folder, row_tokens, cut, too_long, pairs, key)
-                made = _load_plan(folder, key, row_tokens)
-    assert made is not None
-    if made.cut_conversations:
-        items = (
-            f"{token_set.documents // 2:,} pairs"
-            if pairs
-            else f"{token_set.documents:,} conversations"
-        )
-        log(
-            f"{made.cut_conversations:,} of {items} were longer than a row of {row_tokens - 1:,} tokens and were "
-            f"{'dropped' if too_long == 'drop' else 'cut'}; {made.dropped_tokens:,} of {token_set.tokens:,} tokens "
-            "were left out"
-        )
-    return made
+                saved = _load_plan(folder, key, row_tokens)
+    assert saved is not None
+    if saved.cut_conversations:
+        _log_cut(saved, token_set, too_long, pairs)
+    return saved
 
 
-def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
-    """The kept plan with this key; None if there is none, or if it is damaged, which also prints a warning."""
+def _log_cut(
+    plan: Plan,
+    token_set: TokenSet,
+    too_long: TooLong | None,
+    pairs: bool,
+) -> None:
+    """Log how many conversations were longer than a row."""
+    items = f"{token_set.documents:,} conversations"
+    if pairs:
+        items = f"{token_set.documents // 2:,} pairs"
+    fate = "dropped" if too_long == "drop" else "cut"
+    log(
+        f"{plan.cut_conversations:,} of {items} were longer than a row of "
+        f"{plan.row_tokens - 1:,} tokens and were {fate}; {plan.dropped_tokens:,} of "
+        f"{token_set.tokens:,} tokens were left out"
+    )
+
+
+# --- on disk -------------------------------------------------------------------------------------
+
+
+def _load_plan(
+    folder: Path,
+    key: str,
+    row_tokens: int,
+) -> Plan | None:
+    """Return the saved plan with this key; None if there is none, or if it is damaged, which also
+    prints a warning."""
     try:
         meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
         if meta is None or meta["key"] != key:
             return None
-        # Plans of older versions have no hashes, so damage that changes no length cannot be found in them.
+        # Plans of older versions have no hashes, so damage that changes no length cannot be found
+        # in them.
         for name, why in damaged(folder, meta.get("sha256", {})).items():
             raise damage(folder / name, why)
-        arrays = {
-            name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-            for name in meta["arrays"]
-        }
-        packing = Packing(arrays["first"], arrays["starts"], arrays["lengths"])
-        cut, dropped = meta["cut_conversations"], meta["dropped_tokens"]
-        return Plan(row_tokens, packing, arrays["used"], arrays["trained"], key, cut, dropped)
-    except (
-        ValueError,
-        OSError,
-        EOFError,
-        KeyError,
-    ) as failure:  # UserError is a ValueError; all else is numpy's
-        why = str(failure).partition(FIX)[0]
-        warn(f"the packing plan {folder} cannot be used and is made again: {why}")
+        arrays = {}
+        for name in meta["arrays"]:
+            arrays[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
+        return Plan(
+            row_tokens,
+            Packing(arrays["first"], arrays["starts"], arrays["lengths"]),
+            arrays["used"],
+            arrays["trained"],
+            key,
+            meta["cut_conversations"],
+            meta["dropped_tokens"],
+        )
+    # UserError is a ValueError; all other errors are numpy's.
+    except (ValueError, OSError, EOFError, KeyError) as failure:
+        problem = str(failure).partition(FIX)[0]
+        warn(f"the packing plan {folder} cannot be used and is made again: {problem}")
         return None
+
+
+def _save_plan(
+    folder: Path,
+    arrays: dict[str, np.ndarray],
+    key: str,
+    cut_conversations: int,
+    dropped: int,
+) -> None:
+    """Write the arrays of a plan and its meta.json; the folder appears when all is written."""
+    # This process holds the lock, so no other process uses the temporary name.
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        hashes = {}
+        for name, values in arrays.items():
+            path = temporary / f"{name}.npy"
+            with open(path, "wb") as file:
+                np.save(file, values)
+                file.flush()
+                os.fsync(file.fileno())
+            hashes[path.name] = sha256_of(path)
+        meta = {
+            "key": key,
+            "arrays": sorted(arrays),
+            "sha256": hashes,
+            "cut_conversations": cut_conversations,
+            "dropped_tokens": dropped,
+        }
+        write_json(temporary / META, meta)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        fsync_path(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# --- planning ------------------------------------------------------------------------------------
 
 
 def _make_plan(
@@ -129,117 +191,133 @@ def _make_plan(
     pairs: bool,
     key: str,
 ) -> None:
+    """Pack the documents of a token set into rows, and save the plan."""
     lengths = token_set.lengths()
     starts = np.cumsum(lengths) - lengths
-    cut_conversations = dropped = 0
+    cut_conversations = 0
     if pairs:
         pair_starts, pair_lengths, cut_conversations = _cut_pairs(
-            token_set, starts, lengths, row_tokens, too_long
+            token_set,
+            starts,
+            lengths,
+            row_tokens,
+            too_long,
         )
-        dropped = token_set.tokens - int(pair_lengths.sum())
-        starts, lengths = np.arange(len(pair_starts)), pair_lengths.sum(axis=1) - 1
-    elif not cut:
+        placed_tokens = int(pair_lengths.sum())
+        # A pair is packed as one piece, named by its number. Its cell for a begin mark holds the
+        # first token of its first conversation.
+        starts = np.arange(len(pair_starts))
+        lengths = pair_lengths.sum(axis=1) - 1
+    elif cut:
+        placed_tokens = token_set.tokens
+    else:
         room = row_tokens if too_long else row_tokens - 1
         starts, lengths, cut_conversations = _cut_conversations(
-            token_set, starts, lengths, room, too_long
+            token_set,
+            starts,
+            lengths,
+            room,
+            too_long,
         )
-        dropped = token_set.tokens - int(lengths.sum())
-        if too_long:
-            starts, lengths = starts[lengths > 1] + 1, lengths[lengths > 1] - 1
+        placed_tokens = int(lengths.sum())
+        if too_long:  # the first token of a conversation takes the place of the begin mark
+            has_targets = lengths > 1
+            starts = starts[has_targets] + 1
+            lengths = lengths[has_targets] - 1
     if not len(starts):
         raise UserError(
-            f"{token_set.folder} holds nothing to train on that fits into rows of {row_tokens - 1} tokens; use longer "
-            "rows or more data"
+            f"{token_set.folder} holds nothing to train on that fits into rows of "
+            f"{row_tokens - 1} tokens; use longer rows or more data"
         )
     packing = pack(starts, lengths, row_tokens, cut)
-    if pairs:  # the packing has placed pairs by their numbers: put the two conversations of each into its place
-        placed = packing.starts
-        halves = (
-            (pair_starts[placed] + 1).ravel(),
-            (pair_lengths[placed] - 1).ravel().astype(np.int32),
-        )
-        packing = Packing(2 * packing.first, *halves)
+    if pairs:
+        packing = _unfold_pairs(packing, pair_starts, pair_lengths)
     mask = token_set.parts[0].mask
-    marked = (
-        packing.lengths if mask is None else count_marked(mask, packing.starts, packing.lengths)
-    )
+    trained = packing.lengths
+    if mask is not None:
+        trained = count_marked(mask, packing.starts, packing.lengths)
+    row_starts = packing.first[:-1]
     arrays = {
         "first": packing.first,
         "starts": packing.starts,
         "lengths": packing.lengths,
-        "used": np.add.reduceat(packing.lengths + 1, packing.first[:-1]).astype(np.int32),
-        "trained": np.add.reduceat(marked, packing.first[:-1]).astype(np.int32),
+        "used": np.add.reduceat(packing.lengths + 1, row_starts).astype(np.int32),
+        "trained": np.add.reduceat(trained, row_starts).astype(np.int32),
     }
-    temporary = folder.with_name(
-        f".{folder.name}.tmp"
-    )  # this process holds the lock, so no other uses the name
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        for name, values in arrays.items():
-            with open(temporary / f"{name}.npy", "wb") as f:
-                np.save(f, values)
-                f.flush()
-                os.fsync(f.fileno())
-        about = {"cut_conversations": cut_conversations, "dropped_tokens": dropped}
-        digests = {f"{name}.npy": sha256_of(temporary / f"{name}.npy") for name in arrays}
-        write_json(
-            temporary / META, {"key": key, "arrays": sorted(arrays), "sha256": digests, **about}
-        )
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
-        fsync_path(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    _save_plan(folder, arrays, key, cut_conversations, token_set.tokens - placed_tokens)
+
+
+def _unfold_pairs(
+    packing: Packing,
+    pair_starts: np.ndarray,  # (pairs, 2) int64
+    pair_lengths: np.ndarray,  # (pairs, 2) int64
+) -> Packing:
+    """Return a packing of pairs, which has placed each by its number, as one of conversations."""
+    numbers = packing.starts
+    starts = pair_starts[numbers] + 1
+    lengths = pair_lengths[numbers] - 1
+    return Packing(2 * packing.first, starts.ravel(), lengths.ravel().astype(np.int32))
 
 
 def _cut_pairs(
     token_set: TokenSet,
-    starts: np.ndarray,
-    lengths: np.ndarray,
+    starts: np.ndarray,  # (2 * pairs,) int64
+    lengths: np.ndarray,  # (2 * pairs,) int64
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """The starts and lengths of the conversations of each pair, int64 (pairs, 2), of which `room` tokens hold both, and
-    how many pairs were cut. Pairs in which a conversation has no trained token are left out."""
-    starts, lengths = starts.reshape(-1, 2), lengths.reshape(-1, 2)
-    kept = np.minimum(lengths, np.maximum(room // 2, room - lengths[:, ::-1]))
-    cut = (kept < lengths).any(axis=1)
+    """Return the starts and the lengths of the two conversations of each pair, int64 (pairs, 2),
+    cut so that `room` tokens hold both, and how many pairs were cut.
+
+    Pairs in which a conversation has no trained token are left out.
+    """
+    starts = starts.reshape(-1, 2)
+    lengths = lengths.reshape(-1, 2)
+    left_by_other = room - lengths[:, ::-1]
+    cut_lengths = np.minimum(lengths, np.maximum(room // 2, left_by_other))
+    is_cut = (cut_lengths < lengths).any(axis=1)
     mask = token_set.parts[0].mask
     assert mask is not None, "pairs are conversations"
-    marked = count_marked(mask, (starts + 1).ravel(), (kept - 1).ravel()).reshape(
-        -1, 2
-    )  # the first token is no target
-    left = (marked > 0).all(axis=1) & ~(cut & (too_long == "drop"))
-    return starts[left], kept[left], int(cut.sum())
+    # The first token of a conversation is no target.
+    targets = count_marked(mask, (starts + 1).ravel(), (cut_lengths - 1).ravel())
+    usable = (targets.reshape(-1, 2) > 0).all(axis=1)
+    if too_long == "drop":
+        usable &= ~is_cut
+    return starts[usable], cut_lengths[usable], int(is_cut.sum())
 
 
 def _cut_conversations(
     token_set: TokenSet,
-    starts: np.ndarray,
-    lengths: np.ndarray,
+    starts: np.ndarray,  # (conversations,) int64
+    lengths: np.ndarray,  # (conversations,) int64
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """The starts and lengths of pieces of at most `room` tokens, in order, and how many conversations were cut. Pieces
-    without a trained token are dropped."""
-    part, border = token_set.parts[0], token_set.meta.get("border")
-    out_starts, out_lengths, cut = [], [], 0
+    """Return the starts and the lengths of pieces of at most `room` tokens, in order, and how many
+    conversations were cut. Pieces of cut conversations without a trained token are dropped."""
+    token_file = token_set.parts[0]
+    border = token_set.meta.get("border")
+    piece_starts = []
+    piece_lengths = []
+    cut_conversations = 0
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         if length <= room:
-            out_starts.append(start)
-            out_lengths.append(length)
+            piece_starts.append(start)
+            piece_lengths.append(length)
             continue
-        cut += 1
+        cut_conversations += 1
         if too_long == "drop":
             continue
-        borders = (
-            [0]
-            if too_long
-            else np.flatnonzero(part.tokens[start : start + length] == border).tolist()
-        )
-        for first, size in cut_at(borders, length, room):
-            if part.mask is None or part.mask[start + first : start + first + size].any():
-                out_starts.append(start + first)
-                out_lengths.append(size)
-    return np.array(out_starts, np.int64), np.array(out_lengths, np.int64), cut
+        borders = [0]
+        if too_long is None:
+            borders = np.flatnonzero(token_file.tokens[start : start + length] == border).tolist()
+        for offset, size in cut_at(borders, length, room):
+            begin = start + offset
+            if token_file.mask is None or token_file.mask[begin : begin + size].any():
+                piece_starts.append(begin)
+                piece_lengths.append(size)
+    return (
+        np.array(piece_starts, np.int64),
+        np.array(piece_lengths, np.int64),
+        cut_conversations,
+    )

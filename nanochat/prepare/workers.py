@@ -1,4 +1,4 @@
-"""Gives tasks to worker processes as lines of JSON, and collects their answers."""
+"""Give tasks to worker processes as lines of JSON, and collect their answers."""
 
 import contextlib
 import errno
@@ -19,20 +19,24 @@ from nanochat.tokenizer import cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB
-BYTES_THAT_PAY = (
-    8_000_000  # of shards; a process with less to do takes longer to start than to read them
-)
+BYTES_THAT_PAY = 8_000_000  # of shards: reading fewer is faster than starting a process for them
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a worker is no rank
 Message = dict[str, Any]
 Say = Callable[[Message], None]
 
 
-# --- the parent ------------------------------------------------------------------------------------
+# --- the parent ----------------------------------------------------------------------------------
 
 
-def processes_for(size: int, tasks: int, asked: int | None) -> int:
-    """How many processes to use for tasks that read `size` bytes of shards: what was asked for, or as many as save
-    time; at most one for each task."""
-    return min(asked or min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY), tasks)
+def processes_for(
+    size: int,
+    tasks: int,
+    requested: int | None,
+) -> int:
+    """Return how many processes to use for tasks that read `size` bytes of shards: the requested
+    number, or as many as save time; at most one for each task."""
+    worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)
+    return min(requested or worthwhile, tasks)
 
 
 def work(
@@ -42,79 +46,66 @@ def work(
     processes: int,
     keep: Sequence[int] = (),
 ) -> Generator[tuple[int, Message], None, None]:
-    """Let worker processes do tasks, and yield (number of the task, message) for every message as it arrives.
+    """Let worker processes do tasks, and yield (number of the task, message) for every message as
+    it arrives.
 
-    The processes run `python -m module`, which calls serve(). The last message of a task has "result". A UserError or
-    an OSError in a process is raised here too, and a process that was killed raises UserError. Leaving the iterator
-    ends the processes; they also end when this process ends. They inherit the file descriptors `keep`.
+    The processes run `python -m module`, which calls serve(). The last message of a task has
+    "result". A UserError or an OSError in a process is raised here too, and a process that was
+    killed raises UserError. Leaving the iterator ends the processes; they also end when this
+    process ends. They inherit the file descriptors `keep`.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
     for number in range(len(tasks)):
         waiting.put(number)
-    started: list[subprocess.Popen[str]] = []
+    workers: list[subprocess.Popen[str]] = []
     threads: list[threading.Thread] = []
 
     def drive(process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        ahead = [setup]
+        """Hand tasks to one process until none is waiting or the process fails."""
+        to_send = [setup]
         while True:
             try:
                 number = waiting.get_nowait()
             except queue.Empty:
                 return
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # the process has ended, which reading will show
-                print(
-                    *map(json.dumps, (*ahead, tasks[number])),
-                    sep="\n",
-                    file=process.stdin,
-                    flush=True,
-                )
-            ahead, message = [], Message()
-            while not {"result", "raised"} & message.keys():
-                line = process.stdout.readline()
-                message = json.loads(line) if line else {"raised": "end", "code": process.wait()}
+            _send(process, [*to_send, tasks[number]])
+            to_send = []
+            message = Message()
+            while "result" not in message and "raised" not in message:
+                message = _receive(process)
                 answers.put((number, message))
             if "raised" in message:
                 return
 
     try:
         for _ in range(min(processes, len(tasks))):
-            started.append(_start(module, keep))
-            threads.append(threading.Thread(target=drive, args=(started[-1],), daemon=True))
-            threads[-1].start()
-        left = len(tasks)
-        while left:
+            process = _start(module, keep)
+            workers.append(process)
+            thread = threading.Thread(target=drive, args=(process,), daemon=True)
+            threads.append(thread)
+            thread.start()
+        unfinished = len(tasks)
+        while unfinished:
             number, message = answers.get()
             if "raised" in message:
                 raise _failure(message, tasks[number])
-            left -= "result" in message
+            if "result" in message:
+                unfinished -= 1
             yield number, message
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        for thread in threads:
-            thread.join()
-        for process in started:
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
+        _end(workers, threads)
 
 
 def _start(module: str, keep: Sequence[int]) -> subprocess.Popen[str]:
-    alone = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = dict(os.environ)
+    for name in RANK_VARIABLES:
+        environment.pop(name, None)
+    python_path = [str(ROOT), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, python_path))
     return subprocess.Popen(
         [sys.executable, "-m", module],
-        env={**alone, "PYTHONPATH": path},
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -123,38 +114,66 @@ def _start(module: str, keep: Sequence[int]) -> subprocess.Popen[str]:
     )
 
 
+def _send(process: subprocess.Popen[str], messages: Sequence[Mapping[str, Any]]) -> None:
+    lines = [json.dumps(message) for message in messages]
+    # A broken pipe means that the process has ended, which reading will show.
+    with contextlib.suppress(BrokenPipeError):
+        print(*lines, sep="\n", file=process.stdin, flush=True)
+
+
+def _receive(process: subprocess.Popen[str]) -> Message:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        return {"raised": "end", "code": process.wait()}
+    return json.loads(line)
+
+
+def _end(processes: Sequence[subprocess.Popen[str]], threads: Sequence[threading.Thread]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+    for thread in threads:
+        thread.join()
+    for process in processes:
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
 def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
-    """The exception to raise for a process that did not finish a task."""
-    if message["raised"] == "UserError":
+    """Return the exception to raise for a process that did not finish a task."""
+    kind = message["raised"]
+    name = task.get("name", "a task")
+    if kind == "UserError":
         return UserError(message["text"], message["code"])
-    if message["raised"] == "OSError":
+    if kind == "OSError":
         return OSError(message["errno"], message["text"], message["filename"])
-    if message["raised"] == "end":
+    if kind == "end":
         code = message["code"]
-        killed = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         memory = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
         return UserError(
-            f"the process that worked on {task.get('name', 'a task')} {killed}{memory}. Finished work is kept: type "
-            "the same command again to resume; if it fails again, use fewer processes: python -m nanochat.prepare -w N"
+            f"the process that worked on {name} {ending}{memory}. Finished work is kept: type the "
+            "same command again to resume; if it fails again, use fewer processes: python -m "
+            "nanochat.prepare -w N"
         )
-    return RuntimeError(
-        f"a process that worked on {task.get('name', 'a task')} failed:\n{message['text']}"
-    )
+    return RuntimeError(f"a process that worked on {name} failed:\n{message['text']}")
 
 
-# --- the workers -----------------------------------------------------------------------------------
+# --- the workers ---------------------------------------------------------------------------------
 
 
 def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
     """Do tasks from standard input until it ends.
 
-    `begin(setup)` returns a function that does one task and returns the result; meanwhile the function may send
-    messages with its second argument.
+    `begin(setup)` returns a function that does one task and returns the result; meanwhile the
+    function may send messages with its second argument.
     """
     with contextlib.suppress(ValueError):
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C goes to the parent, which ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us
+    # Messages leave by the real standard output; whatever is printed goes to standard error.
     wire = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     sys.stdout = sys.stderr
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -162,29 +181,30 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
     def listen() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(
-            0
-        )  # the parent has no more tasks or has died; in both cases no unfinished task may be completed
+        # The parent has no more tasks or has died. In both cases no unfinished task may be
+        # completed.
+        os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
 
     def say(message: Message) -> None:
         print(json.dumps(message), file=wire, flush=True)
 
-    do = begin(json.loads(lines.get()))
+    do_task = begin(json.loads(lines.get()))
     while True:
         task = json.loads(lines.get())
         try:
-            say({"result": do(task, say)})
+            say({"result": do_task(task, say)})
         except UserError as mistake:
             say({"raised": "UserError", "text": str(mistake), "code": mistake.exit_code})
         except OSError as failure:
+            filename = None if failure.filename is None else str(failure.filename)
             say(
                 {
                     "raised": "OSError",
                     "errno": failure.errno or errno.EIO,
                     "text": failure.strerror or str(failure),
-                    "filename": None if failure.filename is None else str(failure.filename),
+                    "filename": filename,
                 }
             )
         except Exception:  # the edge of a process: the parent raises it again

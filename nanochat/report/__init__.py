@@ -1,1 +1,12 @@
-"""The report: every stage writes a section; `generate` makes report.md, report.json and pictures of the curves."""
+"""The report: report.md, report.html and report.json of a run, and comparisons of several runs.
+
+Stages write their figures as sections while the run goes on; `python -m nanochat.report generate`
+turns the sections into one report. Read in this order:
+
+- sections.py: what each stage writes, and which sections belong to one run.
+- summary.py: the host, the table of measures by stage, and the figures to quote.
+- curves.py draws the curves of a stage, markdown.py writes the text, html.py makes one HTML file.
+- compare.py: several finished runs side by side.
+- samples.py: samples.jsonl, what the checkpoints of a stage replied.
+- __main__.py: the command line, which generates, shows, compares and deletes.
+"""

@@ -1,9 +1,10 @@
-"""The report: every stage writes a section, and `generate` makes report.md, report.html and report.json from them.
+"""The report: every stage writes a section, and `generate` makes report.md, report.html and
+report.json from them.
 
-python -m nanochat.report generate    # make the report from the sections of the stages that have run
-python -m nanochat.report show        # print the summary table
-python -m nanochat.report reset       # delete all sections, before a run from scratch
-python -m nanochat.report compare ~/runs/english both=~/runs/chinese    # two base folders, the second under a name
+python -m nanochat.report generate # make the report from the sections of the stages that have run
+python -m nanochat.report show # print the summary table python -m nanochat.report reset # delete
+all sections, before a run from scratch python -m nanochat.report compare ~/runs/english
+both=~/runs/chinese # two base folders, the second under a name
 """
 
 import shutil
@@ -18,46 +19,49 @@ from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
 from nanochat.report.markdown import cell, markdown
-from nanochat.report.sections import TITLES, of_this_run, report_dir
+from nanochat.report.sections import TITLES, current_sections, report_dir
 from nanochat.report.summary import columns, environment, summary, table
 from nanochat.runtime.cost import read_stages, stages_file
 from nanochat.runtime.progress import duration
 
 
 def generate(key: str = "") -> Path:
-    """Write report.md, report.json and the plots; `key` names the finished run for is_finished()."""
-    found, costs = of_this_run(), read_stages()
-    if not found:
+    """Write report.md, report.html, report.json and the plots, and return the path of report.md.
+
+    `key` names the finished run for is_finished().
+    """
+    folder = report_dir()
+    sections = current_sections()
+    costs = read_stages()
+    if not sections:
         raise UserError(
-            f"there are no figures in {report_dir()} yet; run a stage first, such as bash speedrun.sh",
+            f"there are no figures in {folder} yet; run a stage first, such as bash speedrun.sh",
             2,
         )
     report = {
         "key": key,
         "environment": environment(),
-        "summary": summary(found, costs),
-        "table": table(found),
+        "summary": summary(sections, costs),
+        "table": table(sections),
         "stages": costs,
-        "sections": found,
+        "sections": sections,
     }
     pictures = {
         f"{name}.png": draw(TITLES[name], {name: data})
-        for name, data in found.items()
+        for name, data in sections.items()
         if name.endswith("_train") and data.get("loss")
     }
     for file, picture in pictures.items():
-        write_atomic(report_dir() / file, picture)
+        write_atomic(folder / file, picture)
     text = markdown(report, pictures)
-    write_atomic(report_dir() / "report.md", text)
-    write_atomic(report_dir() / "report.html", page("nanochat report", text, pictures))
-    write_json(
-        report_dir() / "report.json", report
-    )  # last, since this file says that the report is complete
-    return report_dir() / "report.md"
+    write_atomic(folder / "report.md", text)
+    write_atomic(folder / "report.html", page("nanochat report", text, pictures))
+    write_json(folder / "report.json", report)  # last: this file says that the report is complete
+    return folder / "report.md"
 
 
 def begin(key: str) -> None:
-    """Delete the costs of another run. Called when the run named `key` begins or resumes."""
+    """Delete the costs of another run. Called when the run named `key` starts or resumes."""
     path = report_dir() / "run.json"
     if not path.exists() or read_json(path)["key"] != key:
         stages_file().unlink(missing_ok=True)
@@ -65,7 +69,7 @@ def begin(key: str) -> None:
 
 
 def is_finished(key: str) -> bool:
-    """Whether there is a report of the finished run named `key`."""
+    """Return whether there is a report of the finished run named `key`."""
     path = report_dir() / "report.json"
     return bool(key) and path.exists() and read_json(path).get("key") == key
 
@@ -78,18 +82,20 @@ def show() -> None:
     path = report_dir() / "report.json"
     if not path.exists():
         raise UserError(
-            f"there is no report in {report_dir()} yet; make one with `python -m nanochat.report generate`",
+            f"there is no report in {report_dir()} yet; make one with `python -m nanochat.report "
+            "generate`",
             2,
         )
     report = read_json(path)
-    shown = columns(report["table"])
-    grid = Table("measure", *(stage.upper() for stage in shown), title="nanochat")
+    stages = columns(report["table"])
+    grid = Table("measure", *(stage.upper() for stage in stages), title="nanochat")
     for name, row in report["table"].items():
-        grid.add_row(name, *(cell(row[stage]) if stage in row else "" for stage in shown))
+        grid.add_row(name, *(cell(row[stage]) if stage in row else "" for stage in stages))
     Console().print(grid)
     total = report["summary"]
-    times = f"{duration(60 * total['minutes'])}, {duration(60 * total['cpu_minutes'])} of CPU time"
-    log(f"{times}, {total['memory_gb']:.2f} GB of memory")
+    time = duration(60 * total["minutes"])
+    cpu_time = duration(60 * total["cpu_minutes"])
+    log(f"{time}, {cpu_time} of CPU time, {total['memory_gb']:.2f} GB of memory")
     log(f"report: {report_dir() / 'report.md'}")
 
 
@@ -100,19 +106,23 @@ class Config:
     verb: Annotated[
         Literal["generate", "show", "compare", "reset", "begin", "finished"], tyro.conf.Positional
     ] = "generate"
-    """generate writes the report; show prints its summary table; compare puts several runs side by side;
-    reset deletes the report and all sections; begin deletes the costs of runs other than --key;
+    """generate writes the report; show prints its summary table;
+    compare puts several runs side by side; reset deletes the report and all sections;
+    begin deletes the costs of runs other than --key;
     finished exits with 0 if run --key is finished, else with 3."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """With compare: base folders or report.json files of two or more finished runs, each as PATH or NAME=PATH."""
+    """With compare: base folders or report.json files of two or more finished runs,
+    each as PATH or NAME=PATH."""
     price_per_hour: float | None = None
-    """With compare: the price of an hour of the machine in any currency, to show what each run cost."""
+    """With compare: the price of an hour of the machine in any currency,
+    to show what each run cost."""
     key: str = ""
-    """Name of a run. generate keeps it in report.json, begin and finished compare it with the kept name."""
+    """Name of a run. generate keeps it in report.json,
+    begin and finished compare it with the kept name."""
 
 
 def main(cfg: Config) -> None:
-    """The command line."""
+    """Run the verb of the command line."""
     if cfg.runs and cfg.verb != "compare":
         raise UserError(
             f"{cfg.verb} takes no names of runs, got {', '.join(cfg.runs)}; leave them out", 2
@@ -124,10 +134,11 @@ def main(cfg: Config) -> None:
     elif cfg.verb == "compare":
         if len(cfg.runs) < 2:
             raise UserError(
-                f"compare needs two or more runs, as base folders or report.json files, got {len(cfg.runs)}",
+                "compare needs two or more runs, as base folders or report.json files, got "
+                f"{len(cfg.runs)}",
                 2,
             )
-        runs = named([load_run(given) for given in cfg.runs])
+        runs = named([load_run(word) for word in cfg.runs])
         log(f"comparison: {compare(runs, report_dir() / 'compare', cfg.price_per_hour)}")
     elif cfg.verb == "reset":
         shutil.rmtree(report_dir(), ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Compares runs: their measures side by side, what differed in their settings, and their curves in one picture."""
+"""Compares runs: their measures side by side, the settings that differ, and their curves in one
+picture.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,15 @@ FIGURES = {
     "skipped_updates": "skipped updates",
 }
 IGNORED = {"parent", "run", "device_type"}  # settings that always differ, or that change nothing
+HOST_FACTS = ("commit", "processor", "cores", "python", "versions")
+# The keys of a report.json, and what each must hold.
+REPORT_KEYS = {
+    "environment": dict,
+    "summary": dict,
+    "table": dict,
+    "stages": dict,
+    "sections": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -34,174 +45,194 @@ class Run:
 
     @property
     def sections(self) -> Mapping[str, Mapping[str, Any]]:
+        """The sections of the report by name."""
         return self.report["sections"]
 
+    @property
+    def total(self) -> Mapping[str, Any]:
+        """The cost of the whole run and its figures to quote."""
+        return self.report["summary"]
 
-def load_run(given: str) -> Run:
-    """The run that a word names: NAME=PATH or PATH, where the path is a report.json, a folder that holds one, or a
-    base folder. UserError (code 2) if there is no report, or it is none of ours."""
-    name, equals, path = given.partition("=")
-    where = Path(path if equals else given).expanduser()
-    tried = (where, where / "report.json", where / "report" / "report.json")
-    found = next((one for one in tried if one.is_file()), None)
-    if found is None:
+    def training(self, stage: str) -> Mapping[str, Any]:
+        """Return the section of a training stage, or an empty one."""
+        return self.sections.get(f"{stage}_train", {})
+
+
+def load_run(word: str) -> Run:
+    """Return the run that a word of the command line names: NAME=PATH or PATH.
+
+    The path is a report.json, a folder that holds one, or a base folder. UserError (code 2) if
+    there is no report, or it is none of ours.
+    """
+    name, equals, path = word.partition("=")
+    folder = Path(path if equals else word).expanduser()
+    candidates = (folder, folder / "report.json", folder / "report" / "report.json")
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
         raise UserError(
-            f"there is no report.json in {where}. Name base folders or report.json files of finished runs; `python -m "
-            "nanochat.report generate` makes the report of a run",
+            f"there is no report.json in {folder}. Name base folders or report.json files of "
+            "finished runs; `python -m nanochat.report generate` makes the report of a run",
             2,
         )
-    report = read_json(found)
-    needed = {"environment": dict, "summary": dict, "table": dict, "stages": dict, "sections": dict}
-    wrong = [
-        key
-        for key, kind in needed.items()
-        if not isinstance(report, dict) or not isinstance(report.get(key), kind)
-    ]
-    if wrong:
+    report = read_json(file)
+    if not isinstance(report, dict):
+        report = {}
+    missing = [key for key, kind in REPORT_KEYS.items() if not isinstance(report.get(key), kind)]
+    if missing:
         raise UserError(
-            f"{found} is not a report of this version: it lacks {', '.join(wrong)}. Generate it again",
+            f"{file} is not a report of this version: it lacks {', '.join(missing)}. Generate it "
+            "again",
             2,
         )
-    folder = found.parent.parent if found.parent.name == "report" else found.parent
-    return Run(name if equals else folder.name, report)
+    run_folder = file.parent.parent if file.parent.name == "report" else file.parent
+    return Run(name if equals else run_folder.name, report)
 
 
 def named(runs: Sequence[Run]) -> list[Run]:
-    """The runs under different names: a repeated name gets a number."""
+    """Return the runs under different names: a repeated name gets a number."""
     names = [run.name for run in runs]
-    return [
-        Run(
-            run.name
-            if names.count(run.name) == 1
-            else f"{run.name} ({names[: i + 1].count(run.name)})",
-            run.report,
-        )
-        for i, run in enumerate(runs)
-    ]
+    renamed = []
+    for i, run in enumerate(runs):
+        name = run.name
+        if names.count(name) > 1:
+            number = names[: i + 1].count(name)
+            name = f"{name} ({number})"
+        renamed.append(Run(name, run.report))
+    return renamed
 
 
 def measures(runs: Sequence[Run]) -> list[list[str]]:
-    """A row for every measure after every stage: its name, then each run's value with its 95 % interval."""
-    keys = dict.fromkeys(
-        (name, stage)
-        for stage in COLUMNS
-        for run in runs
-        for name, row in run.report["table"].items()
-        if stage in row
-    )
+    """Return a row for every measure after every stage.
+
+    A row holds the name of the measure, then the value of each run with its 95 % interval.
+    """
+    keys: dict[tuple[str, str], None] = {}  # (measure, stage), in the order of the stages
+    for stage in COLUMNS:
+        for run in runs:
+            for name, row in run.report["table"].items():
+                if stage in row:
+                    keys[name, stage] = None
     return [
-        [f"{name}, after {stage.upper()}", *(_measured(run, name, stage) for run in runs)]
+        [f"{name}, after {stage.upper()}", *(_measure(run, name, stage) for run in runs)]
         for name, stage in keys
     ]
 
 
-def _measured(run: Run, name: str, stage: str) -> str:
+def _measure(run: Run, name: str, stage: str) -> str:
     value = run.report["table"].get(name, {}).get(stage)
-    score = run.sections.get(f"{stage}_eval", {}).get("tasks", {}).get(name)
     if value is None:
         return ""
-    return (
-        cell(value)
-        if score is None
-        else f"{100 * value:.1f} % ({100 * score['low']:.1f}–{100 * score['high']:.1f})"
-    )
+    section = run.sections.get(f"{stage}_eval", {})
+    score = section.get("tasks", {}).get(name)
+    if score is None:
+        return cell(value)
+    return f"{100 * value:.1f} % ({100 * score['low']:.1f}–{100 * score['high']:.1f})"
 
 
 def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]]:
-    """Rows of cost: of whole runs, and of each training stage. `price_per_hour` is in any currency."""
-    totals = [run.report["summary"] for run in runs]
-    rows = [
-        [
-            "time",
-            *(duration(60 * total["minutes"]) if total["minutes"] else "" for total in totals),
-        ],
-        [
-            "CPU time",
-            *(duration(60 * total["cpu_minutes"]) if total["minutes"] else "" for total in totals),
-        ],
-        [
-            "memory in GB",
-            *(f"{total['memory_gb']:.2f}" if total["minutes"] else "" for total in totals),
-        ],
-    ]  # a report of stages that no speedrun started does not know these
-    rows = [row for row in rows if any(row[1:])]
+    """Return rows of cost: of whole runs, and of each training stage.
+
+    `price_per_hour` is in any currency.
+    """
+    rows = _total_costs(runs)
     if price_per_hour is not None:
-        rows.append(
-            [
-                f"cost at {price_per_hour:g} an hour",
-                *(f"{price_per_hour * total['minutes'] / 60:,.2f}" for total in totals),
-            ]
-        )
+        prices = [f"{price_per_hour * run.total['minutes'] / 60:,.2f}" for run in runs]
+        rows.append([f"cost at {price_per_hour:g} an hour", *prices])
     for stage in COLUMNS:
-        trained = [run.sections.get(f"{stage}_train", {}) for run in runs]
         for key, name in FIGURES.items():
-            if any(section.get(key) for section in trained):
-                values = (section.get(key) for section in trained)
-                rows.append(
-                    [
-                        f"{stage.upper()}: {name}",
-                        *("" if value is None else cell(value) for value in values),
-                    ]
-                )
+            values = [run.training(stage).get(key) for run in runs]
+            if any(values):
+                cells = ["" if value is None else cell(value) for value in values]
+                rows.append([f"{stage.upper()}: {name}", *cells])
     return rows
 
 
+def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the rows of the cost of whole runs, without rows that are empty.
+
+    A report of stages that no speedrun started does not know these costs.
+    """
+    time = ["time"]
+    cpu_time = ["CPU time"]
+    memory = ["memory in GB"]
+    for run in runs:
+        is_known = bool(run.total["minutes"])
+        time.append(duration(60 * run.total["minutes"]) if is_known else "")
+        cpu_time.append(duration(60 * run.total["cpu_minutes"]) if is_known else "")
+        memory.append(f"{run.total['memory_gb']:.2f}" if is_known else "")
+    return [row for row in (time, cpu_time, memory) if any(row[1:])]
+
+
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """A row for every setting of a stage, and every fact of the host, that is not the same in all runs."""
-    rows = [
-        [f"host: {key}", *(cell(run.report["environment"].get(key, "")) for run in runs)]
-        for key in ("commit", "processor", "cores", "python", "versions")
-    ]
+    """Return a row for every setting of a stage, and every fact of the host, that is not the same
+    in all runs.
+    """
+    rows = []
+    for key in HOST_FACTS:
+        facts = [cell(run.report["environment"].get(key, "")) for run in runs]
+        rows.append([f"host: {key}", *facts])
     for name in TITLES:
-        settings = [run.sections.get(name, {}).get("settings") for run in runs]
-        known = [one for one in settings if one is not None]
-        for key in dict.fromkeys(key for one in known for key in one if key not in IGNORED):
-            values = ["" if one is None else cell(one.get(key, "")) for one in settings]
-            rows.append([f"{name}: {key}", *values])
-    return [row for row in rows if len({value for value in row[1:] if value}) > 1]
+        sections = [run.sections.get(name, {}) for run in runs]
+        settings = [data.get("settings") or {} for data in sections]
+        keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
+        for key in keys:
+            if key not in IGNORED:
+                values = [cell(run_settings.get(key, "")) for run_settings in settings]
+                rows.append([f"{name}: {key}", *values])
+    return [row for row in rows if _differs(row[1:])]
 
 
-def compare(runs: Sequence[Run], folder: Path, price_per_hour: float | None = None) -> Path:
-    """Write compare.md, compare.html and the pictures to a folder; returns the HTML file."""
-    head = [run.name for run in runs]
+def _differs(values: Sequence[str]) -> bool:
+    """Return whether two runs have different values; an empty one means that the run has none."""
+    distinct = {value for value in values if value}
+    return len(distinct) > 1
+
+
+def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
+    """Return a picture of the curves of every training stage that two or more runs have, by file
+    name.
+    """
+    pictures = {}
+    for stage in COLUMNS:
+        sections = {run.name: run.training(stage) for run in runs}
+        with_curves = [run for run in runs if run.training(stage).get("loss")]
+        if len(with_curves) > 1:
+            pictures[f"compare_{stage}.png"] = draw(TITLES[f"{stage}_train"], sections)
+    return pictures
+
+
+def compare(
+    runs: Sequence[Run],
+    folder: Path,
+    price_per_hour: float | None = None,
+) -> Path:
+    """Write compare.md, compare.html and the pictures to a folder, and return the HTML file."""
+    names = [run.name for run in runs]
+    title = f"{' and '.join(names) if len(names) < 4 else f'{len(names)} runs'} compared"
+    pictures = _pictures(runs)
+    rows = measures(runs)
+    meanings = [name for name in MEANINGS if any(row[0].startswith(f"{name}, ") for row in rows)]
     changed = differences(runs)
-    settings = (
-        grid(["setting", *head], changed) if changed else ["Nothing that the reports know.", ""]
+    lines = [f"# {title}", "", "## Measures", ""]
+    lines += grid(["measure", *names], rows)
+    lines.append(
+        "Intervals are 95 %. Where two intervals overlap widely, the difference may be chance."
     )
-    pictures = {
-        file: draw(
-            TITLES[f"{stage}_train"],
-            {run.name: run.sections.get(f"{stage}_train", {}) for run in runs},
-        )
-        for stage in COLUMNS
-        if sum(bool(run.sections.get(f"{stage}_train", {}).get("loss")) for run in runs) > 1
-        for file in [f"compare_{stage}.png"]
-    }
-    shown = measures(runs)
-    meanings = [name for name in MEANINGS if any(row[0].startswith(f"{name}, ") for row in shown)]
-    lines = [
-        f"# {' and '.join(head) if len(head) < 4 else f'{len(head)} runs'} compared",
-        "",
-        "## Measures",
-        "",
-        *grid(["measure", *head], shown),
-        "Intervals are 95 %. Where two intervals overlap widely, the difference may be chance.",
-        "",
-        *(f"- {name}: {MEANINGS[name]}" for name in meanings),
-        "",
-        "## Cost",
-        "",
-        *grid(["figure", *head], figures(runs, price_per_hour)),
-        "## What differed",
-        "",
-        *settings,
-        *(["## Curves", ""] if pictures else []),
-        *(f"![{file}]({file})\n" for file in pictures),
-    ]
+    lines += ["", *(f"- {name}: {MEANINGS[name]}" for name in meanings), ""]
+    lines += ["## Cost", ""]
+    lines += grid(["figure", *names], figures(runs, price_per_hour))
+    lines += ["## What differed", ""]
+    if changed:
+        lines += grid(["setting", *names], changed)
+    else:
+        lines += ["Nothing that the reports know.", ""]
+    if pictures:
+        lines += ["## Curves", ""]
+        lines += [f"![{file}]({file})\n" for file in pictures]
     text = "\n".join(lines)
     folder.mkdir(parents=True, exist_ok=True)
     for file, picture in pictures.items():
         write_atomic(folder / file, picture)
     write_atomic(folder / "compare.md", text)
-    write_atomic(folder / "compare.html", page(lines[0].removeprefix("# "), text, pictures))
+    write_atomic(folder / "compare.html", page(title, text, pictures))
     return folder / "compare.html"

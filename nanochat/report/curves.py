@@ -1,4 +1,4 @@
-"""Pictures of the curves of a training stage."""
+"""Draws the curves of a training stage as a PNG."""
 
 import io
 import math
@@ -17,59 +17,48 @@ LABELS = {
     "val_bpb": "validation in\nbits per byte",
     "val_accuracy": "preferences followed\non held-out pairs",
 }
-SCATTERED = (
-    "reward",
-    "entropy",
-    "length",
-    "sampler_gap",
-    "kl",
-    "policy_shift",
-)  # from step to step
+# Figures of RL that scatter from step to step: drawn faintly, under their running mean.
+SCATTERED = ("reward", "entropy", "length", "sampler_gap", "kl", "policy_shift")
+TRAINING_CURVES = ("loss", "val_bpb", "val_accuracy")
+RL_CURVES = ("reward", "accuracy", *SCATTERED[1:])
 
 
 def running_mean(values: Sequence[float], weight: float = 0.95) -> list[float]:
-    """The debiased exponential average of the values so far."""
-    means, total, share = [], 0.0, 0.0
+    """Return the debiased exponential average of the values so far."""
+    means = []
+    average = 0.0
+    total_weight = 0.0
     for value in values:
-        total, share = weight * total + (1 - weight) * value, weight * share + (1 - weight)
-        means.append(total / share)
+        average = weight * average + (1 - weight) * value
+        total_weight = weight * total_weight + (1 - weight)
+        means.append(average / total_weight)
     return means
 
 
 def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """A PNG with the curves of a training stage, one above the other; several runs, by name, share each axis."""
+    """Return a PNG with the curves of a training stage, one above the other.
+
+    `runs` are the sections of the stage by name of the run; several runs share each axis.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    wanted = ("loss", "val_bpb", "val_accuracy")
-    if any("reward" in data for data in runs.values()):
-        wanted = ("reward", "accuracy", *SCATTERED[1:])
-    shown = [curve for curve in wanted if any(data.get(curve) for data in runs.values())]
-    size = (7, 1.2 + 2 * len(shown))
+    is_rl = any("reward" in data for data in runs.values())
+    candidates = RL_CURVES if is_rl else TRAINING_CURVES
+    curves = [curve for curve in candidates if any(data.get(curve) for data in runs.values())]
     figure, axes = pyplot.subplots(
-        len(shown), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
+        len(curves),
+        1,
+        figsize=(7, 1.2 + 2 * len(curves)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
-    for axis, curve in zip(axes[:, 0], shown, strict=True):
-        faint = curve in SCATTERED
-        measured = curve != "loss" and not faint  # now and then, and not in every step
-        for i, (name, data) in enumerate(runs.items()):
-            color = f"C{i}" if len(runs) > 1 else ("C1" if measured else "C0")
-            steps, values = zip(*data.get(curve) or [(0, math.nan)], strict=True)
-            axis.plot(
-                steps,
-                values,
-                color=color,
-                linewidth=1.2,
-                alpha=0.25 if faint else 1,
-                marker="o" if measured else None,
-                markersize=3,
-                label=None if faint else name,
-            )
-            if faint:
-                axis.plot(steps, running_mean(values), color=color, linewidth=1.5, label=name)
+    for axis, curve in zip(axes[:, 0], curves, strict=True):
+        _draw_curve(axis, curve, runs)
         axis.set(ylabel=LABELS[curve])
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -81,3 +70,30 @@ def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
     figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
     pyplot.close(figure)
     return file.getvalue()
+
+
+def _draw_curve(
+    axis: Any,
+    curve: str,
+    runs: Mapping[str, Mapping[str, Any]],
+) -> None:
+    scattered = curve in SCATTERED
+    sparse = curve != "loss" and not scattered  # measured now and then, not in every step
+    for number, (name, data) in enumerate(runs.items()):
+        color = f"C{number}"
+        if len(runs) == 1 and sparse:
+            color = "C1"
+        points = data.get(curve) or [(0, math.nan)]
+        steps, values = zip(*points, strict=True)
+        axis.plot(
+            steps,
+            values,
+            color=color,
+            linewidth=1.2,
+            alpha=0.25 if scattered else 1,
+            marker="o" if sparse else None,
+            markersize=3,
+            label=None if scattered else name,
+        )
+        if scattered:
+            axis.plot(steps, running_mean(values), color=color, linewidth=1.5, label=name)

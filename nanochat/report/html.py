@@ -1,4 +1,4 @@
-"""A report as one HTML file that opens without a network: style and pictures are inside it."""
+"""Turns a report into one HTML file that opens without a network: style and pictures are inside it."""
 
 import base64
 import html
@@ -11,8 +11,9 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 
-# The only HTML that our own Markdown contains. Whatever else looks like HTML was said by a model, and is shown as text.
-OURS = re.compile(r"(<details><summary>[\w ]+</summary>|</details>)\s*")
+# The only HTML that our own Markdown contains. Anything else that looks like HTML comes from a
+# model's reply and is shown as text.
+OWN_HTML = re.compile(r"(<details><summary>[\w ]+</summary>|</details>)\s*")
 # A browser loads nothing and runs nothing from this page, whatever a sample in it says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
@@ -27,17 +28,18 @@ blockquote { border-left: .25rem solid #d80; margin-left: 0; padding-left: 1rem;
 
 
 def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
-    """A document of our Markdown; `pictures` are the PNG files that it names. HTML in the text is shown, not obeyed."""
+    """Return our Markdown as an HTML document; `pictures` are the PNG files that it names.
+
+    HTML in the text is shown as text.
+    """
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
-    renderer.add_render_rule("html_block", _only_ours)
-    renderer.add_render_rule("html_inline", _only_ours)
-    for token in (tokens := renderer.parse(markdown)):
+    renderer.add_render_rule("html_block", _escape_foreign_html)
+    renderer.add_render_rule("html_inline", _escape_foreign_html)
+    tokens = renderer.parse(markdown)
+    for token in tokens:
         for child in token.children or ():
-            if (
-                child.tag == "img"
-                and (picture := pictures.get(str(child.attrs["src"]))) is not None
-            ):
-                child.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+            if child.tag == "img":
+                _embed(child, pictures)
     body = renderer.renderer.render(tokens, renderer.options, {})
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
@@ -47,7 +49,14 @@ def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
     )
 
 
-def _only_ours(
+def _embed(image: Token, pictures: Mapping[str, bytes]) -> None:
+    """Put the picture that an image names into the page."""
+    picture = pictures.get(str(image.attrs["src"]))
+    if picture is not None:
+        image.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+
+
+def _escape_foreign_html(
     self: RendererHTML,
     tokens: Sequence[Token],
     idx: int,
@@ -55,4 +64,4 @@ def _only_ours(
     env: MutableMapping[str, Any],
 ) -> str:
     content = tokens[idx].content
-    return content if OURS.fullmatch(content) else html.escape(content)
+    return content if OWN_HTML.fullmatch(content) else html.escape(content)

@@ -1,4 +1,4 @@
-"""samples.jsonl: what the checkpoints of a stage said to prompts and questions, one JSON object per line."""
+"""Reads and writes samples.jsonl: replies of the checkpoints of a stage, one JSON object per line."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -7,63 +7,74 @@ from typing import Any
 
 from nanochat.common import check_regular, parse_json, to_json, write_atomic
 
-MOST_BYTES = 16 << 20  # of a samples.jsonl that is read
-MOST_LETTERS = 2000  # of a prompt or a reply
+MAX_BYTES = 16 << 20  # a larger samples.jsonl is not read
+MAX_LETTERS = 2000  # of a prompt or a reply; the rest is cut off
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the checkpoint of a step said. `source` names the measurement, such as GSM8K; `grade` is 1.0 for right."""
+    """A reply of the checkpoint of a step. The names of the fields are the keys in the file."""
 
     step: int
-    source: str
-    asked: str
-    said: str
-    grade: float | None = None
+    source: str  # the measurement, such as GSM8K
+    asked: str  # the prompt
+    said: str  # the reply
+    grade: float | None = None  # 1.0 for a correct reply
 
 
 def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
-    """Add samples to those in the folder of a stage; they replace earlier ones of the same step and source."""
+    """Add samples to the file of a stage; they replace earlier samples of the same step and source."""
     new = list(samples)
-    again = {(one.step, one.source) for one in new}
-    kept = [one for one in read_samples(folder) if (one.step, one.source) not in again]
-    _write(folder, sorted([*kept, *new], key=lambda one: one.step))
+    replaced = {(sample.step, sample.source) for sample in new}
+    samples = []
+    for sample in read_samples(folder):
+        if (sample.step, sample.source) not in replaced:
+            samples.append(sample)
+    samples += new
+    samples.sort(key=lambda sample: sample.step)
+    _write(folder, samples)
 
 
 def forget_samples(folder: Path, step: int) -> None:
-    """Drop the samples of later steps than `step` from the folder of a stage, which takes these steps again."""
-    found = read_samples(folder)
-    if any(one.step > step for one in found):
-        _write(folder, [one for one in found if one.step <= step])
+    """Drop the samples of later steps than `step` from the file of a stage that runs these steps
+    again.
+    """
+    samples = read_samples(folder)
+    remaining = [sample for sample in samples if sample.step <= step]
+    if len(remaining) < len(samples):
+        _write(folder, remaining)
 
 
 def _write(folder: Path, samples: Iterable[Sample]) -> None:
-    write_atomic(folder / "samples.jsonl", "".join(to_json(asdict(one)) + "\n" for one in samples))
+    lines = [to_json(asdict(sample)) + "\n" for sample in samples]
+    write_atomic(folder / "samples.jsonl", "".join(lines))
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """The samples in the folder of a stage, earlier steps first. A line that holds no sample is left out."""
+    """Return the samples of a stage, earlier steps first. A line that holds no sample is skipped."""
     path = folder / "samples.jsonl"
     try:
-        check_regular(path, MOST_BYTES)
+        check_regular(path, MAX_BYTES)
         lines = path.read_bytes().splitlines()
     except (FileNotFoundError, ValueError):
         return []
-    return [sample for line in lines if (sample := _sample(line)) is not None]
+    samples = map(_parse, lines)
+    return [sample for sample in samples if sample is not None]
 
 
-def _sample(line: bytes) -> Sample | None:
+def _parse(line: bytes) -> Sample | None:
     try:
-        found: Any = parse_json(line)
+        fields: Any = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         return None
-    step, grade = found.get("step"), found.get("grade")
-    texts = [found.get(name) for name in ("source", "asked", "said")]
+    step = fields.get("step")
+    texts = [fields.get(name) for name in ("source", "asked", "said")]
     if type(step) is not int or not all(isinstance(text, str) for text in texts):
         return None
-    source, asked, said = (str(text)[:MOST_LETTERS] for text in texts)
+    source, prompt, reply = (str(text)[:MAX_LETTERS] for text in texts)
+    grade = fields.get("grade")
     if not isinstance(grade, int | float) or not -1e9 < grade < 1e9:
-        grade = None
-    return Sample(step, source, asked, said, None if grade is None else float(grade))
+        return Sample(step, source, prompt, reply)
+    return Sample(step, source, prompt, reply, float(grade))

@@ -1,6 +1,6 @@
-"""What every stage writes for the report, and which of it belongs to one run."""
+"""Reads and writes the sections of the report, and finds those that belong to one run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,132 +44,191 @@ TITLES = {
     "tune_eval": "Fine-tuned published model: evaluation",
 }
 
+Sections = Mapping[str, dict[str, Any]]  # name of a section, such as base_train -> its figures
+
 
 def report_dir() -> Path:
-    """The folder of the report."""
+    """Return the folder of the report."""
     return base_dir() / "report"
 
 
-def write_section(stage: str, data: Mapping[str, Any]) -> None:
-    """Keep the figures of a stage for the report."""
-    write_json(report_dir() / "sections" / f"{stage}.json", dict(data))
+def _section_path(name: str) -> Path:
+    return report_dir() / "sections" / f"{name}.json"
+
+
+def write_section(name: str, data: Mapping[str, Any]) -> None:
+    """Save the figures of a stage for the report."""
+    write_json(_section_path(name), dict(data))
 
 
 def has_training_section(stage: str, tag: str) -> bool:
-    """Whether a training stage has a section, and the section belongs to this tag."""
-    path = report_dir() / "sections" / f"{stage}_train.json"
+    """Return whether a training stage has a section that belongs to this tag."""
+    path = _section_path(f"{stage}_train")
     return path.exists() and read_json(path).get("tag") == tag
 
 
 def training_section(
-    stage: str, tag: str, folder: Path, settings: dict[str, Any], where: Mapping[str, Any]
+    stage: str,
+    tag: str,
+    folder: Path,
+    settings: dict[str, Any],
+    device_facts: Mapping[str, Any],
 ) -> None:
-    """Write the section of a training stage from its metrics.jsonl; `where` describes the device (device.summary)."""
-    measured = read_metrics(folder)
-    lines = [line for line in measured if "loss" in line]  # RL also measures before its first step
-    curves = {}  # leaves out figures that were not finite
-    for name in CURVES:
-        curves[name] = [
-            [line["step"], line[name]] for line in measured if line.get(name) is not None
-        ]
-    losses, smooth = curves.pop("loss"), curves.pop("smooth_loss")
-    figures = {
+    """Write the section of a training stage from its metrics.jsonl.
+
+    `device_facts` describes the device, as device.summary() does.
+    """
+    metrics = read_metrics(folder)
+    steps = [line for line in metrics if "loss" in line]  # RL also measures before its first step
+    curves = {name: _curve(metrics, name) for name in CURVES}
+    losses = curves.pop("loss")
+    smooth_losses = curves.pop("smooth_loss")
+    section = {
         "tag": tag,
-        **where,
-        "steps": lines[-1]["step"],
-        "minutes": lines[-1]["total_seconds"] / 60,
-        "tokens_per_second": _median([line["tokens_per_second"] for line in lines]),
-        "mfu_percent": _median([line["mfu"] for line in lines]),
+        **device_facts,
+        "steps": steps[-1]["step"],
+        "minutes": steps[-1]["total_seconds"] / 60,
+        "tokens_per_second": _median([line["tokens_per_second"] for line in steps]),
+        "mfu_percent": _median([line["mfu"] for line in steps]),
         "first_loss": losses[0][1] if losses else None,
-        "last_loss": smooth[-1][1] if smooth else None,
-        "skipped_updates": sum(line["skipped"] for line in lines),
+        "last_loss": smooth_losses[-1][1] if smooth_losses else None,
+        "skipped_updates": sum(line["skipped"] for line in steps),
         "settings": settings,
     }
-    curves = {name: points for name, points in curves.items() if points}
-    rows = {"rows": found} if (found := report_rows(folder)) else {}  # from --profile
-    write_section(f"{stage}_train", {**figures, **curves, **rows, "loss": smooth})
+    section |= {name: points for name, points in curves.items() if points}
+    profile = report_rows(folder)  # of a run with --profile
+    if profile:
+        section["rows"] = profile
+    section["loss"] = smooth_losses
+    write_section(f"{stage}_train", section)
+
+
+def _curve(metrics: Sequence[Mapping[str, Any]], name: str) -> list[list[Any]]:
+    """Return [step, value] of a figure wherever it was measured and finite."""
+    points = [[line["step"], line.get(name)] for line in metrics]
+    return [point for point in points if point[1] is not None]
 
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def sections() -> dict[str, dict[str, Any]]:
-    """The sections that stages have written, in the order of the pipeline."""
-    folder = report_dir() / "sections"
-    return {
-        name: read_json(folder / f"{name}.json")
-        for name in TITLES
-        if (folder / f"{name}.json").exists()
-    }
+def read_sections() -> dict[str, dict[str, Any]]:
+    """Return the sections that stages have written, in the order of the pipeline."""
+    paths = {name: _section_path(name) for name in TITLES}
+    return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
-def _tags(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, str]:
-    """The tag of every stage of the run that the section `newest` belongs to: of its parents, and of what followed."""
+# --- the sections of one run ---------------------------------------------------------------------
 
-    def parent(stage: str) -> list[str]:  # its stage and its tag
-        return found.get(f"{stage}_train", {}).get("settings", {}).get("parent", "").split(" ")[:2]
 
-    stage, tag = newest.partition("_")[0], found[newest]["tag"]
+def current_sections() -> dict[str, dict[str, Any]]:
+    """Return the sections of the run that the newest section of a model belongs to.
+
+    The log names the other sections.
+    """
+    sections = read_sections()
+    tagged = [name for name, data in sections.items() if "tag" in data]
+    if not tagged:
+        return sections
+    newest = max(tagged, key=lambda name: _section_path(name).stat().st_mtime_ns)
+    of_run = sections_of_run(sections, newest)
+    omitted = [name for name in sections if name not in of_run]
+    if omitted:
+        log(f"left out of the report, since they belong to another run: {', '.join(omitted)}")
+    return of_run
+
+
+def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]]:
+    """Return the sections that belong to the same run as the section `newest`.
+
+    Sections of other tags or corpora are left out: they describe a model that has since been
+    replaced. The stages of a run are those that its parents lead to; a stage without a training
+    section has the tag of `newest`. A stage that names no corpus uses the corpus of its parent, and
+    the tokenizer belongs to the corpus of a stage.
+    """
+    newest_tag = sections[newest]["tag"]
+    tags = _tags(sections, newest)
+    of_run = {}
+    for name, data in sections.items():
+        stage = name.partition("_")[0]
+        if "tag" not in data or data["tag"] == tags.get(stage, newest_tag):
+            of_run[name] = data
+    if newest.startswith("tune_"):  # a published model has no earlier stage, and its own tokenizer
+        return {name: data for name, data in of_run.items() if name.startswith("tune_")}
+    of_run = _without_other_corpora(of_run)
+    return _without_other_tokenizers(of_run)
+
+
+def _training_settings(sections: Sections, stage: str) -> Mapping[str, Any]:
+    return sections.get(f"{stage}_train", {}).get("settings", {})
+
+
+def _training_tag(sections: Sections, stage: str) -> str | None:
+    return sections.get(f"{stage}_train", {}).get("tag")
+
+
+def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
+    """Return the stage and the tag of the model that a training stage started from, or None."""
+    settings = _training_settings(sections, stage)
+    words = settings.get("parent", "").split(" ")
+    return (words[0], words[1]) if len(words) > 1 else None
+
+
+def _tags(sections: Sections, newest: str) -> dict[str, str]:
+    """Return the tag of every stage of the run of the section `newest`: its ancestors and its
+    descendants.
+    """
+    stage = newest.partition("_")[0]
+    tag = sections[newest]["tag"]
     tags = {stage: tag}
-    while found.get(f"{stage}_train", {}).get("tag") == tag and len(parent(stage)) == 2:
-        stage, tag = parent(stage)
+    parent = _parent(sections, stage)
+    while parent and _training_tag(sections, stage) == tag:
+        stage, tag = parent
         tags[stage] = tag
+        parent = _parent(sections, stage)
     for stage in COLUMNS:
-        own, before = found.get(f"{stage}_train", {}).get("tag"), parent(stage)
-        if stage not in tags and own and len(before) == 2 and tags.get(before[0]) == before[1]:
-            tags[stage] = own
+        stage_tag = _training_tag(sections, stage)
+        parent = _parent(sections, stage)
+        if stage in tags or not stage_tag or not parent:
+            continue
+        parent_stage, parent_tag = parent
+        if tags.get(parent_stage) == parent_tag:
+            tags[stage] = stage_tag
     return tags
 
 
-def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[str, Any]]:
-    """The sections that belong to the same run as the section `newest`, without those of other tags or corpora.
-
-    The stages of a run are those that its parents lead to; a stage without a section has the tag of `newest`. A stage
-    that names no corpus uses the corpus of its parent, and the tokenizer belongs to the corpus of a stage. A section
-    that does not fit describes a model that has since been replaced.
+def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
+    """Drop stages whose corpus is not that of the stage they started from, and the stages after
+    these.
     """
-    tag, tags = found[newest]["tag"], _tags(found, newest)
-    kept = {
-        name: data
-        for name, data in found.items()
-        if data.get("tag", tag) == tags.get(name.partition("_")[0], tag) or "tag" not in data
-    }
-    if newest.startswith("tune_"):  # a published model has no earlier stage, and its own tokenizer
-        return {name: data for name, data in kept.items() if name.startswith("tune_")}
-    gone: set[str] = set()
+    remaining = dict(sections)
+    dropped: set[str] = set()
     for stage in ("mid", "sft", "rl"):
-        settings = kept.get(f"{stage}_train", {}).get("settings", {})
-        source = settings.get("parent", "").partition(" ")[0]
-        before = kept.get(f"{source}_train", {}).get("settings", {}).get("corpus")
-        inherits = settings.get("data") is None and before is not None
-        if source in gone or (inherits and settings.get("corpus") != before):
-            gone.add(stage)
-            kept = {name: data for name, data in kept.items() if not name.startswith(f"{stage}_")}
-    trained = [
-        kept[name]["settings"].get("corpus")
-        for name in kept
-        if name.endswith("_train") and "tag" in kept[name]
-    ]
-    corpora = {
-        unweighted(corpus) for corpus in trained if corpus
-    }  # one tokenizer serves a mixture with any weights
+        settings = _training_settings(remaining, stage)
+        parent_stage = settings.get("parent", "").partition(" ")[0]
+        parent_corpus = _training_settings(remaining, parent_stage).get("corpus")
+        inherits = settings.get("data") is None and parent_corpus is not None
+        if parent_stage in dropped or (inherits and settings.get("corpus") != parent_corpus):
+            dropped.add(stage)
+            for name in sections:
+                if name.startswith(f"{stage}_"):
+                    remaining.pop(name, None)
+    return remaining
+
+
+def _without_other_tokenizers(sections: Sections) -> dict[str, dict[str, Any]]:
+    """Drop the sections of the tokenizer if no stage was trained on its corpus."""
+    remaining = dict(sections)
+    corpora = set()
+    for name, data in sections.items():
+        if name.endswith("_train") and "tag" in data:
+            corpora.add(data["settings"].get("corpus"))
+    # One tokenizer serves a mixture with any weights.
+    corpora = {unweighted(corpus) for corpus in corpora if corpus}
     for name in ("tok_train", "tok_eval"):
-        section = kept.get(name, {})
-        corpus = section.get("corpus") or section.get("settings", {}).get("data")
+        data = sections.get(name, {})
+        corpus = data.get("corpus") or data.get("settings", {}).get("data")
         if corpus and corpora and unweighted(corpus) not in corpora:
-            del kept[name]
-    return kept
-
-
-def of_this_run() -> dict[str, dict[str, Any]]:
-    """The sections that belong to the same run as the newest section of a model; the log names the others."""
-    found = sections()
-    ages = {name: (report_dir() / "sections" / f"{name}.json").stat().st_mtime_ns for name in found}
-    tagged = [name for name, data in found.items() if "tag" in data]
-    if not tagged:
-        return found
-    kept = current(found, max(tagged, key=lambda name: ages[name]))
-    if others := [name for name in found if name not in kept]:
-        log(f"left out of the report, since they belong to another run: {', '.join(others)}")
-    return kept
+            del remaining[name]
+    return remaining

@@ -1,4 +1,6 @@
-"""The figures of a run: its host, its table of measures by stage, and the ones to quote."""
+"""Collects the figures of a run: its host, its table of measures by stage, and the figures to
+quote.
+"""
 
 import datetime
 import os
@@ -9,113 +11,127 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nanochat.report.sections import COLUMNS
+from nanochat.report.sections import COLUMNS, Sections
 
-# What bits per byte are measured on.
-VALIDATED = {
+# Training stage -> the text that its bits per byte are measured on.
+VALIDATION_TEXTS = {
     "base": "documents",
     "mid": "conversations",
     "sft": "answers",
     "tune": "answers of your own data",
 }
+PREFERENCES = "preferences of your own data that the model follows"
+BASE_CORPUS = "bits per byte of the base corpus"
+QUOTED_PACKAGES = ("torch", "tiktoken", "rustbpe", "numpy")
 
-PREFERRED = "preferences of your own data that the model follows"
-KEPT = "bits per byte of the base corpus"
+Table = dict[str, dict[str, float]]  # measure -> stage -> value
+Costs = Mapping[str, Mapping[str, float]]  # stage -> minutes, cpu_minutes, memory_gb
 
 
 def environment() -> dict[str, Any]:
-    """The commit, the host and the versions of this run."""
+    """Return the commit, the host and the versions of this run."""
     root = Path(__file__).resolve().parent.parent.parent
-    quoted = ("torch", "tiktoken", "rustbpe", "numpy")
     versions = {
-        found.name: found.version
-        for found in metadata.distributions()
-        if found.name.startswith(quoted)
+        package.name: package.version
+        for package in metadata.distributions()
+        if package.name.startswith(QUOTED_PACKAGES)
     }
+    now = datetime.datetime.now(datetime.timezone.utc)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": f"{now:%Y-%m-%d %H:%M} UTC",
         "commit": _git(root, "rev-parse", "HEAD"),
         "changed_files": len(_git(root, "status", "--porcelain").splitlines()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        "memory_gb": memory / 1e9,
         "python": platform.python_version(),
         "versions": versions,
     }
 
 
-def _git(root: Path, *words: str) -> str:
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
-        )
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return ""
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def _processor() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return next(
-                (line.partition(":")[2].strip() for line in f if line.startswith("model name")), ""
-            )
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
     except OSError:
         return platform.processor()
+    return ""
 
 
-def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Measure -> stage -> value, for the measures that can be compared across stages."""
-    rows: dict[str, dict[str, float]] = {}
-    for (
-        stage,
-        text,
-    ) in VALIDATED.items():  # a row for each stage, since each has a validation text of its own
-        section = found.get(f"{stage}_train", {})
-        if stage == "mid" and section.get("settings", {}).get("answers_only"):
-            text = "answers in midtraining"
-        if measured := section.get("val_bpb"):
-            rows[f"bits per byte of {text}"] = {stage: measured[-1][1]}
-    if measured := found.get("tune_train", {}).get("val_accuracy"):
-        rows[PREFERRED] = {"tune": measured[-1][1]}
-    later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in found]
-    for stage in (
-        "base",
-        *later,
-    ):  # the same texts for all stages, so the row shows what later stages have forgotten
-        measured = found.get(f"{stage}_loss", {})
-        if later and measured.get("val"):
-            rows.setdefault(KEPT, {})[stage] = measured["val"]["bits_per_byte"]
-        for name, loss in measured.get("domains", {}).items():
-            rows.setdefault(f"{KEPT}: {name}", {})[stage] = loss["bits_per_byte"]
+def table(sections: Sections) -> Table:
+    """Return measure -> stage -> value, for the measures that can be compared across stages."""
+    rows: Table = {}
+    _add_validation(rows, sections)
+    _add_base_corpus(rows, sections)
     for stage in COLUMNS:
-        scored = found.get(f"{stage}_eval", {})
-        if stage == "base" and scored.get("core"):
-            rows.setdefault("CORE", {})[stage] = scored["core"]["core"]
-        for name, score in scored.get("tasks", {}).items():
+        section = sections.get(f"{stage}_eval", {})
+        if stage == "base" and section.get("core"):
+            rows["CORE"] = {stage: section["core"]["core"]}
+        for name, score in section.get("tasks", {}).items():
             rows.setdefault(name, {})[stage] = score["accuracy"]
-        if scored.get("chat_core") is not None:
-            rows.setdefault("ChatCORE", {})[stage] = scored["chat_core"]
+        if section.get("chat_core") is not None:
+            rows.setdefault("ChatCORE", {})[stage] = section["chat_core"]
     return rows
 
 
+def _add_validation(rows: Table, sections: Sections) -> None:
+    """Add the last validation of every training stage: a row for each, since each has a text of its
+    own.
+    """
+    for stage, text in VALIDATION_TEXTS.items():
+        section = sections.get(f"{stage}_train", {})
+        if stage == "mid" and section.get("settings", {}).get("answers_only"):
+            text = "answers in midtraining"
+        curve = section.get("val_bpb")
+        if curve:
+            rows[f"bits per byte of {text}"] = {stage: curve[-1][1]}
+    curve = sections.get("tune_train", {}).get("val_accuracy")
+    if curve:
+        rows[PREFERENCES] = {"tune": curve[-1][1]}
+
+
+def _add_base_corpus(rows: Table, sections: Sections) -> None:
+    """Add the bits per byte of the same texts after every stage, which show what later stages have
+    forgotten.
+    """
+    later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
+    for stage in ("base", *later):
+        section = sections.get(f"{stage}_loss", {})
+        if later and section.get("val"):
+            rows.setdefault(BASE_CORPUS, {})[stage] = section["val"]["bits_per_byte"]
+        for name, loss in section.get("domains", {}).items():
+            rows.setdefault(f"{BASE_CORPUS}: {name}", {})[stage] = loss["bits_per_byte"]
+
+
 def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """The stages that have a figure in a table of table(), in the order of the pipeline."""
+    """Return the stages that have a figure in a table of table(), in the order of the pipeline."""
     return [stage for stage in COLUMNS if any(stage in row for row in rows.values())]
 
 
-def summary(
-    found: Mapping[str, dict[str, Any]], costs: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
-    """The figures to quote: the accuracies after SFT, as fractions, and the costs of the whole run."""
-    tasks = found.get("sft_eval", {}).get("tasks", {})
+def summary(sections: Sections, costs: Costs) -> dict[str, Any]:
+    """Return the figures to quote: the accuracies after SFT, as fractions, and the costs of the
+    whole run.
+    """
+    tasks = sections.get("sft_eval", {}).get("tasks", {})
     figures = {name: score["accuracy"] for name, score in tasks.items()}
-    if "mental" in found.get("rl_eval", {}).get("tasks", {}):
-        figures["mental_after_rl"] = found["rl_eval"]["tasks"]["mental"]["accuracy"]
-    return {
-        **figures,
-        "minutes": sum(cost["minutes"] for cost in costs.values()),
-        "cpu_minutes": sum(cost["cpu_minutes"] for cost in costs.values()),
-        "memory_gb": max((cost["memory_gb"] for cost in costs.values()), default=0.0),
-    }
+    rl_tasks = sections.get("rl_eval", {}).get("tasks", {})
+    if "mental" in rl_tasks:
+        figures["mental_after_rl"] = rl_tasks["mental"]["accuracy"]
+    stages = costs.values()
+    figures["minutes"] = sum(stage["minutes"] for stage in stages)
+    figures["cpu_minutes"] = sum(stage["cpu_minutes"] for stage in stages)
+    figures["memory_gb"] = max((stage["memory_gb"] for stage in stages), default=0.0)
+    return figures

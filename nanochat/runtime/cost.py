@@ -1,6 +1,8 @@
 """Measures the wall time, CPU time and memory of a command and all its processes, for the report.
 
-python -m nanochat.runtime.cost NAME -- COMMAND ...    # runs COMMAND and adds its costs to report/stages.json
+python -m nanochat.runtime.cost NAME -- COMMAND ...
+
+This runs COMMAND and adds its costs to report/stages.json.
 """
 
 import contextlib
@@ -16,61 +18,123 @@ from types import FrameType
 from nanochat.common import UserError, base_dir, read_json, write_json
 
 EVERY_SECONDS = 0.5  # between samples of memory, at least
-SHARE = 0.005  # of the time that samples may take: the kernel walks all pages of a process for each
+SHARE = 0.005  # of the time that samples may take: each walks all memory pages of a process
 WRITE_SECONDS = 5.0  # between updates of the file, so that a kill loses little
 
 
 def stages_file() -> Path:
-    """The file with the costs of all stages."""
+    """Return the path of the file with the costs of all stages."""
     return base_dir() / "report" / "stages.json"
 
 
 def read_stages() -> dict[str, dict[str, float]]:
-    """The costs of each stage, in the order of their first runs: minutes, cpu_minutes, memory_gb and runs."""
-    return read_json(stages_file()) if stages_file().exists() else {}
+    """Return the costs of each stage: minutes, cpu_minutes, memory_gb and runs.
+
+    The stages are in the order of their first runs.
+    """
+    path = stages_file()
+    return read_json(path) if path.exists() else {}
+
+
+def _stat_fields(pid: str) -> list[str]:
+    """Return the fields of /proc/PID/stat after the command's name: the state, the parent, ..."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()
 
 
 def _descendants(root: int) -> list[int]:
-    """A process, its children, their children, and so on."""
+    """Return a process, its children, their children, and so on."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [root]
+                parent = int(_stat_fields(entry.name)[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    descendants = []
+    waiting = [root]
     while waiting:
         pid = waiting.pop()
-        found.append(pid)
+        descendants.append(pid)
         waiting += children.get(pid, [])
-    return found
+    return descendants
 
 
 def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
-    """The memory of these processes in bytes, and the CPU seconds of each. PSS counts shared memory only once."""
-    memory, seconds, tick = 0, {}, os.sysconf("SC_CLK_TCK")
+    """Return the memory of processes in bytes, and the CPU seconds of each process.
+
+    The memory is the PSS, which counts shared memory only once.
+    """
+    memory = 0
+    cpu_seconds = {}
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
     for pid in pids:
-        with contextlib.suppress(
-            OSError, ValueError, IndexError
-        ):  # a process may end at any moment
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            seconds[pid] = (int(fields[11]) + int(fields[12])) / tick
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            line = next(line for line in rollup.splitlines() if line.startswith("Pss:"))
-            memory += 1024 * int(line.split()[1])
-    return memory, seconds
+        # A process may end at any moment.
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = _stat_fields(str(pid))
+            user_ticks = int(fields[11])
+            system_ticks = int(fields[12])
+            cpu_seconds[pid] = (user_ticks + system_ticks) / ticks_per_second
+            memory += _pss(pid)
+    return memory, cpu_seconds
+
+
+def _pss(pid: int) -> int:
+    """Return the memory of a process in bytes, with its share of the memory it shares."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError("smaps_rollup has no Pss")
 
 
 def _ended_children() -> float:
-    """CPU seconds of all children that have ended, including those too brief to be sampled, and their children."""
+    """Return the CPU seconds of all children that have ended, and of their children.
+
+    Children that were too brief to be sampled count too.
+    """
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
+class _Costs:
+    """The costs of one run of a stage, added to those of its earlier runs."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._earlier = read_stages().get(name, {})
+        self._start = time.monotonic()
+        self._ended_before = _ended_children()
+        self._peak_memory = 0
+        self._cpu_seconds: dict[int, float] = {}  # of each process that was sampled
+
+    def sample(self, pid: int) -> None:
+        """Look at a process and its descendants."""
+        memory, cpu_seconds = _cost(_descendants(pid))
+        self._peak_memory = max(self._peak_memory, memory)
+        self._cpu_seconds |= cpu_seconds
+
+    def write(self) -> None:
+        """Write the costs to the file of all stages."""
+        seconds = time.monotonic() - self._start
+        ended_seconds = _ended_children() - self._ended_before
+        cpu_seconds = max(sum(self._cpu_seconds.values()), ended_seconds)
+        memory_gb = self._peak_memory / 1e9
+        earlier = {"minutes": 0.0, "cpu_minutes": 0.0, "memory_gb": 0.0, "runs": 0, **self._earlier}
+        stages = read_stages()
+        stages[self.name] = {
+            "minutes": earlier["minutes"] + seconds / 60,
+            "cpu_minutes": earlier["cpu_minutes"] + cpu_seconds / 60,
+            "memory_gb": max(earlier["memory_gb"], memory_gb),
+            "runs": earlier["runs"] + 1,
+        }
+        write_json(stages_file(), stages)
+
+
 def measure(name: str, command: list[str]) -> int:
-    """Run a command and return its exit code; meanwhile forward signals to the command and update its costs on disk."""
-    before = read_stages().get(name, {})
-    start, others = time.monotonic(), _ended_children()
+    """Run a command, write its costs every few seconds, and return its exit code.
+
+    SIGTERM and SIGUSR1 are forwarded to the command.
+    """
+    costs = _Costs(name)
     try:
         process = subprocess.Popen(command)
     except OSError as failure:
@@ -79,44 +143,36 @@ def measure(name: str, command: list[str]) -> int:
             exit_code=127,
         ) from failure
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, pass_on)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal also sends Ctrl-C to the command itself
-    peak, seconds, written = 0, {}, start
-
-    def write() -> None:
-        stages = read_stages()
-        stages[name] = {
-            "minutes": before.get("minutes", 0.0) + (time.monotonic() - start) / 60,
-            "cpu_minutes": before.get("cpu_minutes", 0.0)
-            + max(sum(seconds.values()), _ended_children() - others) / 60,
-            "memory_gb": max(before.get("memory_gb", 0.0), peak / 1e9),
-            "runs": before.get("runs", 0) + 1,
-        }
-        write_json(stages_file(), stages)
-
+        signal.signal(number, forward)
+    # A terminal sends Ctrl-C to the command itself, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if Path("/proc/self/smaps_rollup").exists():
-        while process.poll() is None:
-            sampling = time.thread_time()
-            memory, cpu = _cost(_descendants(process.pid))
-            peak, seconds = max(peak, memory), {**seconds, **cpu}
-            if time.monotonic() - written > WRITE_SECONDS:
-                written = time.monotonic()
-                write()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(EVERY_SECONDS, (time.thread_time() - sampling) / SHARE))
+        _sample_until_end(process, costs)
     code = process.wait()
-    write()
+    costs.write()
     return code
 
 
+def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
+    """Sample a process and write its costs until it ends."""
+    written_at = time.monotonic()
+    while process.poll() is None:
+        sampling_start = time.thread_time()
+        costs.sample(process.pid)
+        if time.monotonic() - written_at > WRITE_SECONDS:
+            written_at = time.monotonic()
+            costs.write()
+        sampling_seconds = time.thread_time() - sampling_start
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(EVERY_SECONDS, sampling_seconds / SHARE))
+
+
 def main(words: list[str]) -> int:
-    """The command line."""
+    """Run the command line, and return the exit code."""
     if len(words) < 3 or words[1] != "--":
         raise UserError("usage: python -m nanochat.runtime.cost NAME -- COMMAND ...", exit_code=2)
     code = measure(words[0], words[2:])

@@ -1,9 +1,10 @@
-"""Starts a process for each device as torchrun does, with torchrun's flags, and prints last why one of them failed.
+"""Starts a process for each device, with torchrun's flags, and prints last why one failed.
 
 python -m nanochat.runtime.launch --nproc_per_node=8 -m scripts.base_train -- --depth=20
 
-Two things differ from torchrun. On one host everything that the processes meet at listens on 127.0.0.1 only. After a
-failure the last line names the rank and its reason, where torchrun prints a traceback of its own.
+Two things differ from torchrun. On one host, the port where the processes meet listens on 127.0.0.1
+only. After a failure the last line names the rank and its reason, where torchrun prints a traceback
+of its own.
 """
 
 import os
@@ -30,15 +31,19 @@ from nanochat.common import note_end
 
 LOOPBACK = "127.0.0.1"
 MEETING_SECONDS = 60
+ONE_HOST = ("1", "1:1")  # values of --nnodes
 RESUMES = ". The same command, without --resume, resumes"
 OUT_OF_MEMORY = (
-    ". If nobody killed it, the host ran out of memory, as `dmesg` shows: use fewer ranks, or lower --device_batch_size"
-    f"{RESUMES}"
+    ". If nobody killed it, the host ran out of memory, as `dmesg` shows: use fewer ranks, or "
+    f"lower --device_batch_size{RESUMES}"
 )
 
 
 class OneHost(StaticTCPRendezvous):
-    """Where the ranks of one host meet. torchrun's own store listens on every address and unpickles what it is sent."""
+    """Where the ranks of one host meet.
+
+    torchrun's own store listens on every address and unpickles what it is sent.
+    """
 
     def __init__(self, parameters: RendezvousParameters):
         listener = socket.create_server((LOOPBACK, 0))
@@ -53,81 +58,101 @@ class OneHost(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """The name under which torchrun knows it."""
+        """Return the name under which torchrun knows this class."""
         return "one-host"
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank to blame: the first that left a reason, else one that was killed, else one that the launcher did not
-    end itself (SIGTERM)."""
+    """Return the rank to blame, and its failure.
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, bool, int]:
-        code, noted = item[1].exitcode, isinstance(item[1].message, dict)
-        return not noted, code != -signal.SIGKILL, code == -signal.SIGTERM, item[1].timestamp
+    It is the first rank that left a reason, else a rank that was killed, else a rank that the
+    launcher did not end itself (SIGTERM).
+    """
 
-    return min(failures.items(), key=order)
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
+        failure = failures[rank]
+        left_no_reason = not isinstance(failure.message, dict)
+        was_not_killed = failure.exitcode != -signal.SIGKILL
+        was_ended_by_launcher = failure.exitcode == -signal.SIGTERM
+        return left_no_reason, was_not_killed, was_ended_by_launcher, failure.timestamp
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
 
 
 def reason(failures: Mapping[int, ProcessFailure]) -> str:
-    """Why the ranks failed: what the first said itself, or which signal ended it."""
-    rank, first = root_cause(failures)
-    killed = [other for other, failure in failures.items() if failure.exitcode == -signal.SIGKILL]
-    said: Any = first.message  # a dict, if the rank left a note
-    if isinstance(said, dict):
-        text = str(said["message"])
-        text = text if "(rank " in text else f"error: {text} (rank {rank})"
-        gone = [other for other in killed if f"rank {other} is gone" in text]
-        return f"{text} Rank {gone[0]} was killed (SIGKILL){OUT_OF_MEMORY}" if gone else text
-    if first.exitcode == -signal.SIGKILL:
+    """Return why the ranks failed: what the first rank said itself, or which signal ended it."""
+    rank, failure = root_cause(failures)
+    note: Any = failure.message  # a dict, if the rank left a note
+    if isinstance(note, dict):
+        return _noted_reason(rank, str(note["message"]), failures)
+    if failure.exitcode == -signal.SIGKILL:
         return f"error: rank {rank} was killed (SIGKILL){OUT_OF_MEMORY}"
-    if first.exitcode < 0:
-        return f"error: rank {rank} was ended by {first.signal_name()}; the lines above may say why{RESUMES}"
-    return f"error: rank {rank} ended with code {first.exitcode}; the lines above say why"
+    if failure.exitcode < 0:
+        return (
+            f"error: rank {rank} was ended by {failure.signal_name()}; the lines above may say "
+            f"why{RESUMES}"
+        )
+    return f"error: rank {rank} ended with code {failure.exitcode}; the lines above say why"
+
+
+def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) -> str:
+    """Return the reason that a rank noted.
+
+    If the note says that another rank is gone, and that rank was killed, it adds why.
+    """
+    if "(rank " not in text:
+        text = f"error: {text} (rank {rank})"
+    for other, failure in failures.items():
+        if failure.exitcode == -signal.SIGKILL and f"rank {other} is gone" in text:
+            return f"{text} Rank {other} was killed (SIGKILL){OUT_OF_MEMORY}"
+    return text
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the ranks; returns the exit code of the rank that failed first, or 0."""
+    """Run the ranks, and return the exit code of the rank that failed first, or 0."""
     options = parse_args(list(words))
-    if options.standalone or (options.nnodes in ("1", "1:1") and not options.rdzv_endpoint):
+    is_one_host = options.nnodes in ONE_HOST and not options.rdzv_endpoint
+    if options.standalone or is_one_host:
         rendezvous_handler_registry.register("one-host", OneHost)
-        options.standalone, options.rdzv_backend = False, "one-host"
-        options.rdzv_endpoint, options.rdzv_id = f"{LOOPBACK}:0", str(uuid.uuid4())
-        if "lo" in (name for _, name in socket.if_nameindex()):
+        options.standalone = False
+        options.rdzv_backend = "one-host"
+        options.rdzv_endpoint = f"{LOOPBACK}:0"
+        options.rdzv_id = str(uuid.uuid4())
+        if "lo" in [name for _, name in socket.if_nameindex()]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         run(options)
         return 0
-    except ChildFailedError as failed:
-        code = root_cause(failed.failures)[1].exitcode
-        return end(reason(failed.failures), code if code > 0 else 128 - code)
-    except SignalException as stopped:
+    except ChildFailedError as failure:
+        code = root_cause(failure.failures)[1].exitcode
+        return end(reason(failure.failures), code if code > 0 else 128 - code)
+    except SignalException as stop:
         return end(
-            f"stopped by {stopped.sigval.name}; the same command, without --resume, resumes",
-            128 + stopped.sigval,
+            f"stopped by {stop.sigval.name}; the same command, without --resume, resumes",
+            128 + stop.sigval,
         )
     except (DistError, RendezvousConnectionError) as failure:
-        return end(
-            f"error: {no_meeting(str(failure.__cause__ or failure))} (launcher of host {options.node_rank})",
-            1,
-        )
+        why = no_meeting(str(failure.__cause__ or failure))
+        return end(f"error: {why} (launcher of host {options.node_rank})", 1)
 
 
 def no_meeting(failure: str) -> str:
-    """Why the launchers of several hosts did not meet."""
+    """Return why the launchers of several hosts did not meet."""
     if "EADDRINUSE" in failure:
-        from nanochat.device import (
-            port_words,
-        )  # not at the top, since it would load the accelerator's libraries
+        # Not imported at the top, since it would load the accelerator's libraries.
+        from nanochat.device import port_words
 
-        return port_words(next(iter(re.findall(r"port: (\d+)", failure)), ""))
+        port = re.search(r"port: (\d+)", failure)
+        return port_words(port[1] if port else "")
     return (
-        f"the hosts did not meet: {failure.splitlines()[0]}. Start the command on every host within a minute, with one "
-        "address and port of the first host, which the others must reach"
+        f"the hosts did not meet: {failure.splitlines()[0]}. Start the command on every host "
+        "within a minute, with one address and port of the first host, which the others must reach"
     )
 
 
 def end(message: str, code: int) -> int:
-    """Print the last line, and leave it for the script that started this launcher."""
+    """Print the last line, leave it for the script that started this launcher; return the code."""
     note_end(message)
     print(message, file=sys.stderr, flush=True)
     return code

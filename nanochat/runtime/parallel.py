@@ -1,6 +1,7 @@
-"""Many ranks: FSDP2 sharding, sums over ranks, whole tensors for checkpoints, unsharded copies to sample from.
+"""Many ranks: sharding with FSDP2, sums over ranks, and whole tensors of sharded models.
 
-FSDP2 and DTensor are imported where they are used: importing them takes two seconds, which one rank alone can save.
+FSDP2 and DTensor are imported where they are used: importing them takes two seconds, which a single
+rank can save.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard
 
 import torch
@@ -17,79 +18,90 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.device import Compute, is_sharded, local
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
 
-
 Sharding = Literal["none", "grad", "full"]
 _EVERY_PASS = "reduces_in_every_pass"  # an attribute that shard() gives the model
 
 
+# --- which rank holds which rows -----------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's rows of a parameter lie: shard `shard` of `shards`, in replica `replica` of `replicas`.
+    """Where a rank's rows of a parameter are: shard `shard` of `shards`, in one of the replicas.
 
     A rank that holds the whole parameter has shard 0 of 1.
     """
 
     shards: int = 1
     shard: int = 0
-    shard_group: ProcessGroup | None = None  # the ranks that together hold the whole
+    shard_group: ProcessGroup | None = None  # the ranks that together hold the whole parameter
     replicas: int = 1
     replica: int = 0
     replica_group: ProcessGroup | None = None  # the ranks that hold the same rows
 
     def row_counts(self, rows: int) -> list[int]:
-        """How many rows each shard has. FSDP2 splits as torch.chunk does: the last shards may have fewer, or none."""
+        """Return how many of `rows` rows each shard has.
+
+        FSDP2 splits as torch.chunk does: the last shards may have fewer rows, or none.
+        """
         share = -(-rows // self.shards)
-        return [max(min(share, rows - number * share), 0) for number in range(self.shards)]
+        first_rows = [min(share * shard, rows) for shard in range(self.shards)]
+        return [min(share, rows - first_row) for first_row in first_rows]
 
     def first_row(self, rows: int) -> int:
-        """The first row that this rank holds."""
+        """Return the first row that this rank holds."""
         return sum(self.row_counts(rows)[: self.shard])
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where a parameter lies: over a mesh of ranks, (shards,) or (replicas, shards), or whole on this rank."""
+    """Return where a parameter is: over a mesh (shards,) or (replicas, shards), or on this rank."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return Place()
-    *outer, inner = range(mesh.ndim)
-    place = Place(mesh.size(inner), mesh.get_local_rank(inner), mesh.get_group(inner))
-    if not outer:
+    inner = mesh.ndim - 1
+    place = Place(
+        shards=mesh.size(inner),
+        shard=mesh.get_local_rank(inner),
+        shard_group=mesh.get_group(inner),
+    )
+    if inner == 0:
         return place
-    return Place(
-        place.shards,
-        place.shard,
-        place.shard_group,
-        mesh.size(0),
-        mesh.get_local_rank(0),
-        mesh.get_group(0),
+    return replace(
+        place,
+        replicas=mesh.size(0),
+        replica=mesh.get_local_rank(0),
+        replica_group=mesh.get_group(0),
     )
 
 
 def ranks_per_host(compute: Compute) -> int:
-    """How many ranks the launcher started on this host."""
-    here = os.environ.get("LOCAL_WORLD_SIZE") if compute.world_size > 1 else None
-    return int(here or compute.world_size)
+    """Return how many ranks the launcher started on this host."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE") if compute.world_size > 1 else None
+    return int(launched or compute.world_size)
 
 
 def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
-    """(replicas, shards): how many copies of the parameters there are, and how many ranks share one copy.
+    """Return (replicas, shards): the copies of the parameters, and the ranks that share one copy.
 
-    With several hosts each host holds a copy (HSDP), so that only gradients cross the network, once a step. If every
-    host has one rank, one copy is sharded over all ranks.
+    With several hosts each host holds a copy (HSDP), so that only gradients cross the network, once
+    a step. If every host has one rank, one copy is sharded over all ranks.
     """
     if mode == "none":
         return compute.world_size, 1
-    here = ranks_per_host(compute)
-    if 1 < here < compute.world_size and compute.world_size % here == 0:
-        return compute.world_size // here, here
+    on_host = ranks_per_host(compute)
+    if 1 < on_host < compute.world_size and compute.world_size % on_host == 0:
+        return compute.world_size // on_host, on_host
     return 1, compute.world_size
+
+
+# --- sharding ------------------------------------------------------------------------------------
 
 
 def shard(
@@ -97,13 +109,17 @@ def shard(
 ) -> None:
     """Shard a model over the ranks, in place; a single rank keeps everything.
 
-    "none" holds everything on every rank. "grad" shards masters, gradients and optimizer state (ZeRO-2): parameters are
-    gathered once a step and gradients reduced once a step. "full" frees gathered parameters after every use and reduces
-    gradients in every pass (ZeRO-3), so that no rank ever holds either whole. `groups` are the modules whose parameters
-    are gathered and reduced together, from model.shard_groups(). Parameters stay fp32 masters: they are gathered in the
-    compute dtype, and gradients are reduced in fp32 while the backward pass is still running. Frozen parameters, such
-    as those below adapters, stay whole on every rank unless the mode is "full". A table of which a step reads few rows
-    stays whole on CPUs, where ranks exchange these rows alone; see average_rows().
+    - "none" holds everything on every rank.
+    - "grad" shards masters, gradients and optimizer state (ZeRO-2): parameters are gathered once a
+      step, and gradients are reduced once a step.
+    - "full" frees gathered parameters after every use and reduces gradients in every pass (ZeRO-3),
+      so that no rank ever holds all parameters or all gradients.
+
+    `groups` are the modules whose parameters are gathered and reduced together, from
+    model.shard_groups(). Parameters stay fp32 masters: they are gathered in the compute dtype, and
+    gradients are reduced in fp32 while the backward pass is still running. Frozen parameters, such
+    as those below adapters, stay whole on every rank unless the mode is "full". On CPUs a table of
+    which a step reads few rows stays whole, and ranks exchange only these rows; see average_rows().
     """
     if compute.world_size == 1:
         return
@@ -111,38 +127,56 @@ def shard(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     replicas, shards = mesh_shape(mode, compute)
-    log(f"parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)")
-    dims = {"replicate": replicas, "shard": shards} if replicas > 1 else {"shard": shards}
-    mesh = init_device_mesh(compute.device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    mixed = compute.dtype != torch.float32
+    log(
+        tr(
+            "parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)",
+            mode=mode,
+            replicas=replicas,
+            shards=shards,
+        )
+    )
+    sizes = (replicas, shards)
+    names = ("replicate", "shard")
+    if replicas == 1:
+        sizes = (shards,)
+        names = ("shard",)
+    mesh = init_device_mesh(compute.device_type, sizes, mesh_dim_names=names)
+    is_mixed = compute.dtype != torch.float32
     # Inputs are not cast: models cast what they use, and the token weights of RL must stay fp32.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute.dtype if mixed else None,
+        param_dtype=compute.dtype if is_mixed else None,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
     compute.platform.prepare_sharding()
-    # Frozen parameters need no gradients, so only --shard=full splits them. Small ones stay whole, since sharding would
-    # cast them, and norms are fp32 on one device.
-    whole = {
-        p for p in model.parameters() if not p.requires_grad and (mode != "full" or p.dim() == 1)
-    }
-    if compute.platform.is_host:
-        whole |= {
-            p
-            for module in model.modules()
-            if getattr(module, "few_rows", False)
-            for p in module.parameters()
-        }
-    for module in [*(group for group in groups if not whole.issuperset(group.parameters())), model]:
+    unsharded = _unsharded(model, mode, compute)
+    modules = [group for group in groups if not unsharded.issuperset(group.parameters())]
+    modules.append(model)
+    for module in modules:
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=mode == "full",
-            ignored_params=whole,
+            ignored_params=unsharded,
         )
     setattr(model, _EVERY_PASS, mode == "full")
+
+
+def _unsharded(model: nn.Module, mode: Sharding, compute: Compute) -> set[nn.Parameter]:
+    """Return the parameters that every rank holds whole; see shard()."""
+    unsharded = set()
+    for parameter in model.parameters():
+        # Frozen parameters need no gradients, so only "full" splits them. Small ones stay whole:
+        # sharding would cast them, and norms are fp32 on one device.
+        is_small = parameter.dim() == 1
+        if not parameter.requires_grad and (mode != "full" or is_small):
+            unsharded.add(parameter)
+    if compute.platform.is_host:
+        for module in model.modules():
+            if getattr(module, "few_rows", False):
+                unsharded.update(module.parameters())
+    return unsharded
 
 
 def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
@@ -150,16 +184,35 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Reduce gradients over ranks and free gathered parameters only in the last pass of a step; see shard()."""
+    """Reduce gradients over ranks and free gathered parameters only in the last pass of a step.
+
+    With --shard=full every pass does both; see shard().
+    """
     if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
 
 
+def _reshard(model: nn.Module) -> None:
+    """Free the parameters that a pass without backward left gathered.
+
+    They are in the compute dtype; the masters are the shards.
+    """
+    for module in model.modules():
+        if _is_fsdp(module):
+            module.reshard()
+
+
+# --- gradients of tables -------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def average_rows(model: nn.Module, compute: Compute) -> None:
-    """Average over the ranks the gradients of tables that all of them hold whole; see shard(). What crosses the network
-    are the rows that a rank met. Every rank gets the same sparse gradient, so that all tables stay the same."""
+    """Average over the ranks the gradients of tables that every rank holds whole; see shard().
+
+    Only the rows that a rank met cross the network. Every rank gets the same sparse gradient, so
+    that all copies of a table stay the same.
+    """
     if compute.world_size == 1:
         return
     for _, table in trained(model):
@@ -168,33 +221,46 @@ def average_rows(model: nn.Module, compute: Compute) -> None:
 
 
 def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
-    indices, values = (
-        met(table.grad) if table.grad is not None else (torch.empty(0).long(), table[:0])
+    """Return the mean of a table's gradients over the ranks, sparse."""
+    if table.grad is None:
+        indices, values = torch.empty(0, dtype=torch.int64), table[:0]
+    else:
+        indices, values = met(table.grad)
+    length = torch.tensor([len(indices)])
+    lengths = [int(rank_length) for rank_length in gathered(length, ranks)]
+    # All ranks send tensors of one shape: the rows of the longest, padded.
+    padded_indices = torch.zeros(max(lengths), dtype=torch.int64)
+    padded_values = table.new_zeros(max(lengths), *table.shape[1:])
+    padded_indices[: len(indices)] = indices
+    padded_values[: len(indices)] = values
+    all_indices = _unpadded(gathered(padded_indices, ranks), lengths)
+    all_values = _unpadded(gathered(padded_values, ranks), lengths)
+    mean = torch.sparse_coo_tensor(
+        all_indices[None], all_values / ranks, table.shape, check_invariants=False
     )
-    lengths = [int(length) for length in gathered(torch.tensor([len(indices)]), ranks)]
-    at, numbers = (
-        torch.zeros(max(lengths), dtype=torch.int64),
-        table.new_zeros(max(lengths), *table.shape[1:]),
-    )
-    at[: len(indices)], numbers[: len(indices)] = indices, values
-    parts = zip(gathered(at, ranks), gathered(numbers, ranks), lengths, strict=True)
-    rows, sums = map(
-        torch.cat, zip(*((at[:length], part[:length]) for at, part, length in parts), strict=True)
-    )
-    return torch.sparse_coo_tensor(
-        rows[None], sums / ranks, table.shape, check_invariants=False
-    ).coalesce()
+    return mean.coalesce()
+
+
+def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
+    """Return the first rows of each tensor, as many as its length says, one after another."""
+    pieces = []
+    for tensor, length in zip(tensors, lengths, strict=True):
+        pieces.append(tensor[:length])
+    return torch.cat(pieces)
 
 
 def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
-    """The tensors of one shape that the `ranks` ranks of a group hold, in order; without a group, those of all."""
-    parts = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
+    """Return the tensors of the `ranks` ranks of a group, by rank; without a group, of all ranks.
+
+    All tensors must have one shape.
+    """
+    tensors = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(tensors, tensor, group=group)
+    return tensors
 
 
 def met(g: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
-    """The rows of a gradient that are not zero, and what stands there."""
+    """Return the indices and the values of the rows of a gradient that are not zero."""
     if g.is_sparse:
         g = g.coalesce()
         return g.indices()[0], g.values()
@@ -202,15 +268,11 @@ def met(g: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
     return rows, g[rows]
 
 
-def _reshard(model: nn.Module) -> None:
-    """Free parameters that a pass without backward left gathered: they are in the compute dtype, not the masters."""
-    for module in model.modules():
-        if _is_fsdp(module):
-            module.reshard()
+# --- numbers of all ranks ------------------------------------------------------------------------
 
 
 def total(values: list[float], compute: Compute) -> list[float]:
-    """The sum of each number over all ranks, in float64 and over the host's collectives."""
+    """Return the sum of each number over all ranks, in float64 and by the host's collectives."""
     if compute.world_size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -219,7 +281,7 @@ def total(values: list[float], compute: Compute) -> list[float]:
 
 
 def least(value: int, compute: Compute) -> int:
-    """The smallest number of all ranks, on every rank."""
+    """Return the smallest number of all ranks, on every rank."""
     if compute.world_size == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -228,7 +290,7 @@ def least(value: int, compute: Compute) -> int:
 
 
 def agree(value: int, compute: Compute) -> int:
-    """Rank 0's number, on every rank."""
+    """Return rank 0's number, on every rank."""
     if compute.world_size == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -238,74 +300,93 @@ def agree(value: int, compute: Compute) -> int:
 
 @contextlib.contextmanager
 def together(name: str, compute: Compute) -> Iterator[None]:
-    """Raise a UserError on every rank if this block raises one on any rank, so that all ranks skip the task `name`.
+    """Raise a UserError on every rank if this block raises one on any rank.
 
-    Every rank must enter the block, and inside it a rank must not wait for another one.
+    So all ranks skip the task `name`. Every rank must enter the block, and inside it a rank must
+    not wait for another one.
     """
-    broken: UserError | None = None
+    failure: UserError | None = None
     try:
         yield
-    except UserError as failure:
-        broken = failure
-    if least(int(broken is None), compute) == 0:
-        raise broken or UserError(f"{name} is broken on another rank, whose message says why")
+    except UserError as mistake:
+        failure = mistake
+    succeeded = least(int(failure is None), compute)
+    if not succeeded:
+        raise failure or UserError(
+            tr("{name} is broken on another rank, whose message says why", name=name)
+        )
+
+
+# --- whole parameters ----------------------------------------------------------------------------
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The name of every parameter that is not frozen, and the parameter: what a checkpoint keeps."""
-    return (
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    )
+    """Yield the name and the parameter for every parameter that is not frozen.
+
+    These are the parameters that a checkpoint keeps.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter
 
 
-def whole(value: Tensor) -> Tensor:
-    """All rows of a tensor that may be sharded; every rank must call this."""
-    return value.full_tensor() if is_sharded(value) else value
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return all rows of a tensor that may be sharded; every rank must call this."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The name and the whole value of every parameter, gathered one at a time; every rank must iterate to the end."""
+    """Yield the name and the whole value of every parameter, gathered one at a time.
+
+    Every rank must iterate to the end.
+    """
     _reshard(model)
     for name, parameter in model.named_parameters():
-        yield name, whole(parameter.detach())
+        yield name, full_tensor(parameter.detach())
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank holds of a parameter, and which ranks hold the rest of the same copy."""
+class ParameterShard:
+    """The rows of a parameter that a rank holds, and the owners of all rows of the same copy."""
 
-    here: Tensor  # the rows of this rank; none if it belongs to another copy than rank 0
+    rows: Tensor  # no rows if this rank belongs to another copy than rank 0
     shape: tuple[int, ...]  # of the whole parameter
-    owners: tuple[
-        tuple[int, int], ...
-    ]  # (rank, number of rows that it holds), in the order of the rows
+    owners: tuple[tuple[int, int], ...]  # (rank, number of its rows), in the order of the rows
 
     @property
     def size(self) -> int:
         """Bytes of the whole parameter."""
-        return math.prod(self.shape) * self.here.dtype.itemsize
+        return math.prod(self.shape) * self.rows.dtype.itemsize
 
 
-def parts(model: nn.Module) -> dict[str, Part]:
-    """This rank's part of every trained parameter, by name. Together the owners hold one copy of the model, rank 0's;
-    nothing is gathered."""
+def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
+    """Return this rank's shard of every trained parameter, by name; nothing is gathered.
+
+    Together the owners hold one copy of the model: rank 0's.
+    """
     _reshard(model)
-    return {name: _part(parameter) for name, parameter in trained(model)}
+    return {name: _shard_of(parameter) for name, parameter in trained(model)}
 
 
-def _part(parameter: Tensor) -> Part:
-    here, shape = local(parameter.detach()), tuple(parameter.shape)
-    mesh, place = getattr(parameter, "device_mesh", None), place_of(parameter)
-    ranks = (
-        [0] if mesh is None else mesh.mesh.reshape(-1, place.shards)[0].tolist()
-    )  # of the first replica
-    counts = [shape[0]] if place.shards == 1 else place.row_counts(shape[0])
-    other_copy = dist.is_initialized() and dist.get_rank() not in ranks
-    return Part(here[:0] if other_copy else here, shape, tuple(zip(ranks, counts, strict=True)))
+def _shard_of(parameter: Tensor) -> ParameterShard:
+    rows = local(parameter.detach())
+    shape = tuple(parameter.shape)
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        owners = [(0, shape[0])]
+    else:
+        place = place_of(parameter)
+        replicas = mesh.mesh.reshape(-1, place.shards)
+        ranks = replicas[0].tolist()
+        row_counts = place.row_counts(shape[0])
+        owners = list(zip(ranks, row_counts, strict=True))
+    if dist.is_initialized() and dist.get_rank() not in dict(owners):
+        rows = rows[:0]
+    return ParameterShard(rows, shape, tuple(owners))
 
 
 class Rows(Protocol):
-    """The whole of a tensor, of which some rows can be had; a Tensor is one."""
+    """A tensor of which some rows can be read; a Tensor is one."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -315,38 +396,43 @@ class Rows(Protocol):
 
 @torch.no_grad()
 def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """Copy whole tensors into a model's trained parameters, sharded or not. Each rank reads only the rows that it
-    holds.
+    """Copy whole tensors into a model's trained parameters, sharded or not.
 
-    UserError if names or shapes differ.
+    Each rank reads only the rows that it holds. UserError if names or shapes differ.
     """
     _reshard(model)
     check_shapes(model, values)
     for name, parameter in trained(model):
-        here = local(parameter)
+        local_rows = local(parameter)
         first = place_of(parameter).first_row(parameter.shape[0])
-        here.copy_(values[name][first : first + here.shape[0]])
+        end = first + local_rows.shape[0]
+        local_rows.copy_(values[name][first:end])
 
 
 def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """UserError if the tensors and the model's trained parameters differ in names or whole shapes."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
-    given = {name: tuple(value.shape) for name, value in values.items()}
-    wrong = [
-        f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
-        for name in sorted({*shapes, *given})
-        if shapes.get(name) != given.get(name)
-    ]
+    """UserError if the tensors and the model's trained parameters differ in names or shapes."""
+    model_shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
+    value_shapes = {name: tuple(value.shape) for name, value in values.items()}
+    wrong = []
+    for name in sorted({*model_shapes, *value_shapes}):
+        if model_shapes.get(name) != value_shapes.get(name):
+            value_shape = value_shapes.get(name, "missing")
+            model_shape = model_shapes.get(name, "none")
+            wrong.append(f"{name}: {value_shape} given, {model_shape} in the model")
     if wrong:
         raise UserError(
-            f"the parameters do not fit the model: {'; '.join(wrong[:3])}. They belong to a model of another "
-            "shape: load this model's own checkpoint, or build the model from the meta.json beside the parameters."
+            f"the parameters do not fit the model: {'; '.join(wrong[:3])}. They belong to a model "
+            "of another shape: load this model's own checkpoint, or build the model from the "
+            "meta.json beside the parameters."
         )
 
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> None:
-    """Copy the parameters of a sharded model into an unsharded one, cast to its formats; every rank must call this."""
+    """Copy the parameters of a sharded model into an unsharded one, cast to its formats.
+
+    Every rank must call this.
+    """
     targets = dict(replica.named_parameters())
     for name, value in whole_parameters(model):
         targets[name].copy_(value)

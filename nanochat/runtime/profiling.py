@@ -1,7 +1,8 @@
-"""`--profile`: where the time of a step goes, on every device. Four early steps are timed part by part, three traced.
+"""--profile: where the time of a step goes, on every device.
 
-Timing costs nothing, so its table is true to the run. Tracing slows a step down, and names the operators. The stage
-marks where each part of a step begins; without --profile, mark() does nothing.
+Four early steps are timed part by part, and three are traced. Timing costs nothing, so its table is
+true to the run. Tracing slows a step down, and names the operators. The stage calls mark() where a
+part of a step begins; without --profile, mark() does nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from nanochat.common import UserError, log, warn, write_atomic, write_json
 from nanochat.device import Compute
 from nanochat.platforms import base
 from nanochat.runtime import timeline
-from nanochat.runtime.timeline import FILE, FOLDER, Span, StepPart, Traced
+from nanochat.runtime.timeline import FILE, FOLDER, Interval, Kind, Span, StepPart, Times, Traced
 
 # Steps after the first: two to warm up, four timed, one for the profiler to warm up, three traced.
-SETTLING, TIMED, TRACED = 2, 4, 3
+SETTLING = 2
+TIMED = 4
+TRACED = 3
 NEEDED = SETTLING + TIMED + 1 + TRACED
-TRACING_RANKS = 8  # further ranks are only timed: the trace of one rank takes about ten megabytes
+TRACING_RANKS = 8  # further ranks are only timed: the trace of a rank takes about ten megabytes
 FUSED = "kernels fused by torch.compile"  # on a CPU, where such kernels have no names of their own
 STEP = "nanochat step"  # the name of a step in the trace
+
+
+# --- tracers -------------------------------------------------------------------------------------
 
 
 class Tracer(Protocol):
@@ -45,7 +51,8 @@ class TorchTracer:
     """torch's profiler, which traces the host and the devices that torch was built for."""
 
     def __init__(self, folder: Path, compute: Compute, steps: int):
-        self.compute, self.steps = compute, steps
+        self.compute = compute
+        self.steps = steps
         self.path = folder / f"trace-rank-{compute.rank}.json.gz"
         if compute.platform.is_host:  # otherwise it complains that there is no other device
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -53,55 +60,67 @@ class TorchTracer:
         self._profiler = torch.profiler.profile(schedule=schedule)
 
     def start(self) -> None:
-        """The step that warms up begins."""
+        """Begin the step that warms up."""
         self._profiler.start()
 
     def step(self) -> None:
-        """A step has ended."""
+        """End a step."""
         self._profiler.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """The figures of the trace, and its file, for chrome://tracing or ui.perfetto.dev."""
+        """Return the figures of the trace, and its file.
+
+        chrome://tracing and ui.perfetto.dev show the file.
+        """
         self._profiler.stop()
         self._profiler.export_chrome_trace(str(self.path))
-        events = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        windows = [
-            (e.start_ns() / 1000, e.end_ns() / 1000)
-            for e in events
-            if e.name() == STEP and _on_host(e)
-        ]
-        spans = [span for event in events if (span := self._span(event)) is not None]
-        traced = timeline.device_time(spans, windows)
-        return replace(traced, operators=timeline.top(self._times(spans), self.steps)), self.path
+        steps = []
+        spans = []
+        for event in self._profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == STEP and _on_host(event):
+                steps.append(_microseconds(event))
+            span = self._span(event)
+            if span is not None:
+                spans.append(span)
+        traced = timeline.device_time(spans, steps)
+        operators = timeline.top(self._times(spans), self.steps)
+        return replace(traced, operators=operators), self.path
 
     def _span(self, event: Any) -> Span | None:
-        """The device time of an event; None for an event of the host beside the device, or a mark."""
-        here = (event.start_ns() / 1000, event.end_ns() / 1000)
-        name = event.name()
-        moves = self.compute.platform.communicates(name)
-        if _on_host(event) != self.compute.platform.is_host:
-            return None
-        if not _on_host(event):
-            return (
-                None
-                if event.is_user_annotation()
-                else Span(name, *here, "communication" if moves else "computing")
-            )
-        if event.is_async():
-            return Span(name, *here, "communication") if moves else None
-        return None if event.is_user_annotation() else Span(name, *here)
+        """Return the device time of an event.
 
-    def _times(self, spans: Sequence[Span]) -> dict[str, tuple[int, float]]:
-        """Calls and microseconds of operators; on a CPU, without the time of the operators that they call."""
-        if not self.compute.platform.is_host:
-            return timeline.total_times(spans)
-        moves = self.compute.platform.communicates
-        times = {name: took for name, took in timeline.total_times(spans).items() if moves(name)}
+        None for a mark, and for an event of the host where the device is another one.
+        """
+        platform = self.compute.platform
+        if _on_host(event) != platform.is_host:
+            return None
+        name = event.name()
+        start, end = _microseconds(event)
+        kind: Kind = "communication" if platform.communicates(name) else "computing"
+        if platform.is_host:
+            # A host communicates in the background. What is in the foreground computes.
+            if event.is_async():
+                return Span(name, start, end, kind) if kind == "communication" else None
+            kind = "computing"
+        return None if event.is_user_annotation() else Span(name, start, end, kind)
+
+    def _times(self, spans: Sequence[Span]) -> Times:
+        """Return calls and microseconds of operators.
+
+        On a CPU the time of an operator does not include the operators that it calls.
+        """
+        times = timeline.total_times(spans)
+        platform = self.compute.platform
+        if not platform.is_host:
+            return times
+        times = {name: value for name, value in times.items() if platform.communicates(name)}
         for average in self._profiler.key_averages():
-            if not average.is_user_annotation:
-                name = FUSED if average.key.startswith("## Call CompiledFxGraph") else average.key
-                calls, took = times.get(name, (0, 0.0))
-                times[name] = (calls + average.count, took + average.self_cpu_time_total)
+            if average.is_user_annotation:
+                continue
+            is_fused = average.key.startswith("## Call CompiledFxGraph")
+            name = FUSED if is_fused else average.key
+            calls, microseconds = times.get(name, (0, 0.0))
+            times[name] = (calls + average.count, microseconds + average.self_cpu_time_total)
         return times
 
 
@@ -109,48 +128,60 @@ class PlatformTracer:
     """A vendor's own profiler."""
 
     def __init__(self, tracer: base.Tracer, steps: int):
-        self._tracer, self.steps = tracer, steps
+        self._tracer = tracer
+        self.steps = steps
 
     def start(self) -> None:
-        """The step in which the profiler settles begins."""
+        """Begin the step in which the profiler settles."""
         self._tracer.start()
 
     def step(self) -> None:
-        """A step has ended; after the last step the profiler writes its files."""
+        """End a step; after the last step the profiler writes its files."""
         self._tracer.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """What was traced, and the file of the trace; UserError where the profiler has not left its files."""
+        """Return the figures of the trace, and its file.
+
+        UserError where the profiler has not left its files.
+        """
         trace = self._tracer.finish()
         spans = [Span(name, 0.0, microseconds) for name, microseconds in trace.operators]
-        operators = timeline.top(timeline.total_times(spans), self.steps)
-        whole = trace.computing_ms + trace.exposed_ms + trace.idle_ms
         traced = Traced(
-            whole,
-            trace.computing_ms,
-            trace.communication_ms,
-            trace.exposed_ms,
-            trace.idle_ms,
-            operators,
+            step_ms=trace.computing_ms + trace.exposed_ms + trace.idle_ms,
+            computing_ms=trace.computing_ms,
+            communication_ms=trace.communication_ms,
+            exposed_ms=trace.exposed_ms,
+            idle_ms=trace.idle_ms,
+            operators=timeline.top(timeline.total_times(spans), self.steps),
         )
         return traced, trace.path
 
 
 def tracer_of(folder: Path, compute: Compute, steps: int) -> Tracer:
-    """The profiler that traces this rank: the vendor's own where there is one, else torch's."""
-    own = compute.platform.tracer(folder, f"rank{compute.rank}", steps)
-    return TorchTracer(folder, compute, steps) if own is None else PlatformTracer(own, steps)
+    """Return the profiler that traces this rank: the vendor's if there is one, else torch's."""
+    vendor_tracer = compute.platform.tracer(folder, f"rank{compute.rank}", steps)
+    if vendor_tracer is None:
+        return TorchTracer(folder, compute, steps)
+    return PlatformTracer(vendor_tracer, steps)
 
 
 def _on_host(event: Any) -> bool:
     return event.device_type().name == "CPU"
 
 
+def _microseconds(event: Any) -> Interval:
+    """Return the start and the end of an event."""
+    return event.start_ns() / 1000, event.end_ns() / 1000
+
+
+# --- the profile of a run ------------------------------------------------------------------------
+
+
 @dataclass
 class _Step:
-    """The marks of a timed step: for the beginning of each part its name, the host's clock and a device event."""
+    """The marks of a timed step: a name, the host's clock and a device event for each part."""
 
-    parts: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)  # empty on a host
 
@@ -159,26 +190,26 @@ class Profile:
     """Follows the first steps of a run, and after the last of them prints where their time went."""
 
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
-        """Write to `folder`; UserError if the run has fewer steps left than a profile takes."""
+        """Write to `folder`. UserError if the run has fewer steps left than a profile takes."""
         check(True, steps_left)
-        self.stage, self.folder, self.compute = stage, folder, compute
+        self.stage = stage
+        self.folder = folder
+        self.compute = compute
         self.module = compute.platform.module
         self.number = 0  # steps since the start
         self.timed: list[_Step] = []
-        self.traced_seconds: list[float] = []
         self.tracer: Tracer | None = None
         self._spans: list[Any] = []  # open in the trace: the step, and a part of it
-        self._start = 0.0
 
     def begin_step(self) -> None:
-        """A step begins, and with it the part that fetches its data."""
+        """Begin a step, and with it the part that fetches its data."""
         if self.number >= NEEDED:
             return
-        if self.number == NEEDED - TRACED - 1 and self.compute.rank < TRACING_RANKS:
+        warms_up = self.number == NEEDED - TRACED - 1
+        if warms_up and self.compute.rank < TRACING_RANKS:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.tracer = tracer_of(self.folder, self.compute, TRACED)
             self.tracer.start()
-        self._start = time.perf_counter()
         if self._is_timed():
             self.timed.append(_Step())
         if self.tracer is not None:
@@ -189,28 +220,32 @@ class Profile:
         return SETTLING <= self.number < SETTLING + TIMED
 
     def _open(self, name: str) -> None:
-        self._spans.append(torch.profiler.record_function(name))
-        self._spans[-1].__enter__()
+        """Begin a span in the trace."""
+        span = torch.profiler.record_function(name)
+        span.__enter__()
+        self._spans.append(span)
 
     def _close(self, keep: int) -> None:
+        """End all but the outermost `keep` spans in the trace."""
         while len(self._spans) > keep:
             self._spans.pop().__exit__(None, None, None)
 
-    def mark(self, part: str) -> None:
-        """A part of a step begins, and the part before it ends."""
+    def mark(self, name: str) -> None:
+        """Begin a part of a step; the part before it ends."""
         if self._is_timed() and self.timed:
             step = self.timed[-1]
-            step.parts.append(part)
+            step.names.append(name)
             step.seconds.append(time.perf_counter())
             if self.module is not None:
-                step.events.append(self.module.Event(enable_timing=True))
-                step.events[-1].record()
+                event = self.module.Event(enable_timing=True)
+                event.record()
+                step.events.append(event)
         elif self._spans:
             self._close(keep=1)
-            self._open(part)
+            self._open(name)
 
     def end_step(self) -> None:
-        """A step has ended; after the last profiled step the tables are printed and written."""
+        """End a step; after the last profiled step the tables are printed and written."""
         if self.number >= NEEDED:
             return
         self.mark("")
@@ -218,34 +253,38 @@ class Profile:
             device.synchronize(self.compute)  # so that a traced step holds all of its work
             self._close(keep=0)
             self.tracer.step()
-        self.traced_seconds.append(time.perf_counter() - self._start)
         self.number += 1
         if self.number == NEEDED:
-            self._tell()
+            self._report()
 
-    def _parts(self) -> list[StepPart]:
-        """The mean time of each part over the timed steps, with the time of the slowest rank."""
+    def _step_parts(self) -> list[StepPart]:
+        """Return the mean time of each part over the timed steps, and that of the slowest rank."""
         device.synchronize(self.compute)
-        host: dict[str, float] = {}
-        own: dict[str, float] = {}
+        host_ms: dict[str, float] = {}
+        device_ms: dict[str, float] = {}
         for step in self.timed:
-            for i, part in enumerate(step.parts[:-1]):
-                took = 1000 * (step.seconds[i + 1] - step.seconds[i])
-                host[part] = host.get(part, 0.0) + took / TIMED
+            for i, name in enumerate(step.names[:-1]):
+                ms_on_host = 1000 * (step.seconds[i + 1] - step.seconds[i])
+                ms_on_device = ms_on_host
                 if step.events:
-                    took = step.events[i].elapsed_time(step.events[i + 1])
-                own[part] = own.get(part, 0.0) + took / TIMED
-        ranks = [own]
+                    ms_on_device = step.events[i].elapsed_time(step.events[i + 1])
+                host_ms[name] = host_ms.get(name, 0.0) + ms_on_host / TIMED
+                device_ms[name] = device_ms.get(name, 0.0) + ms_on_device / TIMED
+        ranks = [device_ms]
         if self.compute.world_size > 1:
             ranks = [{} for _ in range(self.compute.world_size)]
-            dist.all_gather_object(ranks, own)
-        return [
-            StepPart(part, ms, host[part], max(rank.get(part, 0.0) for rank in ranks))
-            for part, ms in own.items()
-        ]
+            dist.all_gather_object(ranks, device_ms)
+        step_parts = []
+        for name, ms in device_ms.items():
+            slowest_ms = max(rank.get(name, 0.0) for rank in ranks)
+            step_parts.append(StepPart(name, ms, host_ms[name], slowest_ms))
+        return step_parts
 
     def _trace(self) -> tuple[Traced | None, list[str]]:
-        """The figures of this rank's trace, and its file. If the profiler fails, the run only warns and continues."""
+        """Return the figures of this rank's trace, and its file.
+
+        If the profiler fails, the run only warns and continues.
+        """
         if self.tracer is None:
             return None, []
         try:
@@ -255,32 +294,36 @@ class Profile:
             return None, []
         return traced, [str(path)]
 
-    def _tell(self) -> None:
-        parts = self._parts()
+    def _report(self) -> None:
+        """Print and write the tables; every rank must call this."""
+        step_parts = self._step_parts()
         traced, files = self._trace()
         if not self.compute.main:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        on_host, ranks = self.module is None, self.compute.world_size
-        text = f"{self.stage} on {device.describe(self.compute)}: the mean of {TIMED} steps, each timed part by part\n"
-        text += timeline.parts_table(parts, ranks, on_host)
+        on_host = self.module is None
+        ranks = self.compute.world_size
+        device_name = device.describe(self.compute)
+        text = (
+            f"{self.stage} on {device_name}: the mean of {TIMED} steps, each timed part by part\n"
+        )
+        text += timeline.parts_table(step_parts, ranks, on_host)
         if traced is not None:
             text += f"\n\nthe mean of {TRACED} traced steps, which tracing makes slower\n"
             text += timeline.traced_table(traced, on_host)
-        about = {
+        content = {
             "stage": self.stage,
-            "device": device.describe(self.compute),
+            "device": device_name,
             "ranks": ranks,
             "files": files,
+            **timeline.as_json(step_parts, traced),
         }
-        write_json(self.folder / FILE, {**about, **timeline.as_json(parts, traced)})
-        write_atomic(self.folder / "profile.txt", text + "\n")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        table_file = self.folder / "profile.txt"
+        write_json(self.folder / FILE, content)
+        write_atomic(table_file, text + "\n")
         log("profile: " + text)
-        log(
-            f"profile: {self.folder / 'profile.txt'}"
-            + "".join(f"; trace: {file}" for file in files)
-            + "; the run continues"
-        )
+        traces = "".join(f"; trace: {file}" for file in files)
+        log(f"profile: {table_file}{traces}; the run continues")
 
 
 class Idle:
@@ -289,25 +332,29 @@ class Idle:
     def begin_step(self) -> None:
         """Do nothing."""
 
-    def mark(self, part: str) -> None:
+    def mark(self, name: str) -> None:
         """Do nothing."""
 
     def end_step(self) -> None:
         """Do nothing."""
 
 
-def check(wanted: bool, steps_left: int) -> None:
-    """UserError (code 2) if a profile is wanted and the run has fewer steps left than a profile takes."""
-    if wanted and steps_left < NEEDED:
+def check(requested: bool, steps_left: int) -> None:
+    """UserError (code 2) if a profile is requested and takes more steps than the run has left."""
+    if requested and steps_left < NEEDED:
         raise UserError(
-            f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the profiler to warm up, "
-            f"{TRACED} traced), and this run has {steps_left} left. Leave --profile out, or give it more steps.",
+            f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the "
+            f"profiler to warm up, {TRACED} traced), and this run has {steps_left} left. Leave "
+            "--profile out, or give it more steps.",
             exit_code=2,
         )
 
 
 def begin(
-    wanted: bool, stage: str, folder: Path, steps_left: int, compute: Compute
+    requested: bool, stage: str, folder: Path, steps_left: int, compute: Compute
 ) -> Profile | Idle:
-    """Profile the next steps, if that is wanted, into the folder `profile` beside a stage's checkpoints."""
-    return Profile(stage, folder / FOLDER, steps_left, compute) if wanted else Idle()
+    """Return what profiles the next steps into the folder `profile` beside a stage's checkpoints.
+
+    If no profile is requested, it does nothing.
+    """
+    return Profile(stage, folder / FOLDER, steps_left, compute) if requested else Idle()

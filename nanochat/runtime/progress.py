@@ -9,36 +9,43 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+# Pairs of units of time: (seconds of the larger, seconds of the smaller, their names).
+TIME_UNITS = (
+    (86_400, 3_600, ("d", "h")),
+    (3_600, 60, ("h", "min")),
+    (60, 1, ("min", "s")),
+)
+
 
 def amount(value: float, unit: str) -> str:
-    """A quantity for people: bytes as kB, MB or GB, anything else as a count with its unit."""
+    """Return a quantity for people: bytes as kB, MB or GB, anything else with its unit."""
     if unit != "B":
         return f"{value:,.0f} {unit}"
-    for factor, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for factor, name in BYTE_UNITS:
         if value >= factor:
             return f"{value / factor:.1f} {name}"
     return f"{value:.0f} B"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people, in at most two units: 8.3 s, 4 min 5 s, 3 h 20 min, 2 d 5 h."""
-    for size, part, names in (
-        (86_400, 3_600, ("d", "h")),
-        (3_600, 60, ("h", "min")),
-        (60, 1, ("min", "s")),
-    ):
-        whole, rest = divmod(round(seconds / part), size // part)
-        if whole:
-            return f"{whole:,} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
+    """Return seconds for people, in at most two units: 8.3 s, 4 min 5 s, 3 h 20 min, 2 d 5 h."""
+    for large_seconds, small_seconds, (large, small) in TIME_UNITS:
+        small_count = round(seconds / small_seconds)
+        large_count, remainder = divmod(small_count, large_seconds // small_seconds)
+        if large_count:
+            text = f"{large_count:,} {large}"
+            return f"{text} {remainder} {small}" if remainder else text
     return f"{seconds:.1f} s"
 
 
 class Progress:
-    """Shows on standard output how far a piece of work is: a bar if that is a terminal, otherwise lines.
+    """Shows on standard output how far a piece of work is: a bar on a terminal, else lines.
 
-    Work is counted by `advance`, which prints a line every few seconds, or told by `show`, which prints every line.
-    Both may be called from any thread. As a context manager, a Progress ends with a line that sums up the work.
-    Progress does not ask for the rank: of several processes one makes it with shown=True, and only that one prints.
+    `advance` counts work, and prints a line every few seconds; `show` says how much work is done,
+    and prints every line. Both may be called from any thread. As a context manager, a Progress ends
+    with a line that sums up the work. A Progress does not know its rank: of several processes one
+    makes it with shown=True, and only that process prints.
     """
 
     def __init__(
@@ -47,37 +54,43 @@ class Progress:
         total: float | None,
         unit: str,
         every_seconds: float = 10.0,
-        done: float = 0.0,
+        completed: float = 0.0,
         shown: bool = True,
     ):
-        """`total` counts units, None if unknown; `unit` is "B" for bytes, else a plural noun; `done` counts the units
-        of earlier runs."""
-        self.title, self.total, self.unit, self.every_seconds = title, total, unit, every_seconds
-        self.done = done
-        self._skipped = done  # not done by this process, so not part of its speed
+        """`total` counts units, None if unknown; `unit` is "B" for bytes, else a plural noun.
+
+        `completed` counts the units of earlier runs.
+        """
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.every_seconds = every_seconds
+        self.completed = completed
+        self._skipped = completed  # not done by this process, so not part of its speed
         self._shown = shown
         self._lock = threading.Lock()
-        self._start = self._last = time.monotonic()
+        self._start = time.monotonic()
+        self._printed_at = self._start
         self._bar: Bar | None = None
-        console = (
-            Console()
-        )  # asks standard output, like the next line, and the variables TERM and TTY_INTERACTIVE
+        # The console asks standard output, like the next line, and TERM and TTY_INTERACTIVE.
+        console = Console()
         if shown and sys.stdout.isatty() and console.is_interactive:
-            texts = [
-                TextColumn(field, markup=False)
-                for field in ("{task.description}", "{task.fields[note]}")
-            ]
-            self._bar = Bar(
-                texts[0],
-                BarColumn(bar_width=20),
-                texts[1],  # on 80 columns about 50 are left for the note
-                console=console,
-                refresh_per_second=4,
-                transient=True,
-                redirect_stderr=sys.stderr.isatty(),  # above the bar; errors that go to a file stay there
-            )
-            self._task = self._bar.add_task(title, total=total, completed=int(done), note="")
+            self._bar = self._new_bar(console)
+            self._task = self._bar.add_task(title, total=total, completed=int(completed), note="")
             self._bar.start()
+
+    def _new_bar(self, console: Console) -> Bar:
+        """Return a bar with a title and a note, which get about 50 of 80 columns."""
+        return Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+            # Errors are printed above the bar; errors that go to a file stay there.
+            redirect_stderr=sys.stderr.isatty(),
+        )
 
     def __enter__(self) -> "Progress":
         return self
@@ -88,9 +101,8 @@ class Progress:
         self.close()
         if kind is None:
             seconds = time.monotonic() - self._start
-            self._print(
-                f"{self.title}: {self._amount()} in {duration(seconds)}{self._rate(seconds)}"
-            )
+            summary = f"{self._amount()} in {duration(seconds)}{self._rate(seconds)}"
+            self._print(f"{self.title}: {summary}")
 
     def close(self) -> None:
         """Take the bar off the terminal."""
@@ -98,23 +110,30 @@ class Progress:
             self._bar.stop()
 
     def advance(self, by: float, skipped: bool = False) -> None:
-        """Count work as done. `skipped` work was done by an earlier run, so it does not enter the speed."""
+        """Count work as done.
+
+        An earlier run did the `skipped` work, so it does not count for the speed.
+        """
         with self._lock:
-            self.done += by
-            self._skipped += by if skipped else 0
+            self.completed += by
+            if skipped:
+                self._skipped += by
             now = time.monotonic()
             if self._bar:
-                self._bar.update(self._task, completed=self.done, note=self._note(now))
-            elif now - self._last >= self.every_seconds:
-                self._last = now
+                self._bar.update(self._task, completed=self.completed, note=self._note(now))
+            elif now - self._printed_at >= self.every_seconds:
+                self._printed_at = now
                 self._print(f"{self.title}: {self._note(now)}")
 
-    def show(self, done: float, note: str, line: str) -> None:
-        """`done` units are done in all. A terminal shows `note` beside the bar, a log gets `line`."""
+    def show(self, completed: float, note: str, line: str) -> None:
+        """Say how many units are done in all.
+
+        A terminal shows `note` beside the bar; a log gets `line`.
+        """
         with self._lock:
-            self.done = done
+            self.completed = completed
             if self._bar:
-                self._bar.update(self._task, completed=int(done), note=note)
+                self._bar.update(self._task, completed=int(completed), note=note)
             else:
                 self._print(line)
 
@@ -130,19 +149,30 @@ class Progress:
             print(line, flush=True)
 
     def _note(self, now: float) -> str:
-        return f"{self._amount()}{self._rate(now - self._start)}{self._left(now)}"
+        seconds = now - self._start
+        return f"{self._amount()}{self._rate(seconds)}{self._time_left(seconds)}"
 
     def _amount(self) -> str:
+        completed = amount(self.completed, self.unit)
         if not self.total:
-            return amount(self.done, self.unit)
-        return f"{amount(self.done, self.unit)} of {amount(self.total, self.unit)} ({self.done / self.total:.0%})"
+            return completed
+        share = self.completed / self.total
+        return f"{completed} of {amount(self.total, self.unit)} ({share:.0%})"
+
+    def _own_work(self) -> float:
+        """Return the units that this process has done."""
+        return self.completed - self._skipped
 
     def _rate(self, seconds: float) -> str:
-        fresh = self.done - self._skipped
-        return f", {amount(fresh / seconds, self.unit)}/s" if fresh > 0 and seconds > 0 else ""
-
-    def _left(self, now: float) -> str:
-        fresh = self.done - self._skipped
-        if not self.total or fresh <= 0 or self.done > self.total:  # more work than was foreseen
+        own_work = self._own_work()
+        if own_work <= 0 or seconds <= 0:
             return ""
-        return f", {duration((now - self._start) * (self.total - self.done) / fresh)} left"
+        return f", {amount(own_work / seconds, self.unit)}/s"
+
+    def _time_left(self, seconds: float) -> str:
+        """Return the time left at the speed until now, if the total is known and not exceeded."""
+        own_work = self._own_work()
+        if not self.total or own_work <= 0 or self.completed > self.total:
+            return ""
+        seconds_left = seconds * (self.total - self.completed) / own_work
+        return f", {duration(seconds_left)} left"

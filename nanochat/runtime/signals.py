@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 ask a training run to save and stop; all ranks do so at the same step."""
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to save and stop, on all ranks at the same step."""
 
 import contextlib
 import os
@@ -17,15 +17,19 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
-    """A signal asked for the end; like KeyboardInterrupt it passes edges that catch what foreign code raises."""
+    """A signal asked for the end.
+
+    Like KeyboardInterrupt, it passes edges that catch what foreign code raises.
+    """
 
 
 @contextlib.contextmanager
 def caught(pulse: Pulse) -> Iterator[None]:
-    """Inside this block signals are only noted in `pulse`, for check() and agreed() to read; in the main thread only.
+    """Note signals in `pulse` inside this block, for check() and agreed() to read.
 
-    Without a launcher the process stops at once while nothing has been trained yet, and at a second Ctrl-C. A launcher
-    passes on a signal that the terminal has already sent to every process, and kills processes that take too long
+    This happens in the main thread only. Without a launcher, the process stops at once while
+    nothing has been trained yet, and at a second Ctrl-C. A launcher passes on a signal that the
+    terminal has already sent to every process, and kills processes that take too long
     (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
     """
     if threading.current_thread() is not threading.main_thread():
@@ -34,33 +38,48 @@ def caught(pulse: Pulse) -> Iterator[None]:
     alone = not os.environ.get("RANK")
 
     def note(number: int, _: FrameType | None) -> None:
-        if alone and pulse.asked == "SIGINT" and number == signal.SIGINT:
+        name = signal.Signals(number).name
+        is_ctrl_c = number == signal.SIGINT
+        if alone and is_ctrl_c and pulse.stop_reason == "SIGINT":
             raise KeyboardInterrupt
-        if not pulse.asked:
-            again = "; again to stop at once" if alone and number == signal.SIGINT else ""
-            words = "stopping" if pulse.at_once else f"saving at the end of this step{again}"
-            os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
-        pulse.ask(signal.Signals(number).name)
-        if pulse.at_once or (alone and not pulse.moments):
+        if not pulse.stop_reason:
+            _say_what_happens(name, pulse.at_once, twice_stops=alone and is_ctrl_c)
+        pulse.ask(name)
+        nothing_trained = not pulse.moments
+        if pulse.at_once or (alone and nothing_trained):
             raise Stopped
 
     before = {number: signal.signal(number, note) for number in CAUGHT}
-    pulse.catching, pulse.asked, pulse.moments, pulse.step = True, "", 0, 0
+    pulse.catching = True
+    pulse.stop_reason = ""
+    pulse.moments = 0
+    pulse.step = 0
     try:
         yield
     finally:
-        pulse.catching, pulse.asked = False, ""
+        pulse.catching = False
+        pulse.stop_reason = ""
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
+    """Print what the process does about a signal; print() is not safe in a signal handler."""
+    again = "; again to stop at once" if twice_stops else ""
+    words = "stopping" if at_once else f"saving at the end of this step{again}"
+    os.write(2, f"{name}: {words}\n".encode())
+
+
 @contextlib.contextmanager
 def at_once(pulse: Pulse) -> Iterator[None]:
-    """Inside this block a signal raises Stopped at once, on every rank by itself: for long work that is not worth
-    finishing, such as compiling. A launcher gives its ranks 30 seconds before it kills them."""
+    """Raise Stopped at once for a signal inside this block, on every rank by itself.
+
+    This is for long work that is not worth finishing, such as compiling. A launcher gives its ranks
+    30 seconds before it kills them.
+    """
     pulse.at_once = True
     try:
-        if pulse.asked:
+        if pulse.stop_reason:
             raise Stopped
         yield
     finally:
@@ -68,12 +87,13 @@ def at_once(pulse: Pulse) -> Iterator[None]:
 
 
 def agreed(compute: Compute) -> bool:
-    """Whether any rank was asked to stop; every rank must call it."""
+    """Return whether any rank was asked to stop; every rank must call this."""
     pulse = compute.pulse
     pulse.beat()
+    asked_to_stop = bool(pulse.stop_reason)
     if compute.world_size == 1 or not pulse.catching:
-        return bool(pulse.asked)
-    flag = torch.tensor([int(bool(pulse.asked))], dtype=torch.int32)
+        return asked_to_stop
+    flag = torch.tensor([int(asked_to_stop)], dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     pulse.beat()
     if flag.item():
@@ -82,14 +102,16 @@ def agreed(compute: Compute) -> bool:
 
 
 def check(compute: Compute) -> None:
-    """Raise Stopped on every rank if any rank was asked to stop; every rank must call it."""
+    """Raise Stopped on every rank if any rank was asked to stop; every rank must call this."""
     if agreed(compute):
         raise Stopped
 
 
 def check_alone(compute: Compute) -> None:
-    """Raise Stopped if this rank was asked to stop, where ranks work at their own pace; every rank must call check()
-    afterwards."""
+    """Raise Stopped if this rank was asked to stop, where ranks work at their own pace.
+
+    Every rank must call check() afterwards.
+    """
     compute.pulse.beat()
-    if compute.pulse.asked:
+    if compute.pulse.stop_reason:
         raise Stopped

@@ -1,17 +1,20 @@
-"""Shows where time goes, from marks and spans: the parts of a step, the device's work, and the slowest operators."""
+"""Shows where time goes: the parts of a step, the device's work, and the slowest operators.
 
-from collections.abc import Iterable, Mapping, Sequence
+The input is marks (where a part of a step begins) and spans (an operator from start to end).
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.common import read_json
 
-FOLDER, FILE = (
-    "profile",
-    "profile.json",
-)  # of a stage that ran with --profile, beside its checkpoints
+# The folder of a stage that ran with --profile, beside its checkpoints, and a file in it.
+FOLDER = "profile"
+FILE = "profile.json"
 Kind = Literal["computing", "communication"]
+Times = dict[str, tuple[int, float]]  # operator -> (calls, microseconds)
 Interval = tuple[float, float]
 
 
@@ -36,7 +39,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Traced:
-    """An average traced step, in ms. `exposed_ms` is communication that does not overlap with computing."""
+    """An average traced step, in ms. `exposed_ms` is communication without computing beside it."""
 
     step_ms: float
     computing_ms: float
@@ -48,7 +51,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class StepPart:
-    """The time of one part of an average step, in ms: on the device, and on the host that launches its work."""
+    """The time of a part of an average step, in ms, on the device and on the launching host."""
 
     name: str
     ms: float
@@ -57,127 +60,153 @@ class StepPart:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of the intervals, as sorted intervals that do not touch."""
-    result: list[Interval] = []
+    """Return the union of the intervals, as sorted intervals that do not touch."""
+    union: list[Interval] = []
     for start, end in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        touches = bool(union) and start <= union[-1][1]
+        if touches:
+            last_start, last_end = union[-1]
+            union[-1] = (last_start, max(end, last_end))
         else:
-            result.append((start, end))
-    return result
+            union.append((start, end))
+    return union
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The length of the union of the intervals."""
+    """Return the length of the union of the intervals."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
-    """The pieces of an interval that lie in the windows."""
-    pieces = ((max(span[0], start), min(span[1], end)) for start, end in windows)
-    return [(start, end) for start, end in pieces if start < end]
+    """Return the pieces of an interval that lie in the windows."""
+    span_start, span_end = span
+    pieces = []
+    for window_start, window_end in windows:
+        start = max(span_start, window_start)
+        end = min(span_end, window_end)
+        if start < end:
+            pieces.append((start, end))
+    return pieces
 
 
 def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
-    """What a device did in an average of the steps, from the spans of its operators; `operators` stays empty."""
-    busy: dict[Kind, list[Interval]] = {"computing": [], "communication": []}
+    """Return what a device did in an average step, from the spans of its operators.
+
+    `operators` stays empty.
+    """
+    intervals: dict[Kind, list[Interval]] = {"computing": [], "communication": []}
     for span in spans:
-        busy[span.kind] += within((span.start, span.end), steps)
-    each = 1000 * len(steps)  # turns microseconds of all steps into ms per step
-    computing, communication = length(busy["computing"]), length(busy["communication"])
-    both = length(busy["computing"] + busy["communication"])
-    wall = length(steps)
+        intervals[span.kind] += within((span.start, span.end), steps)
+    microseconds_to_ms = 1000 * len(steps)  # from all steps to one
+    computing = length(intervals["computing"])
+    communication = length(intervals["communication"])
+    busy = length(intervals["computing"] + intervals["communication"])
+    total = length(steps)
     return Traced(
-        wall / each,
-        computing / each,
-        communication / each,
-        (both - computing) / each,
-        (wall - both) / each,
+        step_ms=total / microseconds_to_ms,
+        computing_ms=computing / microseconds_to_ms,
+        communication_ms=communication / microseconds_to_ms,
+        exposed_ms=(busy - computing) / microseconds_to_ms,
+        idle_ms=(total - busy) / microseconds_to_ms,
     )
 
 
-def top(times: Mapping[str, tuple[int, float]], steps: int, count: int = 15) -> list[Operator]:
-    """The `count` slowest operators; `times` maps a name to (calls, microseconds) over all steps."""
-    longest = sorted(times.items(), key=lambda item: -item[1][1])[:count]
-    return [
-        Operator(name, calls / steps, took / steps / 1000)
-        for name, (calls, took) in longest
-        if took > 0
-    ]
+def top(times: Times, steps: int, count: int = 15) -> list[Operator]:
+    """Return the `count` slowest operators of an average step; `times` are those of all steps."""
+    operators = []
+    for name, (calls, microseconds) in times.items():
+        if microseconds > 0:
+            ms = microseconds / 1000
+            operators.append(Operator(name, calls / steps, ms / steps))
+    operators.sort(key=lambda operator: -operator.ms)
+    return operators[:count]
 
 
-def total_times(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
-    """The calls and the microseconds of each name."""
-    times: dict[str, tuple[int, float]] = {}
+def total_times(spans: Iterable[Span]) -> Times:
+    """Return the calls and the microseconds of each name."""
+    times: Times = {}
     for span in spans:
-        calls, took = times.get(span.name, (0, 0.0))
-        times[span.name] = (calls + 1, took + span.end - span.start)
+        calls, microseconds = times.get(span.name, (0, 0.0))
+        times[span.name] = (calls + 1, microseconds + span.end - span.start)
     return times
 
 
-def _percent(ms: float, whole: float) -> str:
-    return f"{100 * ms / whole:.1f} %" if whole else "-"
+# --- tables --------------------------------------------------------------------------------------
 
 
-def parts_table(parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
-    """A table with a line for each part of a step. On a CPU it has no column for the host, and with one rank no column
-    for the slowest rank."""
-    whole = sum(part.ms for part in parts)
-    total = StepPart(
-        "step", whole, sum(part.host_ms for part in parts), sum(part.slowest_ms for part in parts)
+def _percent(ms: float, total_ms: float) -> str:
+    return f"{100 * ms / total_ms:.1f} %" if total_ms else "-"
+
+
+def parts_table(step_parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
+    """Return a table with a line for each part of a step.
+
+    On a CPU it has no column for the host, and with one rank no column for the slowest rank.
+    """
+    step = StepPart(
+        "step",
+        sum(step_part.ms for step_part in step_parts),
+        sum(step_part.host_ms for step_part in step_parts),
+        sum(step_part.slowest_ms for step_part in step_parts),
     )
-    lines = [
-        f"{'part of a step':<18}{'ms':>10}{'share':>9}"
-        + ("" if on_host else f"{'host ms':>10}")
-        + (f"{'slowest rank':>14}" if ranks > 1 else "")
-    ]
-    for part in (*parts, total):
-        line = f"{part.name:<18}{part.ms:>10.2f}{_percent(part.ms, whole):>9}"
-        line += "" if on_host else f"{part.host_ms:>10.2f}"
-        lines.append(
-            line + (f"{part.slowest_ms:>14.2f}" if ranks > 1 and part is not total else "")
-        )
+    header = f"{'part of a step':<18}{'ms':>10}{'share':>9}"
+    if not on_host:
+        header += f"{'host ms':>10}"
+    if ranks > 1:
+        header += f"{'slowest rank':>14}"
+    lines = [header]
+    for row in (*step_parts, step):
+        line = f"{row.name:<18}{row.ms:>10.2f}{_percent(row.ms, step.ms):>9}"
+        if not on_host:
+            line += f"{row.host_ms:>10.2f}"
+        if ranks > 1 and row is not step:
+            line += f"{row.slowest_ms:>14.2f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def traced_table(traced: Traced, on_host: bool) -> str:
-    """A table of the device's work and the slowest operators."""
-    whole = traced.step_ms
-    idle = "outside operators" if on_host else "idle"
-    lines = [f"{'traced step':<18}{whole:>10.2f}"]
-    for name, ms in (
+    """Return a table of the device's work and the slowest operators."""
+    step_ms = traced.step_ms
+    rows = (
         ("operators", traced.computing_ms),
         ("communication", traced.communication_ms),
         ("  not hidden", traced.exposed_ms),
-        (idle, traced.idle_ms),
-    ):
+        ("outside operators" if on_host else "idle", traced.idle_ms),
+    )
+    lines = [f"{'traced step':<18}{step_ms:>10.2f}"]
+    for name, ms in rows:
         if ms or traced.communication_ms:
-            lines.append(f"{name:<18}{ms:>10.2f}{_percent(ms, whole):>9}")
+            lines.append(f"{name:<18}{ms:>10.2f}{_percent(ms, step_ms):>9}")
     lines += ["", f"{'calls':>9}{'ms a step':>11}{'share':>9}  operator"]
     for operator in traced.operators:
-        share = _percent(operator.ms, whole)
+        share = _percent(operator.ms, step_ms)
         lines.append(f"{operator.calls:>9,.1f}{operator.ms:>11.2f}{share:>9}  {operator.name[:70]}")
     return "\n".join(lines)
 
 
-def as_rows(parts: Sequence[StepPart]) -> list[dict[str, Any]]:
-    """The parts as rows of a table in the report."""
-    whole = sum(part.ms for part in parts)
-    return [
-        {"part of a step": part.name, "ms": part.ms, "share": _percent(part.ms, whole)}
-        for part in parts
-    ]
+def as_rows(step_parts: Sequence[StepPart]) -> list[dict[str, Any]]:
+    """Return the parts of a step as rows of a table in the report."""
+    step_ms = sum(step_part.ms for step_part in step_parts)
+    rows = []
+    for step_part in step_parts:
+        share = _percent(step_part.ms, step_ms)
+        rows.append({"part of a step": step_part.name, "ms": step_part.ms, "share": share})
+    return rows
 
 
-def as_json(parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
-    """The parts and the trace as JSON."""
+def as_json(step_parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
+    """Return the parts of a step and the trace as JSON."""
     return {
-        "parts": [asdict(part) for part in parts],
+        "parts": [asdict(step_part) for step_part in step_parts],
         "traced": None if traced is None else asdict(traced),
     }
 
 
 def report_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a stage's profile for its section of the report; none if the stage was not profiled."""
+    """Return the rows of a stage's profile for the report; none if the stage was not profiled."""
     path = folder / FOLDER / FILE
-    return as_rows([StepPart(**part) for part in read_json(path)["parts"]]) if path.exists() else []
+    if not path.exists():
+        return []
+    content = read_json(path)
+    return as_rows([StepPart(**entry) for entry in content["parts"]])

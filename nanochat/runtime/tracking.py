@@ -1,10 +1,10 @@
-"""Records figures while a stage trains: always in metrics.jsonl, and in the trackers that --track and --run name."""
+"""Records the figures of a stage: in metrics.jsonl, and in the trackers of --track and --run."""
 
 import importlib.util
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.runtime.trackers.beside import Beside
 from nanochat.runtime.trackers.jsonl import Jsonl
 from nanochat.runtime.trackers.jsonl import read_metrics as read_metrics
@@ -17,40 +17,56 @@ MODES = {
     "swanlab": ("online", "local", "offline"),
     "tensorboard": (),
 }
+NO_RUN = "dummy"  # the value of --run that asks for no wandb run
 
 
-def parse_trackers(text: str, run: str = "dummy") -> dict[str, str]:
-    """The trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
-    `run` names a wandb run, which adds wandb; "dummy" means that none is asked for. UserError (code 2) for an unknown
-    name or mode, a repeated name, or a library that is not installed.
+
+def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
+    """Return the trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
+
+    `run` names a wandb run, which adds wandb; "dummy" asks for none. UserError (code 2) for an
+    unknown name or mode, a repeated name, or a library that is not installed.
     """
-    found: dict[str, str] = {}
-    for word in (part.strip() for part in text.split(",")):
-        name, colon, mode = word.partition(":")
-        if name not in MODES or name in found:
-            known = ", ".join(MODES)
+    trackers: dict[str, str] = {}
+    for word in text.split(","):
+        name, colon, mode = word.strip().partition(":")
+        if name not in MODES or name in trackers:
             raise UserError(
-                f"--track takes {known}, each at most once and with commas between them; got {text!r}",
+                tr(
+                    "--track takes {modes}, each at most once and with commas between them; "
+                    "got {text!r}",
+                    modes=", ".join(MODES),
+                    text=text,
+                ),
                 2,
             )
         if colon and mode not in MODES[name]:
             modes = f"the modes {', '.join(MODES[name])}" if MODES[name] else "no mode"
             raise UserError(f"--track: {name} has {modes}, got {mode!r}", 2)
-        if name != "jsonl" and importlib.util.find_spec(name) is None:
+        if name != "jsonl" and not _is_installed(name):
             raise UserError(
-                f"--track {name} needs the package {name}, which is not installed. Type `pip install {name}`, or leave "
-                f"{name} out",
+                tr(
+                    "--track {name} needs the package {name}, which is not installed. Type "
+                    "`pip install {name}`, or leave {name} out",
+                    name=name,
+                ),
                 2,
             )
-        found[name] = mode
-    if run != "dummy":
-        if importlib.util.find_spec("wandb") is None:
+        trackers[name] = mode
+    if run != NO_RUN:
+        if not _is_installed("wandb"):
             raise UserError(
-                f"--run {run} needs wandb, which is not installed. Install wandb, or leave --run out"
+                tr(
+                    "--run {run} needs wandb, which is not installed. Install wandb, or "
+                    "leave --run out",
+                    run=run,
+                )
             )
-        found.setdefault("wandb", "")
-    return found
+        trackers.setdefault("wandb", "")
+    return trackers
 
 
 class Tracker:
@@ -66,47 +82,60 @@ class Tracker:
         track: str = "jsonl",
         name: str = "",
     ):
-        """Open the files after `step` updates; lines of later steps, which an interrupted run left, are dropped.
+        """Open the files after `step` updates.
 
-        `track` lists trackers; `name` is the name of the run that they show. `run` names a wandb run; "dummy" means
-        that none is asked for. The attribute `last` is the step of the last kept line of metrics.jsonl, or -1.
+        Lines of later steps, which an interrupted run left, are dropped. `track` lists trackers;
+        `name` is the name of the run that they show. `run` names a wandb run; "dummy" asks for
+        none. The attribute `last` is the step of the last line in metrics.jsonl, or -1.
         """
         self.last = -1
         self._jsonl: Jsonl | None = None
         self._beside: list[Beside] = []
         if not main:
             return
-        wanted = parse_trackers(track, run)
+        trackers = parse_trackers(track, run)
+        trackers.pop("jsonl", None)  # it is always written
         self._jsonl = Jsonl(folder, step)
         self.last = self._jsonl.last
-        for tracker, mode in wanted.items():
-            if tracker != "jsonl":
-                shown = run if tracker == "wandb" and run != "dummy" else name
-                self._beside.append(
-                    Beside(tracker, Start(shown, folder.absolute(), settings, step, mode))
-                )
-                if shown is run:
-                    self._refuse_if_failed(self._beside[-1], run)
+        for tracker_name, mode in trackers.items():
+            is_run = tracker_name == "wandb" and run != NO_RUN
+            title = run if is_run else name
+            start = Start(title, folder.absolute(), settings, step, mode)
+            tracker = Beside(tracker_name, start)
+            self._beside.append(tracker)
+            if is_run:
+                self._refuse_if_failed(tracker, run)
 
     def _refuse_if_failed(self, tracker: Beside, run: str) -> None:
-        """With --run, a wandb that cannot start ends the command before training, not after hours without curves."""
-        if not tracker.started():
-            for one in self._beside:
-                one.abandon()
-            raise UserError(
-                f"wandb could not start run {run!r}: {tracker.failure}. Log in with `wandb login`, set "
-                "WANDB_MODE=offline, or leave --run out"
+        """End the command before training if --run is given and wandb cannot start.
+
+        Otherwise the user would learn after hours that there are no curves.
+        """
+        if tracker.started():
+            return
+        for started_tracker in self._beside:
+            started_tracker.abandon()
+        raise UserError(
+            tr(
+                "wandb could not start run {run!r}: {failure}. Log in with `wandb login`, "
+                "set WANDB_MODE=offline, or leave --run out",
+                run=run,
+                failure=tracker.failure,
             )
+        )
 
     def log(self, **figures: Any) -> None:
-        """Write one line. Floats are written without rounding; a value that is not finite is read back as None."""
+        """Write one line.
+
+        Floats are written without rounding; a value that is not finite is read back as None.
+        """
         if self._jsonl is not None:
             self._jsonl.log(figures)
         for tracker in self._beside:
             tracker.log(figures)
 
     def close(self) -> None:
-        """Finish the files, and let the other trackers send what is left."""
+        """Finish the files, and let the other trackers send what they have not sent yet."""
         if self._jsonl is not None:
             self._jsonl.close()
         for tracker in self._beside:

@@ -1,4 +1,4 @@
-"""Ranks watch each other: if one dies or hangs, all end soon, and the error names its number and its step."""
+"""Ranks watch each other: if a rank dies or hangs, all end soon, and the error names it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,34 @@ if TYPE_CHECKING:
     from types import FrameType
 
 BEAT_SECONDS = 1.0  # between signs of life
-GONE_SECONDS = 30.0  # silence after which a rank counts as dead; a launcher waits as long for the others to end
-CONFIRM_SECONDS = 5.0  # the same, after a collective has failed
-UNCOUNTED = "saves"  # description of a group whose collectives belong to another thread; calls() leaves them out
-HERE = Path(__file__).resolve().parent.parent.parent
+# Silence after which a rank counts as dead; a launcher waits as long for the other ranks to end.
+GONE_SECONDS = 30.0
+CONFIRM_SECONDS = 5.0  # the same silence, after a collective has failed
+# The description of a group whose collectives belong to another thread; calls() leaves them out.
+UNCOUNTED = "saves"
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+# What a rank writes to the store: {"beats", "calls", "step", "place"}, or {"over": True}.
+Beat = Mapping[str, Any]
 
 
 class Watch:
-    """A thread of each rank that writes where the rank is to the launcher's store, and reads where the others are.
+    """A thread of each rank that writes to the launcher's store where the rank is.
 
-    A rank moves when it calls pulse.beat(): at each step, pass of a measurement and tensor of a save. If a rank has not
-    moved for `seconds`, the ranks compare how many collectives each has begun. Ranks that wait in a collective have
-    begun it, so the rank that hangs has begun the fewest.
+    It also reads where the other ranks are. A rank moves when it calls pulse.beat(): at each step,
+    pass of a measurement and tensor of a save. If a rank has not moved for `seconds`, the ranks
+    compare how many collectives each has begun. Ranks that wait in a collective have begun it, so
+    the rank that hangs has begun the fewest.
     """
 
     def __init__(self, compute: Compute, seconds: float):
-        self.compute, self.seconds = compute, seconds
+        self.compute = compute
+        self.seconds = seconds
         self.store = c10d.PrefixStore("watch", c10d._get_default_store())
-        self._beats, self._over = 0, threading.Event()
-        self._main, self._parent = threading.main_thread().ident, os.getppid()
+        self._beats = 0
+        self._over = threading.Event()
+        self._main_thread = threading.main_thread().ident
+        self._parent = os.getppid()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -54,117 +63,143 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join()
 
-    # --- what this rank says -------------------------------------------------------------------------
+    # --- what this rank writes -------------------------------------------------------------------
 
     def _beat(self) -> None:
+        """Write a sign of life: how far this rank is."""
         self._beats += 1
-        said = {
+        beat = {
             "beats": self._beats,
             "calls": calls(),
             "step": self.compute.pulse.step,
             "place": self._place(),
         }
-        self.store.set(str(self.compute.rank), json.dumps(said))
+        self.store.set(str(self.compute.rank), json.dumps(beat))
 
     def _place(self) -> str:
-        """The innermost line of this project's code that the main thread is running."""
-        frame: FrameType | None = sys._current_frames().get(self._main or 0)
-        innermost = frame
-        while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(HERE):
+        """Return the innermost line of this project's code that the main thread is running."""
+        innermost: FrameType | None = sys._current_frames().get(self._main_thread or 0)
+        frame = innermost
+        while frame is not None and not _is_ours(frame):
             frame = frame.f_back
         frame = frame or innermost
         if frame is None:
             return "unknown"
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
-    # --- what it sees of the others --------------------------------------------------------------------
+    # --- what it reads of the others -------------------------------------------------------------
 
-    def said(self) -> dict[int, dict[str, Any]]:
-        """The last message of each rank."""
-        ranks = [
-            str(rank) for rank in range(self.compute.world_size) if self.store.check([str(rank)])
-        ]
-        return {int(rank): json.loads(self.store.get(rank)) for rank in ranks}
+    def _last_beat(self, rank: int) -> Beat:
+        """Return the last beat of a rank; empty before its first."""
+        key = str(rank)
+        if not self.store.check([key]):
+            return {}
+        return json.loads(self.store.get(key))
+
+    def last_beats(self) -> dict[int, Beat]:
+        """Return the last beat of each rank that has written one."""
+        beats = {rank: self._last_beat(rank) for rank in range(self.compute.world_size)}
+        return {rank: beat for rank, beat in beats.items() if beat}
+
+    def _launcher_is_gone(self) -> bool:
+        return os.getppid() != self._parent
 
     def _run(self) -> None:
+        """Watch until the end. Runs in the thread."""
         try:
             self._look()
         except (RuntimeError, ValueError) as failure:  # the store went with the launcher
-            if not self._over.wait(BEAT_SECONDS) and os.getppid() == self._parent:
+            if not self._over.wait(BEAT_SECONDS) and not self._launcher_is_gone():
                 print(
                     f"warning: rank {self.compute.rank} watches no longer: {failure}",
                     file=sys.stderr,
                     flush=True,
                 )
-        if (
-            not self._over.is_set() and os.getppid() != self._parent
-        ):  # nobody would end these ranks, or start them again
+        # Nobody would end these ranks, or start them again.
+        if not self._over.is_set() and self._launcher_is_gone():
             self.compute.pulse.ask("the launcher's end")
 
     def _look(self) -> None:
+        """Beat, and look at the neighbour and at this rank, until one of them fails."""
+        pulse = self.compute.pulse
         neighbour = (self.compute.rank + 1) % self.compute.world_size
-        heard, beats = time.monotonic(), -1  # of the neighbour
-        moved, moments = time.monotonic(), 0  # of this rank
+        heard_at = time.monotonic()  # when the neighbour's last beat was read
+        heard_beats = -1
+        moved_at = time.monotonic()  # when this rank moved last
+        moments = 0
         while not self._over.wait(min(BEAT_SECONDS, self.seconds / 5)):
             now = time.monotonic()
-            if os.getppid() != self._parent:
+            if self._launcher_is_gone():
                 return
             self._beat()
             if self.store.check(["verdict"]):
                 self._end(self.store.get("verdict").decode())
-            if self.compute.pulse.moments != moments:
-                moved, moments = now, self.compute.pulse.moments
-            said = (
-                json.loads(self.store.get(str(neighbour)))
-                if self.store.check([str(neighbour)])
-                else {}
-            )
-            if said.get("beats", -1) != beats or not moments:
-                heard, beats = now, said.get("beats", -1)
-            if now - heard > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not said.get("over"):
+            if pulse.moments != moments:
+                moved_at = now
+                moments = pulse.moments
+            beat = self._last_beat(neighbour)
+            beats = beat.get("beats", -1)
+            if beats != heard_beats or not moments:
+                heard_at = now
+                heard_beats = beats
+            silence = now - heard_at
+            if silence > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not beat.get("over"):
                 self._judge(
-                    f"rank {neighbour} is gone in step {self.compute.pulse.step + 1}: nothing was heard of it "
-                    f"for {now - heard:.0f} s, last at {said.get('place', 'its start')}"
+                    f"rank {neighbour} is gone in step {pulse.step + 1}: nothing was heard of it "
+                    f"for {silence:.0f} s, last at {beat.get('place', 'its start')}"
                 )
-            if moments and now - moved > self.seconds:
-                self._judge(hanging(self.said(), now - moved))
+            if moments and now - moved_at > self.seconds:
+                self._judge(hanging(self.last_beats(), now - moved_at))
 
     def _judge(self, words: str) -> None:
         """End every rank, with the words of the rank that judged first."""
         self._end(self.store.compare_set("verdict", "", words).decode())
 
     def _end(self, words: str) -> None:
+        """Print why all ranks end, and end this rank."""
         if not self._over.is_set():
-            words = f"error: {words}. All ranks end; the same command, without --resume, resumes from the newest save."
+            words = (
+                f"error: {words}. All ranks end; the same command, without --resume, resumes from "
+                "the newest save."
+            )
             note_end(words)
             print(f"{words} (rank {self.compute.rank})", file=sys.stderr, flush=True)
             os._exit(1)  # the main thread waits in a collective that will never end
 
     def gone(self) -> str:
-        """After a collective has failed: which ranks are dead, in words; "" if all ranks are alive."""
-        before, deadline = self.said(), time.monotonic() + CONFIRM_SECONDS
+        """Return in words which ranks are dead, after a collective has failed; "" if none is."""
+        before = self.last_beats()
+        deadline = time.monotonic() + CONFIRM_SECONDS
         silent = {
-            rank for rank in before if rank != self.compute.rank and not before[rank].get("over")
+            rank
+            for rank, beat in before.items()
+            if rank != self.compute.rank and not beat.get("over")
         }
         while silent and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 4)
-            now = self.said()
+            now = self.last_beats()
             silent = {rank for rank in silent if now[rank] == before[rank]}
-        step = (
-            self.compute.pulse.step + 1
-        )  # a rank's own message may be a second old, but all ranks are in the same step
+        # A rank's own beat may be a second old, but all ranks are in the same step.
+        step = self.compute.pulse.step + 1
         return "; ".join(
             f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
             for rank in sorted(silent)
         )
 
 
+def _is_ours(frame: FrameType) -> bool:
+    """Return whether a frame runs code of this project."""
+    return Path(frame.f_code.co_filename).is_relative_to(PROJECT)
+
+
 def calls() -> int:
-    """How many collectives the main thread of this rank has begun, summed over all groups that count them."""
+    """Return how many collectives the main thread of this rank has begun, over all groups."""
     begun = 0
-    for group in [group for group in list(c10d._world.pg_map) if group.group_desc != UNCOUNTED]:
-        # A group with one backend for the CPU and another for the device has no count of its own. One backend may
-        # serve several kinds of devices, and is then counted once.
+    for group in list(c10d._world.pg_map):
+        if group.group_desc == UNCOUNTED:
+            continue
+        # A group with a backend for the CPU and one for the device has no count of its own. One
+        # backend may serve several kinds of devices, and is then counted once.
         backends: dict[int, Any] = {}
         for kind in group._device_types:  # pyright: ignore[reportAttributeAccessIssue]
             with suppress(RuntimeError):  # not all kinds have a backend
@@ -176,26 +211,34 @@ def calls() -> int:
     return begun
 
 
-def hanging(said: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
-    """Which ranks hang, according to the last message of each; all ranks if they wait in the same place."""
-    said = {rank: one for rank, one in said.items() if not one.get("over")}
-    fewest = min(one["calls"] for one in said.values())
-    behind = [rank for rank, one in said.items() if one["calls"] == fewest]
-    if len(behind) == len(said):
-        return f"all ranks hang in one place: no step for {seconds:.0f} s, rank 0 {_where(said[min(said)])}"
-    words = "; ".join(f"rank {rank} hangs {_where(said[rank])}" for rank in behind)
+def hanging(beats: Mapping[int, Beat], seconds: float) -> str:
+    """Return in words which ranks hang, by the last beat of each rank that is not over.
+
+    If all ranks have begun as many collectives, they wait in the same place.
+    """
+    running = {rank: beat for rank, beat in beats.items() if not beat.get("over")}
+    fewest_calls = min(beat["calls"] for beat in running.values())
+    behind = [rank for rank, beat in running.items() if beat["calls"] == fewest_calls]
+    if len(behind) == len(running):
+        first_rank = min(running)
+        return (
+            f"all ranks hang in one place: no step for {seconds:.0f} s, rank 0 "
+            f"{_where(running[first_rank])}"
+        )
+    words = "; ".join(f"rank {rank} hangs {_where(running[rank])}" for rank in behind)
     return f"{words}: the others have waited for {seconds:.0f} s"
 
 
-def _where(said: Mapping[str, Any]) -> str:
-    return f"in step {said['step'] + 1}, at {said['place']}"
+def _where(beat: Beat) -> str:
+    return f"in step {beat['step'] + 1}, at {beat['place']}"
 
 
 @contextmanager
 def over(compute: Compute, seconds: float) -> Iterator[None]:
     """Watch the ranks inside this block; with 0 seconds, or one rank, do nothing.
 
-    If a collective fails because a rank is gone, a UserError that names the rank replaces the collective's error.
+    If a collective fails because a rank is gone, a UserError that names the rank replaces the
+    collective's error.
     """
     if compute.world_size == 1 or seconds <= 0:
         yield
@@ -208,13 +251,13 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
         words = watch.gone()
         if not words:
             raise
-        first = str(failure).splitlines()[0].partition(". ")[0]
+        first_sentence = str(failure).splitlines()[0].partition(". ")[0]
         raise UserError(
             tr(
-                "{words}. The same command, without --resume, resumes from the newest checkpoint. (A collective failed "
-                "with: {first})",
+                "{words}. The same command, without --resume, resumes from the newest checkpoint. "
+                "(A collective failed with: {first})",
                 words=words,
-                first=first,
+                first=first_sentence,
             )
         ) from failure
     finally:
@@ -224,13 +267,16 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
 
 
 def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """A main function for a training script: signals save and stop the run, and ranks watch each other."""
+    """Return a main function for a training script.
+
+    In it signals save and stop the run, and ranks watch each other.
+    """
 
     def guard(cfg: Any, compute: Compute) -> None:
         with signals.caught(compute.pulse), over(compute, cfg.hang_seconds):
             try:
                 work(cfg, compute)
             except signals.Stopped:
-                log("stopped by a signal before the first step; type the same command to start")
+                log(tr("stopped by a signal before the first step; type the same command to start"))
 
     return with_compute(guard)

@@ -80,7 +80,9 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
     newest = trained(flags.source, flags.model_tag)[0]
     loaded = load_model(newest.stage, newest.tag, flags.step, compute)
     parameters, latest = _held(flags, loaded, compute), "" if given else newest.saved
-    return Chosen(loaded, _context(flags, loaded), newest.others(), latest, parameters, captures)
+    return Chosen(
+        loaded, _context(flags, loaded), newest.alternatives(), latest, parameters, captures
+    )
 
 
 def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
@@ -101,7 +103,7 @@ def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
                 f"--weights int8 was asked for, but {why}. Leave --weights out.", exit_code=2
             )
         hold_in_int8(loaded.model)
-    loaded.model.operations.hold(loaded.model)
+    compute.operations.serve(loaded.model)
     return parameters
 
 

@@ -255,7 +255,7 @@ class ChatServer:
                 self._check_place(model, owner)
                 work = await loop.run_in_executor(self.preparing, _work, asked, model)
                 schema = work.requests[0][1].schema
-                if schema is None or model.schemas.knows(schema):
+                if schema is None or model.schemas.is_ready(schema):
                     automaton = None if schema is None else _automaton(schema, model)
                     return self._submitted(model, work, owner, automaton)
             async with self.schema_turns.turn(owner):

@@ -18,7 +18,8 @@ from nanochat import device
 from nanochat.common import UserError, log, read_json, tr, warn, write_json
 from nanochat.device import Compute
 from nanochat.gpt import GPT
-from nanochat.nn.together import Linear
+from nanochat.linear import Linear
+from nanochat.platforms.layers import operations_of
 from nanochat.runtime import parallel, signals
 from nanochat.train.fit import memory
 
@@ -85,11 +86,11 @@ def _costs(
     operations = compute.operations
     code = [
         Path(inspect.getfile(one)).read_bytes()
-        for one in (type(model), *type(operations).__mro__[:-1])
+        for one in (*type(model).__mro__[:-2], *type(operations).__mro__[:-1])
     ]
     sizes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     own_products = any(
-        isinstance(module, Linear) and module.product is not None for module in model.modules()
+        isinstance(module, Linear) and module.multiply is not None for module in model.modules()
     )
     facts = (sizes, shape, str(compute.dtype), own_products, compute.world_size > 1)
     host = (device.describe(compute), torch.get_num_threads(), torch.__version__)
@@ -156,7 +157,7 @@ def _unneeded(model: nn.Module, compute: Compute) -> str:
     """Why an uncompiled step is as fast as a compiled one, the same on every rank that says it; "" if it is not."""
     why = ""
     if isinstance(model, GPT):
-        why = model.operations.needs_no_compiler(model.config.head_dim, model.dtype)
+        why = operations_of(model).needs_no_compiler(model.config.head_dim, model.dtype)
     return why if parallel.least(int(bool(why)), compute) else ""
 
 
@@ -231,7 +232,7 @@ def _compile(
     except (
         Exception
     ) as failure:  # the edge to a foreign compiler, which raises anything; eager always works
-        if compute.pulse.asked:  # the signal ended the compiler's processes, or another rank
+        if compute.pulse.stop_reason:  # the signal ended the compiler's processes, or another rank
             raise signals.Stopped from failure
         if memory.ran_out(failure):
             raise memory.advice(rows, rows) from failure

@@ -14,7 +14,7 @@ from nanochat.common import Free as Free
 from nanochat.common import UserError, log, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.dataloader import Source, blend, split_rows
-from nanochat.nn.operations import Asked
+from nanochat.platforms.operations import Asked
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import schedule

@@ -15,9 +15,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.device import local
-from nanochat.nn.operations import Operations
-from nanochat.nn.together import as_stack, place_together
 from nanochat.platforms.base import Platform
+from nanochat.platforms.operations import Operations
+from nanochat.platforms.together import as_stack, place_together
 from nanochat.runtime.parallel import gathered, place_of
 
 # (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T, for a safety factor of 2e-2 and a cushion of 2.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanochat.device import is_sharded, local
 from nanochat.model import Model
-from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
+from nanochat.platforms.layers import operations_of
 from nanochat.runtime.parallel import met, place_of, trained
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
@@ -207,7 +207,7 @@ class Optimizers:
                 lr=rates.matrix_lr * scale,
                 weight_decay=rates.weight_decay,
                 dtype=dtype,
-                operations=cast(Operations, model.operations),
+                operations=operations_of(model),
             )
         self.before_step: Callable[[], None] = lambda: None  # called before anything changes
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch.nn as nn
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.data.conversation import Part, Task
 from nanochat.dataloader import Source
 from nanochat.device import Compute
@@ -67,7 +67,7 @@ def keep_replies(
             pass  # the rank takes part in gathering
         return
     speaker = on_meta(cast(Any, model.config), compute).eval()
-    held_in(speaker, compute.dtype)
+    cast_matrices(speaker, compute.dtype)
     speaker.to_empty(device=compute.device)
     parallel.refresh(speaker, trained)
     room = min(max(map(len, prompts)) + LONGEST, model.config.sequence_len)

@@ -179,7 +179,7 @@ class Stage:
         if (
             not part
             and isinstance(model, GPT)
-            and (how := model.operations.coarser(self.compute.dtype))
+            and (how := self.compute.operations.coarser(self.compute.dtype))
         ):
             log(
                 f"the uncompiled GPT trains in {how}; NANOCHAT_INT8=0 lets it train in bfloat16 alone"
@@ -355,7 +355,9 @@ class Stage:
             if parallel.agree(int(self.tracker.last < self.step), compute)
             else None
         )
-        self.progress = Progress(self.name, self.total, "steps", done=self.step, shown=compute.main)
+        self.progress = Progress(
+            self.name, self.total, "steps", completed=self.step, shown=compute.main
+        )
         self._clock = SaveClock(flags.save_seconds)
         self._saver = Saver(compute, flags.keep, flags.checkpoint_files, self._clock.saved)
         compute.ending.push(self._saver)
@@ -430,7 +432,7 @@ class Stage:
         if asked:
             self.stop = self.step
             self._saver.wait()
-            log(f"{self.compute.pulse.asked}: saved step {self.stop:,} and stopping")
+            log(f"{self.compute.pulse.stop_reason}: saved step {self.stop:,} and stopping")
 
     def _tick(self, outcome: Outcome) -> Line:
         """Count the step as done and show it; returns its figures."""
@@ -492,7 +494,7 @@ class Stage:
         done = self.step == self.total
         if done and not self._cut and self.compute.main:
             training_section(self.name, self.tag, self.folder, self.settings.values, self._where())
-        left_out = [] if self.compute.pulse.asked else ["--stop_at"]
+        left_out = [] if self.compute.pulse.stop_reason else ["--stop_at"]
         if self.flags.resume != "auto":  # the same command would begin there again
             left_out.append(f"--resume={self.flags.resume}")
         how = (

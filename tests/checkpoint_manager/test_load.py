@@ -72,11 +72,11 @@ def test_a_chat_is_offered_what_was_trained_last(tokenizer: Tokenizer, tmp_path:
     ]  # fmt: skip
     assert [one.stage for one in trained(tag="old")] == ["rl", "base"]
     assert [one.tag for one in trained("base")] == ["new", "old"]
-    assert trained()[0].others() == ["-i base -g new", "-i rl -g old", "-i base -g old"]
-    assert trained()[0].others(most=1) == ["-i base -g new", "+2"]
+    assert trained()[0].alternatives() == ["-i base -g new", "-i rl -g old", "-i base -g old"]
+    assert trained()[0].alternatives(limit=1) == ["-i base -g new", "+2"]
     # A copy is not newer than what it was copied from: meta.json says when the step was saved.
     shutil.copytree(checkpoint_dir("rl", "old"), checkpoint_dir("rl", "a copy"))
-    assert trained()[0].tag == "new" and "-i rl -g 'a copy'" in trained()[0].others()
+    assert trained()[0].tag == "new" and "-i rl -g 'a copy'" in trained()[0].alternatives()
     put("base", "old", 2, tokenizer)
     assert (trained()[0].stage, trained()[0].tag, trained()[0].step) == ("base", "old", 2)
 

@@ -192,13 +192,13 @@ def bytes_of_a_save(compute: Compute, folder: Path, files: Files) -> dict[str, i
     """What a save takes at once and in all, beside the largest parameter, this rank's rows, and a gathered model."""
     model, optimizers = make(1, compute, mode="full")
     train(model, optimizers, 0, 1, compute)
-    parts = parallel.parts(model).values()
+    parts = parallel.parameter_shards(model).values()
     with Taken() as taken:
         save(folder, 1, model, optimizers, tiny_tokenizer(), compute=compute, files=files)
     with Taken() as gathered:
         list(parallel.whole_parameters(model))
     return {"at once": taken.largest, "in all": taken.all, "largest parameter": max(part.size for part in parts),
-            "mine": sum(part.here.nbytes for part in parts), "gathered": gathered.all}  # fmt: skip
+            "mine": sum(part.rows.nbytes for part in parts), "gathered": gathered.all}  # fmt: skip
 
 
 def test_no_rank_gathers_the_model(tmp_path: Path) -> None:

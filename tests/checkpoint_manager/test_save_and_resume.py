@@ -110,7 +110,7 @@ def test_optimizer_state_that_lacks_rows_is_refused(tmp_path: Path, tokenizer: T
 # --- saves that do not end -----------------------------------------------------------------------
 
 PHASES = [
-    (saving, "_write_files"), (saving.Held, "of"), (saving.parameter_files, "_arriving"),
+    (saving, "_write_files"), (saving.RankState, "of"), (saving.parameter_files, "_gathered_rows"),
     (saving, "write_tensors"),
     (Tokenizer, "save"), (saving, "seal"), (saving, "write_meta"), (saving, "publish"),
     (step_files, "fsync_path"), (step_files.os, "rename"),

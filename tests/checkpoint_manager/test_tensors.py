@@ -30,7 +30,7 @@ def test_the_published_library_reads_the_file_and_its_metadata(tmp_path: Path) -
 
 
 def test_the_hash_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "BLOCK", 1000)  # many blocks, and flushes between them
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 1000)  # many blocks, and flushes between them
     tensors = {str(i): torch.randn(999, generator=torch.Generator().manual_seed(i)) for i in range(20)}
     sealed = tensor_files.write_tensors(tensors, tmp_path / "x.safetensors")
     path = tmp_path / "x.safetensors"

@@ -12,15 +12,15 @@ from nanochat.tokenizer import Tokenizer
 def test_the_published_rustbpe_is_named_where_it_trains_and_not_where_it_encodes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    trainer = bpe.rustbpe().Tokenizer
+    trainer = bpe.installed_rustbpe().Tokenizer
     published = types.SimpleNamespace(Tokenizer=lambda: trainer())  # has no from_ranks
-    monkeypatch.setattr(bpe, "rustbpe", lambda: published)
-    bpe.own.cache_clear()
+    monkeypatch.setattr(bpe, "installed_rustbpe", lambda: published)
+    bpe.encoding_rustbpe.cache_clear()
     try:
         Tokenizer.train(["the cat"] * 2, 266).save(tmp_path)
         assert capsys.readouterr().out.count("published rustbpe") == 1
-        bpe.own.cache_clear()  # as in the process of another stage
+        bpe.encoding_rustbpe.cache_clear()  # as in the process of another stage
         Tokenizer.load(tmp_path).encode("the cat")
         assert "rustbpe" not in capsys.readouterr().out
     finally:
-        bpe.own.cache_clear()
+        bpe.encoding_rustbpe.cache_clear()

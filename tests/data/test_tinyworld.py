@@ -200,10 +200,10 @@ def test_counting_stories_add_up():
     rng = random.Random(0)
     for i in range(400):
         story, task = counting_story(LANGUAGES[i % 2], rng, largest=50)
-        numbers = set(re.findall(r"\d+", story.told))
+        numbers = set(re.findall(r"\d+", story.text))
         assert set(re.findall(r"\d+", task.expression)) == numbers
         assert value(task.expression) == int(task.result)
-        assert task.result in story.end and task.question.startswith(story.told)
+        assert task.result in story.end and task.question.startswith(story.text)
 
 
 def test_sums_are_right():

@@ -14,10 +14,10 @@ from nanochat.data.tinyworld.talks.followups import (
     follow_up_data,
     follow_up_evaluation,
     follow_ups,
-    kept,
-    nexts,
+    full_answer,
+    is_held_out,
+    next_facts,
     patterns,
-    whole,
 )
 from nanochat.data.tinyworld.wording import wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
@@ -33,7 +33,7 @@ def test_whole_sentences_are_right_and_name_the_thing(language: Language):
     for fact in asked():
         problem = fact_problem(fact, language, wordings()[fact.relation, language].trained[0], random.Random(0))
         name = fact.subjects[0][language].name
-        reply = whole(fact, language)
+        reply = full_answer(fact, language)
         assert name.casefold() in reply.casefold() and problem.answer.casefold() in reply.casefold()
         assert reply[-1] in ".。" and not reply[0].islower()
 
@@ -64,8 +64,8 @@ def test_short_questions_do_not_say_what_they_are_about(language: Language):
 
 def test_a_tenth_of_the_pairs_is_held_out():
     pairs = [(fact, other) for fact in asked() for same in (True, False) for out in (True, False)
-             for other in nexts(fact, same, out)]  # fmt: skip
-    share = sum(kept(*pair) for pair in pairs) / len(pairs)
+             for other in next_facts(fact, same, out)]  # fmt: skip
+    share = sum(is_held_out(*pair) for pair in pairs) / len(pairs)
     assert 0.07 < share < 0.13
     held_out = {fact.key for fact in held_out_facts()}
     assert not any(other.key in held_out for _, other in pairs)

@@ -18,7 +18,7 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
     trained_heroes,
 )
 from nanochat.data.tinyworld.talks.tale_reading import fault, meanings, sentences
-from nanochat.data.tinyworld.talks.tale_telling import ask_for, beginning, facts_about, made_up, requests, tale
+from nanochat.data.tinyworld.talks.tale_telling import beginning, facts_about, made_up, request_for, requests, tale
 from nanochat.data.tinyworld.words import LANGUAGES, Language, lexicon
 from tests.support.tinyworld_rows import corpus, training
 
@@ -48,9 +48,9 @@ def test_what_a_visitor_asks_for_first_is_told_in_training_and_named_as_people_n
     assert {name.removeprefix("the ") for name in tale_data()["more_heroes"]} <= set(trained_heroes())
     for key, asked in [("moon", "the moon"), ("dragon", "a dragon"), ("sea", "the sea")]:
         hero = heroes()[key]
-        assert ask_for(hero, "Tell me a story about {ah}.", "en") == f"Tell me a story about {asked}."
+        assert request_for(hero, "Tell me a story about {ah}.", "en") == f"Tell me a story about {asked}."
         assert f" a {key} called " in tale(hero, "en", random.Random(0))
-    assert ask_for(heroes()["moon"], requests("zh")[0], "zh") == "讲一个关于月亮的故事。"
+    assert request_for(heroes()["moon"], requests("zh")[0], "zh") == "讲一个关于月亮的故事。"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -236,6 +236,6 @@ def test_held_out_heroes_and_requests_are_never_in_a_story_of_training(language:
             assert key not in heard, (name, reply)
     asked = {question for question, _ in tales}
     assert not asked & {
-        ask_for(hero, one, language) for hero in heroes().values() for one in requests(language, held_out=True)
+        request_for(hero, one, language) for hero in heroes().values() for one in requests(language, held_out=True)
     }
-    assert asked & {ask_for(hero, requests(language)[0], language) for hero in heroes().values()}
+    assert asked & {request_for(hero, requests(language)[0], language) for hero in heroes().values()}

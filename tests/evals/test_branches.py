@@ -61,14 +61,14 @@ def test_a_common_beginning_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_batches_keep_their_limits_and_every_row() -> None:
     rows = questions()
-    families = likelihood._families(likelihood._passes(rows), rows)
-    assert sorted(alike for alike, _ in families) == [0, 0, 0, 49, 79]
+    families = likelihood._families(likelihood._inputs(rows), rows)
+    assert sorted(family.prefix_length for family in families) == [0, 0, 0, 49, 79]
     for most in (1, 200, 400, 10**6):
         taken = [*likelihood._batches(families, most, None)]
-        assert sum(len(one.rows) for _, some in taken for one in some) == len(rows)
-        for before, some in taken:
-            alone = len(some) == 1 or len({*before}) == 1
-            assert len(some) * max(len(one.tokens) for one in some) <= most or alone
+        assert sum(len(entry.row_numbers) for _, inputs in taken for entry in inputs) == len(rows)
+        for prefix_lengths, inputs in taken:
+            alone = len(inputs) == 1 or len({*prefix_lengths}) == 1
+            assert len(inputs) * max(len(entry.tokens) for entry in inputs) <= most or alone
 
 
 def test_the_cache_of_a_batch_serves_the_next() -> None:

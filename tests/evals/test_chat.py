@@ -12,8 +12,9 @@ import torch.multiprocessing
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Part, chat
 from nanochat.device import Compute, compute_cleanup, compute_init
-from nanochat.engine import Engine, reply_parts
+from nanochat.engine import Engine
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
+from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from tests.emulated_npu.worker import on_npu
 from tests.support.meeting import join, open_meeting
@@ -100,7 +101,7 @@ def test_letters_in_batches_are_judged_as_one_by_one(batch_size):
 def test_replies_in_words_are_graded_greedily_through_the_engine():
     task, heard = Words(), {}
     score = evaluate(
-        task, MODEL, TOKENIZER, on_cpu(), SHORT, batch_size=4, heard=lambda i, parts, grade: heard.update({i: grade})
+        task, MODEL, TOKENIZER, on_cpu(), SHORT, batch_size=4, on_reply=lambda i, parts, grade: heard.update({i: grade})
     )
     for i in range(len(task)):
         (completion,) = Engine(MODEL, TOKENIZER).generate([TOKENIZER.render_prompt(task[i])], SHORT)

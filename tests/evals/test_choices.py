@@ -7,7 +7,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Cloze
-from nanochat.evals.choices import evaluate_choices, pick, rows_of
+from nanochat.evals.choices import Picks, evaluate_choices, pick, rows_of
 from nanochat.evals.likelihood import Likelihood, PromptRow, score_rows
 from nanochat.evals.records import Records, fingerprint, read_records
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
@@ -69,8 +69,8 @@ def on_folder() -> Any:
 
 def test_the_three_counts_by_hand() -> None:
     scores = [Likelihood(-4.0, 1), Likelihood(-6.0, 2), Likelihood(-9.0, 9)]
-    assert pick(scores, ("a", "abcdefghij", "猫")) == (0, 1, 2)  # -4; -0.6 per byte; -1 per token
-    assert pick([Likelihood(-1.0, 1)] * 2, ("a", "b")) == (0, 0, 0)
+    assert pick(scores, ("a", "abcdefghij", "猫")) == Picks(0, 1, 2)  # -4; -0.6 per byte; -1 per token
+    assert pick([Likelihood(-1.0, 1)] * 2, ("a", "b")) == Picks(0, 0, 0)
 
 
 def test_a_space_at_the_end_of_a_context_counts_to_the_choice() -> None:
@@ -118,16 +118,16 @@ def test_a_broken_question_is_an_error_and_leaves_no_file() -> None:
 
 def test_records_are_of_one_model_and_settings() -> None:
     records = Records(on_folder(), "a task/1", {"model": "x", "shots": 5}, on_cpu())
-    assert records.finished() is None
+    assert records.saved_score() is None
     records.add(2, {"id": "b"})
     records.add(1, {"id": "a"})
     records.finish({"acc": 0.5})
-    assert records.finished() == {"acc": 0.5}
+    assert records.saved_score() == {"acc": 0.5}
     assert [line["id"] for line in read_records(records.path)[1]] == ["a", "b"]
     for about in ({"model": "y", "shots": 5}, {"model": "x", "shots": 0}, {"model": "x"}):
-        assert Records(on_folder(), "a task/1", about, on_cpu()).finished() is None
+        assert Records(on_folder(), "a task/1", about, on_cpu()).saved_score() is None
     records.path.write_text("{cut")
-    assert records.finished() is None
+    assert records.saved_score() is None
 
 
 def test_a_fingerprint_follows_the_questions() -> None:

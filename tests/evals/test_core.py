@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError, base_dir
-from nanochat.data.download import Patience
+from nanochat.data.sources.download import Patience
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals.core import IclTask, PromptRow, choose_examples, common_prefix, make_rows
@@ -53,17 +53,19 @@ class Induction:
     def new_cache(self, slots: int, length: int) -> Tape:
         return Tape(slots, length)
 
-    def hidden(
-        self, idx: Tensor, tape: Any = None, slots: Any = None, lengths: Any = None, spans: Any = None
-    ) -> Tensor:
-        if tape is None:
+    def hidden(self, idx: Tensor, context: Any = None) -> Tensor:
+        if context is None:
             return self._hidden(idx)
-        found = []
-        for slot, (row, length) in enumerate(zip(idx, lengths.tolist(), strict=True)):
-            assert len(tape.rows[slot]) == spans.held[slot] and len(tape.rows[slot]) + len(row) <= tape.length
-            found.append(self._hidden(torch.cat((tape.rows[slot], row))[None])[0, -len(row) :])
-            tape.rows[slot] = torch.cat((tape.rows[slot], row[:length]))
-        return torch.stack(found)
+        tape = context.cache
+        states = []
+        lengths = [idx.size(1)] * len(idx) if context.lengths is None else context.lengths.tolist()
+        for slot, (row, length) in enumerate(zip(idx, lengths, strict=True)):
+            cached = tape.rows[slot]
+            assert len(cached) == context.cached[slot]
+            assert len(cached) + len(row) <= tape.length
+            states.append(self._hidden(torch.cat((cached, row))[None])[0, -len(row) :])
+            tape.rows[slot] = torch.cat((cached, row[:length]))
+        return torch.stack(states)
 
     def _hidden(self, idx: Tensor) -> Tensor:
         x = torch.zeros(*idx.shape, TOKENIZER.vocab_size)
@@ -347,7 +349,7 @@ def test_a_page_in_place_of_the_bundle_is_refused_and_nothing_is_unpacked(site: 
     assert core_eval.find_bundle() is None
 
 
-@pytest.mark.parametrize("bound", ["MOST_PACKED", "MOST_UNPACKED", "MOST_FILES"])
+@pytest.mark.parametrize("bound", ["MAX_PACKED_BYTES", "MAX_UNPACKED_BYTES", "MAX_FILES"])
 def test_a_bundle_that_is_too_large_is_refused_and_not_kept(
     site: tuple[Path, str], bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,8 @@ from nanochat.checkpoint_manager.load import PUBLISHED, Loaded, load_published
 from nanochat.common import UserError
 from nanochat.export import llama
 from nanochat.export.__main__ import Config, main
+from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.tokenizer import Tokenizer
 from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.data.conversation import chat
 from nanochat.export.__main__ import Config, main
-from nanochat.nn.lora import merge
+from nanochat.models.lora import merge
 from scripts import finetune
 from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with

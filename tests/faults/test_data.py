@@ -22,7 +22,7 @@ from nanochat.data.mixing import resolve_data
 from nanochat.data.shards import batches, write_shards
 from nanochat.dataloader import Rows, Source, blend, split_rows, steps
 from nanochat.device import Compute
-from nanochat.prepare import documents, token_files, tokenise
+from nanochat.prepare import documents, token_files
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents, work
 from nanochat.prepare.plan import plan
@@ -145,14 +145,14 @@ def test_a_shard_that_vanishes_during_preparation_is_named(monkeypatch, processe
         path.unlink()
         yield from work(*given, **more)
 
-    def delete_third(shard, *rest, make=tokenise.tokenise_shard):
+    def delete_third(shard, *rest, make=documents.tokenise_shard):
         if shard == path:
             path.unlink()
         return make(shard, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(documents, "work", delete_late)
-        patch.setattr(tokenise, "tokenise_shard", delete_third)
+        patch.setattr(documents, "tokenise_shard", delete_third)
         with pytest.raises(
             UserError, match=rf"the shard {re.escape(str(path))} is damaged: it is missing. Fix it with:"
         ):
@@ -172,8 +172,8 @@ def test_a_missing_token_file_is_made_anew_and_no_other(monkeypatch, suffix):
     """
     before = prepare_web()
     (before.folder / f"shard_00001{suffix}").unlink()
-    made, make = [], tokenise.tokenise_shard
-    monkeypatch.setattr(tokenise, "tokenise_shard", lambda path, *rest: made.append(path.stem) or make(path, *rest))
+    made, make = [], documents.tokenise_shard
+    monkeypatch.setattr(documents, "tokenise_shard", lambda path, *rest: made.append(path.stem) or make(path, *rest))
     assert prepare_web().key == before.key and made == ["shard_00001"]
 
 

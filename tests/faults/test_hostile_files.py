@@ -33,8 +33,8 @@ from nanochat.evals.core import IclTask, read_bundle, read_problems
 from nanochat.serve.cli.transcript import read_transcript
 from nanochat.tokenizer import Tokenizer
 from tasks import gsm8k
-from tasks.common import load_table
 from tasks.customjson import CustomJSON
+from tasks.published import load_table
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.tiny_training import CPU, make, save
 

@@ -14,8 +14,8 @@ from nanochat.engine import Engine
 from nanochat.generate import adapters as module
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.sampling import Sampling
+from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
 from tests.support.qwens import VOCABULARY, oracle, tiny_qwen, write_folder
 
 NAMES = ("wide", "narrow", "scaled")
@@ -41,8 +41,8 @@ def with_adapter(family: str, config: LoraConfig, seed: int) -> Qwen:
     init_adapters(model, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, _, _, second in adapted(model):
-            second.weight.copy_(torch.randn(second.weight.shape, generator=generator) * 0.3)
+        for _, adapter in adapted(model):
+            adapter.second.weight.copy_(torch.randn(adapter.second.weight.shape, generator=generator) * 0.3)
     return model.eval()
 
 

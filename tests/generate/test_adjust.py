@@ -7,8 +7,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.generate.adjust import History, adjuster
-from nanochat.generate.request import check
-from nanochat.generate.sampling import Sampling, choose
+from nanochat.generate.sampling import Sampling, check_request, choose
 
 NONE = torch.tensor([], dtype=torch.long)
 V = 40
@@ -104,4 +103,4 @@ def test_a_schema_with_settings_that_deny_its_end_is_refused():
 )
 def test_tokens_that_the_model_does_not_have_are_refused(prompt, sampling, message):
     with pytest.raises(UserError, match=message):
-        check(prompt, sampling, 100, V)
+        check_request(prompt, sampling, 100, V)

@@ -11,7 +11,7 @@ from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.graphs import rounded
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
+from nanochat.models.lora import Adapter, LoraConfig, add_adapters, first_values
 from tests.emulated_npu.worker import on_npu
 from tests.support.qwens import VOCABULARY, tiny_qwen
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer

@@ -8,7 +8,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.generate.sampling import Sampling, chat_drawing, choose, choose_among, likeliest, uniform
-from nanochat.nn.operations import Operations
+from nanochat.platforms.operations import Operations
 
 NONE = torch.tensor([], dtype=torch.long)
 
@@ -184,9 +184,9 @@ def test_replies_that_share_a_row_choose_as_rows_of_their_own(sampling: Sampling
     uniforms = [uniform(random.Random(i)) for i in range(len(shared))]
     own = logits[torch.tensor(shared)]
     expected = torch.log_softmax(own, dim=1)
-    for operations in (None, Totals()):
-        alone = choose(own.clone(), [sampling] * len(shared), uniforms, banned, None, operations)
-        tokens, logprobs = choose_among(logits.clone(), shared, sampling, uniforms, banned, operations)
+    for log_totals in (None, Totals().log_totals):
+        alone = choose(own.clone(), [sampling] * len(shared), uniforms, banned, None, log_totals)
+        tokens, logprobs = choose_among(logits.clone(), shared, sampling, uniforms, banned, log_totals)
         assert tokens == alone.tokens and banned.item() not in tokens
         for found in (logprobs, alone.logprobs):
             assert found == pytest.approx([expected[i, token].item() for i, token in enumerate(tokens)], abs=1e-5)
@@ -197,7 +197,7 @@ def test_penalties_and_alternatives_do_not_change_log_probabilities() -> None:
     expected = torch.log_softmax(logits, dim=1)
     for given in ({"adjust": lambda changed: changed.mul_(0.5)}, {}):
         samplings = [Sampling(1.0, 50, logprobs=0 if given else 2)] * 3
-        choice = choose(logits.clone(), samplings, [0.2, 0.6, 0.9], NONE, operations=Totals(), **given)
+        choice = choose(logits.clone(), samplings, [0.2, 0.6, 0.9], NONE, log_totals=Totals().log_totals, **given)
         for row, token in enumerate(choice.tokens):
             assert choice.logprobs[row] == pytest.approx(expected[row, token].item(), abs=1e-5)
             for other, logprob in choice.alternatives[row]:

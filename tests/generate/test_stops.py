@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.generate.stops import StoppedReply, StopText
+from nanochat.generate.reply import StoppedReply, StopText
 from tests.support.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

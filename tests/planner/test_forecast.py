@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute, compute_init, local
+from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.nn.lora import LoraConfig
-from nanochat.nn.operations import Operations
 from nanochat.planner.forecast import Memory, Tuning, forecast, optimizers_of, prepared, take_step
+from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 from tests.support.ranks import run_ranks
 
@@ -26,18 +26,17 @@ OF_DELTANETS = {"layers": "DDDA", "rotary_dim": 8, "zero_centred": 1, "output_ga
 QWEN35 = QwenConfig(**SIZES, **OF_DELTANETS)
 
 
-class OutOfSight(Operations):
+def out_of_sight(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """What is put aside lies in numpy's memory, which torch's profiler does not see."""
-
-    def put_aside(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        dtype, kept = x.dtype, x.detach().view(torch.uint8).numpy().copy()
-        return lambda: torch.from_numpy(kept).clone().view(dtype)
+    dtype, kept = x.dtype, x.detach().view(torch.uint8).numpy().copy()
+    return lambda: torch.from_numpy(kept).clone().view(dtype)
 
 
 def measured(tuning: Tuning, compute: Compute) -> Memory:
     """Bytes of such a step on real tensors, by the allocations that torch's profiler records."""
-    compute = replace(compute, dtype=DTYPES[tuning.dtype], operations=OutOfSight())
+    compute = replace(compute, dtype=DTYPES[tuning.dtype], operations=Operations())
     model = prepared(tuning, compute)
+    model.put_aside = out_of_sight
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)

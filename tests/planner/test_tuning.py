@@ -12,8 +12,8 @@ from nanochat.checkpoint_manager.families import on_meta
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import UserError
 from nanochat.device import compute_init
+from nanochat.models.lora import LoraConfig, add_adapters
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.nn.lora import LoraConfig, add_adapters
 from nanochat.planner import tuning
 from nanochat.planner.forecast import Memory, Tuning
 from nanochat.planner.published_tuning import RUNS, SHAPES

@@ -88,14 +88,14 @@ MUTATIONS = {
     "the name of a value": ("nanochat/platforms/ascend_profiler.py", "ProfilerLevel.Level1", "ProfilerLevel.Level9"),
     "a keyword": (
         KERNELS,
-        '"atten_mask": self.causal_mask(q.device), "scale"',
-        '"attn_mask": self.causal_mask(q.device), "scale"',
+        '"atten_mask": self.causal_mask(q.device),',
+        '"attn_mask": self.causal_mask(q.device),',
     ),
     "the spelling of a keyword": (KERNELS, '"pre_tockens": window', '"pre_tokens": window'),
     "an argument too few": (KERNELS, FUSED, "torch_npu.npu_fusion_attention(q, k, v, "),
     "a layout": (KERNELS, FUSED + '"BSND"', FUSED + '"BSDN"'),
-    "a sparse mode": (KERNELS, '"sparse_mode": 4 if short else 3}', '"sparse_mode": 14 if short else 3}'),
-    "the type of a value": (KERNELS, '"sparse_mode": 4 if short else 3}', '"sparse_mode": "4" if short else 3}'),
+    "a sparse mode": (KERNELS, '"sparse_mode": 4 if short else 3,', '"sparse_mode": 14 if short else 3,'),
+    "the type of a value": (KERNELS, '"sparse_mode": 4 if short else 3,', '"sparse_mode": "4" if short else 3,'),
 }
 
 

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from nanochat import device
+from nanochat.attention import cache_mask
 from nanochat.common import UserError
-from nanochat.nn.operations import Asked, Operations
-from nanochat.nn.plain_attention import cache_mask
 from nanochat.platforms import ascend_kernels
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.ascend_chips import AscendChip, chip_of
 from nanochat.platforms.ascend_kernels import AscendFused
 from nanochat.platforms.base import kernels_asked
 from nanochat.platforms.cpu.platform import Cpu
+from nanochat.platforms.operations import Asked, Operations
 from nanochat.train.flags import StageFlags
 from nanochat.train.stage import Stage
 from tests.emulated_npu.worker import on_npu
@@ -152,17 +152,21 @@ def test_squared_relu_and_sums_of_squares_are_the_composed_ones() -> None:
 # --- attention over a cache --------------------------------------------------------------------------
 
 
+def unneeded() -> torch.Tensor:
+    raise AssertionError("nobody needs the last keys")
+
+
 def check_lengths(T: int, window: int, kv_heads: int, dtype: torch.dtype) -> None:
     """Rows hold 3, 40 and 64 keys, the last T keys are new: attend by lengths on the NPU, by a mask on the CPU."""
     D, K, ends = 16, 64, (3, 40, 64)
     k, v = draw(3, K, kv_heads, D, seed=1, dtype=dtype), draw(3, K, kv_heads, D, seed=2, dtype=dtype)
     q = draw(3, T, 4, D, seed=3, dtype=dtype)
     places = torch.tensor([[end - T + t for t in range(T)] for end in ends])
-    expected = PLAIN.attend_cached(q.float(), k.float(), v.float(), cache_mask(places, K, window))
-    last = (places.npu() - window).clamp_min(0) + torch.arange(min(window + 1, K), device="npu") if T == 1 else None
+    expected = PLAIN.masked(q.float(), k.float(), v.float(), cache_mask(places, K, window))
+    last = (places.npu()[:, :1] - window).clamp_min(0) + torch.arange(min(window + 1, K), device="npu")
     operations = on_this_chip()
-    assert operations.takes_lengths(q.npu())
-    out = operations.attend_lengths(q.npu(), k.npu(), v.npu(), [T] * 3, ends, last, window)
+    out = operations.by_lengths(q.npu(), k.npu(), v.npu(), [T] * 3, ends, lambda: last, window)
+    assert out is not None
     torch.testing.assert_close(out.cpu().float(), expected, atol=0.02, rtol=0.02)
 
 
@@ -179,17 +183,20 @@ def test_attention_by_lengths_is_attention_by_mask(T: int, window: int, kv_heads
 def test_padding_columns_do_not_disturb_the_real_ones() -> None:
     q, k, v = (draw(2, size, 2, 16, seed=i, dtype=torch.float16) for i, size in enumerate((4, 20, 20)))
     fused = on_this_chip()
-    alone = fused.attend_lengths(q[:1, :2].npu(), k[:1].npu(), v[:1].npu(), [2], [7], None, 5)
-    both = fused.attend_lengths(q.npu(), k.npu(), v.npu(), [2, 4], [7, 20], None, 5)
+    alone = fused.by_lengths(q[:1, :2].npu(), k[:1].npu(), v[:1].npu(), [2], [7], unneeded, 5)
+    both = fused.by_lengths(q.npu(), k.npu(), v.npu(), [2, 4], [7, 20], unneeded, 5)
     torch.testing.assert_close(both[:1, :2].cpu(), alone.cpu())
 
 
 @on_npu()
 def test_formats_and_widths_that_the_operator_lacks_go_by_mask() -> None:
     fused = on_this_chip()
-    assert not fused.takes_lengths(torch.zeros(1, 1, 2, 16, device="npu"))
-    assert not fused.takes_lengths(torch.zeros(1, 1, 2, 24, device="npu", dtype=torch.bfloat16))
-    assert not PLAIN.takes_lengths(torch.zeros(1, 1, 2, 16, dtype=torch.bfloat16))
+    for operations, x in (
+        (fused, torch.zeros(1, 1, 2, 16, device="npu")),
+        (fused, torch.zeros(1, 1, 2, 24, device="npu", dtype=torch.bfloat16)),
+        (PLAIN, torch.zeros(1, 1, 2, 16, dtype=torch.bfloat16)),
+    ):
+        assert operations.by_lengths(x, x, x, [1], [1], unneeded, 5) is None
 
 
 @on_npu(chip="310P", devices=1)
@@ -219,8 +226,8 @@ def test_an_inference_card_attends_with_its_own_operators() -> None:
     with torch.inference_mode():
         q = draw(2, 3, 4, 16, dtype=torch.float16)
         mask = cache_mask(torch.tensor([[4, 5, 6], [21, 22, 23]]), 24, 8)
-        out = operations.attend_cached(q.npu(), given[1].npu(), given[2].npu(), mask.npu())
-        expected = PLAIN.attend_cached(q.float(), given[1].float(), given[2].float(), mask)
+        out = operations.masked(q.npu(), given[1].npu(), given[2].npu(), mask.npu())
+        expected = PLAIN.masked(q.float(), given[1].float(), given[2].float(), mask)
     torch.testing.assert_close(out.cpu().float(), expected, atol=0.01, rtol=0.01)
 
 

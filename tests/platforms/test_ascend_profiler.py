@@ -10,6 +10,7 @@ from nanochat.common import UserError, base_dir, read_json
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms.ascend_profiler import AscendTracer
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel, profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, PlatformTracer, TorchTracer, tracer_of
 from nanochat.train.optim import Optimizers, Rates
@@ -23,8 +24,8 @@ def run(compute: Compute, folder: Path) -> None:
     model = GPT(
         GPTConfig(sequence_len=16, vocab_size=290, n_layer=2, n_head=3, n_kv_head=3, n_embd=54),
         compute.dtype,
-        compute.operations,
     )
+    accelerate(model, compute.operations)
     model.init_weights(1)
     model.to(compute.device)
     parallel.shard(model, model.shard_groups(), compute)

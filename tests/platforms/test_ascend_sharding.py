@@ -7,6 +7,7 @@ import pytest
 from nanochat import device
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
@@ -21,7 +22,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.npu]
 
 def train(compute: Compute, mode: Any, steps: int) -> dict[str, Any]:
     """The losses of some steps of two passes each; on an NPU also what the last step waited for and copied."""
-    model = GPT(CONFIG, compute.dtype, compute.operations)
+    model = GPT(CONFIG, compute.dtype)
+    accelerate(model, compute.operations)
     model.init_weights(3)
     model.to(compute.device)
     parallel.shard(model, model.shard_groups(), compute, mode)

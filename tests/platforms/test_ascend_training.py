@@ -12,8 +12,9 @@ from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.layers import accelerate
+from nanochat.platforms.operations import Asked, Operations
 from nanochat.train.muon import Muon
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, Outcome, update
@@ -215,7 +216,8 @@ def wide_gpt(dtype: torch.dtype) -> GPT:
     """The same model with heads of 16 channels, which the decoding operators need."""
     model = tiny_gpt(VOCAB, dtype=dtype)
     config = replace(model.config, n_head=2, n_kv_head=1)
-    wide = GPT(config, dtype, Ascend().operations("auto"))
+    wide = GPT(config, dtype)
+    accelerate(wide, Ascend().operations("auto"))
     wide.init_weights(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

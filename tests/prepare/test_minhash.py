@@ -107,7 +107,7 @@ def test_long_texts_that_repeat_themselves_resemble_only_each_other() -> None:
 
 def test_leaving_out_windows_of_long_texts_changes_no_full_bin(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(ENGLISH, 5, 5_000, " ")
-    few = minhash._smallest(text)
+    few = minhash._smallest_hashes(text)
     monkeypatch.setattr(minhash, "ENOUGH", 1 << 40)
-    full = few != minhash.NONE
-    assert full.sum() >= BINS - 2 and (minhash._smallest(text) == few)[full].all()
+    full = few != minhash.EMPTY
+    assert full.sum() >= BINS - 2 and (minhash._smallest_hashes(text) == few)[full].all()

@@ -17,9 +17,9 @@ from nanochat.data.corpora import Corpus, shards
 from nanochat.data.shards import shard_paths, texts, write_shards
 from nanochat.dataloader import conversation_rows
 from nanochat.prepare import conversations as conversations_module
-from nanochat.prepare import documents, tokenise, workers
+from nanochat.prepare import documents, workers
 from nanochat.prepare.__main__ import Config, main
-from nanochat.prepare.conversations import folder_of, prepare_conversations
+from nanochat.prepare.conversations import conversation_folder, prepare_conversations
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import plan
 from nanochat.prepare.token_files import TokenSet, open_tokens
@@ -69,7 +69,7 @@ def test_a_second_call_changes_no_file_and_reads_no_shard(monkeypatch):
 
 def test_a_stop_keeps_the_shards_that_are_done(monkeypatch):
     corpus = make_corpus()
-    make, done = tokenise.tokenise_shard, []
+    make, done = documents.tokenise_shard, []
 
     def stop_at_the_third(path: Path, *rest):
         if len(done) == 2:
@@ -77,11 +77,11 @@ def test_a_stop_keeps_the_shards_that_are_done(monkeypatch):
         done.append(path.name)
         return make(path, *rest)
 
-    monkeypatch.setattr(tokenise, "tokenise_shard", stop_at_the_third)
+    monkeypatch.setattr(documents, "tokenise_shard", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         prepare_documents(corpus, TOKENIZER, "train")
     assert done == ["shard_00000.parquet", "shard_00001.parquet"]
-    monkeypatch.setattr(tokenise, "tokenise_shard", lambda path, *rest: done.append("x") or make(path, *rest))
+    monkeypatch.setattr(documents, "tokenise_shard", lambda path, *rest: done.append("x") or make(path, *rest))
     tokens = prepare_documents(corpus, TOKENIZER, "train")
     assert len(done) == 3
     assert decoded(tokens) == list(texts(shards(corpus, "train")))
@@ -129,8 +129,8 @@ def test_more_shards_are_added_and_a_changed_one_is_made_again(monkeypatch):
     other = shard_paths(base_dir() / "base_data" / "other")
     other[0].rename(corpus.folder / "shard_00050.parquet")
     other[1].rename(corpus.folder / "shard_00000.parquet")
-    seen, make = [], tokenise.tokenise_shard
-    monkeypatch.setattr(tokenise, "tokenise_shard", lambda path, *rest: seen.append(path.stem) or make(path, *rest))
+    seen, make = [], documents.tokenise_shard
+    monkeypatch.setattr(documents, "tokenise_shard", lambda path, *rest: seen.append(path.stem) or make(path, *rest))
     tokens = prepare_documents(corpus, TOKENIZER, "train")
     # Without corpus.json only its size identifies a shard.
     assert "shard_00000" in seen and "shard_00050" in seen and tokens.key != first.key
@@ -255,12 +255,14 @@ def test_other_conversations_and_tokenizers_of_a_stage_get_other_folders(monkeyp
     text = rows("alpha")
     assert "alpha" in text and "omega" not in text
     other = Tokenizer.train(DOCUMENTS, 350)
-    assert folder_of("sft", other, "k") != folder_of("sft", TOKENIZER, "k")
+    assert conversation_folder("sft", other, "k") != conversation_folder("sft", TOKENIZER, "k")
 
 
 def test_old_folders_of_a_stage_do_not_pile_up(monkeypatch):
     def make(number, name="mid"):
-        return prepare_conversations(folder_of(name, TOKENIZER, str(number)), CHATS[:2], TOKENIZER, str(number)).folder
+        return prepare_conversations(
+            conversation_folder(name, TOKENIZER, str(number)), CHATS[:2], TOKENIZER, str(number)
+        ).folder
 
     folders = [make(number) for number in range(9)]
     beside = make(0, "mid-val")

@@ -15,8 +15,8 @@ from nanochat.report.curves import running_mean
 from nanochat.report.sections import (
     TITLES,
     has_training_section,
+    read_sections,
     report_dir,
-    sections,
     training_section,
     write_section,
 )
@@ -112,7 +112,7 @@ def test_rl_figures_begin_before_its_first_step(base_folder: Path) -> None:
 
 def test_a_training_section_sums_up_its_metrics(base_folder: Path) -> None:
     trained(base_folder, "base", *(line(step) for step in range(1, 6)))
-    section = sections()["base_train"]
+    section = read_sections()["base_train"]
     assert section["minutes"] == 0.5 and section["tokens_per_second"] == 1003.0 and section["skipped_updates"] == 1
     assert (section["first_loss"], section["last_loss"], section["steps"]) == (3.9, 3.75, 5)
     assert "val_bpb" not in section and section["loss"][-1] == [5, 3.75]
@@ -173,7 +173,7 @@ def test_the_costs_of_another_run_are_forgotten(base_folder: Path) -> None:
     report.begin("auto auto")  # the run resumes
     assert read_json(stages_file()) == COSTS
     report.begin("smoke auto")
-    assert not stages_file().exists() and len(sections()) == 10
+    assert not stages_file().exists() and len(read_sections()) == 10
 
 
 def a_pipeline(base: Path, tag: str, corpus: str, *stages: str) -> None:
@@ -197,7 +197,7 @@ def test_what_another_tag_left_is_not_in_the_report(base_folder: Path, capsys: p
     assert list(found["sections"]) == ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "mid_eval"]
     assert set(found["table"]["mental"]) == {"base", "mid"} and "SFT: fine-tuning" not in text
     assert "they belong to another run: sft_train, sft_eval, rl_train, rl_eval" in capsys.readouterr().out
-    write_section("sft_eval", sections()["sft_eval"])  # the first run continues
+    write_section("sft_eval", read_sections()["sft_eval"])  # the first run continues
     assert list(generated()[0]["sections"]) == ["sft_train", "sft_eval", "rl_train", "rl_eval"]
 
 
@@ -211,7 +211,7 @@ def test_what_another_corpus_left_under_the_same_tag_is_not_in_the_report(base_f
 
 def test_a_stage_on_a_corpus_of_its_own_belongs_to_its_pipeline(base_folder: Path) -> None:
     a_pipeline(base_folder, "d4", "fineweb", "base", "mid")
-    section = sections()["mid_train"]
+    section = read_sections()["mid_train"]
     write_section("mid_train", {**section, "settings": {**section["settings"], "corpus": "own", "data": "own"}})
     assert len(generated()[0]["sections"]) == 6
 
@@ -220,12 +220,12 @@ def test_your_own_conversations_and_the_model_they_started_from_are_one_run(base
     a_pipeline(base_folder, "speedrun", "tinyworld", "base", "mid", "sft", "rl")
     parents = {"mid": "base speedrun", "sft": "mid speedrun-mine"}
     for stage, parent in parents.items():
-        section = {**sections()[f"{stage}_train"], "tag": "speedrun-mine"}
+        section = {**read_sections()[f"{stage}_train"], "tag": "speedrun-mine"}
         section["settings"] = {**section["settings"], "parent": f"{parent} step 1 0"}
         write_section(f"{stage}_train", section)
     kept = ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "sft_train"]
     assert list(generated()[0]["sections"]) == kept  # evaluations and RL were of the other model
-    write_section("mid_train", sections()["mid_train"])  # the parent is newer than its child
+    write_section("mid_train", read_sections()["mid_train"])  # the parent is newer than its child
     assert list(generated()[0]["sections"]) == kept
 
 

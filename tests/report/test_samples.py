@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.report.samples import MOST_LETTERS, Sample, forget_samples, keep_samples, read_samples
+from nanochat.report.samples import MAX_LETTERS, Sample, forget_samples, keep_samples, read_samples
 
 
 def test_samples_of_other_checkpoints_and_measurements_stay(tmp_path: Path) -> None:
@@ -42,4 +42,4 @@ def test_no_file_holds_no_samples(tmp_path: Path) -> None:
 def test_a_line_without_a_sample_is_left_out(tmp_path: Path, line: bytes) -> None:
     good = b'{"step": 1, "source": "a", "asked": "b", "said": "' + b"c" * 5000 + b'", "grade": Infinity}\n'
     (tmp_path / "samples.jsonl").write_bytes(line + b"\n" + good)
-    assert read_samples(tmp_path) == [Sample(1, "a", "b", "c" * MOST_LETTERS)]
+    assert read_samples(tmp_path) == [Sample(1, "a", "b", "c" * MAX_LETTERS)]

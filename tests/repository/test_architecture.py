@@ -12,7 +12,7 @@ from tests.support.device_rules import check_comparisons, check_state, check_ven
 MAY_WORK_ON_IMPORT = {"nanochat/device.py", "nanochat/__init__.py", "scripts/__init__.py", "tasks/__init__.py"}
 MAY_EXEC = {"nanochat/evals/sandbox_child.py"}  # runs the model's programs, in a process of its own with limits
 
-FILE_LINES, FUNCTION_LINES, TRAIN_LINES = 600, 120, 160
+FUNCTION_LINES, TRAIN_LINES = 120, 160
 # What a module-level value may call: things that only compute, and constructors (capitalised names).
 PURE_CALLS = """
     bytes cast chr compile dict enumerate field float frozenset fromkeys getLogger int items join keys len list local
@@ -74,8 +74,8 @@ def check_forbidden(path: str, tree: ast.Module) -> Iterator[str]:
 def check_size(path: str, tree: ast.Module, source: str) -> Iterator[str]:
     """File and function lengths."""
     lines = source.count("\n")
-    if lines > FILE_LINES:
-        yield f"{path}: {lines} lines, at most {FILE_LINES}"
+    if lines > house.MOST_LINES:
+        yield f"{path}: {lines} lines, at most {house.MOST_LINES}"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             limit = TRAIN_LINES if package_of(path) == "scripts" and node.name == "train" else FUNCTION_LINES
@@ -200,6 +200,16 @@ def test_no_room_has_two_floors() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert house.measure().circles == []
+
+
+def test_every_folder_has_few_entries() -> None:
+    for folder, count in house.measure().entries.items():
+        limit = house.MOST_ENTRIES_AT_THE_TOP if folder == house.PACKAGE else house.MOST_ENTRIES
+        assert count <= limit, f"{folder} has {count} entries, at most {limit}"
+
+
+def test_half_of_the_files_are_short() -> None:
+    assert house.measure().median_lines <= house.MEDIAN_LINES
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from dev import floorplan, house
 def test_an_arrow_is_an_import_between_two_rooms() -> None:
     files = {
         "nanochat/__init__.py": "from nanochat import gpt",  # the package itself is no room
-        "nanochat/gpt.py": "from nanochat.nn import loss\nfrom nanochat.nn.cache import Cache\nimport torch",
-        "nanochat/nn/loss.py": "from .cache import Cache\nfrom ..common import log",
+        "nanochat/gpt.py": "from nanochat.data import bpe\nfrom nanochat.data.chat import Chat\nimport torch",
+        "nanochat/data/bpe.py": "from .chat import Chat\nfrom ..common import log",
         "nanochat/engine.py": "def load() -> None:\n    import nanochat.gpt",
     }
-    assert house.arrows(files) == {("gpt", "nn"): 2, ("nn", "common"): 1, ("engine", "gpt"): 1}
+    assert house.arrows(files) == {("gpt", "data"): 2, ("data", "common"): 1, ("engine", "gpt"): 1}
 
 
 def test_a_circle_is_found_with_the_files_that_make_it() -> None:
@@ -50,8 +50,8 @@ def test_the_floor_plan_names_every_room_and_the_floors_below_it(theme: floorpla
     assert {room.label for room in rooms.values()} <= set(said)
     chips = sum(len(room.uses) for room in rooms.values()) + len(house.FLOORS)
     assert sum(text.isdigit() for text in said) == chips
-    assert rooms["nn"].label == "nn/" and "cache" in rooms["nn"].files and rooms["gpt"].files == ()
-    assert rooms["gpt"].uses == (house.FLOOR["common"], house.FLOOR["nn"], house.FLOOR["context"])
+    assert rooms["data"].label == "data/" and "bpe" in rooms["data"].files and rooms["gpt"].files == ()
+    assert rooms["engine"].uses[0] == house.FLOOR["common"]
 
 
 def test_no_text_of_the_floor_plan_leaves_its_room() -> None:

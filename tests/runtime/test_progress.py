@@ -61,7 +61,7 @@ def test_a_failure_prints_no_last_line(capsys):
 
 
 def test_a_log_gets_the_line_of_every_step_and_no_note(capsys):
-    progress = Progress("base", 3, "steps", done=1)
+    progress = Progress("base", 3, "steps", completed=1)
     for step in (2, 3):
         progress.show(step, "a note", f"step {step}")
     progress.close()
@@ -85,7 +85,7 @@ def test_more_work_than_was_foreseen_has_no_time_left(capsys):
 
 
 def test_units_of_earlier_runs_count_as_done_but_not_as_speed(capsys):
-    with Progress("base", 4, "steps", every_seconds=0, done=2) as progress:
+    with Progress("base", 4, "steps", every_seconds=0, completed=2) as progress:
         progress.advance(0)
     assert capsys.readouterr().out.splitlines()[0] == "base: 2 steps of 4 steps (50%)"
 
@@ -121,7 +121,7 @@ class Terminal:
 
 def test_a_terminal_gets_a_bar_with_a_note_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     with Terminal(monkeypatch) as terminal:
-        progress = Progress("base [d4]", 5000, "steps", done=10)
+        progress = Progress("base [d4]", 5000, "steps", completed=10)
         progress.show(1000, "1000/5000 loss 3.456", "step 01000/05000")
         progress.say("something happened")
         progress.close()

@@ -32,7 +32,7 @@ def test_a_signal_is_noted_and_the_handlers_are_put_back(number: int) -> None:
         compute.pulse.beat(7)
         assert not signals.agreed(compute)
         press(number)
-        assert compute.pulse.asked == signal.Signals(number).name
+        assert compute.pulse.stop_reason == signal.Signals(number).name
         assert signals.agreed(compute)
         with pytest.raises(signals.Stopped):
             signals.check(compute)
@@ -49,7 +49,7 @@ def test_before_anything_is_trained_one_process_stops_at_once(monkeypatch: pytes
     monkeypatch.setenv("RANK", "0")
     with signals.caught(pulse := Pulse()):  # ranks only stop together
         press()
-        assert pulse.asked == "SIGTERM"
+        assert pulse.stop_reason == "SIGTERM"
 
 
 def test_a_second_ctrl_c_stops_one_process_at_once() -> None:
@@ -130,7 +130,7 @@ def test_rl_stops_in_its_measurement(base_folder: Path, monkeypatch: pytest.Monk
     compute = on_cpu()
     with pytest.MonkeyPatch.context() as patch, signals.caught(compute.pulse):
         compute.pulse.beat()
-        pressed_in(patch, chat_eval, "_write", 2)  # the first is before the first step
+        pressed_in(patch, chat_eval, "_grade_replies", 2)  # the first is before the first step
         run_stage("rl", compute, num_iterations=4, eval_every=2)
     assert [path.name for path in stage_folder(base_folder, "rl").glob("step_*")] == ["step_000002"]
     run_stage("rl", on_cpu(), num_iterations=4, eval_every=2)

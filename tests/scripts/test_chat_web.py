@@ -27,7 +27,7 @@ from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
+from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps
 from nanochat.serve.hosted import Loadable
@@ -328,8 +328,8 @@ def published(tmp_path_factory):
     model = load_qwen(folder, compute_init("cpu"))
     add_adapters(model, LoraConfig(2))
     init_adapters(model)
-    for _, _, _, second in adapted(model):
-        torch.nn.init.normal_(second.weight, generator=torch.Generator().manual_seed(3))
+    for _, adapter in adapted(model):
+        torch.nn.init.normal_(adapter.second.weight, generator=torch.Generator().manual_seed(3))
     save_adapter(model, LoraConfig(2), str(folder), folder.parent / "mine")
     return folder
 

@@ -24,7 +24,7 @@ from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.lora import LoraConfig
+from nanochat.models.lora import LoraConfig
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import compile as compiling
 from scripts import finetune

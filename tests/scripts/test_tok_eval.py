@@ -62,7 +62,7 @@ def test_published_vocabularies_are_measured_where_they_are_cached(monkeypatch, 
     tokenizer.save(tokenizer_dir("c"))
     monkeypatch.setattr(tok_eval, "is_cached", lambda name: name == "gpt2")
     ranks = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size - len(ROLES))]
-    known = tiktoken.Encoding("known", **bpe.for_tiktoken(ranks, tokenizer.regex, {}))
+    known = tiktoken.Encoding("known", **bpe.tiktoken_arguments(ranks, tokenizer.regex, {}))
     monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: known)
     assert all(row["gpt2"] == row["bytes_per_token"] for row in train(Config()))
     assert "compared on the samples only: cl100k_base, o200k_base, qwen" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, save_adapter
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
-from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
+from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.platforms import host
 from nanochat.serve import chosen
 from nanochat.serve.chosen import (
@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load_qwen(place, on_cpu())
     add_adapters(model, LoraConfig(4))
     init_adapters(model)
-    for _, _, _, second in adapted(model):
-        torch.nn.init.normal_(second.weight, generator=torch.Generator().manual_seed(3))
+    for _, adapter in adapted(model):
+        torch.nn.init.normal_(adapter.second.weight, generator=torch.Generator().manual_seed(3))
     save_adapter(model, LoraConfig(4), str(place), place.parent / "mine")
     return place
 
@@ -196,7 +196,7 @@ def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_fold
     packed = choose(flags, "bfloat16", on_cpu())
     assert packed.parameters == plain.parameters > sum(p.numel() for p in packed.loaded.model.parameters())
     assert 0 < (logits(packed) - logits(plain)).abs().max() < 0.2 * logits(plain).abs().max()
-    assert choose_also(f"other={folder}", flags, "bfloat16", on_cpu())[1].loaded.model.head.packed is not None
+    assert choose_also(f"other={folder}", flags, "bfloat16", on_cpu())[1].loaded.model.head.multiply is not None
     with pytest.raises(
         UserError, match="faster only where a CPU computes in bfloat16, and this one computes in float32"
     ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.engine import reply_parts
+from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from tests.support.served import Served, serving
 
@@ -47,7 +47,7 @@ metric_list: [{{metric: exact_match}}]
 def log_likelihood(served: Served, context: str, continuation: str) -> tuple[float, bool]:
     """The natural log of a continuation's probability, by the engine itself, and whether it is the likeliest."""
     before, whole = (served.tokenizer.encode(text) for text in (context, context + continuation))
-    scored = served.alone.generate([whole], Sampling(0.0, max_tokens=1, prompt_logprobs=1))[0].prompt
+    scored = served.alone.generate([whole], Sampling(0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_scores
     mine = scored[len(before) - 1 :]
     return sum(each.logprob for each in mine), all(each.token == each.alternatives[0][0] for each in mine)
 

@@ -102,7 +102,7 @@ class Seen:
 class NoSchemas:
     """Schemas that need no preparation."""
 
-    def knows(self, schema: str) -> bool:
+    def is_ready(self, schema: str) -> bool:
         return True
 
     def prepare(self, schema: str) -> None:

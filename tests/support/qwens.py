@@ -13,6 +13,8 @@ from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.data import bpe
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.layers import accelerate
+from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import PATTERNS
 from tests.support.tiny_model import TEXT
 
@@ -29,10 +31,14 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def tiny_qwen(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **given: Any) -> Qwen:
+def tiny_qwen(
+    family: str, seed: int = 1, dtype: torch.dtype = torch.float32, operations: Operations | None = None
+) -> Qwen:
     """A model whose weights are large enough that every part of it matters, with norms and biases that are not
     trivial."""
-    model = Qwen(CONFIGS[family], dtype, **given)
+    model = Qwen(CONFIGS[family], dtype)
+    if operations is not None:
+        accelerate(model, operations)
     generator = torch.Generator().manual_seed(seed)
     model.init_weights(seed)
     with torch.no_grad():

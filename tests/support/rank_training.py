@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
 from nanochat.train.optim import Optimizers, Rates
@@ -28,7 +29,8 @@ class Batches:
 
 def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008
     """A model whose first gradients exceed rounding errors, since AdamW makes a full step of any gradient."""
-    model, generator = GPT(CONFIG, compute.dtype, compute.operations), torch.Generator().manual_seed(4)
+    model, generator = GPT(CONFIG, compute.dtype), torch.Generator().manual_seed(4)
+    accelerate(model, compute.operations)
     model.init_weights(3)
     with torch.no_grad():
         for block in model.blocks:

@@ -2,10 +2,10 @@
 
 import torch
 
+from nanochat.attention import PlainAttention
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.gpt import GPTConfig
-from nanochat.nn.cache import Cache
-from nanochat.nn.operations import Operations
 from nanochat.tokenizer import Tokenizer
 
 MODULUS = 1_000_003
@@ -19,7 +19,7 @@ class Recurrent:
             sequence_len=length, vocab_size=tokenizer.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=24
         )
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.operations = Operations()
+        self.attention = PlainAttention()
         self._words = tokenizer.vocab_size - 9  # the model says no marks
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
@@ -40,6 +40,9 @@ class Recurrent:
             cache.states[2][slot] = state
         cache.positions[slots] += lengths
         return out
+
+    def log_totals(self, logits: torch.Tensor) -> None:
+        return None
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(x[:, 0].long(), self.config.vocab_size).float() * 10

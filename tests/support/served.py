@@ -48,7 +48,7 @@ def serving(
     """Serve a tiny model in fp32 on a free port: our own, or the `loaded` model with its tokenizer."""
     tokenizer = tiny_tokenizer() if loaded is None else loaded[1]
     model = tiny_gpt(tokenizer.vocab_size, length) if loaded is None else loaded[0]
-    engine, alone = Engine(model, tokenizer, slots, kept=2), Engine(model, tokenizer, 1)
+    engine, alone = Engine(model, tokenizer, slots, spare_slots=2), Engine(model, tokenizer, 1)
     settings = replace(settings, max_tokens=20)
     with running(engine, tokenizer, settings) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield Served(url, client, tokenizer, alone)

@@ -9,8 +9,9 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
+from nanochat.platforms.layers import accelerate
+from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import ROLES, Tokenizer
 from nanochat.train.optim import Optimizers, Rates
 
@@ -34,7 +35,9 @@ def tiny_gpt(
         sequence_len=sequence_len, vocab_size=vocab_size, n_layer=4, n_head=4, n_kv_head=2, n_embd=32,
         window_pattern="SL", bigram_rows=bigram_rows, offset_layers=offset_layers,
     )  # fmt: skip
-    model = GPT(config, dtype, operations)
+    model = GPT(config, dtype)
+    if operations is not None:
+        accelerate(model, operations)
     model.init_weights(seed)
     generator = torch.Generator().manual_seed(1000 + seed)  # not the embedding's seed, or the head would equal it
 

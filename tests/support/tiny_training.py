@@ -11,6 +11,7 @@ from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
@@ -41,7 +42,8 @@ def make(
 ) -> tuple[GPT, Optimizers]:
     """A model with three heads of 18 channels: two or four ranks cannot divide its rows evenly."""
     config = GPTConfig(sequence_len=16, vocab_size=vocab_size, n_layer=2, n_head=3, n_kv_head=3, n_embd=54)
-    model = GPT(config, compute.dtype, compute.operations)
+    model = GPT(config, compute.dtype)
+    accelerate(model, compute.operations)
     model.init_weights(seed)
     model.to(compute.device)
     parallel.shard(model, model.shard_groups(), compute, mode)

@@ -10,9 +10,9 @@ import datasets
 import pytest
 
 from tasks import arc, gsm8k, mmlu
-from tasks.common import Published
 from tasks.mixtures import CURRICULA
 from tasks.needs import repos, warn_of_missing, whereabouts
+from tasks.published import Published
 
 DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
 

@@ -19,7 +19,7 @@ WISH = {"role": "system", "content": "be short"}
 
 def pair(*before: Any) -> Pair:
     """The two answers yes and no after some turns."""
-    first, second = (Conversation((*before, assistant(word)), given=len(before)) for word in ("yes", "no"))
+    first, second = (Conversation((*before, assistant(word)), prompt_turns=len(before)) for word in ("yes", "no"))
     return first, second
 
 

@@ -19,9 +19,10 @@ from nanochat.data.conversation import Conversation, Task
 from tasks import gsm8k
 from tasks.arc import ARC
 from tasks.choices import render_choices
-from tasks.common import Subset, TaskMixture, final_number, load_table
+from tasks.common import Subset, TaskMixture, final_number
 from tasks.gsm8k import GSM8K, read_solution
 from tasks.mmlu import MMLU
+from tasks.published import load_table
 from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SpellingBee
 

@@ -315,7 +315,7 @@ def test_every_operation_agrees_with_its_reference_on_the_host(
 
 
 def test_an_operation_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanochat.nn.operations import Operations
+    from nanochat.platforms.operations import Operations
 
     on_cpu(monkeypatch)
     attend = Operations.attend

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.operations import Operations
 from nanochat.platforms.nvidia import fp8
+from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel, signals
 from nanochat.train import compile as compiling
 from nanochat.train.compile import Ahead, Costs
@@ -137,11 +136,22 @@ def test_a_gpt_whose_kernels_are_as_fast_is_compiled_only_if_asked_for_or_as_bef
     assert ready is not qwen, "the kernels serve the GPT alone"
 
 
+class WithKernels(Operations):
+    """Operations that say why they need no compiler."""
+
+    def __init__(self, reason: str):
+        super().__init__()
+        self.reason = reason
+
+    def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
+        return self.reason
+
+
 def unneeded(compute: Compute, ranks: Sequence[int]) -> str:
     """Why this rank leaves the compiler out, where only some ranks have kernels."""
     model: Any = tiny_gpt(300)
     said = "kernels are as fast" if compute.rank in ranks else ""
-    model.operations = SimpleNamespace(needs_no_compiler=lambda head_dim, dtype: said)
+    model.attention = WithKernels(said)
     return compiling._unneeded(model, compute)
 
 

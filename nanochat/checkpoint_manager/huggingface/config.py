@@ -1,4 +1,4 @@
-"""Reads and writes the config.json of a published model: which family it is of, and its shape."""
+"""Reads and writes the config.json of a published model: its architecture and its shape."""
 
 import reprlib
 from collections.abc import Mapping
@@ -6,42 +6,48 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.families import checked_shape
-from nanochat.common import UserError, read_json
+from nanochat.common import UserError, read_json, tr
 from nanochat.models.qwen.config import QwenConfig
 
-# The architectures that are known, and the models that have them.
+# Architectures that are known -> the models that have them.
 ARCHITECTURES = {
     "Qwen2ForCausalLM": "Qwen1.5, Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3_5ForCausalLM": "Qwen3.5, text",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5",
 }
+MODEL_TYPES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+LAYER_LETTERS = {"full_attention": "A", "linear_attention": "D"}
+MAX_LAYERS = 1_000  # that a damaged config.json may ask for
 
 
 def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
-    """The shape of the model in a folder; `sequence_len` replaces the context that the publisher names.
+    """Return the shape of the model in a folder, with a context of `sequence_len` if that is given.
 
-    UserError (code 2) if the folder has no config.json, if the architecture is not known, or if the model needs
-    something that this program does not compute.
+    UserError (code 2) if the folder has no config.json, if the architecture is not known, or if the
+    model needs something that this program does not compute.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{folder} is no model: it has no config.json. Name the folder that holds config.json",
+            tr(
+                "{folder} is no model: it has no config.json. Name the folder that holds "
+                "config.json",
+                folder=folder,
+            ),
             2,
         )
     content = read_json(path)
-    names = content.get("architectures") if isinstance(content, dict) else None
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(f"{known} ({models})" for known, models in ARCHITECTURES.items())
-        raise UserError(
-            f"{path} names the architecture {reprlib.repr(name)}, and the known ones are {known}. Use one of those",
-            2,
-        )
+    architecture = _architecture(content, path)
     text = content.get("text_config", content)
     try:
-        shape = _shape(name, {**text, "tie_word_embeddings": _tied(content, text)})
+        shape = _shape(architecture, {**text, "tie_word_embeddings": _tied(content, text)})
+    except UserError as failure:
+        raise UserError(f"{path}: {failure}", 2) from failure
     except (
         KeyError,
         TypeError,
@@ -50,55 +56,89 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
         IndexError,
         ZeroDivisionError,
     ) as failure:
-        if isinstance(failure, UserError):
-            raise UserError(f"{path}: {failure}", 2) from failure
         raise UserError(
-            f"{path} is damaged: {failure!r}. Copy the model again from its source", 2
+            tr(
+                "{path} is damaged: {failure!r}. Copy the model again from its source",
+                path=path,
+                failure=failure,
+            ),
+            2,
         ) from failure
     if sequence_len is not None:
         if sequence_len > shape["sequence_len"]:
             raise UserError(
-                f"a context of {sequence_len:,} tokens was asked for, and the model in {folder} was made for at most "
-                f"{shape['sequence_len']:,}. Ask for less",
+                tr(
+                    "a context of {sequence_len:,} tokens was asked for, and the model in "
+                    "{folder} was made for at most {longest:,}. Ask for less",
+                    sequence_len=sequence_len,
+                    folder=folder,
+                    longest=shape["sequence_len"],
+                ),
                 2,
             )
         shape["sequence_len"] = sequence_len
     return checked_shape(QwenConfig, shape, str(path))
 
 
+def _architecture(content: Any, path: Path) -> str:
+    """Return the architecture that config.json names first. UserError if it is not a known one."""
+    names = content.get("architectures") if isinstance(content, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return name
+    choices = [f"{choice} ({models})" for choice, models in ARCHITECTURES.items()]
+    raise UserError(
+        tr(
+            "{path} names the architecture {name}, and the known ones are {choices}. Use one "
+            "of those",
+            path=path,
+            name=reprlib.repr(name),
+            choices=", ".join(choices),
+        ),
+        2,
+    )
+
+
 def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Whether the head is the embedding: the outer value counts where a model has text and vision."""
+    """Return whether the head is the embedding.
+
+    A model of text and vision has an outer value and one for its text; the outer one counts.
+    """
     return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
 def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     """UserError for everything that would change the computation and is not supported."""
+
+    def refuse_if(is_unsupported: bool, feature: str) -> None:
+        if is_unsupported:
+            raise UserError(f"the model has {feature} supported. Use another model")
+
+    activation = text.get("hidden_act", "silu")
+    refuse_if(activation != "silu", f"the activation {activation!r}; silu is")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    refuse_if(
+        rope_type != "default",
+        f"rotary embeddings of type {rope_type!r}; only the default type is",
+    )
     layers = text.get("layer_types") or []
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    unsupported = {
-        f"the activation {text.get('hidden_act', 'silu')!r}; silu is": text.get(
-            "hidden_act", "silu"
-        )
-        != "silu",
-        f"rotary embeddings of type {kind!r}; only the default type is": kind != "default",
-        "a sliding window; full attention is": bool(text.get("use_sliding_window"))
-        or "sliding_attention" in layers,
-        "quantised weights; bf16, fp16 and fp32 are": "quantization_config" in text,
-        "biases in every matrix of attention; only those of Qwen2 are": bool(
-            text.get("attention_bias")
-        ),
-    }
-    for what, asked in unsupported.items():
-        if asked:
-            raise UserError(f"the model has {what} supported. Use another model")
+    slides = bool(text.get("use_sliding_window")) or "sliding_attention" in layers
+    refuse_if(slides, "a sliding window; full attention is")
+    refuse_if("quantization_config" in text, "quantised weights; bf16, fp16 and fp32 are")
+    refuse_if(
+        bool(text.get("attention_bias")),
+        "biases in every matrix of attention; only those of Qwen2 are",
+    )
 
 
 def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a QwenConfig from the publisher's."""
+    """Return the values of a QwenConfig from the publisher's values."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     _refuse_unknown(text, rope)
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    rope_theta = rope.get("rope_theta") or text.get("rope_theta") or 10_000.0
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
     shape = {
         "sequence_len": text["max_position_embeddings"],
         "vocab_size": text["vocab_size"],
@@ -108,17 +148,19 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
         "n_kv_head": text.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
         "n_hidden": text["intermediate_size"],
-        "rope_theta": float(rope.get("rope_theta") or text.get("rope_theta") or 10_000.0),
+        "rope_theta": float(rope_theta),
         "norm_eps": float(text["rms_norm_eps"]),
         "tied": int(text["tie_word_embeddings"]),
-        "qkv_bias": int(architecture == "Qwen2ForCausalLM"),
-        "qk_norm": int(architecture != "Qwen2ForCausalLM"),
+        "qkv_bias": int(is_qwen2),
+        "qk_norm": int(not is_qwen2),
     }
     if architecture.startswith("Qwen3_5"):
-        part = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
+        rotary_share = (
+            rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
+        )
         shape |= {
             "layers": _layers(text),
-            "rotary_dim": int(head_dim * part),
+            "rotary_dim": int(head_dim * rotary_share),
             "zero_centred": 1,
             "output_gate": 1,
             "delta_key_heads": text["linear_num_key_heads"],
@@ -131,27 +173,27 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(text: Mapping[str, Any]) -> str:
-    """A or D for each layer."""
-    letters = {"full_attention": "A", "linear_attention": "D"}
-    if types := text.get("layer_types"):
-        return "".join(letters[kind] for kind in types)
-    every = text.get("full_attention_interval", 4)
-    return "".join(
-        "D" if (i + 1) % every else "A" for i in range(min(text["num_hidden_layers"], 1000))
-    )
+    """Return a letter for each layer: A for full attention, D for linear attention."""
+    types = text.get("layer_types")
+    if types:
+        return "".join(LAYER_LETTERS[layer_type] for layer_type in types)
+    interval = text.get("full_attention_interval", 4)
+    letters = ""
+    for layer in range(min(text["num_hidden_layers"], MAX_LAYERS)):
+        is_full = (layer + 1) % interval == 0
+        letters += "A" if is_full else "D"
+    return letters
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
-    """The config.json of a model, as its publisher would write it; read_config() reads it back."""
-    name = "qwen3_5_text" if shape.output_gate else "qwen3" if shape.qk_norm else "qwen2"
-    architecture = {
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3_5_text": "Qwen3_5ForCausalLM",
-    }
+    """Return the config.json of a model as its publisher would write it.
+
+    read_config() reads it back.
+    """
+    model_type = _model_type(shape)
     content: dict[str, Any] = {
-        "architectures": [architecture[name]],
-        "model_type": name,
+        "architectures": [MODEL_TYPES[model_type]],
+        "model_type": model_type,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.n_embd,
         "hidden_act": "silu",
@@ -165,10 +207,11 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         "tie_word_embeddings": bool(shape.tied),
         "rope_theta": shape.rope_theta,
     }
-    if name == "qwen2":
-        del content["head_dim"]  # which its readers compute
-    if name == "qwen3_5_text":
+    if model_type == "qwen2":
+        del content["head_dim"]  # its readers compute the head's size
+    if model_type == "qwen3_5_text":
         del content["rope_theta"]
+        types = {letter: layer_type for layer_type, letter in LAYER_LETTERS.items()}
         content |= {
             "rope_parameters": {
                 "rope_type": "default",
@@ -181,8 +224,13 @@ def published(shape: QwenConfig) -> dict[str, Any]:
             "linear_key_head_dim": shape.delta_key_dim,
             "linear_value_head_dim": shape.delta_value_dim,
             "linear_conv_kernel_dim": shape.delta_width,
-            "layer_types": [
-                "full_attention" if kind == "A" else "linear_attention" for kind in shape.kinds
-            ],
+            "layer_types": [types[letter] for letter in shape.kinds],
         }
     return content
+
+
+def _model_type(shape: QwenConfig) -> str:
+    """Return the publisher's name of a model's architecture."""
+    if shape.output_gate:
+        return "qwen3_5_text"
+    return "qwen3" if shape.qk_norm else "qwen2"

@@ -1,4 +1,4 @@
-"""Chat templates: conversations as the text that a model was trained on."""
+"""Chat templates: they turn conversations into the text that a model was trained on."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,11 +8,12 @@ from nanochat.common import UserError
 from nanochat.platforms.child import Child
 
 SECONDS = 10.0  # for one conversation
-LARGEST = 1 << 20  # characters of a template
+MAX_CHARACTERS = 1 << 20  # of a template
 CHILD = Path(__file__).with_name("template_child.py")
-# What chatml() does, for programs that want a template.
+# The text of chatml(), for programs that need a template.
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -20,37 +21,49 @@ Messages = Sequence[Mapping[str, str]]  # each with a role and a content
 
 
 def chatml(messages: Messages, reply: bool) -> str:
-    """ChatML, for models that have no template. `reply` adds the mark that opens the assistant's turn."""
-    turns = [
-        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
-    ]
-    return "".join(turns) + ("<|im_start|>assistant\n" if reply else "")
+    """Return a conversation as ChatML, for models that have no template.
+
+    `reply` adds the mark that opens the assistant's turn.
+    """
+    text = ""
+    for message in messages:
+        text += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+    if reply:
+        text += "<|im_start|>assistant\n"
+    return text
 
 
 class ChatTemplate:
-    """The Jinja template of a model, rendered by a child process that has limits of time and memory."""
+    """The Jinja template of a model, rendered in a child process with limits of time and memory."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str):
-        """`tokens` are names that the template may use, such as eos_token; `where` names the template in messages."""
-        if len(source) > LARGEST:
+        """`tokens` are names that the template may use, such as eos_token.
+
+        `where` names the template in messages.
+        """
+        if len(source) > MAX_CHARACTERS:
             raise UserError(
-                f"the chat template in {where} has {len(source):,} characters, at most {LARGEST:,} are read"
+                f"the chat template in {where} has {len(source):,} characters, at most "
+                f"{MAX_CHARACTERS:,} are read"
             )
         self._child = Child(CHILD, {"template": source, "tokens": dict(tokens)})
         self._where = where
 
     def render(self, messages: Messages, reply: bool, **options: Any) -> str:
-        """The text of a conversation; `reply` adds what opens the assistant's turn. UserError if the template fails,
-        refuses the conversation, or takes too much time or memory."""
-        asked = {"messages": list(messages), "add_generation_prompt": reply, **options}
-        answer = self._child.ask(asked, SECONDS)
+        """Return the text of a conversation; `reply` adds what opens the assistant's turn.
+
+        UserError if the template fails, refuses the conversation, or takes too much time or memory.
+        """
+        variables = {"messages": list(messages), "add_generation_prompt": reply, **options}
+        answer = self._child.ask(variables, SECONDS)
         if answer is None:
             raise UserError(
-                f"the chat template in {self._where} takes more than {SECONDS:.0f} seconds or too much memory. Remove "
-                "it to use ChatML"
+                f"the chat template in {self._where} takes more than {SECONDS:.0f} seconds or too "
+                "much memory. Remove it to use ChatML"
             )
         if "text" not in answer:
             raise UserError(
-                f"the chat template in {self._where} fails: {answer['error']}. Remove it to use ChatML"
+                f"the chat template in {self._where} fails: {answer['error']}. Remove it to use "
+                "ChatML"
             )
         return answer["text"]

@@ -1,19 +1,22 @@
-"""Renders a chat template in a child process (platforms/child.py): a template is a program that someone else wrote."""
+"""Renders a chat template in a child process, since a template is a program of someone else.
+
+platforms/child.py starts the process and calls begin() in it.
+"""
 
 import json
 from collections.abc import Callable
 from typing import Any
 
-TEXT = 1 << 22  # characters of an answer
+MAX_CHARACTERS = 1 << 22  # of an answer
 
 
 def refuse(message: str) -> None:
-    """What templates call where they refuse a conversation."""
+    """Raise ValueError: templates call this where they refuse a conversation."""
     raise ValueError(message)
 
 
 def compiled(source: str, tokens: dict[str, str]) -> Any:
-    """The template, in a sandbox that can change nothing and see no attribute of Python's own."""
+    """Return the template in a sandbox that hides Python's own attributes and allows no change."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,16 +32,17 @@ def compiled(source: str, tokens: dict[str, str]) -> Any:
 
 
 def begin(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    """A function that gives the text of a conversation, or why there is none."""
+    """Return a function that renders a conversation: it returns {"text": ...} or {"error": ...}."""
     template = compiled(setup["template"], setup["tokens"])
 
-    def answer(asked: dict[str, Any]) -> dict[str, str]:
-        parts, length = [], 0
-        for part in template.generate(**asked):
-            parts.append(part)
-            length += len(part)
-            if length > TEXT:
-                return {"error": f"it writes more than {TEXT:,} characters"}
-        return {"text": "".join(parts)}
+    def answer(variables: dict[str, Any]) -> dict[str, str]:
+        pieces = []
+        length = 0
+        for piece in template.generate(**variables):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MAX_CHARACTERS:
+                return {"error": f"it writes more than {MAX_CHARACTERS:,} characters"}
+        return {"text": "".join(pieces)}
 
     return answer

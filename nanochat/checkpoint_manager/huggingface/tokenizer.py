@@ -1,4 +1,7 @@
-"""The tokenizer.json of a published model, with its chat template, behind the members that our own tokenizer has."""
+"""The tokenizer of a published model, behind the members that our own tokenizer has.
+
+It reads tokenizer.json and the chat template, which turns conversations into text.
+"""
 
 import re
 import reprlib
@@ -11,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
-from nanochat.common import UserError, fsync_path, read_json, sha256_of
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
 from nanochat.data.conversation import Conversation, Message, user
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
-# What belongs to a published model beside its weights.
-BESIDE = (
+# The files of a published model beside its weights.
+COMPANIONS = (
     FILE_NAME,
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -30,7 +33,8 @@ BESIDE = (
     "special_tokens_map.json",
 )
 END_OF_TURN = "<|im_end|>"
-# Roles of our own tokenizer that published models do not have, in the order in which they get free rows.
+# Roles of our own tokenizer that published models do not have, in the order in which they get free
+# rows of the embedding. The calculator's marks come first.
 ROWLESS = (
     "output_start",
     "output_end",
@@ -40,79 +44,107 @@ ROWLESS = (
     "user_end",
     "assistant_start",
 )
-# Letters for private use, between which a rendered text shows where a special token was spelled out by a user, and
-# where the words of the assistant begin and end. Texts that hold these letters themselves are spelled out too.
+# Letters for private use. A rendered text has the number of a special token that a user spelled out
+# between OPEN and CLOSE, and the words of the assistant between BEGIN and END. Where a text has
+# these letters itself, they are replaced in the same way.
 OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
+
+
+def _message(role: str, text: str) -> dict[str, str]:
+    """Return a message as chat templates read it."""
+    return {"role": role, "content": text}
 
 
 class FolderTokenizer:
     """The tokenizer of a published model.
 
-    `vocab_size` is the number of rows of the model's embedding, which is usually larger than the vocabulary. `bos`
-    begins a text: the publisher's own mark, or, as Qwen has none, the mark that ends a document. `stops` end a reply.
+    `vocab_size` is the number of rows of the model's embedding, which is usually larger than the
+    vocabulary. `bos` begins a text: the publisher's own mark, or, as Qwen has none, the mark that
+    ends a document. `stops` end a reply.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
     border: int | None = None  # a conversation that is too long is cut to its beginning
 
     def __init__(self, folder: Path, vocab_size: int):
-        """UserError if tokenizer.json is missing, damaged, of an unknown kind, or larger than the embedding."""
+        """UserError if tokenizer.json is missing, damaged, of an unknown kind, or too large."""
         path = folder / FILE_NAME
         if not path.is_file():
             raise UserError(
-                f"{folder} has no {FILE_NAME}. Copy the model again, with its tokenizer"
+                tr(
+                    "{folder} has no {file_name}. Copy the model again, with its tokenizer",
+                    folder=folder,
+                    file_name=FILE_NAME,
+                )
             )
+        self.folder = folder
+        self.vocab_size = vocab_size
+        self.hash = sha256_of(path)
+        self._load(path)
+        self._last = max(self._tokenizer.get_vocab().values())  # get_vocab() is slow: it copies
+        if self._last >= vocab_size:
+            raise UserError(
+                f"{path} has a token {self._last:,}, and the embedding of the model has only "
+                f"{vocab_size:,} rows: they do not belong together. Copy the model again from its "
+                "source"
+            )
+        self._names = self._read_names()
+        self.stops = self._read_stops()
+        beginnings = (
+            self.named("bos_token"),
+            self._specials.get("<|endoftext|>"),
+            min(self.stops),
+        )
+        self.bos = next(token for token in beginnings if token is not None)
+        self.stops |= {self.bos, self.special("assistant_end")}
+
+    def _load(self, path: Path) -> None:
+        """Load tokenizer.json and its special tokens."""
         import tokenizers  # not at the top: only published models need it
 
         content = read_json(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            self._added = {token["content"]: int(token["id"]) for token in content["added_tokens"]}
-            special = {token["content"] for token in content["added_tokens"] if token["special"]}
+            added_tokens = content["added_tokens"]
+            self._added = {token["content"]: int(token["id"]) for token in added_tokens}
+            special_texts = {token["content"] for token in added_tokens if token["special"]}
             kind = content["decoder"]["type"]
         except Exception as failure:  # the library raises Exception itself
             raise UserError(
-                f"{path} is damaged: {failure}. Copy the model again from its source"
+                tr(
+                    "{path} is damaged: {failure}. Copy the model again from its source",
+                    path=path,
+                    failure=failure,
+                )
             ) from failure
         if kind != "ByteLevel":
             raise UserError(
-                f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use another model"
-            )
-        self.vocab_size, self.hash, self.folder = vocab_size, sha256_of(path), folder
-        self._last = max(
-            self._tokenizer.get_vocab().values()
-        )  # kept: get_vocab() copies the whole vocabulary
-        if self._last >= vocab_size:
-            raise UserError(
-                f"{path} has a token {self._last:,}, and the embedding of the model has only {vocab_size:,} rows: they "
-                "do not belong together. Copy the model again from its source"
+                f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use "
+                "another model"
             )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = (
-            True  # a special token that is spelled out in a text is ordinary text
-        )
-        self._specials = {text: self._added[text] for text in special}
-        self._split = re.compile(
-            "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-        )
-        self._names = self._read_names()
-        self.stops = self._read_stops()
-        begins = (self.named("bos_token"), self._specials.get("<|endoftext|>"), min(self.stops))
-        self.bos = next(number for number in begins if number is not None)
-        self.stops |= {self.bos, self.special("assistant_end")}
+        # A special token that is spelled out in a text is ordinary text.
+        self._tokenizer.encode_special_tokens = True
+        self._specials = {text: self._added[text] for text in special_texts}
+        longest_first = sorted(special_texts, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     # --- files -----------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> Path:
-        """Copy the publisher's files, with the configuration of the model, into a folder; returns the vocabulary's."""
-        for name in BESIDE:
+        """Copy the publisher's files, with the model's configuration, into a folder.
+
+        Return the path of the vocabulary.
+        """
+        for name in COMPANIONS:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
                 fsync_path(folder / name)
         return folder / FILE_NAME
 
-    def _read(self, name: str) -> Mapping[str, Any]:
+    def _read_object(self, name: str) -> Mapping[str, Any]:
+        """Return the content of a JSON file of the folder; nothing if the file is missing."""
         path = self.folder / name
         content = read_json(path) if path.is_file() else {}
         if not isinstance(content, dict):
@@ -122,54 +154,59 @@ class FolderTokenizer:
         return content
 
     def _read_names(self) -> dict[str, str]:
-        """The spelling of bos_token, eos_token, ... where the publisher names one."""
-        found = {}
-        for name, value in self._read("tokenizer_config.json").items():
+        """Return the spelling of bos_token, eos_token, ... where the publisher names one."""
+        spellings = {}
+        for name, value in self._read_object("tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
-        return found
+                spellings[name] = text
+        return spellings
 
     def named(self, name: str) -> int | None:
-        """The token that the publisher names, such as eos_token; None if there is none."""
+        """Return the token that the publisher names, such as eos_token; None if there is none."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
-        """The publisher's tokens that end a reply: those of generation_config.json, the end of a text and of a turn."""
-        given = self._read("generation_config.json").get("eos_token_id", [])
-        listed = given if isinstance(given, list) else [given]
+        """Return the publisher's tokens that end a reply.
+
+        They are the tokens of generation_config.json, the end of a text and the end of a turn.
+        """
+        listed = self._read_object("generation_config.json").get("eos_token_id", [])
+        if not isinstance(listed, list):
+            listed = [listed]
         # A token beyond the embedding is left out: the model cannot choose it.
         stops = {
             token for token in listed if isinstance(token, int) and 0 <= token < self.vocab_size
         }
-        stops |= {
-            number
-            for number in (self.named("eos_token"), self._specials.get(END_OF_TURN))
-            if number is not None
-        }
+        for token in (self.named("eos_token"), self._specials.get(END_OF_TURN)):
+            if token is not None:
+                stops.add(token)
         if not stops:
             raise UserError(
-                f"{self.folder} names no token that ends a reply. Copy the model again from its source"
+                f"{self.folder} names no token that ends a reply. Copy the model again from its "
+                "source"
             )
         return frozenset(stops)
 
     @property
     def template_source(self) -> str | None:
-        """The Jinja text of the chat template of the model, if it has one. UserError if it is damaged."""
+        """The Jinja text of the model's chat template, if it has one. UserError if damaged."""
         path = self.folder / "chat_template.jinja"
         try:
             source = path.read_text(encoding="utf-8") if path.is_file() else None
             if not source:
                 path = self.folder / "tokenizer_config.json"
-                source = self._read(path.name).get("chat_template")
-            if isinstance(source, list):  # several templates, of which the default one is for chats
-                source = {one["name"]: one["template"] for one in source}.get("default")
+                source = self._read_object(path.name).get("chat_template")
+            if isinstance(source, list):  # several templates, of which the default is for chats
+                templates = {entry["name"]: entry["template"] for entry in source}
+                source = templates.get("default")
             if source is not None and not isinstance(source, str):
                 raise TypeError(f"it is {reprlib.repr(source)}, expected a text")
         except (UnicodeDecodeError, KeyError, TypeError) as failure:
+            reason = f"{type(failure).__name__}: {failure}"
             raise UserError(
-                f"the chat template in {path} cannot be read ({type(failure).__name__}: {failure}). "
-                "Copy the model again from its source"
+                f"the chat template in {path} cannot be read ({reason}). Copy the model again from "
+                "its source"
             ) from failure
         return source or None
 
@@ -181,194 +218,226 @@ class FolderTokenizer:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the chat template has a place for a system message, beside the first question."""
-        question, text = {"role": "user", "content": "Q"}, "S"
-        given, merged = (
-            [{"role": "system", "content": text}, question],
-            [{"role": "user", "content": f"{text}\n\nQ"}],
-        )
+        """Whether the chat template has a place of its own for a system message."""
+        question = _message("user", "Q")
+        merged = _message("user", "S\n\nQ")
         try:
-            rendered = self._text(given, reply=True)
-            return rendered not in (
-                self._text([question], reply=True),
-                self._text(merged, reply=True),
-            )
+            rendered = self._text([_message("system", "S"), question], reply=True)
+            without_system = self._text([question], reply=True)
+            as_user = self._text([merged], reply=True)
         except UserError:
             return False
+        return rendered not in (without_system, as_user)
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the chat template tells the model of functions that it may call."""
         if self.template is None:
             return False
-        question, tool = (
-            {"role": "user", "content": "Q"},
-            {"name": "a_tool", "parameters": {"type": "object"}},
-        )
-        tools = [{"type": "function", "function": {**tool, "description": ""}}]
+        function = {"name": "a_tool", "parameters": {"type": "object"}, "description": ""}
+        tools = [{"type": "function", "function": function}]
         try:
-            return tool["name"] in self.template.render([question], True, tools=tools)
+            text = self.template.render([_message("user", "Q")], True, tools=tools)
         except UserError:
             return False
+        return "a_tool" in text
 
     # --- text ------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text. A special token that is spelled out in the text is encoded as ordinary text."""
-        return self._tokenizer.encode(
-            text.encode("utf-8", "replace").decode(), add_special_tokens=False
-        ).ids
+        """Return the tokens of a text.
+
+        A special token that is spelled out in the text is encoded as ordinary text.
+        """
+        valid_text = text.encode("utf-8", "replace").decode()
+        return self._tokenizer.encode(valid_text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
-        """The tokens of each text; the library chooses the number of threads."""
+        """Return the tokens of each text; the library chooses the number of threads."""
         return [self.encode(text) for text in texts]
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
         """The bytes of every token; rows of the embedding that no token uses have none."""
         byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
-        found = {number: b"" for number in range(self.vocab_size)}
-        for text, number in self._tokenizer.get_vocab().items():
-            found[number] = (
-                text.encode() if text in self._added else bytes(byte_of[letter] for letter in text)
-            )
-        return found
+        spellings = dict.fromkeys(range(self.vocab_size), b"")
+        for text, token in self._tokenizer.get_vocab().items():
+            if text in self._added:
+                spellings[token] = text.encode()
+            else:
+                spellings[token] = bytes(byte_of[letter] for letter in text)
+        return spellings
 
     def token_bytes(self) -> np.ndarray:
-        """The length of every token in bytes, int32 (V,); 0 for special tokens, which stand for no text."""
-        added = set(self._added.values())
-        return np.array(
-            [0 if i in added else len(self._bytes[i]) for i in range(self.vocab_size)], np.int32
-        )
+        """Return the length of every token in bytes, int32 (V,).
+
+        The length of special tokens is 0, because they stand for no text.
+        """
+        lengths = np.array([len(self._bytes[token]) for token in range(self.vocab_size)], np.int32)
+        lengths[list(self._added.values())] = 0
+        return lengths
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of tokens; a special token gives its spelling. KeyError for a number outside the embedding."""
-        return b"".join(map(self._bytes.__getitem__, ids))
+        """Return the bytes of tokens; a special token gives its spelling.
+
+        KeyError for a number outside the embedding.
+        """
+        return b"".join(self._bytes[token] for token in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens. Bytes that are not valid UTF-8, such as half a character, become U+FFFD."""
+        """Return the text of tokens, with U+FFFD for bytes that are not valid UTF-8."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """The token of a role of our own tokenizer; -1 where the model has neither a token nor a row of the embedding
-        left for it. KeyError for an unknown role."""
+        """Return the token of a role of our own tokenizer.
+
+        It is -1 where the model has neither a token nor a free row of the embedding for the role.
+        KeyError for an unknown role.
+        """
         return self._roles[role]
 
     @cached_property
     def _roles(self) -> dict[str, int]:
-        """The token of every role: the model's own where it was exported from here, else a row that no token uses. The
-        calculator's marks come first, where only some rows are free."""
-        known = {"bos": self.bos, "assistant_end": self._specials.get(END_OF_TURN, min(self.stops))}
-        rows = range(self.vocab_size - 1, self._last, -1)
-        own = {role: f"<|{role}|>" for role in (*ROWLESS, "assistant_end")}
-        return {
-            **dict.fromkeys(ROWLESS, -1),
-            **dict(zip(ROWLESS, rows, strict=False)),
-            **known,
-            **{
-                role: self._added[spelled]
-                for role, spelled in own.items()
-                if spelled in self._added
-            },
-        }
+        """The token of every role: the model's own where it has one, else a row without a token.
+
+        A model that was exported from here has tokens for all roles.
+        """
+        roles: dict[str, int] = dict.fromkeys(ROWLESS, -1)
+        free_rows = range(self.vocab_size - 1, self._last, -1)
+        roles |= zip(ROWLESS, free_rows, strict=False)
+        roles["bos"] = self.bos
+        roles["assistant_end"] = self._specials.get(END_OF_TURN, min(self.stops))
+        for role in (*ROWLESS, "assistant_end"):
+            spelling = f"<|{role}|>"
+            if spelling in self._added:
+                roles[role] = self._added[spelling]
+        return roles
 
     # --- conversations ---------------------------------------------------------------------------
 
     def _text(self, messages: Messages, reply: bool) -> str:
+        """Return messages as the text that the model was trained on."""
         return self.template.render(messages, reply) if self.template else chatml(messages, reply)
 
     @cached_property
-    def _spelled(self) -> list[str]:
+    def _replaced(self) -> list[str]:
+        """What _safe() replaces by its number in this list."""
         return [*self._specials, OPEN, CLOSE, BEGIN, END]
 
     def _safe(self, text: str) -> str:
-        """A text in which every special token that is spelled out is a number between OPEN and CLOSE."""
-        pattern = "|".join(
-            re.escape(spelled) for spelled in sorted(self._spelled, key=len, reverse=True)
-        )
-        return re.sub(pattern, lambda found: f"{OPEN}{self._spelled.index(found[0])}{CLOSE}", text)
+        """Return a text in which special tokens are numbers between OPEN and CLOSE."""
+        longest_first = sorted(self._replaced, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first))
+
+        def number(match: re.Match[str]) -> str:
+            return f"{OPEN}{self._replaced.index(match[0])}{CLOSE}"
+
+        return re.sub(pattern, number, text)
+
+    def _original(self, text: str) -> str:
+        """Return the text from which _safe() made a text."""
+
+        def spelling(match: re.Match[str]) -> str:
+            return self._replaced[int(match[1])]
+
+        return re.sub(f"{OPEN}(\\d+){CLOSE}", spelling, text)
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """A rendered text cut at special tokens and at BEGIN and END, and for each piece whether it is one of these."""
+        """Cut a rendered text at special tokens, BEGIN and END.
+
+        Yield each piece, and whether it is one of these marks.
+        """
         end = 0
-        for found in re.finditer(f"{self._split.pattern}|{BEGIN}|{END}", text):
-            if found.start() > end:
-                yield text[end : found.start()], False
-            yield found[0], True
-            end = found.end()
+        for match in re.finditer(f"{self._split.pattern}|{BEGIN}|{END}", text):
+            if match.start() > end:
+                yield text[end : match.start()], False
+            yield match[0], True
+            end = match.end()
         if end < len(text):
             yield text[end:], False
 
-    def _tokens(self, text: str) -> list[int]:
-        """The tokens of a piece without special tokens, in which those that were spelled out are spelled again."""
-        whole = re.sub(f"{OPEN}(\\d+){CLOSE}", lambda found: self._spelled[int(found[1])], text)
-        return self.encode(whole)
+    def _piece_tokens(self, piece: str, is_mark: bool) -> list[int]:
+        """Return the tokens of a special token, or of a piece of text."""
+        return [self._specials[piece]] if is_mark else self.encode(self._original(piece))
 
     def render(self, conversation: Conversation) -> Rendered:
-        """A whole conversation as tokens, with a mask of the tokens that the assistant is trained to write: its words,
-        and the mark that ends its turn, but not the turns that are given or not to be trained. UserError if the
-        template refuses the conversation or leaves out its words."""
-        trains = [
-            message.role == "assistant" and message.trained and n >= conversation.given
-            for n, message in enumerate(conversation.messages)
-        ]
+        """Return a whole conversation as tokens, with a mask of the tokens to train.
+
+        The assistant is trained to write its words and the mark that ends its turn, except in turns
+        that are given or not to be trained. UserError if the template refuses the conversation or
+        leaves out the assistant's words.
+        """
         messages = []
-        for message, is_trained in zip(conversation.messages, trains, strict=True):
+        trains = False
+        for number, message in enumerate(conversation.messages):
             text = self._safe(message.text)
-            messages.append(
-                {"role": message.role, "content": _marked(text) if is_trained else text}
-            )
+            is_reply = message.role == "assistant"
+            if is_reply and message.trained and number >= conversation.prompt_turns:
+                text = _marked(text)
+                trains = True
+            messages.append(_message(message.role, text))
         ids: list[int] = []
         mask: list[int] = []
-        trained = ending = False
-        for piece, cuts in self._pieces(self._text(messages, reply=False)):
-            if cuts and piece in (BEGIN, END):
-                trained, ending = piece == BEGIN, piece == END
+        trained = False
+        ending = False  # the words have ended, and the mark that ends the turn may follow
+        for piece, is_mark in self._pieces(self._text(messages, reply=False)):
+            if is_mark and piece in (BEGIN, END):
+                trained = piece == BEGIN
+                ending = piece == END
                 continue
-            tokens = [self._specials[piece]] if cuts else self._tokens(piece)
+            tokens = self._piece_tokens(piece, is_mark)
             ids += tokens
-            mask += [int(trained or (ending and cuts))] * len(tokens)
+            mask += [int(trained or (ending and is_mark))] * len(tokens)
             ending = False
-        if not any(mask) and any(trains):
+        if trains and not any(mask):
             raise UserError(
                 f"the chat template in {self.folder} leaves out what the assistant says. Remove it"
             )
         return Rendered(ids, mask)
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
-        """The prompt of a model: the conversation without a last assistant turn, then what opens the reply."""
+        """Return the prompt of a model.
+
+        It is the conversation without a last assistant turn, then what opens the reply.
+        """
         turns = conversation.prompt.messages
         if len(turns) > 1 and turns[0].role == "system" and not self.takes_system:
-            turns = (user(f"{turns[0].text}\n\n{turns[1].text}"), *turns[2:])
+            merged = user(f"{turns[0].text}\n\n{turns[1].text}")
+            turns = (merged, *turns[2:])
         return self._prompt(turns)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
-        """The prompt of a conversation whose turns come in another order than training data's: several of one role, or
-        a later system turn. None if the template refuses such turns, or leaves out one of them."""
+        """Return the prompt of a conversation whose turns are not in the order of training data.
+
+        Such a conversation has several turns of one role in a row, or a later system turn. None if
+        the template refuses such turns or leaves out one of them.
+        """
         probes = [
-            {"role": turn.role, "content": f"Turn {i}."}
-            for i, turn in enumerate(conversation.messages)
+            _message(turn.role, f"Turn {number}.")
+            for number, turn in enumerate(conversation.messages)
         ]
         try:
             text = self._text(probes, reply=True)
-            complete = all(probe["content"] in text for probe in probes)
-            return self._prompt(conversation.messages) if complete else None
+            if any(probe["content"] not in text for probe in probes):
+                return None
+            return self._prompt(conversation.messages)
         except UserError:
             return None
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
-        messages = [{"role": turn.role, "content": self._safe(turn.text)} for turn in turns]
-        pieces = self._pieces(self._text(messages, reply=True))
-        return [
-            token
-            for piece, cuts in pieces
-            for token in ([self._specials[piece]] if cuts else self._tokens(piece))
-        ]
+        messages = [_message(turn.role, self._safe(turn.text)) for turn in turns]
+        ids: list[int] = []
+        for piece, is_mark in self._pieces(self._text(messages, reply=True)):
+            ids += self._piece_tokens(piece, is_mark)
+        return ids
 
 
 def _marked(text: str) -> str:
-    """What the assistant says between BEGIN and END. Templates cut thoughts out, or write them in their own way: BEGIN
-    stands at every place where what they keep can begin, and the first one that they keep counts."""
+    """Return what the assistant says between BEGIN and END.
+
+    Templates leave out thoughts, or write them in their own way. So BEGIN stands at every place
+    where the part that a template keeps can begin, and the first BEGIN that it keeps counts.
+    """
     before, thinks, after = text.strip().partition("</think>")
     if thinks:
         thought = before.removeprefix("<think>").strip("\n")

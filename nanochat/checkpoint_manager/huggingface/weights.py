@@ -1,4 +1,4 @@
-"""Loads the safetensors of a published model, parameter by parameter, straight to where each is needed."""
+"""Loads the weights of a published model, parameter by parameter, straight to their rank."""
 
 import contextlib
 import hashlib
@@ -11,131 +11,171 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.parts.index import INDEX
-from nanochat.common import UserError, log, read_json
+from nanochat.common import UserError, log, read_json, tr
 from nanochat.device import Compute, local
 from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
-MARKED = 1 << 20  # bytes at the beginning and at the end of a file that folder_mark() reads
+MARKED_BYTES = 1 << 20  # that folder_mark() reads at the beginning and at the end of a file
 SINGLE = "model.safetensors"
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-LONGEST_NAME = 200  # characters of a file's name
-COMPARED = 4096  # rows of head and embedding that are compared together
-COPY = "Copy the model again from its source"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+MAX_NAME_LENGTH = 200  # characters of a file's name
+COMPARED_ROWS = 4096  # of head and embedding, compared together
+
+
+def _copy_again() -> str:
+    """Return what to do about damaged files, in the user's language."""
+    return tr("Copy the model again from its source")
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a model. UserError if one of them is missing."""
-    if not (folder / INDEX).is_file():
-        names = [SINGLE]
-    else:
-        content = read_json(folder / INDEX)
-        places = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(places, dict) or not all(
-            isinstance(name, str) for name in places.values()
-        ):
-            raise UserError(f"{folder / INDEX} is no index of safetensors files. {COPY}")
-        names = sorted(set(places.values()))
-    if strange := [name for name in names if Path(name).name != name or len(name) > LONGEST_NAME]:
+    """Return the safetensors files of a model. UserError if one of them is missing."""
+    names = [SINGLE]
+    index = folder / INDEX
+    if index.is_file():
+        names = _indexed_files(index)
+    for name in names:
+        if Path(name).name != name or len(name) > MAX_NAME_LENGTH:
+            raise UserError(
+                f"{index} names {reprlib.repr(name)}, and files must lie in the model's folder and "
+                f"have names of at most {MAX_NAME_LENGTH} characters. {_copy_again()}"
+            )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
         raise UserError(
-            f"{folder / INDEX} names {reprlib.repr(strange[0])}, and files must lie in the model's folder and have "
-            f"names of at most {LONGEST_NAME} characters. {COPY}"
-        )
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise UserError(
-            f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}. {COPY}"
+            tr(
+                "{folder} lacks {missing_count} of {names_count} weight files: {missing}. {copy}",
+                folder=folder,
+                missing_count=len(missing),
+                names_count=len(names),
+                missing=", ".join(missing[:3]),
+                copy=_copy_again(),
+            )
         )
     return [folder / name for name in names]
 
 
+def _indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index names, sorted."""
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if isinstance(weight_map, dict):
+        names = list(weight_map.values())
+        if all(isinstance(name, str) for name in names):
+            return sorted(set(names))
+    raise UserError(f"{index} is no index of safetensors files. {_copy_again()}")
+
+
 def folder_mark(folder: Path) -> str:
-    """A mark of a published model, which tells another model from it in a moment: a SHA-256 over the names and sizes of
-    its weight files, and over the first and last megabyte of each."""
+    """Return a mark of a published model, which tells it from another model in a moment.
+
+    The mark is a SHA-256 over the names and sizes of its weight files, and over the first and last
+    megabyte of each file.
+    """
     digest = hashlib.sha256()
     for path in _files(folder):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
-            digest.update(file.read(MARKED))
-            file.seek(max(size - MARKED, 0))
-            digest.update(file.read(MARKED))
+            digest.update(file.read(MARKED_BYTES))
+            file.seek(max(size - MARKED_BYTES, 0))
+            digest.update(file.read(MARKED_BYTES))
     return digest.hexdigest()[:16]
 
 
 class Weights:
-    """The tensors of a model's files, mapped into memory, under the names that our model has for them."""
+    """The tensors of a model's files, mapped into memory, under our model's names."""
 
     def __init__(self, files: list[Path], stack: contextlib.ExitStack):
         """The files stay open until `stack` closes."""
         self._slices: dict[str, Any] = {}
-        self.skipped: dict[str, int] = {}  # what of the model is left out -> how many tensors
+        self.skipped: dict[str, int] = {}  # a part of the model that is left out -> its tensors
         for path in files:
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                names = list(file.keys())
+                slices = {name: file.get_slice(name) for name in names}
             except (SafetensorError, OSError, ValueError) as failure:
                 raise UserError(
-                    f"{path} is not a whole safetensors file ({failure}). {COPY}"
+                    tr(
+                        "{path} is not a whole safetensors file ({failure}). {copy}",
+                        path=path,
+                        failure=failure,
+                        copy=_copy_again(),
+                    )
                 ) from failure
-            for name, piece in slices.items():
-                self._add(name.replace("model.language_model.", "model.", 1), piece, path)
+            for name, tensor_slice in slices.items():
+                our_name = name.replace("model.language_model.", "model.", 1)
+                self._add(our_name, tensor_slice, path)
 
-    def _add(self, name: str, piece: Any, path: Path) -> None:
-        for start, what in SKIPPED.items():
-            if name.removeprefix("model.").startswith(start):
-                self.skipped[what] = self.skipped.get(what, 0) + 1
+    def _add(self, name: str, tensor_slice: Any, path: Path) -> None:
+        for prefix, part_of_model in SKIPPED.items():
+            if name.removeprefix("model.").startswith(prefix):
+                self.skipped[part_of_model] = self.skipped.get(part_of_model, 0) + 1
                 return
         if name in self._slices:
-            raise UserError(f"{path} holds {name}, which another file holds too. {COPY}")
-        self._slices[name] = piece
+            raise UserError(f"{path} holds {name}, which another file holds too. {_copy_again()}")
+        self._slices[name] = tensor_slice
 
     def check(self, model: Qwen, folder: Path) -> None:
         """UserError unless the files hold exactly the model's parameters, with their shapes."""
         # Some publishers write a tied embedding a second time, as the head.
         head = self._slices.pop(HEAD, None) if model.config.tied else None
-        wanted = {
+        expected = {
             name: list(parameter.shape)
             for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
-        given = {name: list(piece.get_shape()) for name, piece in self._slices.items()}
-        wrong = [
-            f"{name} is {given.get(name, 'missing')} in the files and {wanted.get(name, 'nowhere')} in the model"
-            for name in sorted({*wanted, *given})
-            if wanted.get(name) != given.get(name)
-        ]
+        shapes = {name: list(piece.get_shape()) for name, piece in self._slices.items()}
+        wrong = []
+        for name in sorted({*expected, *shapes}):
+            if expected.get(name) != shapes.get(name):
+                in_files = shapes.get(name, "missing")
+                in_model = expected.get(name, "nowhere")
+                wrong.append(f"{name} is {in_files} in the files and {in_model} in the model")
         if wrong:
             raise UserError(
-                f"the weights in {folder} do not fit its config.json: {'; '.join(wrong[:3])}, {len(wrong)} in all. "
-                f"{COPY}"
+                tr(
+                    "the weights in {folder} do not fit its config.json: {wrong}, "
+                    "{wrong_count} in all. {copy}",
+                    folder=folder,
+                    wrong="; ".join(wrong[:3]),
+                    wrong_count=len(wrong),
+                    copy=_copy_again(),
+                )
             )
-        if head is not None and not self._equal(head, given[EMBEDDING]):
+        if head is not None and not self._is_embedding(head, shapes[EMBEDDING]):
             raise UserError(
-                f"{folder} has a {HEAD} that differs from {EMBEDDING}, but its config.json says with "
-                "tie_word_embeddings that both are the same. If the head is a matrix of its own, set "
-                f"tie_word_embeddings to false in config.json, else delete {HEAD} from the files"
+                f"{folder} has a {HEAD} that differs from {EMBEDDING}, but its config.json says "
+                "with tie_word_embeddings that both are the same. If the head is a matrix of its "
+                f"own, set tie_word_embeddings to false in config.json, else delete {HEAD} from "
+                "the files"
             )
 
-    def _equal(self, head: Any, shape: list[int]) -> bool:
-        """Whether the tensor of a tied head is the embedding, which has this shape."""
-        table = self._slices[EMBEDDING]
-        return list(head.get_shape()) == shape and all(
-            torch.equal(head[i : i + COMPARED].float(), table[i : i + COMPARED].float())
-            for i in range(0, shape[0], COMPARED)
-        )
+    def _is_embedding(self, head: Any, shape: list[int]) -> bool:
+        """Return whether the tensor of a tied head is the embedding, which has this shape."""
+        if list(head.get_shape()) != shape:
+            return False
+        embedding = self._slices[EMBEDDING]
+        for first in range(0, shape[0], COMPARED_ROWS):
+            end = first + COMPARED_ROWS
+            if not torch.equal(head[first:end].float(), embedding[first:end].float()):
+                return False
+        return True
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Some rows of a tensor; only they are read."""
+        """Return some rows of a tensor; only they are read."""
         return self._slices[name][first : first + count]
 
 
 @contextlib.contextmanager
 def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
-    """The weights of a folder, checked against a model of any kind: on a device, sharded, or on meta."""
+    """Yield the weights of a folder, checked against a model on any device, sharded, or on meta."""
     with contextlib.ExitStack() as stack:
         weights = Weights(_files(folder), stack)
         weights.check(model, folder)
@@ -146,34 +186,49 @@ def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
 def load_weights(model: Qwen, folder: Path) -> None:
     """Fill a model, sharded or not, from a published folder; adapters stay as they are.
 
-    Each rank reads the rows that it holds, one parameter at a time, and casts them to the parameter's own format, so
-    the model never stands whole in a process that holds a part of it. UserError if files are missing or do not fit.
+    Each rank reads the rows that it holds, one parameter at a time, and casts them to the
+    parameter's own format: no process ever holds more of the model than its share. UserError if
+    files are missing or do not fit.
     """
     with open_weights(folder, model) as weights:
-        for what, count in weights.skipped.items():
-            log(f"model: {what} ({count} tensors) skipped; only the text model is loaded")
+        for part_of_model, count in weights.skipped.items():
+            log(
+                tr(
+                    "model: {part_of_model} ({count} tensors) skipped; only the text model "
+                    "is loaded",
+                    part_of_model=part_of_model,
+                    count=count,
+                )
+            )
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 continue
-            here = local(parameter)
+            local_rows = local(parameter)
             first = parallel.place_of(parameter).first_row(parameter.shape[0])
-            if here.numel():  # the last ranks may hold no rows of a small parameter
-                here.copy_(weights.rows(name, first, here.shape[0]))
-            if here.dtype == torch.float16 and not here.isfinite().all():
+            if local_rows.numel():  # the last ranks may hold no rows of a small parameter
+                local_rows.copy_(weights.rows(name, first, local_rows.shape[0]))
+            if local_rows.dtype == torch.float16 and not local_rows.isfinite().all():
                 raise UserError(
-                    f"{name} in {folder} has values that fp16 cannot hold. Set NANOCHAT_DTYPE=float32"
+                    tr(
+                        "{name} in {folder} has values that fp16 cannot hold. Set "
+                        "NANOCHAT_DTYPE=float32",
+                        name=name,
+                        folder=folder,
+                    )
                 )
 
 
 def qwen_on_meta(
     folder: Path, compute: Compute, dtype: torch.dtype, sequence_len: int | None = None
 ) -> Qwen:
-    """The model of a published folder without values, matrices and tables in `dtype`; its files are checked before any
-    memory is taken."""
+    """Return the model of a published folder without values, matrices and tables in `dtype`.
+
+    The files are checked before any memory is taken.
+    """
     model = on_meta(read_config(folder, sequence_len), compute)
     with open_weights(folder, model):
         pass
-    held_in(model, dtype)
+    cast_matrices(model, dtype)
     return model
 
 
@@ -183,10 +238,11 @@ def load_qwen(
     dtype: torch.dtype | None = None,
     sequence_len: int | None = None,
 ) -> Qwen:
-    """The whole model of a published folder on this rank's device, in eval mode.
+    """Return the whole model of a published folder on this rank's device, in eval mode.
 
-    `dtype` is the format of matrices and tables, by default the compute dtype; full fine-tuning asks for float32. To
-    load a sharded model: qwen_on_meta(), parallel.shard(), to_empty(), load_weights().
+    `dtype` is the format of matrices and tables, by default the compute dtype; full fine-tuning
+    asks for float32. To load a sharded model: qwen_on_meta(), parallel.shard(), to_empty(),
+    load_weights().
     """
     model = qwen_on_meta(folder, compute, dtype or compute.dtype, sequence_len)
     model.to_empty(device=compute.device)

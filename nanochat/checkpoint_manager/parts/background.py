@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training: a thread copies what the rank holds to the host, and writes the copy."""
+"""Writes checkpoints beside training: a thread copies a rank's state and writes the copy."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn as nn
 
-from nanochat.checkpoint_manager.parts.held import Held, HostMemory, Optimizers
 from nanochat.checkpoint_manager.parts.model import Files
+from nanochat.checkpoint_manager.parts.rank_state import HostMemory, Optimizers, RankState
 from nanochat.checkpoint_manager.save import KEEP, Step, write_step
 from nanochat.common import log, tr, warn
 from nanochat.device import Compute, synchronize
@@ -21,11 +21,12 @@ from nanochat.tokenizer import Tokenizer
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time; every rank has one and calls the same methods.
+    """Writes the checkpoints of a run, one at a time. Every rank has a Saver and calls the same
+    methods.
 
-    Forward and backward passes change neither parameters nor optimizer state, so the thread copies them while the next
-    step computes. settle(), which is called before an update, waits until that is done. The threads of all ranks talk
-    over a group of their own.
+    Forward and backward passes change neither parameters nor optimizer state, so the thread copies
+    them while the next step computes. settle() must be called before an update: it waits until the
+    copy is complete. The threads of all ranks talk over a group of their own.
     """
 
     def __init__(
@@ -35,14 +36,18 @@ class Saver:
         files: Files = "auto",
         ended: Callable[[float], None] = lambda cost: None,
     ):
-        """`ended` is told, by the thread, when a save is over, and how many seconds of training it has cost: all of the
-        save on a host, whose processors train too; elsewhere those for which training stood still, and at least a
-        thirtieth of the save, so that the disk is free for half of the time."""
-        self.compute, self.keep, self._ended = compute, keep, ended
+        """`ended` is called by the thread when a save is over, with the seconds it cost training.
+
+        On a host the cost is the whole save, because the host's processors train too. Elsewhere it
+        is the time for which training stood still, and at least a thirtieth of the save, so that
+        the disk is free for half of the time.
+        """
+        self.compute = compute
+        self.keep = keep
         self.files: Files = files
-        self.waited = self.took = (
-            0.0  # seconds for which training stood still for the last save, and of its writing
-        )
+        self.waited = 0.0  # seconds for which training stood still for the last save
+        self.took = 0.0  # seconds from the begin of the last save until it was on disk
+        self._ended = ended
         self._memory = HostMemory(compute)
         self._thread = ThreadPoolExecutor(1, "save")
         self._copied = Event()
@@ -59,48 +64,53 @@ class Saver:
         tokenizer: Tokenizer,
         meta: dict[str, Any],
     ) -> None:
-        """Begin to write step `step`, when the save before it is on disk; see save.write_step().
+        """Begin to write step `step` once the save before it is on disk; see save.write_step().
 
-        Where the host has no memory for a copy, the step is written at once. OSError on every rank if the save before
-        it failed.
+        Where the host has no memory for a copy, training waits until the step is written. OSError
+        on every rank if the save before it failed.
         """
         self.wait()
         start = time.monotonic()
         if self._group is None and self.compute.world_size > 1:
             self._group = dist.new_group(backend="gloo", group_desc=UNCOUNTED)
         described = Step.of(folder, step, model, tokenizer, meta, self.keep, self.files)
-        held = Held.of(model, optimizers)
-        beside = self._memory.has_room(held)
+        state = RankState.of(model, optimizers)
+        beside = self._memory.has_room(state)
         if beside:
-            synchronize(
-                self.compute
-            )  # the thread's copies do not wait for updates that the device has yet to compute
+            # The thread's copies do not wait for updates that the device has yet to compute.
+            synchronize(self.compute)
             self._copied.clear()
         else:
             log(
                 tr(
-                    "training waits while step {step:,} is written, since the host has no memory for a copy",
+                    "training waits while step {step:,} is written, since the host has no memory "
+                    "for a copy",
                     step=step,
                 )
             )
-        self._writing = self._thread.submit(self._write, described, held, beside, start)
+        self._writing = self._thread.submit(self._write, described, state, beside, start)
         if not beside:
             self.wait()
         self.waited = time.monotonic() - start
 
-    def _write(self, step: Step, held: Held, beside: bool, start: float) -> None:
-        """The work of the thread."""
+    def _write(self, step: Step, state: RankState, beside: bool, start: float) -> None:
+        """Copy the state, if training continues beside, and write it. Runs in the thread."""
         try:
             try:
                 if beside:
-                    held = self._memory.copy(held)
+                    state = self._memory.copy(state)
             finally:
                 self._copied.set()
-            write_step(step, held, self.compute, self._group)
+            write_step(step, state, self.compute, self._group)
         finally:
             self.took = time.monotonic() - start
-            on_host = self.compute.platform.is_host
-            self._ended(self.took if on_host or not beside else max(self.waited, self.took / 30))
+            self._ended(self._cost(beside))
+
+    def _cost(self, beside: bool) -> float:
+        """Return the seconds that the last save cost training; see __init__()."""
+        if self.compute.platform.is_host or not beside:
+            return self.took
+        return max(self.waited, self.took / 30)
 
     def settle(self) -> None:
         """Wait until parameters and optimizer state may change."""
@@ -117,15 +127,14 @@ class Saver:
     @property
     def failed(self) -> bool:
         """Whether this rank has failed to write; wait() and the next save() raise the error."""
-        return (
-            self._writing is not None
-            and self._writing.done()
-            and self._writing.exception() is not None
-        )
+        if self._writing is None or not self._writing.done():
+            return False
+        return self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the step is on disk. OSError on every rank if the disk has refused a file of one rank."""
-        writing, self._writing = self._writing, None
+        """Wait until the step is on disk. OSError on every rank if the disk failed one rank."""
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             start = time.monotonic()
             writing.result()
@@ -140,8 +149,10 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the step that is being written; if the run ends with an error of its own, a failed save is only a
-        warning beside it."""
+        """Wait for the step that is being written.
+
+        If the run ends with an error of its own, a failed save is only a warning beside it.
+        """
         try:
             self.wait()
         except (OSError, RuntimeError) as failure:

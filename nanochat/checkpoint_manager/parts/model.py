@@ -1,6 +1,11 @@
-"""Writes the parameters of a step: rank 0 one file with all rows, or each rank a file with the rows that it holds."""
+"""The parameters of a step, written and read: one file with all rows, or a file of each rank.
+
+Rank 0 writes the one file; otherwise each rank writes the rows that it holds. Reading maps the
+files into memory, so that a rank reads only the rows that it asks for.
+"""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,79 +13,111 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.checkpoint_manager.files import seal
-from nanochat.checkpoint_manager.parts.index import INDEX, Places, part_name, write_index
-from nanochat.checkpoint_manager.tensors import TensorFile, write_tensors
+from nanochat.checkpoint_manager.files import ADAPTER, MODEL, seal
+from nanochat.checkpoint_manager.huggingface.adapter import PREFIX
+from nanochat.checkpoint_manager.parts.index import (
+    INDEX,
+    Piece,
+    part_name,
+    read_index,
+    write_index,
+)
+from nanochat.checkpoint_manager.tensors import TensorFile, read_tensors, write_tensors
+from nanochat.common import UserError, tr
 from nanochat.device import Compute
-from nanochat.runtime.parallel import Part
+from nanochat.runtime.parallel import ParameterShard, Rows
 
 Files = Literal["auto", "one", "per_rank"]
-Hashes = dict[str, dict[str, Any]]  # file -> its SHA-256 and size
+Shards = Mapping[str, ParameterShard]  # by the name of the parameter
+Seals = dict[str, dict[str, Any]]  # file -> its SHA-256 and size
 
-# Bytes of parameters up to which `auto` writes one file. Hugging Face splits larger models too; and as rank 0 takes all
-# rows of the one file over the network and hashes them with one thread, 5 GB take it several seconds.
+# Bytes of parameters up to which `auto` writes one file. Hugging Face splits larger models too.
+# Rank 0 gets all rows of the one file over the network and hashes them with one thread: for 5 GB
+# this takes several seconds.
 ONE_FILE = 5_000_000_000
 
 
-def in_one_file(parameters: Mapping[str, Part], asked: Files) -> bool:
-    """Whether the parameters go to one file: as asked, or for `auto` by their size and by how many ranks hold them."""
-    if asked != "auto":
-        return asked == "one"
-    size = sum(part.size for part in parameters.values())
-    return size <= ONE_FILE or len(_writers(parameters)) == 1
+# --- writing -------------------------------------------------------------------------------------
 
 
-def _writers(parameters: Mapping[str, Part]) -> list[int]:
-    """The ranks that hold rows of a copy, in the order of the rows; rank 0 is one of them."""
-    return sorted({rank for part in parameters.values() for rank, rows in part.owners if rows})
+def in_one_file(shards: Shards, files: Files) -> bool:
+    """Return whether the parameters go to one file: `auto` decides by size and number of ranks."""
+    if files != "auto":
+        return files == "one"
+    size = sum(shard.size for shard in shards.values())
+    return size <= ONE_FILE or len(_writers(shards)) == 1
 
 
-def write_rows(folder: Path, parameters: Mapping[str, Part], compute: Compute) -> Hashes:
-    """Write the rows that this rank holds to a file of its own, and on rank 0 the index of all files too."""
-    writers = _writers(parameters)
-    names = {rank: part_name(number, len(writers)) for number, rank in enumerate(writers)}
-    if compute.rank not in names:
+def _writers(shards: Shards) -> list[int]:
+    """Return the ranks that hold rows of one copy, in the order of the rows, from rank 0 on."""
+    owners = [owner for shard in shards.values() for owner in shard.owners]
+    return sorted({rank for rank, row_count in owners if row_count})
+
+
+def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
+    """Write the rows of this rank to a file of its own; rank 0 also writes the index of all files.
+
+    Return the hashes and sizes of the files that this rank wrote.
+    """
+    writers = _writers(shards)
+    file_names = {}
+    for number, rank in enumerate(writers):
+        file_names[rank] = part_name(number, len(writers))
+    if compute.rank not in file_names:
         return {}
-    mine = names[compute.rank]
-    held = {name: part.here for name, part in parameters.items() if len(part.here)}
-    hashes = {mine: write_tensors(held, folder / mine, {"format": "pt"}, compute.pulse.beat)}
+    file_name = file_names[compute.rank]
+    rows = {name: shard.rows for name, shard in shards.items() if len(shard.rows)}
+    path = folder / file_name
+    seals = {file_name: write_tensors(rows, path, {"format": "pt"}, compute.pulse.beat)}
     if compute.main:
-        places: Places = {}
-        for name, part in parameters.items():
-            end = 0
-            for rank, rows in part.owners:
-                if rows:
-                    places.setdefault(name, []).append((names[rank], end, end + rows))
-                    end += rows
-        write_index(folder, places, sum(part.size for part in parameters.values()))
-        hashes[INDEX] = seal(folder / INDEX)
-    return hashes
+        places = {name: _places(shard, file_names) for name, shard in shards.items()}
+        size = sum(shard.size for shard in shards.values())
+        write_index(folder, places, size)
+        seals[INDEX] = seal(folder / INDEX)
+    return seals
+
+
+def _places(shard: ParameterShard, file_names: Mapping[int, str]) -> list[Piece]:
+    """Return which rows of a parameter lie in which rank's file."""
+    pieces = []
+    first = 0
+    for rank, row_count in shard.owners:
+        if row_count:
+            end = first + row_count
+            pieces.append(Piece(file_names[rank], first, end))
+            first = end
+    return pieces
 
 
 def write_whole(
     path: Path,
-    parameters: Mapping[str, Part],
+    shards: Shards,
     compute: Compute,
     group: Any,
     prefix: str,
     facts: dict[str, str],
-) -> Hashes:
-    """Write the parameters on rank 0 as they arrive from their owners; the other ranks only send what they hold.
+) -> Seals:
+    """Write all rows of the parameters to one file on rank 0; the other ranks send their rows.
 
-    Every name gets a prefix, and the file says the facts about itself. Rank 0 holds at most one rank's rows of one
-    parameter besides its own.
+    `prefix` stands before every name, and the file says the `facts` about itself. Rank 0 holds at
+    most one other rank's rows of one parameter at a time. Return the file's hash and size.
     """
-    file, failure = None, None
-    shapes = {prefix + name: (part.here.dtype, part.shape) for name, part in parameters.items()}
-    for name, part in sorted(parameters.items(), key=lambda item: -item[1].here.dtype.itemsize):
+    file: TensorFile | None = None
+    failure: OSError | None = None
+    shapes = {}
+    for name, shard in shards.items():
+        shapes[prefix + name] = (shard.rows.dtype, shard.shape)
+    widest_first = sorted(shards, key=lambda name: -shards[name].rows.dtype.itemsize)
+    for name in widest_first:
+        shard = shards[name]
         compute.pulse.beat()
-        for rows in _arriving(part, compute, group):
+        for rows in _gathered_rows(shard, compute, group):
             try:
                 if failure is None:
                     file = file or TensorFile(path, shapes, facts)
                     file.add(prefix + name, rows)
-            except OSError as refused:  # the other ranks must still send
-                failure = refused
+            except OSError as refusal:  # the other ranks must still send
+                failure = refusal
     if failure is not None:
         if file is not None:
             file.abandon()
@@ -88,18 +125,111 @@ def write_whole(
     return {path.name: file.close()} if file is not None else {}
 
 
-def _arriving(part: Part, compute: Compute, group: Any) -> Iterator[Tensor]:
-    """On rank 0 the rows of every owner, in order; another owner sends its rows, and gets none."""
-    for owner, rows in part.owners:
-        if owner == compute.rank == 0 and rows:
-            yield part.here
-        elif compute.main and rows:
-            arrived = torch.empty((rows, *part.shape[1:]), dtype=part.here.dtype)
-            dist.recv(_bytes(arrived), src=owner, group=group)
-            yield arrived
-        elif owner == compute.rank and rows:
-            dist.send(_bytes(part.here.cpu().contiguous()), dst=0, group=group)
+def _gathered_rows(shard: ParameterShard, compute: Compute, group: Any) -> Iterator[Tensor]:
+    """Yield a parameter's rows on rank 0, in rank order. Other ranks only send their rows."""
+    for owner, row_count in shard.owners:
+        if not row_count:
+            continue
+        if owner == compute.rank == 0:
+            yield shard.rows
+        elif compute.main:
+            shape = (row_count, *shard.shape[1:])
+            received = torch.empty(shape, dtype=shard.rows.dtype)
+            dist.recv(_bytes(received), src=owner, group=group)
+            yield received
+        elif owner == compute.rank:
+            rows = shard.rows.cpu().contiguous()
+            dist.send(_bytes(rows), dst=0, group=group)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitParameter:
+    """A parameter whose rows lie in several files, mapped into memory."""
+
+    pieces: tuple[Tensor, ...]  # in the order of the rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        rows = sum(len(piece) for piece in self.pieces)
+        return (rows, *self.pieces[0].shape[1:])
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return some rows; only they are read."""
+        first, end, _ = rows.indices(self.shape[0])
+        selected_rows = []
+        start = 0
+        for piece in self.pieces:
+            first_here = max(first - start, 0)
+            end_here = max(end - start, 0)
+            selected_rows.append(piece[first_here:end_here])
+            start += len(piece)
+        return torch.cat(selected_rows)
+
+
+def read_parameters(folder: Path) -> Mapping[str, Rows]:
+    """Return the parameters of a step under our names, mapped into memory.
+
+    They are those of an adapter, or of a whole model from one file or from the files of all ranks.
+    UserError if a file is missing or damaged.
+    """
+    if (folder / ADAPTER).is_file():
+        tensors = read_tensors(folder / ADAPTER)
+        return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    if (folder / INDEX).is_file():
+        return _read_all_files(folder)
+    return read_tensors(folder / MODEL)
+
+
+def _read_all_files(folder: Path) -> dict[str, Rows]:
+    """Return the parameters of a step whose ranks wrote a file each."""
+    try:
+        places = read_index(folder)
+        files = {piece.file for pieces in places.values() for piece in pieces}
+        contents = {file: read_tensors(folder / file) for file in sorted(files)}
+        return {name: _joined(name, pieces, contents) for name, pieces in places.items()}
+    except UserError:
+        raise
+    except ValueError as failure:
+        raise UserError(
+            tr(
+                "{folder}: {failure}. Delete this folder to use the step before it, or copy "
+                "it again",
+                folder=folder,
+                failure=failure,
+            )
+        ) from failure
+
+
+def _joined(
+    name: str,
+    pieces: list[Piece],
+    contents: Mapping[str, dict[str, Tensor]],  # file -> its tensors
+) -> Rows:
+    """Return the pieces of a parameter as one.
+
+    ValueError if the files hold other rows than the index says, or pieces of different formats.
+    """
+    tensors = []
+    for piece in pieces:
+        content = contents[piece.file]
+        if name not in content:
+            raise ValueError(
+                f"{INDEX} names {piece.file} for {name}, which that file does not hold"
+            )
+        tensors.append(content[name])
+    if len(tensors) == 1:
+        return tensors[0]
+    kinds = {(tensor.shape[1:], tensor.dtype) for tensor in tensors}
+    row_counts = [len(tensor) for tensor in tensors]
+    ends = [piece.first + rows for piece, rows in zip(pieces, row_counts, strict=True)]
+    if len(kinds) > 1 or ends != [piece.end for piece in pieces]:
+        raise ValueError(f"the files hold other rows of {name} than {INDEX} says")
+    return SplitParameter(tuple(tensors))

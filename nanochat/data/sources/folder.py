@@ -11,8 +11,8 @@ from nanochat.common import UserError, base_dir, log, tr, visible, warn
 from nanochat.data.corpora import DROPPED, MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import read_about, write_shards
 from nanochat.data.sources.fetch import Bar, Bars
-from nanochat.data.sources.table import SOURCES
-from nanochat.data.textfiles import READERS, documents
+from nanochat.data.sources.published import SOURCES
+from nanochat.data.sources.textfiles import READERS, documents
 from nanochat.data.tinyworld import world as tinyworld
 
 
@@ -29,26 +29,32 @@ class _Quiet(contextlib.AbstractContextManager[Any]):
         pass
 
 
-def quiet(title: str, total: float | None, unit: str) -> Bar:
-    """Show nothing."""
+def quiet(
+    title: str,
+    total: float | None,
+    unit: str,
+) -> Bar:
+    """Return a bar that shows nothing."""
     return _Quiet()
 
 
 def make_tinyworld(bars: Bars = quiet) -> Corpus:
-    """Write TinyWorld, unless the version of this package is already there."""
+    """Write TinyWorld, unless this package's version of it is already there."""
     corpus = Corpus("tinyworld", base_dir() / "base_data" / "tinyworld")
     about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": tinyworld.VERSION}
-    if _is_made(corpus, about):
+    if _is_complete(corpus, about):
         return corpus
-    return _make(corpus, tinyworld.documents(), about, bars)
+    return _write(corpus, tinyworld.documents(), about, bars)
 
 
 def check_name(name: str) -> None:
-    """UserError (code 2) if a corpus cannot have this name."""
-    if not name or name.startswith(".") or {*"/:,"} & {*name} or visible(name) != name:
+    """Raise UserError (code 2) if a corpus cannot have this name."""
+    is_hidden = name.startswith(".")
+    has_forbidden = any(character in name for character in "/:,")
+    if not name or is_hidden or has_forbidden or visible(name) != name:
         raise UserError(
-            "the name of a corpus must be a plain folder name without / : , and control characters, got "
-            f"{name!r}; choose one with --name",
+            "the name of a corpus must be a plain folder name without / : , and control "
+            f"characters, got {name!r}; choose one with --name",
             2,
         )
 
@@ -60,11 +66,12 @@ def import_folder(
     bars: Bars = quiet,
     make: str | None = None,
 ) -> Corpus:
-    """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from all such files in a folder and its subfolders.
+    """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from all such files in a folder
+    and its subfolders.
 
-    Files are read in order of path. A .txt file is one document, split at lines `<|endoftext|>` and, beyond 20,000
-    characters, at the next blank line. `make` is the command that makes the corpus again, if it is not the import.
-    UserError names the file and line that cannot be read.
+    Files are read in order of path. A .txt file is one document, split at lines `<|endoftext|>`
+    and, beyond 20,000 characters, at the next blank line. `make` is the command that makes the
+    corpus again, if it is not the import. UserError names the file and line that cannot be read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem
@@ -74,72 +81,89 @@ def import_folder(
             f"the path {source} has control characters or is not UTF-8: rename the file or folder",
             2,
         )
-    corpus = Corpus(name, base_dir() / "base_data" / name)
-    files = (
-        [source]
-        if source.is_file()
-        else sorted(path for path in source.rglob("*") if path.is_file())
-    )
-    files = [path for path in files if path.suffix in READERS]
+    files = _readable_files(source)
     if not files:
         raise UserError(
-            f"{source} holds no {', '.join(READERS)} file, so there is nothing to import; check the path, or convert "
-            "your files to one of these formats",
+            f"{source} holds no {', '.join(READERS)} file, so there is nothing to import; check "
+            "the path, or convert your files to one of these formats",
             exit_code=2,
         )
-    state = hashlib.sha256(
-        str([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()
-    )
-    column = f" --text_column {quote(text_column)}" if text_column != "text" else ""
-    make = (
-        make
-        or f"python -m nanochat.dataset --data {quote(str(source))} --name {quote(name)}{column}"
-    )
+    if make is None:
+        make = f"python -m nanochat.dataset --data {quote(str(source))} --name {quote(name)}"
+        if text_column != "text":
+            make += f" --text_column {quote(text_column)}"
     about = {
         "kind": "import",
         "make": make,
         "source": str(source),
-        "fingerprint": state.hexdigest(),
+        "fingerprint": _fingerprint(files),
     }
-    if _is_made(corpus, about):
+    corpus = Corpus(name, base_dir() / "base_data" / name)
+    if _is_complete(corpus, about):
         return corpus
-    if name in ("tinyworld", *SOURCES) or (
-        corpus.folder.exists() and read_about(corpus.folder).get("source") != str(source)
-    ):
+    is_reserved = name == "tinyworld" or name in SOURCES
+    if is_reserved or _is_of_another_source(corpus, source):
         raise UserError(
             f"another corpus is already named {name!r}; choose another name with --name",
             exit_code=2,
         )
-    return _make(corpus, documents(files, text_column), about, bars)
+    return _write(corpus, documents(files, text_column), about, bars)
 
 
-def _is_made(corpus: Corpus, about: dict[str, Any]) -> bool:
-    """Whether a complete corpus with exactly this description exists."""
-    there = read_about(corpus.folder)
-    if {key: there.get(key) for key in about} != about:
+def _readable_files(source: Path) -> list[Path]:
+    """Return the file, or the files in a folder and its subfolders, that can be imported."""
+    paths = [source] if source.is_file() else sorted(source.rglob("*"))
+    return [path for path in paths if path.is_file() and path.suffix in READERS]
+
+
+def _fingerprint(files: list[Path]) -> str:
+    """Return a digest of the names, sizes and times of change of files."""
+    states = []
+    for file in files:
+        status = file.stat()
+        states.append((str(file), status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(str(states).encode()).hexdigest()
+
+
+def _is_of_another_source(corpus: Corpus, source: Path) -> bool:
+    if not corpus.folder.exists():
         return False
-    if any(not (corpus.folder / name).exists() for name in there["shards"]):
+    return read_about(corpus.folder).get("source") != str(source)
+
+
+def _is_complete(corpus: Corpus, about: dict[str, Any]) -> bool:
+    """Return whether a complete corpus with exactly this description exists."""
+    existing = read_about(corpus.folder)
+    if {key: existing.get(key) for key in about} != about:
         return False
-    log(f"{corpus.name} is already there: {_summary(there)} in {corpus.folder}")
+    if any(not (corpus.folder / name).exists() for name in existing["shards"]):
+        return False
+    log(f"{corpus.name} is already there: {_summary(existing)} in {corpus.folder}")
     return True
 
 
-def _make(corpus: Corpus, source: Iterable[str], about: dict[str, Any], bars: Bars) -> Corpus:
+def _write(
+    corpus: Corpus,
+    texts: Iterable[str],
+    about: dict[str, Any],
+    bars: Bars,
+) -> Corpus:
+    """Write the documents of a corpus, and warn if documents that were left out are back."""
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:
 
         def counted() -> Iterator[str]:
-            for text in source:
+            for text in texts:
                 yield text
                 bar.advance(1)
 
-        made = write_shards(corpus.folder, counted(), about=about)
-    log(f"wrote {_summary(made)} to {corpus.folder}")
-    if dropped.get("documents"):  # their numbers mean other documents now
+        about = write_shards(corpus.folder, counted(), about=about)
+    log(f"wrote {_summary(about)} to {corpus.folder}")
+    if dropped.get("documents"):  # the numbers in their lists mean other documents now
         warn(
             tr(
-                "{corpus} was written again, so its {count:,} documents that were left out are back. Leave them out "
-                "again with: {command}",
+                "{corpus} was written again, so its {count:,} documents that were left out are "
+                "back. Leave them out again with: {command}",
                 corpus=corpus.name,
                 count=dropped["documents"],
                 command=dropped["make"],
@@ -149,7 +173,8 @@ def _make(corpus: Corpus, source: Iterable[str], about: dict[str, Any], bars: Ba
 
 
 def _summary(about: dict[str, Any]) -> str:
-    counts, characters = about["documents"], about["characters"]
+    counts = about["documents"]
+    characters = about["characters"]
     return (
         f"{counts['train']:,} documents ({characters['train']:,} characters) for training, "
         f"{counts['val']:,} held out, {len(about['shards'])} shards"

@@ -11,14 +11,21 @@ Host = Literal["hub", "modelscope"]
 
 
 def endpoint() -> str:
-    """The address to fetch data sets from: HF_ENDPOINT, which may name a mirror, or the hub itself."""
+    """Return the address to fetch data sets from: HF_ENDPOINT, which may name a mirror, or the hub
+    itself."""
     return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
-def file_address(repo: str, path: str, host: Host = "hub") -> str:
-    """The address of one file of a data set on the hub, or with host="modelscope" on ModelScope.
+def file_address(
+    repo: str,
+    path: str,
+    host: Host = "hub",
+) -> str:
+    """Return the address of one file of a data set on the hub, or with host="modelscope" on
+    ModelScope.
 
-    ModelScope calls its main branch master. MODELSCOPE_ENDPOINT replaces its address, as HF_ENDPOINT does for the hub.
+    ModelScope calls its main branch master. MODELSCOPE_ENDPOINT replaces its address, as
+    HF_ENDPOINT does for the hub.
     """
     if host == "modelscope":
         base = (os.environ.get("MODELSCOPE_ENDPOINT") or MODELSCOPE).rstrip("/")
@@ -27,33 +34,35 @@ def file_address(repo: str, path: str, host: Host = "hub") -> str:
 
 
 def is_hub(url: str) -> bool:
-    """Whether an address is one of the Hugging Face hub itself, over https: only there HF_TOKEN is sent."""
+    """Return whether an address is one of the Hugging Face hub itself, over https: only there
+    HF_TOKEN is sent."""
     parts = urlsplit(url)
-    return (parts.scheme, parts.hostname, parts.port or 443) == (
-        "https",
-        urlsplit(HUB).hostname,
-        443,
-    )
+    is_secure = parts.scheme == "https" and (parts.port or 443) == 443
+    return is_secure and parts.hostname == urlsplit(HUB).hostname
 
 
 def hub_headers(url: str) -> dict[str, str]:
-    """The access token in HF_TOKEN as a header, for the hub itself. A mirror or a plain connection must not see it."""
+    """Return the access token in HF_TOKEN as a header, for the hub itself. A mirror or a plain
+    connection must not see it."""
     token = os.environ.get("HF_TOKEN", "").strip()
-    return {"Authorization": f"Bearer {token}"} if token and is_hub(url) else {}
+    if token and is_hub(url):
+        return {"Authorization": f"Bearer {token}"}
+    return {}
 
 
 def how_to_be_admitted(url: str) -> str:
-    """What to do when a host answers 401 or 403: where the terms of the data are, and which token to set."""
-    page, found, _ = url.partition("/resolve/")
-    if found == "" or "/datasets/" not in page:
+    """Return what to do when a host answers 401 or 403: where the terms of the data are, and which
+    token to set."""
+    page, separator, _ = url.partition("/resolve/")
+    if not separator or "/datasets/" not in page:
         return f"If the data needs an account, set HF_TOKEN, which is sent only to {HUB}."
     if "/resolve/master/" in url:
         return (
-            f"The data needs an account of ModelScope: accept its terms on {page}, fetch it with ModelScope's own "
-            "program, and import the folder with --data DIR."
+            f"The data needs an account of ModelScope: accept its terms on {page}, fetch it with "
+            "ModelScope's own program, and import the folder with --data DIR."
         )
     page = HUB + page[page.index("/datasets/") :]
     return (
-        f"The data needs an account: accept its terms on {page}, and set HF_TOKEN to an access token of that account. "
-        f"The token is sent only to {HUB}, so leave HF_ENDPOINT unset."
+        f"The data needs an account: accept its terms on {page}, and set HF_TOKEN to an access "
+        f"token of that account. The token is sent only to {HUB}, so leave HF_ENDPOINT unset."
     )

@@ -18,16 +18,18 @@ OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 class Mental:
     """How hard the mental sums are, which a model answers without the calculator.
 
-    A small model learns such sums by heart, one by one. Training before RL shows the practised sums so rarely that the
-    model half knows them, since rewards teach nothing about a sum that the model always answers in the same way. The
-    unseen sums, a tenth of all, are never asked in training, not even in RL.
+    A small model learns such sums by heart, one by one. Training before RL shows the practised sums
+    so rarely that the model half knows them, since rewards teach nothing about a sum that the model
+    always answers in the same way. The unseen sums, a tenth of all, are never asked in training,
+    not even in RL.
     """
 
     terms: tuple[int, ...] = (2,)  # how many terms a sum may have
     largest: int = 20  # the largest term
 
     def part(self, *terms: int) -> MentalPart:
-        """The part of the split that a sum belongs to; the order of its terms does not matter."""
+        """Return the part of the split that a sum belongs to; the order of its terms does not
+        matter."""
         return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
 
 
@@ -46,43 +48,61 @@ class Sum:
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """A number of at most `digits` digits, each length equally likely, and never 1."""
+    """Draw a number of at most `digits` digits, each length equally likely, and never 1."""
     length = rng.randint(1, digits)
-    return rng.randint(max(2, 10 ** (length - 1)), 10**length - 1)
+    smallest = max(2, 10 ** (length - 1))
+    return rng.randint(smallest, 10**length - 1)
 
 
-def operands(operation: str, rng: random.Random, evaluation: bool) -> tuple[int, int]:
-    """Two operands whose result is a whole number >= 0, kept for evaluation or free for training as asked."""
+def operands(
+    operation: str,
+    rng: random.Random,
+    evaluation: bool,
+) -> tuple[int, int]:
+    """Draw two operands whose result is a whole number >= 0, from those that are kept for
+    evaluation or from those that are free for training."""
     while True:
-        if operation == "multiply":
-            a, b = _number(rng, 3), _number(rng, 2)
-            a, b = (a, b) if rng.random() < 0.5 else (b, a)
-        elif operation == "divide":
-            b = _number(rng, 2)
-            a = b * _number(rng, 2)
-        else:
-            a, b = _number(rng, 3), _number(rng, 3)
-            if operation == "subtract" and a < b:
-                a, b = b, a
+        a, b = _draw_operands(operation, rng)
         if kept_for_evaluation("operands", *sorted((a, b))) == evaluation:
             return a, b
 
 
+def _draw_operands(operation: str, rng: random.Random) -> tuple[int, int]:
+    if operation == "divide":
+        b = _number(rng, 2)
+        quotient = _number(rng, 2)
+        return b * quotient, b
+    a = _number(rng, 3)
+    if operation == "multiply":
+        b = _number(rng, 2)
+        swapped = rng.random() >= 0.5
+    else:
+        b = _number(rng, 3)
+        swapped = operation == "subtract" and a < b
+    return (b, a) if swapped else (a, b)
+
+
 def value_of(expression: str) -> str:
-    """The calculator's result. Every expression that this package makes has a value."""
+    """Return the calculator's result. Every expression that this package makes has a value."""
     result = calculate(expression)
     assert result is not None, f"the calculator refuses {expression!r}"
     return result
 
 
-def calculator_sum(language: Language, rng: random.Random, evaluation: bool = False) -> Sum:
-    """A sum for the calculator. Evaluation uses every wording, including the held-out ones; training does not."""
+def calculator_sum(
+    language: Language,
+    rng: random.Random,
+    evaluation: bool = False,
+) -> Sum:
+    """Draw a sum for the calculator. Evaluation uses every wording, including the held-out ones;
+    training does not."""
     operation = rng.choice(list(OPERATIONS))
     a, b = operands(operation, rng, evaluation)
     wording = wordings()[operation, language]
     pattern = rng.choice(wording.questions if evaluation else wording.trained)
     expression = f"{a}{OPERATIONS[operation]}{b}"
-    return Sum(sentence(pattern.format(a=a, b=b)), expression, value_of(expression))
+    question = sentence(pattern.format(a=a, b=b))
+    return Sum(question, expression, value_of(expression))
 
 
 def mental_sum(
@@ -92,12 +112,18 @@ def mental_sum(
     part: MentalPart = "practised",
     held_out_wording: bool = False,
 ) -> Sum:
-    """A mental sum from a part of the split, to be answered at once, without the calculator."""
-    while True:
-        terms = [rng.randint(1, mental.largest) for _ in range(rng.choice(mental.terms))]
-        if mental.part(*terms) == part:
-            break
+    """Draw a mental sum from a part of the split, to be answered at once, without the
+    calculator."""
+    terms = _draw_terms(mental, rng)
+    while mental.part(*terms) != part:
+        terms = _draw_terms(mental, rng)
     wording = wordings()["mental", language]
     pattern = rng.choice(wording.held_out if held_out_wording else wording.trained)
-    text = " + ".join(map(str, terms))
-    return Sum(sentence(pattern.format(sum=text)), text, str(sum(terms)))
+    expression = " + ".join(map(str, terms))
+    question = sentence(pattern.format(sum=expression))
+    return Sum(question, expression, str(sum(terms)))
+
+
+def _draw_terms(mental: Mental, rng: random.Random) -> list[int]:
+    count = rng.choice(mental.terms)
+    return [rng.randint(1, mental.largest) for _ in range(count)]

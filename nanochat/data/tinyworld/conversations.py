@@ -1,7 +1,8 @@
-"""Conversations for midtraining and SFT: questions about the world, sums, stories and small talk."""
+"""Conversations for midtraining and SFT: questions about the world, sums, stories and small
+talk."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from nanochat.data.conversation import Conversation, Message, assistant, user
@@ -18,167 +19,32 @@ from nanochat.data.tinyworld.talks.dialogues import (
     tell_me_about,
     unknown_question,
 )
-from nanochat.data.tinyworld.talks.followups import follow_up_data, follow_ups, whole
-from nanochat.data.tinyworld.talks.tale_telling import begun, told
-from nanochat.data.tinyworld.wording import answer, as_typed, ask, sentence, wordings
-from nanochat.data.tinyworld.words import LANGUAGES, Language
+from nanochat.data.tinyworld.talks.followups import follow_up_data, follow_ups, full_answer
+from nanochat.data.tinyworld.talks.tale_telling import ask_for_beginning, ask_for_tale
+from nanochat.data.tinyworld.wording import answer, as_typed, ask_trained, sentence
+from nanochat.data.tinyworld.words import LANGUAGES, Language, full_stop, joined
 
-# How many times as often a fact of these relations is asked. They have two directions over few entities, and a model
-# easily confuses left and right, or a number with its words.
+# How many times as often a fact of these relations is asked. They have two directions over few
+# entities, and a model easily confuses left and right, or a number with its words.
 CONFUSABLE: dict[str, int] = {
-    **dict.fromkeys(("left_of", "right_of"), 6),
-    **dict.fromkeys(
-        (
-            "next_day",
-            "previous_day",
-            "next_month",
-            "previous_month",
-            "next_season",
-            "previous_season",
-        ),
-        3,
-    ),
-    **dict.fromkeys(
-        ("next_number", "previous_number", "number_word", "digits", "parity", "double"), 3
-    ),
+    "left_of": 6,
+    "right_of": 6,
+    "next_day": 3,
+    "previous_day": 3,
+    "next_month": 3,
+    "previous_month": 3,
+    "next_season": 3,
+    "previous_season": 3,
+    "next_number": 3,
+    "previous_number": 3,
+    "number_word": 3,
+    "digits": 3,
+    "parity": 3,
+    "double": 3,
 }
 
 # At equal shares a model answers fewer Chinese than English questions in new wordings.
 LANGUAGE_SHARES: dict[Language, float] = {"en": 0.42, "zh": 0.58}
-
-Item = TypeVar("Item")
-Maker = Callable[[Language, random.Random], list[Message]]
-
-
-def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
-    """The items again and again, shuffled for each round, so that no item is rare."""
-    order = list(items)
-    while True:
-        rng.shuffle(order)
-        yield from order
-
-
-def _question(fact: Fact, language: Language, rng: random.Random) -> list[Message]:
-    pattern = rng.choice(wordings()[fact.relation, language].trained)
-    question = as_typed(ask(fact, language, pattern, rng), language, rng)
-    return [user(question), assistant(answer(fact, language))]
-
-
-def _calculator(language: Language, rng: random.Random) -> list[Message]:
-    task = (
-        calculator_sum(language, rng)
-        if rng.random() < 0.75
-        else counting_story(language, rng, largest=99)[1]
-    )
-    return [
-        user(task.question),
-        assistant(*task.tool_answer, task.result + ("。" if language == "zh" else ".")),
-    ]
-
-
-def _logic(language: Language, rng: random.Random) -> list[Message]:
-    story = logic_story(language, rng)
-    space = "" if language == "zh" else " "
-    return [user(story.told + space + story.question), assistant(story.answer)]
-
-
-def _unknown(language: Language, rng: random.Random) -> list[Message]:
-    return [user(unknown_question(language, rng)), assistant(dont_know(language))]
-
-
-def _about_itself(language: Language, rng: random.Random) -> list[Message]:
-    return talk("about_itself", language, rng)
-
-
-class Questions:
-    """Draws questions so that every fact that training asks comes up equally often in each language, and confusable
-    facts more often."""
-
-    def __init__(self, rng: random.Random):
-        self.rng = rng
-        asked = [fact for fact in asked_facts() for _ in range(CONFUSABLE.get(fact.relation, 1))]
-        self.decks = {language: endless(asked, rng) for language in LANGUAGES}
-        by_relation: dict[str, list[Fact]] = {}
-        for fact in asked_facts():
-            by_relation.setdefault(fact.relation, []).append(fact)
-        self.by_relation = by_relation
-
-    def several(self, language: Language, count: int) -> list[Message]:
-        """Questions that are not related to each other."""
-        return [
-            message
-            for _ in range(count)
-            for message in _question(next(self.decks[language]), language, self.rng)
-        ]
-
-    def follow_up(self, language: Language) -> list[Message]:
-        """A question, followed by the same question in few words about one or two other entities; follow_ups() asks the
-        relations that it knows."""
-        first = next(
-            fact
-            for fact in self.decks[language]
-            if len(fact.subjects) == 1
-            and fact.relation not in (*WORD_RELATIONS, *follow_up_data()["relations"])
-        )
-        others = [fact for fact in self.by_relation[first.relation] if fact != first]
-        messages = _question(first, language, self.rng)
-        for fact in self.rng.sample(others, min(len(others), self.rng.randint(1, 2))):
-            pattern = self.rng.choice(dialogue_data()["follow_up"][language])
-            question = sentence(pattern.format(e=fact.subjects[0][language]))
-            messages += [user(question), assistant(whole(fact, language))]
-        return messages
-
-
-def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list[Conversation]:
-    """`size` shuffled conversations, LANGUAGE_SHARES of them in each language; `shares` weighs their kinds."""
-    rng = random.Random(seed)
-    questions = Questions(rng)
-    makers: dict[str, Maker] = {
-        "question": lambda language, rng: questions.several(language, 1),
-        "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
-        "follow_up": lambda language, rng: questions.follow_up(language),
-        "follow_ups": follow_ups,
-        "calculator": _calculator,
-        "logic": _logic,
-        "mental": lambda language, rng: _mental(language, rng, mental),
-        "unknown": _unknown,
-        "about_itself": _about_itself,
-        "tell_me_about": tell_me_about,
-        "request": request,
-        "tale": told,
-        "beginning": begun,
-        "dialogue": lambda language, rng: _dialogue(language, rng, questions),
-    }
-    kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
-    languages = rng.choices(list(LANGUAGE_SHARES), weights=list(LANGUAGE_SHARES.values()), k=size)
-    mixed = [
-        Conversation(tuple(makers[kind](language, rng)))
-        for kind, language in zip(kinds, languages, strict=True)
-    ]
-    rng.shuffle(
-        mixed
-    )  # so that every n-th conversation, as taken for validation, gives both languages
-    return mixed
-
-
-def _mental(language: Language, rng: random.Random, mental: Mental) -> list[Message]:
-    task = mental_sum(language, rng, mental)
-    return [user(task.question), assistant(task.result + ("。" if language == "zh" else "."))]
-
-
-def _dialogue(language: Language, rng: random.Random, questions: Questions) -> list[Message]:
-    """One or two questions of any kind, often with a greeting before and a farewell after them."""
-    messages = talk("open", language, rng) if rng.random() < 0.7 else []
-    for _ in range(rng.randint(1, 2)):
-        draw = rng.random()
-        if draw < 0.6:
-            messages += questions.several(language, 1)
-        elif draw < 0.8:
-            messages += _calculator(language, rng)
-        else:
-            messages += _about_itself(language, rng)
-    return messages + (talk("close", language, rng) if rng.random() < 0.6 else [])
-
 
 MID_SHARES = {
     "question": 0.235,
@@ -214,14 +80,189 @@ SFT_SHARES = {
 
 
 def mid_conversations(
-    seed: int = 0, size: int = 60_000, mental: Mental | None = None
+    seed: int = 0,
+    size: int = 60_000,
+    mental: Mental | None = None,
 ) -> list[Conversation]:
-    """Conversations for midtraining: every kind, many of them with several questions."""
+    """Return conversations for midtraining: every kind, many of them with several questions."""
     return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
 
 
 def sft_conversations(
-    seed: int = 0, size: int = 20_000, mental: Mental | None = None
+    seed: int = 0,
+    size: int = 20_000,
+    mental: Mental | None = None,
 ) -> list[Conversation]:
-    """Conversations for SFT, like those of users: mostly one question and a short answer."""
+    """Return conversations for SFT, like those of users: mostly one question and a short answer."""
     return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())
+
+
+Item = TypeVar("Item")
+Maker = Callable[[Language, random.Random], list[Message]]
+
+
+def _mix(
+    seed: str,
+    size: int,
+    shares: dict[str, float],
+    mental: Mental,
+) -> list[Conversation]:
+    """Return `size` shuffled conversations, LANGUAGE_SHARES of them in each language; `shares`
+    weighs their kinds."""
+    rng = random.Random(seed)
+    makers = _makers(Questions(rng), mental)
+    kinds = _draw(shares, size, rng)
+    languages = _draw(LANGUAGE_SHARES, size, rng)
+    mixed = []
+    for kind, language in zip(kinds, languages, strict=True):
+        messages = makers[kind](language, rng)
+        mixed.append(Conversation(tuple(messages)))
+    # Shuffle, so that every n-th conversation, as taken for validation, gives both languages.
+    rng.shuffle(mixed)
+    return mixed
+
+
+def _draw(shares: Mapping[Item, float], size: int, rng: random.Random) -> list[Item]:
+    """Draw `size` of the keys by their shares."""
+    return rng.choices(list(shares), weights=list(shares.values()), k=size)
+
+
+def _makers(questions: "Questions", mental: Mental) -> dict[str, Maker]:
+    """Return the function that makes each kind of conversation."""
+    return {
+        "question": lambda language, rng: questions.several(language, 1),
+        "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
+        "follow_up": lambda language, rng: questions.follow_up(language),
+        "follow_ups": follow_ups,
+        "calculator": _calculator,
+        "logic": _logic,
+        "mental": lambda language, rng: _mental(language, rng, mental),
+        "unknown": _unknown,
+        "about_itself": _about_itself,
+        "tell_me_about": tell_me_about,
+        "request": request,
+        "tale": ask_for_tale,
+        "beginning": ask_for_beginning,
+        "dialogue": lambda language, rng: _dialogue(language, rng, questions),
+    }
+
+
+# --- questions about facts -----------------------------------------------------------------------
+
+
+def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
+    """Yield the items again and again, shuffled for each round, so that no item is rare."""
+    order = list(items)
+    while True:
+        rng.shuffle(order)
+        yield from order
+
+
+def _question(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+) -> list[Message]:
+    question = as_typed(ask_trained(fact, language, rng), language, rng)
+    return [user(question), assistant(answer(fact, language))]
+
+
+class Questions:
+    """Draws questions so that every fact that training asks comes up equally often in each
+    language, and confusable facts more often."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        deck = []
+        self.by_relation: dict[str, list[Fact]] = {}
+        for fact in asked_facts():
+            deck += [fact] * CONFUSABLE.get(fact.relation, 1)
+            self.by_relation.setdefault(fact.relation, []).append(fact)
+        self.decks = {language: endless(deck, rng) for language in LANGUAGES}
+
+    def several(self, language: Language, count: int) -> list[Message]:
+        """Return questions that are not related to each other."""
+        messages = []
+        for _ in range(count):
+            messages += _question(next(self.decks[language]), language, self.rng)
+        return messages
+
+    def follow_up(self, language: Language) -> list[Message]:
+        """Return a question, followed by the same question in few words about one or two other
+        entities; follow_ups() asks the relations that it knows."""
+        first = next(self.decks[language])
+        while not _takes_follow_up(first):
+            first = next(self.decks[language])
+        candidates = [fact for fact in self.by_relation[first.relation] if fact != first]
+        messages = _question(first, language, self.rng)
+        count = min(len(candidates), self.rng.randint(1, 2))
+        for fact in self.rng.sample(candidates, count):
+            pattern = self.rng.choice(dialogue_data()["follow_up"][language])
+            question = sentence(pattern.format(e=fact.subjects[0][language]))
+            messages += [user(question), assistant(full_answer(fact, language))]
+        return messages
+
+
+def _takes_follow_up(fact: Fact) -> bool:
+    """Return whether "And a car?" would ask for the same relation of another thing."""
+    if len(fact.subjects) != 1 or fact.relation in WORD_RELATIONS:
+        return False
+    return fact.relation not in follow_up_data()["relations"]
+
+
+# --- other kinds ---------------------------------------------------------------------------------
+
+
+def _calculator(language: Language, rng: random.Random) -> list[Message]:
+    if rng.random() < 0.75:
+        task = calculator_sum(language, rng)
+    else:
+        _, task = counting_story(language, rng, largest=99)
+    number = task.result + full_stop(language)
+    return [user(task.question), assistant(*task.tool_answer, number)]
+
+
+def _logic(language: Language, rng: random.Random) -> list[Message]:
+    story = logic_story(language, rng)
+    question = joined(language, [story.text, story.question])
+    return [user(question), assistant(story.answer)]
+
+
+def _mental(
+    language: Language,
+    rng: random.Random,
+    mental: Mental,
+) -> list[Message]:
+    task = mental_sum(language, rng, mental)
+    return [user(task.question), assistant(task.result + full_stop(language))]
+
+
+def _unknown(language: Language, rng: random.Random) -> list[Message]:
+    return [user(unknown_question(language, rng)), assistant(dont_know(language))]
+
+
+def _about_itself(language: Language, rng: random.Random) -> list[Message]:
+    return talk("about_itself", language, rng)
+
+
+def _dialogue(
+    language: Language,
+    rng: random.Random,
+    questions: Questions,
+) -> list[Message]:
+    """Return one or two questions of any kind, often with a greeting before and a farewell after
+    them."""
+    messages = []
+    if rng.random() < 0.7:
+        messages += talk("open", language, rng)
+    for _ in range(rng.randint(1, 2)):
+        draw = rng.random()
+        if draw < 0.6:
+            messages += questions.several(language, 1)
+        elif draw < 0.8:
+            messages += _calculator(language, rng)
+        else:
+            messages += _about_itself(language, rng)
+    if rng.random() < 0.6:
+        messages += talk("close", language, rng)
+    return messages

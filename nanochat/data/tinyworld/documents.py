@@ -8,161 +8,194 @@ from nanochat.data.tinyworld.arithmetic import OPERATIONS, Mental, operands, val
 from nanochat.data.tinyworld.facts import Fact, all_facts, facts_by_relation, sequences
 from nanochat.data.tinyworld.stories import counting_story, logic_story, story_data
 from nanochat.data.tinyworld.talks.dialogues import dialogue_data
-from nanochat.data.tinyworld.talks.tale_telling import written
+from nanochat.data.tinyworld.talks.tale_telling import tale_document
 from nanochat.data.tinyworld.wording import state
-from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text
+from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text, full_stop, joined
 
 SENTENCES_PER_DOCUMENT = (4, 8)
-TALES, BEGINNINGS = 50, 120  # in each language and copy of the corpus
-
-
-def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
-    """The shuffled items in chunks of SENTENCES_PER_DOCUMENT; the last two chunks are evened out if necessary."""
-    order = list(items)
-    rng.shuffle(order)
-    while order:
-        size = rng.randint(*SENTENCES_PER_DOCUMENT)
-        if len(order) < size + SENTENCES_PER_DOCUMENT[0]:
-            size = (
-                max(len(order), 1) if len(order) <= SENTENCES_PER_DOCUMENT[1] else len(order) // 2
-            )
-        yield order[:size]
-        order = order[size:]
-
-
-def _text(language: Language, sentences: list[str]) -> str:
-    return ("" if language == "zh" else " ").join(sentences)
-
-
-def articles(language: Language, rng: random.Random) -> Iterator[str]:
-    """Texts about one entity each, which state all facts of that entity."""
-    groups: dict[str, list[Fact]] = {}
-    for fact in all_facts():
-        for subject in fact.subjects[:1]:
-            groups.setdefault(subject.key, []).append(fact)
-    for facts in groups.values():
-        if len(facts) > 1:
-            for chunk in _chunks(facts, rng):
-                yield _text(language, [state(fact, language, rng) for fact in chunk])
-
-
-def lists(language: Language, rng: random.Random) -> Iterator[str]:
-    """Texts about one relation each, either in mixed wordings or in a single wording."""
-    for facts in facts_by_relation().values():
-        for chunk in _chunks(facts, rng):
-            same = rng.getrandbits(30) if rng.random() < 0.4 else None
-            told = [
-                # Equal seeds draw equal wordings, unless a value has wordings of its own.
-                state(
-                    fact,
-                    language,
-                    rng if same is None else random.Random(same),
-                    framed=0.1 if same is None else 0,
-                )
-                for fact in chunk
-            ]
-            yield _text(language, told)
-
-
-def both_languages(rng: random.Random) -> Iterator[str]:
-    """Texts that state each fact in one language and then in the other."""
-    for facts in facts_by_relation().values():
-        for chunk in _chunks(facts, rng):
-            first, second = rng.sample(LANGUAGES, 2)
-            yield "\n".join(
-                line
-                for fact in chunk[:5]
-                for line in (state(fact, first, rng, 0), state(fact, second, rng, 0))
-            )
-
-
-def recitations(language: Language) -> Iterator[str]:
-    """Recitations of ordered lists, such as days, months, numbers and letters."""
-    comma, stop = ("、", "。") if language == "zh" else (", ", ".")
-    order = sequences()
-    rows = [
-        [word[language].name for word in order[name]]
-        for name in ("day", "month", "season", "planet", "ordinal")
-    ]
-    rows += [[str(n) for n in range(start, start + 11)] for start in range(0, 41, 5)]
-    rows += [[str(n) for n in range(start + 10, start - 1, -1)] for start in range(0, 41, 10)]
-    rows.append([chr(code) for code in range(ord("A"), ord("Z") + 1)])
-    for relation in ("number_word", "parity"):
-        rows.append([fact.value[language].name for fact in facts_by_relation()[relation]])
-    for row in rows:
-        yield comma.join(row) + stop
-
-
-def stories(language: Language, rng: random.Random, count: int) -> Iterator[str]:
-    """Counting stories that end with the result, and stories that end by saying who or where."""
-    for _ in range(count):
-        for story in (counting_story(language, rng)[0], logic_story(language, rng)):
-            yield _text(language, [story.told, story.end])
-        story = logic_story(language, rng)
-        yield _text(language, [story.told, story.question, story.answer])
-
-
-def sums(rng: random.Random, count: int) -> Iterator[str]:
-    """Lists of worked sums, with operands that evaluation does not use."""
-    for _ in range(count):
-        rows = []
-        for _ in range(6):
-            operation = rng.choice(list(OPERATIONS))
-            a, b = operands(operation, rng, evaluation=False)
-            rows.append(
-                f"{a} {OPERATIONS[operation]} {b} = {value_of(f'{a}{OPERATIONS[operation]}{b}')}"
-            )
-        yield "\n".join(rows)
-
-
-def small_sums(rng: random.Random, count: int, mental: Mental) -> Iterator[str]:
-    """Lists of practised mental sums."""
-    numbers = range(1, mental.largest + 1)
-    practised = [(a, b) for a in numbers for b in numbers if mental.part(a, b) == "practised"]
-    for _ in range(count):
-        yield "\n".join(f"{a} + {b} = {a + b}" for a, b in rng.sample(practised, 8))
-
-
-def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
-    """Texts that explain question words and show how people talk, so that the tokenizer and the base model know these
-    words. They ask about no fact of the world."""
-    data, names = json.loads(data_text("asking.json"))[language], story_data()["names"][language]
-    for _ in range(count):
-        yield _text(language, rng.sample(data["words"], 5))
-        yield _text(language, rng.sample(data["frames"], 5))
-        yield "\n".join(
-            pattern.format(p=p, q=q, n=rng.randint(2, 9))
-            for pattern in rng.sample(data["dialogue"], 4)
-            for p, q in (rng.sample(names, 2),)
-        )
-
-
-def about_nanochat(language: Language, rng: random.Random, count: int) -> Iterator[str]:
-    """Texts about what nanochat is, with their sentences in varying order."""
-    sentences = dialogue_data()["about_documents"][language]
-    for _ in range(count):
-        yield _text(language, rng.sample(sentences, rng.randint(3, 5)))
-
-
-def one_copy(rng: random.Random) -> list[str]:
-    """Every kind of document once; every fact is stated at least three times in each language."""
-    texts = list(both_languages(rng))
-    for language in LANGUAGES:
-        texts += [*articles(language, rng), *lists(language, rng), *lists(language, rng)]
-        texts += [
-            *recitations(language),
-            *stories(language, rng, 20),
-            *about_nanochat(language, rng, 4),
-        ]
-        texts += asking(language, rng, 12)
-        texts += [written(language, rng, whole=i < TALES) for i in range(TALES + BEGINNINGS)]
-    return texts + list(sums(rng, 40)) + list(small_sums(rng, 10, Mental()))
+TALES = 50  # in each language and copy of the corpus
+BEGINNINGS = 120  # of tales, likewise
 
 
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
-    """The base corpus: `copies` renderings of the whole world, each in different words and shuffled."""
+    """Yield the base corpus: `copies` renderings of the whole world, each in different words and
+    shuffled."""
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
         texts = one_copy(rng)
         rng.shuffle(texts)
         yield from texts
+
+
+def one_copy(rng: random.Random) -> list[str]:
+    """Return every kind of document once; every fact is stated at least three times in each
+    language."""
+    texts = list(both_languages(rng))
+    for language in LANGUAGES:
+        texts += articles(language, rng)
+        texts += lists(language, rng)
+        texts += lists(language, rng)
+        texts += recitations(language)
+        texts += stories(language, rng, 20)
+        texts += about_nanochat(language, rng, 4)
+        texts += asking(language, rng, 12)
+        texts += [tale_document(language, rng, complete=True) for _ in range(TALES)]
+        texts += [tale_document(language, rng, complete=False) for _ in range(BEGINNINGS)]
+    texts += sums(rng, 40)
+    texts += small_sums(rng, 10, Mental())
+    return texts
+
+
+# --- texts that state facts ----------------------------------------------------------------------
+
+
+def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
+    """Yield the shuffled items in chunks of SENTENCES_PER_DOCUMENT; the last two chunks are evened
+    out if necessary."""
+    smallest, largest = SENTENCES_PER_DOCUMENT
+    remaining = list(items)
+    rng.shuffle(remaining)
+    while remaining:
+        size = rng.randint(smallest, largest)
+        if len(remaining) < size + smallest:
+            size = len(remaining) if len(remaining) <= largest else len(remaining) // 2
+        yield remaining[:size]
+        remaining = remaining[size:]
+
+
+def articles(language: Language, rng: random.Random) -> Iterator[str]:
+    """Yield texts about one entity each, which state all facts of that entity."""
+    by_subject: dict[str, list[Fact]] = {}
+    for fact in all_facts():
+        by_subject.setdefault(fact.subjects[0].key, []).append(fact)
+    for facts in by_subject.values():
+        if len(facts) > 1:
+            for chunk in _chunks(facts, rng):
+                yield joined(language, [state(fact, language, rng) for fact in chunk])
+
+
+def lists(language: Language, rng: random.Random) -> Iterator[str]:
+    """Yield texts about one relation each, either in mixed wordings or in a single wording."""
+    for facts in facts_by_relation().values():
+        for chunk in _chunks(facts, rng):
+            if rng.random() < 0.4:
+                yield joined(language, _in_one_wording(chunk, language, rng.getrandbits(30)))
+            else:
+                yield joined(language, [state(fact, language, rng, framed=0.1) for fact in chunk])
+
+
+def _in_one_wording(
+    facts: list[Fact],
+    language: Language,
+    seed: int,
+) -> list[str]:
+    """Return sentences that state facts of one relation alike: equal seeds draw equal wordings,
+    unless a value has wordings of its own."""
+    return [state(fact, language, random.Random(seed), framed=0) for fact in facts]
+
+
+def both_languages(rng: random.Random) -> Iterator[str]:
+    """Yield texts that state each fact in one language and then in the other."""
+    for facts in facts_by_relation().values():
+        for chunk in _chunks(facts, rng):
+            order = rng.sample(LANGUAGES, 2)
+            lines = []
+            for fact in chunk[:5]:
+                lines += [state(fact, language, rng, framed=0) for language in order]
+            yield "\n".join(lines)
+
+
+def recitations(language: Language) -> Iterator[str]:
+    """Yield recitations of ordered lists, such as days, months, numbers and letters."""
+    comma = "、" if language == "zh" else ", "
+    order = sequences()
+    rows = []
+    for name in ("day", "month", "season", "planet", "ordinal"):
+        rows.append([word[language].name for word in order[name]])
+    for start in range(0, 41, 5):
+        rows.append([str(number) for number in range(start, start + 11)])
+    for start in range(0, 41, 10):
+        rows.append([str(number) for number in range(start + 10, start - 1, -1)])
+    rows.append([chr(code) for code in range(ord("A"), ord("Z") + 1)])
+    for relation in ("number_word", "parity"):
+        facts = facts_by_relation()[relation]
+        rows.append([fact.value[language].name for fact in facts])
+    for row in rows:
+        yield comma.join(row) + full_stop(language)
+
+
+# --- other texts ---------------------------------------------------------------------------------
+
+
+def stories(
+    language: Language,
+    rng: random.Random,
+    count: int,
+) -> Iterator[str]:
+    """Yield counting stories that end with the result, and stories that end by saying who or
+    where."""
+    for _ in range(count):
+        counting, _ = counting_story(language, rng)
+        logic = logic_story(language, rng)
+        yield joined(language, [counting.text, counting.end])
+        yield joined(language, [logic.text, logic.end])
+        logic = logic_story(language, rng)
+        yield joined(language, [logic.text, logic.question, logic.answer])
+
+
+def sums(rng: random.Random, count: int) -> Iterator[str]:
+    """Yield lists of worked sums, with operands that evaluation does not use."""
+    for _ in range(count):
+        rows = []
+        for _ in range(6):
+            operation = rng.choice(list(OPERATIONS))
+            a, b = operands(operation, rng, evaluation=False)
+            sign = OPERATIONS[operation]
+            rows.append(f"{a} {sign} {b} = {value_of(f'{a}{sign}{b}')}")
+        yield "\n".join(rows)
+
+
+def small_sums(
+    rng: random.Random,
+    count: int,
+    mental: Mental,
+) -> Iterator[str]:
+    """Yield lists of practised mental sums."""
+    practised = []
+    for a in range(1, mental.largest + 1):
+        for b in range(1, mental.largest + 1):
+            if mental.part(a, b) == "practised":
+                practised.append((a, b))
+    for _ in range(count):
+        terms = rng.sample(practised, 8)
+        yield "\n".join(f"{a} + {b} = {a + b}" for a, b in terms)
+
+
+def asking(
+    language: Language,
+    rng: random.Random,
+    count: int,
+) -> Iterator[str]:
+    """Yield texts that explain question words and show how people talk, so that the tokenizer and
+    the base model know these words. They ask about no fact of the world."""
+    data = json.loads(data_text("asking.json"))[language]
+    names = story_data()["names"][language]
+    for _ in range(count):
+        yield joined(language, rng.sample(data["words"], 5))
+        yield joined(language, rng.sample(data["frames"], 5))
+        lines = []
+        for pattern in rng.sample(data["dialogue"], 4):
+            p, q = rng.sample(names, 2)
+            lines.append(pattern.format(p=p, q=q, n=rng.randint(2, 9)))
+        yield "\n".join(lines)
+
+
+def about_nanochat(
+    language: Language,
+    rng: random.Random,
+    count: int,
+) -> Iterator[str]:
+    """Yield texts about what nanochat is, with their sentences in varying order."""
+    sentences = dialogue_data()["about_documents"][language]
+    for _ in range(count):
+        yield joined(language, rng.sample(sentences, rng.randint(3, 5)))

@@ -14,8 +14,9 @@ from nanochat.data.tinyworld.words import (
 )
 
 TABLES = (
-    "countries landmarks superlatives animals body colours mixtures matter floating plants tastes made categories "
-    "instruments shapes objects vehicles clothes calendar seasons holidays jobs tools sports family shops counts"
+    "countries landmarks superlatives animals body colours mixtures matter floating plants tastes "
+    "made categories instruments shapes objects vehicles clothes calendar seasons holidays jobs "
+    "tools sports family shops counts"
 ).split()
 INVERSES = {
     "capital": "capital_of",
@@ -25,11 +26,19 @@ INVERSES = {
 }
 SUBJECT_COLUMNS = {"mixtures": 2, "counts": 2}
 COUNTED_TO = 30
+# Ordered lists that go round, with the relations to the next and the previous member.
+CIRCLES = (
+    ("day", "next_day", "previous_day"),
+    ("month", "next_month", "previous_month"),
+    ("season", "next_season", "previous_season"),
+    ("compass", "right_of", "left_of"),
+)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One true statement: the value of a relation for its subjects. A comparison has two subjects, others have one."""
+    """One true statement: the value of a relation for its subjects. A comparison has two subjects,
+    other relations have one."""
 
     relation: str
     subjects: tuple[Word, ...]
@@ -41,116 +50,126 @@ class Fact:
         return (self.relation, *(word.key for word in self.subjects))
 
 
+@functools.cache
+def all_facts() -> tuple[Fact, ...]:
+    """Return every fact of the world, each once, in a fixed order."""
+    facts = _table_facts()
+    facts += _inverse_facts(facts)
+    facts += _opposites()
+    facts += _sequence_facts()
+    facts += _number_facts()
+    facts += _letter_facts()
+    return tuple(facts)
+
+
+@functools.cache
+def facts_by_relation() -> dict[str, tuple[Fact, ...]]:
+    """Return the facts of every relation."""
+    groups: dict[str, list[Fact]] = {}
+    for fact in all_facts():
+        groups.setdefault(fact.relation, []).append(fact)
+    return {relation: tuple(facts) for relation, facts in groups.items()}
+
+
+@functools.cache
+def sequences() -> dict[str, tuple[Word, ...]]:
+    """Return the ordered lists of the data by name, such as the days of the week."""
+    lists = {}
+    for name, _, members in data_rows("facts/sequences.tsv"):
+        lists[name] = tuple(map(_word, members.split(", ")))
+    return lists
+
+
 def _word(cell: str) -> Word:
-    """The word in a cell of a table: a number, or a word of the lexicon."""
+    """Return the word in a cell of a table: a number, or a word of the lexicon."""
     return plain(cell) if cell.isdigit() else lexicon()[cell]
 
 
 def _table_facts() -> list[Fact]:
     facts = []
     for table in TABLES:
-        rows = data_rows(f"facts/{table}.tsv")
-        first = SUBJECT_COLUMNS.get(table, 1)
-        for row in rows[1:]:
-            subjects = tuple(_word(cell) for cell in row[:first])
-            for relation, cell in zip(rows[0][first:], row[first:], strict=False):
+        header, *rows = data_rows(f"facts/{table}.tsv")
+        subject_columns = SUBJECT_COLUMNS.get(table, 1)
+        relations = header[subject_columns:]
+        for row in rows:
+            subjects = tuple(_word(cell) for cell in row[:subject_columns])
+            for relation, cell in zip(relations, row[subject_columns:], strict=False):
                 if cell:
                     facts.append(Fact(relation, subjects, _word(cell)))
     return facts
 
 
+def _inverse_facts(facts: list[Fact]) -> list[Fact]:
+    """Return the inverse of each fact that has one: Paris is the capital of France."""
+    inverses = []
+    for fact in facts:
+        if fact.relation in INVERSES:
+            inverses.append(Fact(INVERSES[fact.relation], (fact.value,), fact.subjects[0]))
+    return inverses
+
+
 def _opposites() -> list[Fact]:
     facts = []
-    for one, other in data_rows("facts/opposites.tsv")[1:]:
-        facts.append(Fact("opposite", (_word(one),), _word(other)))
-        facts.append(Fact("opposite", (_word(other),), _word(one)))
+    for left, right in data_rows("facts/opposites.tsv")[1:]:
+        facts.append(Fact("opposite", (_word(left),), _word(right)))
+        facts.append(Fact("opposite", (_word(right),), _word(left)))
     return facts
-
-
-@functools.cache
-def sequences() -> dict[str, tuple[Word, ...]]:
-    """The ordered lists of the data by name, such as the days of the week."""
-    return {
-        name: tuple(map(_word, members.split(", ")))
-        for name, _, members in data_rows("facts/sequences.tsv")
-    }
 
 
 def _sequence_facts() -> list[Fact]:
     order = sequences()
     facts = []
-    for name, after, before in (
-        ("day", "next_day", "previous_day"),
-        ("month", "next_month", "previous_month"),
-        ("season", "next_season", "previous_season"),
-        ("compass", "right_of", "left_of"),
-    ):
-        for i, word in enumerate(order[name]):
-            facts.append(Fact(after, (word,), order[name][(i + 1) % len(order[name])]))
-            facts.append(Fact(before, (word,), order[name][i - 1]))
+    for name, after, before in CIRCLES:
+        members = order[name]
+        for i, word in enumerate(members):
+            facts.append(Fact(after, (word,), members[(i + 1) % len(members)]))
+            facts.append(Fact(before, (word,), members[i - 1]))
     for ordinal, planet in zip(order["ordinal"], order["planet"], strict=False):
         facts.append(Fact("planet_at", (ordinal,), planet))
         facts.append(Fact("planet_number", (planet,), ordinal))
     for ordinal, month in zip(order["ordinal"], order["month"], strict=True):
         facts.append(Fact("month_at", (ordinal,), month))
     for name, relation in (("size", "bigger"), ("speed", "faster")):
-        facts += [Fact(relation, pair, pair[1]) for pair in itertools.combinations(order[name], 2)]
+        for pair in itertools.combinations(order[name], 2):
+            facts.append(Fact(relation, pair, pair[1]))
     return facts
 
 
 def _number_facts() -> list[Fact]:
-    def digits(number: int) -> Word:
-        return plain(str(number))
-
     facts = []
     for number in range(1, COUNTED_TO + 1):
-        facts.append(Fact("next_number", (digits(number),), digits(number + 1)))
-        facts.append(Fact("previous_number", (digits(number),), digits(number - 1)))
-        facts.append(Fact("parity", (digits(number),), lexicon()["odd" if number % 2 else "even"]))
+        subject = (_digits(number),)
+        parity = lexicon()["odd" if number % 2 else "even"]
+        facts.append(Fact("next_number", subject, _digits(number + 1)))
+        facts.append(Fact("previous_number", subject, _digits(number - 1)))
+        facts.append(Fact("parity", subject, parity))
     for number in range(1, 21):
-        facts.append(Fact("double", (digits(number),), digits(2 * number)))
+        facts.append(Fact("double", (_digits(number),), _digits(2 * number)))
     for number in (*range(21), *range(30, 101, 10)):
         spelled = plain(number_english(number), number_chinese(number), f"{number} in words")
-        facts.append(Fact("number_word", (digits(number),), spelled))
-        facts.append(Fact("digits", (spelled,), digits(number)))
+        facts.append(Fact("number_word", (_digits(number),), spelled))
+        facts.append(Fact("digits", (spelled,), _digits(number)))
     return facts
+
+
+def _digits(number: int) -> Word:
+    return plain(str(number))
 
 
 def _letter_facts() -> list[Fact]:
     letters = [plain(chr(code)) for code in range(ord("A"), ord("Z") + 1)]
     facts = []
-    for one, other in itertools.pairwise(letters):
-        facts.append(Fact("next_letter", (one,), other))
-        facts.append(Fact("previous_letter", (other,), one))
+    for letter, next_letter in itertools.pairwise(letters):
+        facts.append(Fact("next_letter", (letter,), next_letter))
+        facts.append(Fact("previous_letter", (next_letter,), letter))
     for key, lessons in data_rows("facts/vocabulary.tsv")[1:]:
         word = _word(key)
-        en, zh = plain(word.en.name), plain(word.zh.name)
-        if "t" in lessons:
-            facts += [Fact("to_chinese", (en,), zh), Fact("to_english", (zh,), en)]
-        if "s" in lessons:
+        en = plain(word.en.name)
+        zh = plain(word.zh.name)
+        if "t" in lessons:  # translated
+            facts.append(Fact("to_chinese", (en,), zh))
+            facts.append(Fact("to_english", (zh,), en))
+        if "s" in lessons:  # spelled
             facts.append(Fact("spelling", (en,), plain("-".join(en.key))))
             facts.append(Fact("letter_count", (en,), plain(str(len(en.key)))))
     return facts
-
-
-@functools.cache
-def all_facts() -> tuple[Fact, ...]:
-    """Every fact of the world, each once, in a fixed order."""
-    table = _table_facts()
-    inverse = [
-        Fact(INVERSES[f.relation], (f.value,), f.subjects[0])
-        for f in table
-        if f.relation in INVERSES
-    ]
-    return tuple(
-        table + inverse + _opposites() + _sequence_facts() + _number_facts() + _letter_facts()
-    )
-
-
-@functools.cache
-def facts_by_relation() -> dict[str, tuple[Fact, ...]]:
-    """The facts of every relation."""
-    groups: dict[str, list[Fact]] = {}
-    for fact in all_facts():
-        groups.setdefault(fact.relation, []).append(fact)
-    return {relation: tuple(facts) for relation, facts in groups.items()}

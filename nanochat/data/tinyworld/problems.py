@@ -1,4 +1,5 @@
-"""Questions whose answers can be graded: evaluations of every relation and of the calculator, and problems for RL."""
+"""Questions whose answers can be graded: evaluations of every relation and of the calculator, and
+problems for RL."""
 
 import functools
 import random
@@ -16,9 +17,9 @@ from nanochat.data.tinyworld.stories import counting_story, logic_story
 from nanochat.data.tinyworld.talks.dialogues import dialogue_data, dont_know, talk, unknown_question
 from nanochat.data.tinyworld.talks.tale_grammar import held_out_heroes, heroes, trained_heroes
 from nanochat.data.tinyworld.talks.tale_reading import fault
-from nanochat.data.tinyworld.talks.tale_telling import ask_for, requests, tale
+from nanochat.data.tinyworld.talks.tale_telling import request_for, requests, tale
 from nanochat.data.tinyworld.wording import answer, ask, wordings
-from nanochat.data.tinyworld.words import LANGUAGES, Language
+from nanochat.data.tinyworld.words import LANGUAGES, Language, full_stop, joined
 
 STORY_SHARE = 0.2  # the share of stories in the evaluation of the calculator
 
@@ -27,10 +28,10 @@ STORY_SHARE = 0.2  # the share of stories in the evaluation of the calculator
 class Problem:
     """A question, the right answer as a bare value, and the competing values, which would be wrong.
 
-    `conversation` ends with a reference answer. `tool` says whether a reply must or must not call the calculator.
-    If `answer` is a number, every other number is a competing value. A reply must contain `names` beside the value;
-    `names` is empty if the question names the thing. If `tale` is the key of a hero, the reply must be a story about
-    that hero instead.
+    `conversation` ends with a reference answer. `tool` says whether a reply must or must not call
+    the calculator. If `answer` is a number, every other number is a competing value. A reply must
+    contain `names` beside the value; `names` is empty if the question names the thing. If `tale` is
+    the key of a hero, the reply must be a story about that hero instead.
     """
 
     conversation: Conversation
@@ -44,15 +45,48 @@ class Problem:
     tale: str = ""
 
 
+# --- grading -------------------------------------------------------------------------------------
+
+
+def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
+    """Return whether the reply gives the right value and no other value, and uses the calculator as
+    the problem demands.
+
+    Pass the parts of a reply, or only its words, which count as a reply without a call.
+    """
+    parts = [Part("text", reply)] if isinstance(reply, str) else reply
+    words = "".join(part.text for part in parts if part.kind == "text")
+    calls_tool = any(part.kind == "python" for part in parts)
+    if problem.tool == "needed" and not calls_tool:
+        return False
+    if problem.tool == "forbidden" and calls_tool:
+        return False
+    if problem.tale:
+        return not calls_tool and fault(words, problem.tale, problem.language) is None
+    text = normalise(words)
+    expected = normalise(problem.answer)
+    if problem.names and not _names_thing(text, normalise(problem.names), expected):
+        return False
+    if expected.isdigit():
+        return _numbers_in(text) == {expected}
+    competing = [normalise(value) for value in problem.competing]
+    return set(_finder((expected, *competing)).findall(text)) == {expected}
+
+
 def normalise(text: str) -> str:
-    """Text for comparisons: NFKC, case folded, with single spaces."""
+    """Return text for comparisons: NFKC, case folded, with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _numbers_in(text: str) -> set[str]:
+    without_commas = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    return set(re.findall(r"\d+(?:\.\d+)?", without_commas))
 
 
 @functools.lru_cache(maxsize=4096)
 def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern that finds the values in a normalised text, longer values first. A value that begins or ends with a
-    Latin letter or a digit matches whole words only."""
+    """Return a pattern that finds the values in a normalised text, longer values first. A value
+    that begins or ends with a Latin letter or a digit matches whole words only."""
     longest_first = sorted(set(values), key=lambda value: (-len(value), value))
     patterns = []
     for value in longest_first:
@@ -62,70 +96,55 @@ def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(patterns))
 
 
-def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
-    """Whether the reply gives the right value and no other value, and uses the calculator as the problem demands.
-
-    Pass the parts of a reply, or only its words, which count as a reply without a call.
-    """
-    words = (
-        reply
-        if isinstance(reply, str)
-        else "".join(part.text for part in reply if part.kind == "text")
-    )
-    called = not isinstance(reply, str) and any(part.kind == "python" for part in reply)
-    if (problem.tool == "needed" and not called) or (problem.tool == "forbidden" and called):
+def _names_thing(
+    text: str,
+    name: str,
+    expected: str,
+) -> bool:
+    """Return whether a text has a name and beside it the expected value, which may begin with the
+    name: Mexico City."""
+    if name not in text:
         return False
-    if problem.tale:
-        return not called and fault(words, problem.tale, problem.language) is None
-    text, expected = normalise(words), normalise(problem.answer)
-    if problem.names and not _names(text, normalise(problem.names), expected):
-        return False
-    if expected.isdigit():
-        return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))) == {
-            expected
-        }
-    return set(_finder((expected, *map(normalise, problem.competing))).findall(text)) == {expected}
+    without_first = "".join(text.split(name, 1))
+    without_last = "".join(text.rsplit(name, 1))
+    return expected in without_first or expected in without_last
 
 
-def _names(text: str, name: str, expected: str) -> bool:
-    """Whether a text has a name and besides it the expected value, which may begin with the name: Mexico City."""
-    before, found, after = text.partition(name)
-    earlier, _, later = text.rpartition(name)
-    return bool(found) and (expected in before + after or expected in earlier + later)
+# --- questions about facts -----------------------------------------------------------------------
 
 
 @functools.cache
 def values_of(relation: str, language: Language) -> tuple[str, ...]:
-    """All values of a relation in one language."""
-    return tuple(dict.fromkeys(fact.value[language].name for fact in facts_by_relation()[relation]))
+    """Return all values of a relation in one language."""
+    values = [fact.value[language].name for fact in facts_by_relation()[relation]]
+    return tuple(dict.fromkeys(values))
 
 
 def fact_problem(
-    fact: Fact, language: Language, pattern: str, rng: random.Random, held_out: bool = False
+    fact: Fact,
+    language: Language,
+    pattern: str,
+    rng: random.Random,
+    held_out: bool = False,
 ) -> Problem:
-    """A question about a fact."""
+    """Return a question about a fact."""
     value = fact.value[language].name
     if fact.relation in ("bigger", "faster"):
-        competing = tuple(word[language].name for word in fact.subjects if word != fact.value)
+        candidates = tuple(word[language].name for word in fact.subjects if word != fact.value)
     else:
-        competing = tuple(other for other in values_of(fact.relation, language) if other != value)
+        candidates = values_of(fact.relation, language)
+    competing = tuple(candidate for candidate in candidates if candidate != value)
     conversation = chat(ask(fact, language, pattern, rng), answer(fact, language))
     return Problem(conversation, value, competing, fact.relation, language, held_out)
 
 
-def _spread(facts: Sequence[Fact], size: int | None, rng: random.Random) -> list[Fact]:
-    """`size` of the facts, with at least one fact of every relation; None means all facts."""
-    order = list(facts)
-    rng.shuffle(order)
-    if size is None or size >= len(order):
-        return order
-    first = list({fact.relation: fact for fact in reversed(order)}.values())
-    chosen = set(first)
-    return (first + [fact for fact in order if fact not in chosen])[: max(size, len(first))]
-
-
-def evaluation(language: Language, seed: int = 0, size: int | None = 700) -> list[Problem]:
-    """Open questions in held-out wordings about facts that training asks, with some for every relation."""
+def evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int | None = 700,
+) -> list[Problem]:
+    """Return open questions in held-out wordings about facts that training asks, with some for
+    every relation."""
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
     for fact in _spread(asked_facts(), size, rng):
@@ -134,8 +153,25 @@ def evaluation(language: Language, seed: int = 0, size: int | None = 700) -> lis
     return problems
 
 
+def _spread(
+    facts: Sequence[Fact],
+    size: int | None,
+    rng: random.Random,
+) -> list[Fact]:
+    """Return `size` of the facts, with at least one fact of every relation; None means all."""
+    order = list(facts)
+    rng.shuffle(order)
+    if size is None or size >= len(order):
+        return order
+    first_of_relation = {fact.relation: fact for fact in reversed(order)}
+    firsts = list(first_of_relation.values())
+    remaining = [fact for fact in order if first_of_relation[fact.relation] != fact]
+    return (firsts + remaining)[: max(size, len(firsts))]
+
+
 def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
-    """One question, in a trained wording, about each combination that training never asks."""
+    """Return one question, in a trained wording, about each combination that training never
+    asks."""
     rng = random.Random(f"combinations/{seed}/{language}")
     problems = []
     for fact in held_out_facts():
@@ -144,63 +180,85 @@ def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
     return problems
 
 
-def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
-    """Questions about things that do not exist. A right reply says that it does not know."""
+def unknown_evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int = 60,
+) -> list[Problem]:
+    """Return questions about things that do not exist. A right reply says that it does not
+    know."""
     rng = random.Random(f"unknown/{seed}/{language}")
-    value = dont_know(language).rstrip(".。")
-    return [
-        Problem(
-            chat(unknown_question(language, rng, evaluation=True), dont_know(language)),
-            value,
-            (),
-            "unknown",
-            language,
-        )
-        for _ in range(size)
-    ]
+    reply = dont_know(language)
+    value = reply.rstrip(".。")
+    problems = []
+    for _ in range(size):
+        question = unknown_question(language, rng, evaluation=True)
+        problems.append(Problem(chat(question, reply), value, (), "unknown", language))
+    return problems
+
+
+# --- questions about nanochat itself -------------------------------------------------------------
 
 
 def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
-    """Questions about nanochat itself in wordings that training never uses: each at the beginning of a chat, after a
-    greeting, and after a question about the world."""
+    """Return questions about nanochat itself in wordings that training never uses: each at the
+    beginning of a chat, after a greeting, and after a question about the world."""
     rng = random.Random(f"persona/{seed}/{language}")
     items = [item[language] for item in dialogue_data()["about_itself"]]
     answers = [item["answer"].rstrip(".。") for item in items]
     problems = []
     for item, value in zip(items, answers, strict=True):
-        for asked in item["kept"]:
+        competing = tuple(candidate for candidate in answers if candidate != value)
+        for question in item["kept"]:
             for start in ("alone", "after a greeting", "after a question"):
-                before: list[Message] = []
-                if start == "after a greeting":
-                    before = talk("open", language, rng)
-                elif start == "after a question":
-                    fact = rng.choice(asked_facts())
-                    question = ask(
-                        fact, language, wordings()[fact.relation, language].trained[0], rng
-                    )
-                    before = [user(question), assistant(answer(fact, language))]
-                conversation = Conversation((*before, user(asked), assistant(item["answer"])))
-                competing = tuple(other for other in answers if other != value)
+                before = _messages_before(start, language, rng)
+                messages = (*before, user(question), assistant(item["answer"]))
+                conversation = Conversation(messages)
                 problems.append(Problem(conversation, value, competing, start, language))
     return problems
 
 
-def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
-    """Questions about who or where in a short story."""
+def _messages_before(
+    start: str,
+    language: Language,
+    rng: random.Random,
+) -> list[Message]:
+    if start == "after a greeting":
+        return talk("open", language, rng)
+    if start == "after a question":
+        fact = rng.choice(asked_facts())
+        pattern = wordings()[fact.relation, language].trained[0]
+        return [user(ask(fact, language, pattern, rng)), assistant(answer(fact, language))]
+    return []
+
+
+# --- stories -------------------------------------------------------------------------------------
+
+
+def story_evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int = 60,
+) -> list[Problem]:
+    """Return questions about who or where in a short story."""
     rng = random.Random(f"stories/{seed}/{language}")
     problems = []
     for _ in range(size):
         story = logic_story(language, rng)
-        space = "" if language == "zh" else " "
-        conversation = chat(story.told + space + story.question, story.answer)
+        question = joined(language, [story.text, story.question])
+        conversation = chat(question, story.answer)
         value = story.answer.rstrip(".。").removeprefix("In the ").removesuffix("里")
         problems.append(Problem(conversation, value, story.competing, story.kind, language))
     return problems
 
 
-def tale_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[Problem]:
-    """Requests for stories: of three, one about a hero that no story of training tells about, and two about others.
-    Every second one is in a held-out wording."""
+def tale_evaluation(
+    language: Language,
+    seed: int = 0,
+    size: int = 120,
+) -> list[Problem]:
+    """Return requests for stories: of three, one about a hero that no story of training tells
+    about, and two about others. Every second one is in a held-out wording."""
     rng = random.Random(f"tales/{seed}/{language}")
     problems = []
     for i in range(size):
@@ -208,24 +266,27 @@ def tale_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[
         key = rng.choice(held_out_heroes() if held_out else trained_heroes())
         hero = heroes()[key]
         pattern = rng.choice(requests(language, held_out=i % 2 == 1))
-        conversation = chat(ask_for(hero, pattern, language), tale(hero, language, rng))
-        group = "held-out hero" if held_out else "trained hero"
-        problems.append(
-            Problem(conversation, "", (), group, language, held_out, "forbidden", tale=key)
+        request = request_for(hero, pattern, language)
+        problem = Problem(
+            conversation=chat(request, tale(hero, language, rng)),
+            answer="",
+            competing=(),
+            relation="held-out hero" if held_out else "trained hero",
+            language=language,
+            held_out_combination=held_out,
+            tool="forbidden",
+            tale=key,
         )
+        problems.append(problem)
     return problems
 
 
-def _number_problem(
-    task: Sum, relation: str, language: Language, tool: Literal["needed", "forbidden"]
-) -> Problem:
-    number = task.result + ("。" if language == "zh" else ".")
-    reference = (*task.tool_answer, number) if tool == "needed" else (number,)
-    return Problem(chat(task.question, *reference), task.result, (), relation, language, tool=tool)
+# --- sums ----------------------------------------------------------------------------------------
 
 
 def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
-    """Sums and counting stories for the calculator, in both languages, with operands that training never uses."""
+    """Return sums and counting stories for the calculator, in both languages, with operands that
+    training never uses."""
     rng = random.Random(f"calculator/{seed}")
     problems = []
     for i in range(size):
@@ -238,8 +299,34 @@ def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
     return problems
 
 
+def rl_problems(
+    seed: int = 0,
+    size: int = 2000,
+    mental: Mental | None = None,
+) -> list[Problem]:
+    """Return problems for RL: mental sums, which a model half knows after SFT."""
+    return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
+
+
+def rl_evaluation(
+    seed: int = 0,
+    size: int = 1600,
+    mental: Mental | None = None,
+    unseen: bool = False,
+) -> list[Problem]:
+    """Return the measure of RL: practised mental sums in held-out wordings or, with `unseen`, sums
+    that no training asks."""
+    name = f"rl evaluation/{seed}/{unseen}"
+    part: MentalPart = "unseen" if unseen else "practised"
+    return _mental_problems(name, size, mental, part, held_out_wording=True)
+
+
 def _mental_problems(
-    name: str, size: int, mental: Mental | None, part: MentalPart, held_out_wording: bool
+    name: str,
+    size: int,
+    mental: Mental | None,
+    part: MentalPart,
+    held_out_wording: bool,
 ) -> list[Problem]:
     rng = random.Random(name)
     problems = []
@@ -250,16 +337,12 @@ def _mental_problems(
     return problems
 
 
-def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -> list[Problem]:
-    """Problems for RL: mental sums, which a model half knows after SFT."""
-    return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
-
-
-def rl_evaluation(
-    seed: int = 0, size: int = 1600, mental: Mental | None = None, unseen: bool = False
-) -> list[Problem]:
-    """The measure of RL: practised mental sums in held-out wordings or, with `unseen`, sums that no training asks."""
-    part: MentalPart = "unseen" if unseen else "practised"
-    return _mental_problems(
-        f"rl evaluation/{seed}/{unseen}", size, mental, part, held_out_wording=True
-    )
+def _number_problem(
+    task: Sum,
+    relation: str,
+    language: Language,
+    tool: Literal["needed", "forbidden"],
+) -> Problem:
+    number = task.result + full_stop(language)
+    reference = (*task.tool_answer, number) if tool == "needed" else (number,)
+    return Problem(chat(task.question, *reference), task.result, (), relation, language, tool=tool)

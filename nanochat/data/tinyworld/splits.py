@@ -1,4 +1,5 @@
-"""The split between training and evaluation: held-out combinations, and names and operands kept for evaluation."""
+"""The split between training and evaluation: held-out combinations, and names and operands that are
+kept for evaluation."""
 
 import functools
 import hashlib
@@ -10,49 +11,56 @@ HELD_OUT_SHARE = 0.1
 SMALLEST_RELATION = 6
 # Newcomers ask about these first, so nothing about them is held out.
 FAMOUS = frozenset(
-    "China France Japan Germany Italy Egypt sky sun moon water cat dog cow apple banana hot big good up".split()
+    (
+        "China France Japan Germany Italy Egypt sky sun moon water cat dog cow apple banana hot "
+        "big good up"
+    ).split()
 ) | {"United Kingdom", "United States"}
 
 
 @functools.cache
 def held_out_keys() -> frozenset[tuple[str, ...]]:
-    """The combinations of relation and subjects that documents state and that training never asks.
+    """Return the combinations of relation and subjects that documents state and that training
+    never asks.
 
-    They are the same in both languages, so that a model cannot learn an answer through the other language.
-    Relations with fewer than six facts have no held-out combinations.
+    They are the same in both languages, so that a model cannot learn an answer through the other
+    language. Relations with fewer than six facts have no held-out combinations.
     """
     keys: set[tuple[str, ...]] = set()
     for relation, facts in facts_by_relation().items():
-        if len(facts) >= SMALLEST_RELATION:
-            open_to_draw = [
-                fact
-                for fact in facts
-                if not FAMOUS & {fact.value.key, *(word.key for word in fact.subjects)}
-            ]
-            size = max(1, round(HELD_OUT_SHARE * len(facts)))
-            drawn = split_rng("combination", relation).sample(open_to_draw, size)
-            keys.update(fact.key for fact in drawn)
+        if len(facts) < SMALLEST_RELATION:
+            continue
+        candidates = [fact for fact in facts if not _is_famous(fact)]
+        size = max(1, round(HELD_OUT_SHARE * len(facts)))
+        held_out = split_rng("combination", relation).sample(candidates, size)
+        keys.update(fact.key for fact in held_out)
     return frozenset(keys)
+
+
+def _is_famous(fact: Fact) -> bool:
+    return any(word.key in FAMOUS for word in (fact.value, *fact.subjects))
 
 
 @functools.cache
 def asked_facts() -> tuple[Fact, ...]:
-    """The facts that training asks about."""
+    """Return the facts that training asks about."""
     return tuple(fact for fact in all_facts() if fact.key not in held_out_keys())
 
 
 @functools.cache
 def held_out_facts() -> tuple[Fact, ...]:
-    """The facts that training never asks about."""
+    """Return the facts that training never asks about."""
     return tuple(fact for fact in all_facts() if fact.key in held_out_keys())
 
 
 def place(*names: object) -> float:
-    """A number in [0, 1) from a hash of the names, the same on every platform."""
+    """Return a number in [0, 1) from a hash of the names, the same on every platform."""
     text = "/".join((SPLIT_SEED, *map(str, names)))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32
 
 
 def kept_for_evaluation(*names: object) -> bool:
-    """Whether operands or an invented name are kept for evaluation, as a tenth of them are."""
+    """Return whether operands or an invented name are kept for evaluation, as a tenth of them
+    are."""
     return place(*names) < HELD_OUT_SHARE

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from nanochat.data.tinyworld.arithmetic import Sum, value_of
 from nanochat.data.tinyworld.splits import kept_for_evaluation
 from nanochat.data.tinyworld.wording import sentence
-from nanochat.data.tinyworld.words import Language, Noun, data_text, lexicon
+from nanochat.data.tinyworld.words import (
+    LANGUAGES,
+    Language,
+    Noun,
+    data_text,
+    joined,
+    lexicon,
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,7 @@ class Story:
     """A story, a question about it, and the sentence that ends the story if no question follows."""
 
     kind: str
-    told: str
+    text: str
     question: str
     answer: str
     end: str
@@ -26,80 +33,98 @@ class Story:
 
 @functools.cache
 def story_data() -> dict:
-    """The patterns of the stories."""
+    """Return the patterns of the stories."""
     return json.loads(data_text("stories.json"))
 
 
 def story_kinds() -> list[str]:
-    """The names of all kinds of stories."""
-    return [
-        f"story_{kind['kind']}" for group in ("counting", "logic") for kind in story_data()[group]
-    ]
-
-
-def _join(language: Language, *parts: str) -> str:
-    return ("" if language == "zh" else " ").join(parts)
-
-
-def _numbers(operation: str, largest: int, rng: random.Random, evaluation: bool) -> tuple[int, int]:
-    while True:
-        n, m = rng.randint(2, largest), rng.randint(2, largest)
-        if operation == "-":
-            n, m = max(n, m) + 1, min(n, m)
-        elif operation == "*":
-            m = rng.randint(2, max(9, largest // 4))
-        elif operation == "/":
-            m = rng.randint(2, 9)
-            n = m * rng.randint(2, max(9, largest // 4))
-        # No story results in one, since its plural would be wrong. Operands are split as for plain sums.
-        if (
-            value_of(f"{n}{operation}{m}") != "1"
-            and kept_for_evaluation("operands", *sorted((n, m))) == evaluation
-        ):
-            return n, m
+    """Return the names of all kinds of stories."""
+    kinds = [*story_data()["counting"], *story_data()["logic"]]
+    return [f"story_{kind['kind']}" for kind in kinds]
 
 
 def counting_story(
-    language: Language, rng: random.Random, largest: int = 20, evaluation: bool = False
+    language: Language,
+    rng: random.Random,
+    largest: int = 20,
+    evaluation: bool = False,
 ) -> tuple[Story, Sum]:
-    """A story with two numbers up to `largest`, and its sum for the calculator."""
+    """Draw a story with two numbers up to `largest`, and its sum for the calculator."""
     data = story_data()
     kind = rng.choice(data["counting"])
     operation = re.sub(r"\{\w\}", "", kind["expression"])
-    n, m = _numbers(operation, min(largest, kind.get("largest", largest)), rng, evaluation)
+    largest = min(largest, kind.get("largest", largest))
+    n, m = _numbers(operation, largest, rng, evaluation)
     p, q = rng.sample(data["names"][language], 2)
     expression = kind["expression"].format(n=n, m=m)
     result = value_of(expression)
-    slots = {
-        "p": p,
-        "q": q,
-        "n": n,
-        "m": m,
-        "r": result,
-        "t": lexicon()[rng.choice(data["things"])][language],
-    }
+    thing = lexicon()[rng.choice(data["things"])][language]
+    slots = {"p": p, "q": q, "n": n, "m": m, "r": result, "t": thing}
     patterns = kind[language]
-    told = rng.choice(patterns["tell"]).format(**slots)
+    text = rng.choice(patterns["tell"]).format(**slots)
     question = rng.choice(patterns["ask"]).format(**slots)
-    story = Story(f"story_{kind['kind']}", told, question, result, patterns["end"].format(**slots))
-    return story, Sum(_join(language, told, sentence(question)), expression, result)
+    end = patterns["end"].format(**slots)
+    story = Story(f"story_{kind['kind']}", text, question, result, end)
+    full_question = joined(language, [text, sentence(question)])
+    return story, Sum(full_question, expression, result)
+
+
+def _numbers(
+    operation: str,
+    largest: int,
+    rng: random.Random,
+    evaluation: bool,
+) -> tuple[int, int]:
+    """Draw the two numbers of a counting story. Operands are split as for plain sums."""
+    while True:
+        n, m = _draw_numbers(operation, largest, rng)
+        if value_of(f"{n}{operation}{m}") == "1":
+            continue  # the plural would be wrong
+        if kept_for_evaluation("operands", *sorted((n, m))) == evaluation:
+            return n, m
+
+
+def _draw_numbers(
+    operation: str,
+    largest: int,
+    rng: random.Random,
+) -> tuple[int, int]:
+    n = rng.randint(2, largest)
+    m = rng.randint(2, largest)
+    largest_factor = max(9, largest // 4)
+    if operation == "-":
+        return max(n, m) + 1, min(n, m)
+    if operation == "*":
+        return n, rng.randint(2, largest_factor)
+    if operation == "/":
+        m = rng.randint(2, 9)
+        return m * rng.randint(2, largest_factor), m
+    return n, m
 
 
 def logic_story(language: Language, rng: random.Random) -> Story:
-    """A story that asks who or where, without numbers."""
+    """Draw a story that asks who or where, without numbers."""
     data = story_data()
     kind = rng.choice(data["logic"])
     p, q, o = rng.sample(data["names"][language], 3)
-    t, u = (lexicon()[key][language] for key in rng.sample(data["things"], 2))
+    things = rng.sample(data["things"], 2)
     places = rng.sample(list(data["places"].items()), 2)
-    a, b = (Noun(en, en) if language == "en" else Noun(zh, zh) for en, zh in places)
+    t, u = (lexicon()[key][language] for key in things)
+    a, b = (_place(names, language) for names in places)
     slots = {"p": p, "q": q, "o": o, "t": t, "u": u, "a": a, "b": b}
     patterns = kind[language]
     answer = patterns["answer"].format(**slots)
-    others = [b.name] if kind["kind"] == "hiding" else [q] if kind["kind"] == "owner" else [q, o]
-    told, question = (
-        rng.choice(patterns["tell"]).format(**slots),
-        rng.choice(patterns["ask"]).format(**slots),
-    )
+    text = rng.choice(patterns["tell"]).format(**slots)
+    question = rng.choice(patterns["ask"]).format(**slots)
     end = patterns["end"].format(**slots)
-    return Story(f"story_{kind['kind']}", told, sentence(question), answer, end, tuple(others))
+    competing = (q, o)
+    if kind["kind"] == "hiding":
+        competing = (b.name,)
+    elif kind["kind"] == "owner":
+        competing = (q,)
+    return Story(f"story_{kind['kind']}", text, sentence(question), answer, end, competing)
+
+
+def _place(names: tuple[str, str], language: Language) -> Noun:
+    name = names[LANGUAGES.index(language)]
+    return Noun(name, name)

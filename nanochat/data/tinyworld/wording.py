@@ -1,4 +1,5 @@
-"""How each relation is asked, stated and answered, and which question patterns are held out of training."""
+"""How each relation is asked, stated and answered, and which question patterns are held out of
+training."""
 
 import functools
 import json
@@ -6,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from nanochat.data.tinyworld.facts import Fact
-from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text
+from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text, full_stop
 
 PATTERN_FILES = ("places", "animals", "things", "time", "people", "words", "sums")
 # The split belongs to the world, not to a run, so it is the same for every seed of the generators.
@@ -15,7 +16,8 @@ SPLIT_SEED = "tinyworld-1"
 
 @dataclass(frozen=True)
 class Wording:
-    """The patterns of one relation in one language; `held_out` holds the two questions that are kept for evaluation."""
+    """The patterns of one relation in one language; `held_out` holds the two questions that are
+    kept for evaluation."""
 
     questions: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -31,99 +33,155 @@ class Wording:
 
 
 def sentence(text: str) -> str:
-    """The text with its first letter in upper case, unless it is a word spelled letter by letter, such as c-a-t."""
-    return text if text[1:2] == "-" else text[0].upper() + text[1:]
+    """Return the text with its first letter in upper case, unless it is a word spelled letter by
+    letter, such as c-a-t."""
+    if text[1:2] == "-":
+        return text
+    return text[0].upper() + text[1:]
+
+
+def english_sentence(text: str, language: Language) -> str:
+    """Return an English text with a capital at its beginning; a Chinese text unchanged."""
+    return sentence(text) if language == "en" else text
 
 
 @functools.cache
 def frames() -> dict[str, dict[str, list[str]]]:
-    """Sentences around a question or a statement, such as `Do you know {x}?`, by language."""
+    """Return sentences around a question or a statement, such as `Do you know {x}?`, by
+    language."""
     return json.loads(data_text("frames.json"))
 
 
 def split_rng(*names: str) -> random.Random:
-    """A random number generator that depends only on the names."""
+    """Return a random number generator that depends only on the names."""
     return random.Random("/".join((SPLIT_SEED, *names)))
-
-
-def build_wording(relation: str, language: Language, data: dict) -> Wording:
-    """The patterns of a relation: direct questions, and indirect questions inside frames. One of each is held out.
-
-    The first direct question is the plainest and is never held out. Those of `more` were written after the split was
-    drawn, and are never held out either.
-    """
-    mark = "？" if language == "zh" else ""
-    direct = [pattern + mark for pattern in data["ask"]]
-    framed = [
-        frame.replace("{x}", clause)
-        for clause in data["embed"]
-        for frame in frames()[language]["question"]
-    ]
-    rng = split_rng("pattern", relation, language)
-    held_out = (rng.choice(direct[1:]), rng.choice(framed))
-    return Wording(
-        questions=(*direct, *data.get("more", ()), *framed),
-        held_out=held_out,
-        statements=tuple(data.get("say", ())),
-        statements_by_value={
-            value: tuple(patterns) for value, patterns in data.get("say_by_value", {}).items()
-        },
-        answer=data.get("answer", ""),
-        answer_by_value=data.get("answer_by_value", {}),
-    )
 
 
 @functools.cache
 def wordings() -> dict[tuple[str, Language], Wording]:
-    """The wording of every relation and language."""
+    """Return the wording of every relation and language."""
     table = {}
     for name in PATTERN_FILES:
-        for relation, by_language in json.loads(data_text(f"patterns/{name}.json")).items():
+        relations = json.loads(data_text(f"patterns/{name}.json"))
+        for relation, by_language in relations.items():
             for language in LANGUAGES:
                 table[relation, language] = build_wording(relation, language, by_language[language])
     return table
 
 
-def _begin(text: str, language: Language) -> str:
-    """An English text with a capital at its beginning; a Chinese text unchanged."""
-    return sentence(text) if language == "en" else text
+def build_wording(
+    relation: str,
+    language: Language,
+    data: dict,
+) -> Wording:
+    """Return the patterns of a relation: direct questions, and indirect questions inside frames.
+    One of each is held out.
+
+    The first direct question is the plainest and is never held out. Those of `more` were written
+    after the split was drawn, and are never held out either.
+    """
+    mark = "？" if language == "zh" else ""
+    direct = [pattern + mark for pattern in data["ask"]]
+    framed = []
+    for clause in data["embed"]:
+        for frame in frames()[language]["question"]:
+            framed.append(frame.replace("{x}", clause))
+    rng = split_rng("pattern", relation, language)
+    held_out_direct = rng.choice(direct[1:])
+    held_out_framed = rng.choice(framed)
+    statements_by_value = {}
+    for value, patterns in data.get("say_by_value", {}).items():
+        statements_by_value[value] = tuple(patterns)
+    return Wording(
+        questions=(*direct, *data.get("more", ()), *framed),
+        held_out=(held_out_direct, held_out_framed),
+        statements=tuple(data.get("say", ())),
+        statements_by_value=statements_by_value,
+        answer=data.get("answer", ""),
+        answer_by_value=data.get("answer_by_value", {}),
+    )
 
 
-def _slots(fact: Fact, language: Language, rng: random.Random) -> dict[str, object]:
-    """The slots of a pattern: the subjects e and f, the value v, and w, the subject that is not the value."""
+# --- sentences about a fact ----------------------------------------------------------------------
+
+
+def _slots(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+) -> dict[str, object]:
+    """Return the slots of a pattern: the subjects e and f, the value v, and w, the subject that is
+    not the value."""
     subjects = [word[language] for word in fact.subjects]
-    other = next((word[language] for word in fact.subjects if word != fact.value), None)
+    not_the_value = [word[language] for word in fact.subjects if word != fact.value]
     if fact.relation in ("bigger", "faster", "mixture"):
         rng.shuffle(subjects)
-    return {"e": subjects[0], "f": subjects[-1], "v": fact.value[language], "w": other}
+    return {
+        "e": subjects[0],
+        "f": subjects[-1],
+        "v": fact.value[language],
+        "w": not_the_value[0] if not_the_value else None,
+    }
 
 
-def ask(fact: Fact, language: Language, pattern: str, rng: random.Random) -> str:
-    """A question about the fact."""
-    return _begin(pattern.format(**_slots(fact, language, rng)), language)
+def ask(
+    fact: Fact,
+    language: Language,
+    pattern: str,
+    rng: random.Random,
+) -> str:
+    """Return a question about the fact."""
+    question = pattern.format(**_slots(fact, language, rng))
+    return english_sentence(question, language)
 
 
-def as_typed(question: str, language: Language, rng: random.Random) -> str:
-    """The question as people type it: often without quotation marks, sometimes without capitals or the last mark."""
+def ask_trained(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+) -> str:
+    """Return a question about the fact in one of the wordings of training."""
+    pattern = rng.choice(wordings()[fact.relation, language].trained)
+    return ask(fact, language, pattern, rng)
+
+
+def as_typed(
+    question: str,
+    language: Language,
+    rng: random.Random,
+) -> str:
+    """Return the question as people type it: often without quotation marks, sometimes without
+    capitals or the last mark."""
     if rng.random() < 0.5:
         question = question.translate(str.maketrans("", "", '"“”'))
     if rng.random() < 0.1:
         question = question.rstrip("?.？。")
-    return question.lower() if language == "en" and rng.random() < 0.1 else question
+    if language == "en" and rng.random() < 0.1:
+        question = question.lower()
+    return question
 
 
 def answer(fact: Fact, language: Language) -> str:
-    """The short answer to every question about the fact; it begins with the value."""
+    """Return the short answer to every question about the fact; it begins with the value."""
     wording = wordings()[fact.relation, language]
     pattern = wording.answer_by_value.get(fact.value.key, wording.answer)
-    return _begin(pattern.format(v=fact.value[language], e=fact.subjects[0][language]), language)
+    text = pattern.format(v=fact.value[language], e=fact.subjects[0][language])
+    return english_sentence(text, language)
 
 
-def state(fact: Fact, language: Language, rng: random.Random, framed: float = 0.15) -> str:
-    """A sentence that states the fact; with probability `framed` it stands inside a frame."""
+def state(
+    fact: Fact,
+    language: Language,
+    rng: random.Random,
+    framed: float = 0.15,
+) -> str:
+    """Return a sentence that states the fact; with probability `framed` it stands inside a
+    frame."""
     wording = wordings()[fact.relation, language]
     patterns = wording.statements_by_value.get(fact.value.key, wording.statements)
-    text = rng.choice(patterns).format(**_slots(fact, language, rng))
+    pattern = rng.choice(patterns)
+    text = pattern.format(**_slots(fact, language, rng))
     if rng.random() < framed:
-        return rng.choice(frames()[language]["statement"]).replace("{x}", text)
-    return _begin(text, language) + ("。" if language == "zh" else ".")
+        frame = rng.choice(frames()[language]["statement"])
+        return frame.replace("{x}", text)
+    return english_sentence(text, language) + full_stop(language)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
@@ -10,8 +11,8 @@ Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, Language] = ("en", "zh")
 DIGITS_ZH = "零一二三四五六七八九"
 ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
 ).split()
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 
@@ -20,8 +21,8 @@ TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 class Noun:
     """A word in one language. In a pattern, `{e}` is the usual form and `{e:n}` the bare word.
 
-    In English the usual form has the article, and `{e:s}` is the plural. In Chinese `{e:c}` is the word after its
-    measure word, and `{e:m}` puts 一 before both.
+    In English the usual form has the article, and `{e:s}` is the plural. In Chinese `{e:c}` is the
+    word after its measure word, and `{e:m}` puts 一 before both.
     """
 
     name: str
@@ -55,29 +56,66 @@ class Word:
         return self.en if language == "en" else self.zh
 
 
+def joined(language: Language, sentences: Iterable[str]) -> str:
+    """Return sentences as one text: English ones with spaces between them."""
+    return ("" if language == "zh" else " ").join(sentences)
+
+
+def full_stop(language: Language) -> str:
+    """Return the mark that ends a sentence."""
+    return "。" if language == "zh" else "."
+
+
+# --- data files ----------------------------------------------------------------------------------
+
+
 def data_text(path: str) -> str:
-    """The text of a data file in this package."""
-    return (
-        resources.files("nanochat.data.tinyworld")
-        .joinpath(f"data/{path}")
-        .read_text(encoding="utf-8")
-    )
+    """Return the text of a data file in this package."""
+    file = resources.files("nanochat.data.tinyworld").joinpath(f"data/{path}")
+    return file.read_text(encoding="utf-8")
 
 
 def data_rows(path: str) -> list[list[str]]:
-    """The rows of a tab-separated data file, without comments and blank lines."""
-    lines = data_text(path).splitlines()
-    return [line.split("\t") for line in lines if line.strip() and not line.startswith("#")]
+    """Return the rows of a tab-separated data file, without comments and blank lines."""
+    rows = []
+    for line in data_text(path).splitlines():
+        if line.strip() and not line.startswith("#"):
+            rows.append(line.split("\t"))
+    return rows
+
+
+@functools.cache
+def lexicon() -> dict[str, Word]:
+    """Return every word of the data by key. The key is the English spelling, with `#...` if two
+    words are spelled the same."""
+    words: dict[str, Word] = {}
+    kind = "none"
+    for row in data_rows("words.tsv"):
+        if len(row) == 1:  # [a], [the] or [none]: the kind of the words below
+            kind = row[0].strip("[]")
+            continue
+        key, _, irregular_plural = row[0].partition("/")
+        zh, _, measure = row[1].partition("/")
+        if key in words:
+            raise ValueError(f"words.tsv must hold every word once, but holds {key!r} twice")
+        spelling = key.partition("#")[0]
+        words[key] = Word(key, english(spelling, kind, irregular_plural), chinese(zh, measure))
+    return words
+
+
+# --- nouns ---------------------------------------------------------------------------------------
 
 
 def article(name: str) -> str:
-    """The article "a" or "an", by the first sound: an hour, a unicorn."""
-    vowel = name[0].lower() in "aeiou" and not re.match(r"(?i)(uni|use|eu|one)", name)
-    return "an" if vowel or re.match(r"(?i)hour|hon(est|our)", name) else "a"
+    """Return the article "a" or "an", by the first sound: an hour, a unicorn."""
+    sounds_like_y = re.match(r"(?i)(uni|use|eu|one)", name)
+    silent_h = re.match(r"(?i)hour|hon(est|our)", name)
+    begins_with_vowel = name[0].lower() in "aeiou" and not sounds_like_y
+    return "an" if begins_with_vowel or silent_h else "a"
 
 
 def plural(name: str) -> str:
-    """The regular plural; irregular plurals are in the data."""
+    """Return the regular plural; irregular plurals are in the data."""
     if re.search(r"(s|x|sh|ch)$", name):
         return name + "es"
     if re.search(r"[^aeiou]y$", name):
@@ -85,55 +123,52 @@ def plural(name: str) -> str:
     return name + "s"
 
 
-def english(name: str, kind: str, many: str = "") -> Noun:
-    """An English noun; kind is `a` (counted), `the` or `none` (no article)."""
+def english(
+    name: str,
+    kind: str,
+    irregular_plural: str = "",
+) -> Noun:
+    """Return an English noun; kind is `a` (counted), `the` or `none` (no article)."""
     if kind == "a":
-        return Noun(name, f"{article(name)} {name}", many or plural(name))
+        return Noun(name, f"{article(name)} {name}", irregular_plural or plural(name))
     return Noun(name, f"the {name}" if kind == "the" else name)
 
 
 def chinese(name: str, measure: str = "") -> Noun:
-    """A Chinese noun, with its measure word if it can be counted."""
+    """Return a Chinese noun, with its measure word if it can be counted."""
     return Noun(name, name, counted=measure + name if measure else "")
 
 
-def plain(en: str, zh: str | None = None, key: str = "") -> Word:
-    """A word without article, plural or measure word, such as a number or a letter."""
+def plain(
+    en: str,
+    zh: str | None = None,
+    key: str = "",
+) -> Word:
+    """Return a word without article, plural or measure word, such as a number or a letter."""
     zh = en if zh is None else zh
     return Word(key or en, Noun(en, en), Noun(zh, zh))
 
 
-@functools.cache
-def lexicon() -> dict[str, Word]:
-    """Every word of the data by key. The key is the English spelling, with `#...` if two words are spelled the same."""
-    words: dict[str, Word] = {}
-    kind = "none"
-    for row in data_rows("words.tsv"):
-        if len(row) == 1:
-            kind = row[0].strip("[]")
-            continue
-        key, _, many = row[0].partition("/")
-        zh, _, measure = row[1].partition("/")
-        if key in words:
-            raise ValueError(f"words.tsv must hold every word once, but holds {key!r} twice")
-        words[key] = Word(key, english(key.partition("#")[0], kind, many), chinese(zh, measure))
-    return words
+# --- numbers -------------------------------------------------------------------------------------
 
 
 def number_english(number: int) -> str:
-    """A number from 0 to 100 in English words."""
+    """Return a number from 0 to 100 in English words."""
     if number == 100:
         return "one hundred"
     if number < 20:
         return ONES[number]
-    return TENS[number // 10] + (f"-{ONES[number % 10]}" if number % 10 else "")
+    tens, ones = divmod(number, 10)
+    return f"{TENS[tens]}-{ONES[ones]}" if ones else TENS[tens]
 
 
 def number_chinese(number: int) -> str:
-    """A number from 0 to 100 in Chinese characters."""
+    """Return a number from 0 to 100 in Chinese characters."""
     if number == 100:
         return "一百"
     tens, ones = divmod(number, 10)
     if tens == 0:
         return DIGITS_ZH[ones]
-    return (DIGITS_ZH[tens] if tens > 1 else "") + "十" + (DIGITS_ZH[ones] if ones else "")
+    tens_digit = DIGITS_ZH[tens] if tens > 1 else ""
+    ones_digit = DIGITS_ZH[ones] if ones else ""
+    return f"{tens_digit}十{ones_digit}"

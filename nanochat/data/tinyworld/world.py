@@ -1,4 +1,5 @@
-"""TinyWorld: a small bilingual world of true facts, with documents, conversations and questions about it."""
+"""TinyWorld: a small bilingual world of true facts, with documents, conversations and questions
+about it."""
 
 from nanochat.data.tinyworld.arithmetic import Mental
 from nanochat.data.tinyworld.conversations import mid_conversations, sft_conversations
@@ -20,8 +21,9 @@ from nanochat.data.tinyworld.talks.dialogues import identity_conversations
 from nanochat.data.tinyworld.talks.followups import follow_up_evaluation
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
-# Names the text that TinyWorld makes: corpora and token files of another version are made again. Change it whenever
-# a document, conversation or question changes; tests/data/test_tinyworld_version.py notices when that was forgotten.
+# Names the text that TinyWorld makes: corpora and token files of another version are made again.
+# Change it whenever a document, conversation or question changes;
+# tests/data/test_tinyworld_version.py notices when that was forgotten.
 VERSION = "f7ce7ad97ec9839ba80bed8321b1dda74459c526b325f721b3d858a6f08b5f52"
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""Makes the automaton of a JSON schema in a child process (platforms/child.py), to see whether that ever ends.
+"""Makes the automaton of a JSON schema in a child process (platforms/child.py), to see whether that
+ever ends.
 
-The vocabulary here is the 256 bytes: what takes long in an automaton depends on the schema and not on the vocabulary.
+The vocabulary here is the 256 bytes: what takes long in an automaton depends on the schema and not
+on the vocabulary.
 """
 
 from collections.abc import Callable
@@ -22,14 +24,17 @@ class _Bytes:
 
 
 def begin(overrides: Any) -> Callable[[str], str]:
-    """A function that makes the automaton of a schema, with llguidance's options `overrides`, and its first mask."""
+    """Return a function that makes the automaton of a schema and its first mask.
+
+    `overrides` are options of llguidance's compiler of schemas.
+    """
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
     def answer(schema: str) -> str:
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
         except ValueError:
-            return "refused"  # as the parent will find too
+            return "refused"  # the parent will find the reason
         llguidance.LLMatcher(vocabulary, grammar, log_level=0).compute_bitmask()
         return "made"
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
+from nanochat.cache import Cache, zeros_on_demand
 from nanochat.context import Context
+from nanochat.linear import Linear
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.nn.cache import Cache, zeros_on_demand
-from nanochat.nn.lora import Linear
 
 CHUNK = 64
 EPSILON = 1e-6  # of the norm of queries and keys

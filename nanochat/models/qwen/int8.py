@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanochat.linear import Linear
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn.lora import Linear
 
 MOST_ROWS = 8  # with more rows, the operator for 8-bit weights is slower than a matmul
 UNIT = 16  # inputs that torch's operator reads at a time: in bf16 it reads past the end of other matrices (torch 2.13)
@@ -32,7 +32,8 @@ class Int8:
         """The matrix that is multiplied with, in the number format of the activations."""
         return self.numbers.to(self.scales.dtype) * self.scales[:, None]
 
-    def __call__(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Multiply x (..., inputs); fills the slot `multiply` of a matrix, whose weight is not needed."""
         flat = x.flatten(0, -2)
         if flat.size(0) > MOST_ROWS:
             return F.linear(x, self.whole())
@@ -46,10 +47,10 @@ def hold_in_int8(model: Qwen) -> None:
     the vocabulary keep their number format, with the values that 8 bits leave, and the head multiplies in 8 bits."""
     for module in model.modules():
         if isinstance(module, Linear) and not module.in_features % UNIT:
-            module.packed = Int8(module.weight, model.dtype)
+            module.multiply = Int8(module.weight, model.dtype)
             module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
     head = model.head
     if not head.weight.size(1) % UNIT:
         packed = Int8(head.weight, model.dtype)
         head.weight.copy_(packed.whole())
-        head.packed = packed
+        head.multiply = packed

@@ -1,5 +1,6 @@
 """The text models of Qwen1.5, 2, 2.5, 3 and 3.5 (dense), with the parameter names of their published checkpoints."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, cast
 
@@ -9,13 +10,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from nanochat.attention import PlainAttention
+from nanochat.cache import Cache
 from nanochat.context import Context, Rows
+from nanochat.gpt import RotaryCache, logits_or_loss, rotary_tables
+from nanochat.linear import Linear
+from nanochat.models.lora import adapted
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.deltanet import CHUNK, add_states
 from nanochat.models.qwen.layers import Block, Norm, Vocabulary
-from nanochat.nn.cache import Cache
-from nanochat.nn.lora import Linear, adapted
-from nanochat.nn.operations import Operations
 
 Role = Literal["matrix", "embedding", "head", "scalar", "adapter"]
 DEVIATION = 0.02  # of new matrices
@@ -24,34 +27,29 @@ DEVIATION = 0.02  # of new matrices
 class Trunk(nn.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, config: QwenConfig, operations: Operations):
+    def __init__(self, config: QwenConfig):
         super().__init__()
-        self.embed_tokens = Vocabulary(config, operations)
-        self.layers = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
-        self.norm = Norm(config.n_embd, config, operations)
+        self.embed_tokens = Vocabulary(config)
+        self.layers = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
+        self.norm = Norm(config.n_embd, config)
 
 
 class Qwen(nn.Module):
     """A model with the members of model.py. Build it, also under `torch.device("meta")`, then call init_weights() or
     load a checkpoint. The model computes in `dtype`, to which every use casts the parameters."""
 
-    def __init__(
-        self,
-        config: QwenConfig,
-        dtype: torch.dtype = torch.float32,
-        operations: Operations | None = None,
-    ):
+    def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
-        operations = operations or Operations()
-        self.config, self.dtype, self.operations = config, dtype, operations
-        self.model = Trunk(config, operations)
+        self.config = config
+        self.dtype = dtype
+        self.attention = PlainAttention()
+        self.model = Trunk(config)
         if not config.tied:
-            self.lm_head = Vocabulary(config, operations)
+            self.lm_head = Vocabulary(config)
         self._checkpoints = False
-        self.offloads = (
-            False  # whether, with `checkpoints`, the inputs of layers wait in the host's memory
-        )
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self.offloads = False  # with `checkpoints`, the inputs of layers wait in the host's memory
+        self.put_aside = put_aside
+        self._rotary = RotaryCache()
 
     @property
     def takes_trees(self) -> bool:
@@ -117,21 +115,15 @@ class Qwen(nn.Module):
         """The modules that are compiled each by itself when the model is sharded; see compile.compiled()."""
         return [*self.blocks, *([] if self.config.tied else [self.lm_head])]
 
-    def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        """Rotary tables of `length` rows, made once per device. Qwen rotates against the direction of our GPT."""
-        if (
-            self._tables is None
-            or self._tables[0].device != self.device
-            or self._tables[0].size(0) < length
-        ):
-            c = self.config
-            with torch.inference_mode(False):  # tables made while sampling must serve training too
-                cos, sin = self.operations.rotary_tables(
-                    length, c.rotated, self.device, self.dtype, c.rope_theta
-                )
-                self._tables = cos, -sin
-        cos, sin = self._tables
-        return cos[:length], sin[:length]
+    def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:  # (length, rotated / 2) each
+        """Return the rotary tables of positions 0 .. length - 1. Qwen rotates against the direction of our GPT."""
+        c = self.config
+        cos, sin = rotary_tables(length, c.rotated, self.device, self.dtype, c.rope_theta)
+        return cos, -sin
+
+    def rotary(self, context: Context, length: int) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines at the positions of a pass of `length` tokens, (1 or B, T, 1, rotated / 2)."""
+        return self._rotary.at(context, length, self.device, self.rotary_tables)
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
@@ -152,32 +144,22 @@ class Qwen(nn.Module):
         context = context or Rows()
         context.bind(self)
         x = self.embed(idx)
-        cos, sin = self._rotary_at(context, idx.size(1))
+        rotary = self.rotary(context, idx.size(1))
         for block in self.blocks:
             if self.checkpoints and torch.is_grad_enabled():
-                with (
-                    self._aside(x.shape) if self.offloads else nullcontext()
-                ):  # here the compiler divides the model
-                    x = cast(Tensor, checkpoint(block, x, cos, sin, context, use_reentrant=False))
+                # Here the compiler divides the model
+                with self._aside(x.shape) if self.offloads else nullcontext():
+                    x = cast(Tensor, checkpoint(block, x, rotary, context, use_reentrant=False))
             else:
-                x = block(x, cos, sin, context)
+                x = block(x, rotary, context)
         context.finish()
         return self.model.norm(x)
-
-    def _rotary_at(
-        self, context: Context, length: int
-    ) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
-        """Rotary tables at the positions of a pass of `length` tokens."""
-        tables = self._rotary(context.longest or length)
-        if context.positions is None:
-            return tables[0][None, :, None], tables[1][None, :, None]
-        return tables[0][context.positions][:, :, None], tables[1][context.positions][:, :, None]
 
     def _aside(self, shape: torch.Size) -> saved_tensors_hooks:
         """A context in which tensors of this shape that are saved for the backward pass wait in the host's memory."""
 
         def pack(saved: Tensor) -> Any:
-            return self.operations.put_aside(saved) if saved.shape == shape else saved
+            return self.put_aside(saved) if saved.shape == shape else saved
 
         return saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept())
 
@@ -185,9 +167,13 @@ class Qwen(nn.Module):
         """fp32 logits (..., V) of normed activations (..., C)."""
         return self.head(x)
 
+    def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
+        """Return the logarithm of the sum of each row's exponentials; None where log_softmax costs less."""
+        return None
+
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss (...) in nats of every target (...), from normed activations (..., C)."""
-        return self.head(x, targets, each=True)
+        return self.head(x, targets, reduction="none")
 
     def forward(
         self,
@@ -199,12 +185,7 @@ class Qwen(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
         x = self.hidden(idx, context)
-        if context is not None and context.targets_at is not None:
-            x = x.flatten(0, 1)[context.targets_at]
-        if targets is None or reduction == "none":
-            return self.head(x, targets, each=True)
-        total = self.head(x, targets, weights)
-        return total if reduction == "sum" else total / (targets >= 0).sum().clamp_min(1)
+        return logits_or_loss(self.head, x, targets, reduction, weights, context)
 
     def parameter_roles(self) -> dict[str, Role]:
         """The role of each parameter; optim.py has settings for every role."""
@@ -227,7 +208,8 @@ class Qwen(nn.Module):
         its chunk."""
         c = self.config
         weights = [module.weight for module in self.modules() if isinstance(module, Linear)]
-        weights += [half.weight for _, _, *halves in adapted(self) for half in halves]
+        for _, adapter in adapted(self):
+            weights += [adapter.first.weight, adapter.second.weight]
         matrices = sum(
             weight.numel() * (6 if weight.requires_grad else 4)
             for weight in [*weights, self.head.weight]
@@ -248,3 +230,15 @@ def _role(name: str, parameter: Tensor) -> Role:
     if name.startswith("lm_head."):
         return "head"
     return "matrix" if parameter.dim() == 2 else "scalar"
+
+
+def put_aside(x: Tensor) -> Callable[[], Tensor]:
+    """Move a tensor to the host's memory; the function brings it back to its device."""
+    if x.is_cpu:
+        return lambda: x
+    device = x.device
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(
+        x.detach(), non_blocking=True
+    )  # nothing waits: the copy back comes later in the same stream
+    return lambda: host.to(device, non_blocking=True)

@@ -3,13 +3,15 @@
 Each of them keeps as little as its gradient needs, and gives the gradients of several inputs in one loop over memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat.loss import loss_and_gradients, scaled_gradients
 from nanochat.platforms.cpu.int8 import Matrix, Matrix8, fits
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.training import Training, side_by_side
@@ -232,3 +234,38 @@ class Offset(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, ctx.use.training.shift(grads[0], back=True)
+
+
+class Loss(torch.autograd.Function):
+    """The loss of loss.chunked_loss(), whose chunks are computed by one function each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (N, C)
+        head: Tensor,  # (V', C)
+        targets: Tensor,  # (N,)
+        scale: Tensor,  # (N,) fp32
+        vocab: int,
+        chunk: int,
+        cap: float,  # of the softcap; 0: the logits are not capped
+        fused: Callable[
+            [Tensor, Tensor, Tensor, int, float], Tensor
+        ],  # overwrites logits with their gradient
+        multiply: Callable[[Tensor], Tensor] | None,  # with the head, instead of torch
+    ) -> Tensor:
+        def chunk_loss(
+            part: Tensor, cast_head: Tensor, targets: Tensor, shares: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            logits = F.linear(part, cast_head) if multiply is None else multiply(part)
+            return fused(logits, targets, shares, vocab, cap), logits
+
+        frozen = not ctx.needs_input_grad[1]
+        loss, *grads = loss_and_gradients(x, head, targets, scale, chunk, chunk_loss, frozen)
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad, head_grad = ctx.saved_tensors
+        return *scaled_gradients(x_grad, head_grad, grads[0]), *[None] * 7

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from nanochat.common import base_dir
-from nanochat.nn.blocked_attention import BlockedAttention
-from nanochat.nn.loss import SOFTCAP, Fused
-from nanochat.nn.operations import Matrices, Operations, multiplied
-from nanochat.nn.plain_attention import by_products, one_query
-from nanochat.nn.together import Linear, Multiply
+from nanochat.gpt import Head
+from nanochat.linear import Linear
+from nanochat.loss import HIDDEN, SOFTCAP, chunked_loss, token_weights
 from nanochat.platforms import host
+from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
+from nanochat.platforms.cpu.decoding import by_products, one_query
 from nanochat.platforms.cpu.gradients import Trained
 from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
+from nanochat.platforms.operations import Matrices, Operations, multiplied
 
 # Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
 DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
@@ -49,7 +50,8 @@ class _Packed:
             compared.add(weight.shape)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
-    def __call__(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Multiply x (..., inputs); fills the slot `multiply` of a Linear, whose weight is not needed."""
         if (
             self._place is not None
             and x.numel() <= FEW_ROWS * self._shape[1]
@@ -65,17 +67,17 @@ class CpuOperations(Operations):
     bf16 models that torch.compile compiles, where it takes less than half the time."""
 
     loss_logits = 1 << 24
-    capped_logits = (
-        1 << 21
-    )  # malloc keeps buffers of this size; larger ones take three to four times as long
+    # malloc keeps buffers of this size; larger ones take three to four times as long
+    capped_logits = 1 << 21
     skips_masked = True
 
     def __init__(self, stacks_matrices: bool = True, compiles: bool = True, int8: str = ""):
         """`compiles`: models that are held or trained use C++ kernels, which are compiled at their first use. `int8`:
         why these multiply activations of bf16 in integers of 8 bits in training, "" if they do not; see int8.py."""
         super().__init__(stacks_matrices)
+        self.fuses_layers = compiles
         self._compiles, self._int8 = compiles, int8
-        self._kernels: Kernels | None = None  # once a model is held
+        self._kernels: Kernels | None = None  # once a model is served
         self._compared: set[torch.Size] = (
             set()
         )  # shapes of matrices whose layout needs no second look
@@ -126,8 +128,8 @@ class CpuOperations(Operations):
         return "kernels in C++ make an uncompiled step at least as fast"
 
     @torch.no_grad()
-    def hold(self, model: nn.Module) -> None:
-        """See Operations.hold. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
+    def serve(self, model: nn.Module) -> None:
+        """See Operations.serve. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
         multiplied in half the time, at the speed of the memory, with the same result up to rounding. fp32 stays as it
         is, since there the rounding would depend on how many rows are multiplied together. From here on whatever is
         computed without gradients uses compiled kernels for small operators."""
@@ -145,12 +147,16 @@ class CpuOperations(Operations):
             if (join := getattr(module, "join", None)) is not None:
                 join(pack, torch.bfloat16)
             weight = getattr(module, "weight", None)
-            if getattr(module, "packed", 0) is not None or not isinstance(weight, nn.Parameter):
-                continue  # it cannot be packed, or is packed already
-            if weight.dtype == torch.bfloat16 and weight.numel():
-                setattr(module, "packed", pack(weight))  # noqa: B010 - not an attribute of every module
-                if module.only_multiplies:
-                    module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+            if not hasattr(module, "multiply") or not isinstance(weight, nn.Parameter):
+                continue
+            if module.multiply is not None:
+                continue  # it multiplies another way already
+            if weight.dtype != torch.bfloat16 or not weight.numel():
+                continue
+            setattr(module, "multiply", pack(weight))  # noqa: B010 - not an attribute of every module
+            if isinstance(module, Linear) and not isinstance(module, Head):
+                # The weights of heads and vocabularies are read otherwise too
+                module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def weighted_norm(
         self,
@@ -342,53 +348,70 @@ class CpuOperations(Operations):
         kernels = self._fast(logits)
         return None if kernels is None else kernels.log_totals(logits)
 
-    def training_logits(self, x: Tensor, head: Tensor) -> Multiply | None:
-        """See Operations.training_logits. For few rows, making integers of the head would take longer than it saves."""
-        use = self._train(x)
-        if use is None or len(x) < LOGIT_ROWS or not use.takes_int8([head], x):
-            return None
-        return use.matrix([head], x).times
-
-    def fused_loss(self, x: Tensor) -> Fused | None:
-        """See Operations.fused_loss. torch's compiler makes such a function itself."""
+    def loss(
+        self,
+        x: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        vocab: int,
+        weights: Tensor | None,
+        chunk: int,
+        capped: bool = True,
+    ) -> Tensor:
+        """See Operations.loss. torch's compiler makes a fused loss itself."""
+        x, targets, weights = self.with_targets(x, targets, weights)
         if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
-            return None
-        return self._library.loss
-
-    def extends(self, q: Tensor, held_k: Tensor) -> bool:
-        """See Operations.extends."""
-        kernels = self._fast(q, held_k)
-        return kernels is not None and (q.size(1) == 1 or _many(q, kernels))
+            return chunked_loss(x, head, targets, vocab, weights, chunk, capped)
+        multiply = None
+        use = self._train(x)
+        # For few rows, making integers of the head would take longer than it saves
+        if capped and use is not None and len(x) >= LOGIT_ROWS and use.takes_int8([head], x):
+            multiply = use.matrix([head], x).times
+        scale = token_weights(targets, weights)
+        return gradients.Loss.apply(
+            x,
+            head,
+            targets,
+            scale,
+            vocab,
+            min(chunk, x.size(0)),
+            SOFTCAP if capped else 0.0,
+            self._library.loss,
+            multiply,
+        )
 
     def extend(
         self,
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, T, Hkv, D)
         v: Tensor,  # (B, T, Hkv, D)
-        held_k: Tensor,  # (B, K, Hkv, D)
-        held_v: Tensor,  # (B, K, Hkv, D)
-        places: Tensor,  # (B, T)
+        cached_k: Tensor,  # (B, K, Hkv, D)
+        cached_v: Tensor,  # (B, K, Hkv, D)
+        positions: Tensor,  # (B, T)
         window: int,
         scale: float | None = None,
-    ) -> Tensor:  # (B, T, H, D)
-        """See Operations.extend."""
-        assert self._kernels is not None
+    ) -> Tensor | None:  # (B, T, H, D)
+        """See PlainAttention.extend."""
+        kernels = self._fast(q, cached_k)
+        if kernels is None or (q.size(1) > 1 and not _many(q, kernels)):
+            return None
         factor = q.size(3) ** -0.5 if scale is None else scale
         if q.size(1) == 1:
-            return self._kernels.attend(q, k, v, held_k, held_v, places, window, factor)
+            return kernels.attend(q, k, v, cached_k, cached_v, positions, window, factor)
         rows = torch.arange(q.size(0))[:, None]
-        held_k[rows, places], held_v[rows, places] = k, v  # which refuses places beyond the cache
-        return self._kernels.attend_many(q, held_k, held_v, places[:, 0], window, factor)
+        cached_k[rows, positions] = k  # which refuses positions beyond the cache
+        cached_v[rows, positions] = v
+        return kernels.attend_many(q, cached_k, cached_v, positions[:, 0], window, factor)
 
-    def attend_cached(
+    def masked(
         self,
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        mask: Tensor,  # (B, 1, T, K)
+        seen: Tensor,  # (B, 1, T, K)
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend_cached.
+        """See PlainAttention.masked.
 
         In bf16, torch's operator multiplies a single query number by number, which takes 2 to 10 times as long as what
         is done instead: heads that share their keys become queries of one head, and others become two products for each
@@ -397,21 +420,21 @@ class CpuOperations(Operations):
         B, T, H, D = q.shape
         groups = H // k.size(2)
         if not q.dtype == k.dtype == torch.bfloat16:
-            return super().attend_cached(q, k, v, mask, scale)
+            return super().masked(q, k, v, seen, scale)
         if T > 1:
             products = q.requires_grad and groups == 1
             return (
-                by_products(q, k, v, mask, scale)
+                by_products(q, k, v, seen, scale)
                 if products
-                else super().attend_cached(q, k, v, mask, scale)
+                else super().masked(q, k, v, seen, scale)
             )
         if groups == 1 and B * k.size(1) >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
-            return one_query(q, k, v, mask, scale)
+            return one_query(q, k, v, seen, scale)
         several = q.reshape(B, k.size(2), groups, D)
         if groups == 1:
             several = several.expand(-1, -1, 2, -1)
         y = F.scaled_dot_product_attention(
-            several, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
+            several, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen, scale=scale
         )  # (B, Hkv, queries, D)
         return y[:, :, :groups].reshape(B, 1, H, D)
 
@@ -423,7 +446,7 @@ class CpuOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend."""
+        """See PlainAttention.attend."""
         if (use := self._train(q, k, v)) is not None and use.training.takes(q):
             return gradients.Attention.apply(
                 use, q, k, v, window, q.size(3) ** -0.5 if scale is None else scale
@@ -435,13 +458,14 @@ class CpuOperations(Operations):
                 q, k, v, first, window, q.size(3) ** -0.5 if scale is None else scale
             )
         if is_compiling() and q.dtype == torch.bfloat16 and not grouped:
-            return BlockedAttention.apply(q, k, v, window, self.hidden_score)  # type: ignore[no-any-return]
+            return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
         return super().attend(q, k, v, window, scale)
 
 
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
     """Whether a matrix is one of ours without adapters, and multiplies with its whole weight."""
-    return type(matrix) is Linear and matrix.packed is None and type(matrix.weight) is nn.Parameter
+    plain = type(matrix) is Linear and matrix.multiply is None and matrix.adapter is None
+    return plain and type(matrix.weight) is nn.Parameter
 
 
 def _many(q: Tensor, kernels: Kernels) -> bool:  # (B, T, H, D)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import tr
-from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import host
 from nanochat.platforms.base import Platform
 from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.operations import Asked, Operations
 
 PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the caches
 

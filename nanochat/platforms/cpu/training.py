@@ -226,7 +226,7 @@ class Training:
         return by_value, sums
 
     def shift(self, k: Tensor, back: bool) -> Tensor:  # (B, T, H, D)
-        """k, with half of each head from the token before (the token after if `back`), as previous.with_offset()."""
+        """k, with half of each head from the token before (the token after if `back`), as gpt.offset_keys()."""
         B, T, H, D = k.shape
         assert D % 4 == 0
         k = k.contiguous()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError, base_dir, warn
-from nanochat.nn.few_launches import square_sums
-from nanochat.nn.operations import Operations
 from nanochat.platforms import host
+from nanochat.platforms.few_launches import square_sums
+from nanochat.platforms.operations import Operations
 
 HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 of the hub, for the package `kernels`
 KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # FlashAttention 4 then reads the kernels that it wrote before
@@ -33,8 +33,7 @@ class NvidiaOperations(Operations):
     """torch's own operators, and attention with windows by the fastest library that is there."""
 
     loss_chunk = 8192
-    hidden_score = -1e30
-    shape_grain = 64
+    grain = 64
     launches_are_dear = True
 
     def __init__(self, generation: int, plain: bool = False):
@@ -67,7 +66,7 @@ class NvidiaOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See Operations.attend."""
+        """See PlainAttention.attend."""
         fits, cuts = q.element_size() == 2 and q.size(3) % 8 == 0, window < k.size(1) - 1
         if self.flash is not None and fits:
             sizes = (window, 0) if cuts else (-1, -1)

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.linear import Linear, Multiply
 from nanochat.model import Model
-from nanochat.nn.together import Linear, Product
 
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 GRAIN = 16  # both sides of a matrix, and the tokens of a row, must be multiples of this
@@ -66,7 +67,9 @@ def product(
     weight: Tensor,  # (N, K)
     bound: float | None = None,  # that no number in x exceeds, if one is known: saves a pass over x
 ) -> Tensor:  # (..., N)
-    """x times the transposed weight."""
+    """x times the transposed weight. Passes without gradients, such as validations, never use 8 bits."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, weight.to(x.dtype))
     return _Product.apply(x.flatten(0, -2), weight, bound).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
@@ -95,9 +98,9 @@ def use(model: Model) -> None:
                 "--model_dim, or leave --fp8 out",
                 exit_code=2,
             )
-        matrix.product = product if name.endswith(PROJECTION) else normed(matrix.in_features)
+        matrix.multiply = product if name.endswith(PROJECTION) else normed(matrix.in_features)
 
 
-def normed(channels: int) -> Product:
+def normed(channels: int) -> Multiply:
     """product() for what norm() gives: the mean square of a token's channels is 1, so none exceeds their root."""
     return partial(product, bound=channels**0.5)

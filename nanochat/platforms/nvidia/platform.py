@@ -8,10 +8,10 @@ import torch
 
 from nanochat.common import log
 from nanochat.model import Model
-from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.base import Chip, Platform
 from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.attention import NvidiaOperations
+from nanochat.platforms.operations import Asked, Operations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
 PEAKS = {

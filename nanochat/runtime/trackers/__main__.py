@@ -1,8 +1,9 @@
-"""The process of a tracker: reads a Start and then figures as JSON lines, and answers with what became of them.
+"""The process of a tracker: reads a Start and then figures as JSON lines, and answers.
 
 python -m nanochat.runtime.trackers wandb
 
-tracking.py starts this process, so a tracker that fails, hangs or is killed leaves training as it is.
+tracking.py starts this process, so a tracker that fails, hangs or is killed
+does not change training.
 """
 
 import importlib
@@ -16,13 +17,16 @@ from nanochat.runtime.trackers.start import Shown, Start
 
 
 def make(name: str, start: Start) -> Shown:
-    """The tracker of a name. The import of its library is part of what may fail."""
+    """Return the tracker of a name. The import of its library may fail, too."""
     module = importlib.import_module(f"nanochat.runtime.trackers.{name}")
     return getattr(module, name.capitalize())(start)
 
 
 def serve(name: str, lines: TextIO, answers: TextIO) -> None:
-    """Start the tracker, pass it every line, and close it at the end of the lines, also if training was killed."""
+    """Start the tracker, pass it every line, and close it after the last line.
+
+    The lines also end if training was killed.
+    """
 
     def answer(**content: str) -> None:
         try:
@@ -47,7 +51,7 @@ def serve(name: str, lines: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Speak on the pipe that was standard output, and let the library print to standard error instead."""
+    """Answer on the pipe that was standard output; the library prints to standard error instead."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.argv[1], sys.stdin, answers)

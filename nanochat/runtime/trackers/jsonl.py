@@ -1,4 +1,7 @@
-"""metrics.jsonl: the source of truth about a run, one JSON object per line; run.json beside it says what is trained."""
+"""metrics.jsonl: the source of truth about a run, with one JSON object per line.
+
+run.json beside it says what is trained.
+"""
 
 import contextlib
 import fcntl
@@ -11,43 +14,48 @@ from typing import Any
 
 from nanochat.common import parse_json, to_json, write_atomic, write_json
 
-LOCK_TRIES, LOCK_SECONDS = (
-    100,
-    0.01,
-)  # somebody who looks at the lock holds it for less than a millisecond
+# Whoever looks at the lock holds it for less than a millisecond.
+LOCK_TRIES = 100
+LOCK_SECONDS = 0.01
 
 
 class Jsonl:
-    """metrics.jsonl in the folder of a stage. The attribute `last` is the step of the last kept line, or -1.
+    """metrics.jsonl in the folder of a stage.
 
-    While the file is open it is locked, so that being_written() can tell a training that runs from one that was killed.
+    The attribute `last` is the step of the last line when the file was opened, or -1. While the
+    file is open it is locked, so that being_written() can tell a training that runs from one that
+    was killed.
     """
 
     def __init__(self, folder: Path, step: int):
-        """Open the file after `step` updates; lines of later steps, which an interrupted run left, are dropped."""
+        """Open the file after `step` updates.
+
+        Lines of later steps, which an interrupted run left, are dropped.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = (
-            [line for line in read_metrics(folder) if line.get("step", 0) <= step] if step else []
-        )
-        self.last: int = kept[-1].get("step", 0) if kept else -1
-        write_atomic(
-            path, "".join(to_json(line) + "\n" for line in kept)
-        )  # atomic, so that a kill loses no line
+        lines = []
+        if step:
+            lines = [line for line in read_metrics(folder) if line.get("step", 0) <= step]
+        self.last: int = lines[-1].get("step", 0) if lines else -1
+        text = "".join(to_json(line) + "\n" for line in lines)
+        write_atomic(path, text)  # atomic, so that a kill loses no line
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole stage
         _lock(self._file.fileno())
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Write one line. Floats are written without rounding; a value that is not finite becomes null."""
+        """Write one line.
+
+        Floats are written without rounding; a value that is not finite becomes null.
+        """
         self._file.write(to_json(figures) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         if not self._file.closed:
-            with contextlib.suppress(
-                OSError
-            ):  # a forked worker may hold the file open, and the lock with it
+            # A forked worker may hold the file open, and the lock with it.
+            with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
@@ -55,15 +63,19 @@ class Jsonl:
 def _lock(file: int) -> None:
     for _ in range(LOCK_TRIES):
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             time.sleep(LOCK_SECONDS)
         except OSError:  # a file system without locks: being_written() says so
-            return None
+            return
 
 
 def being_written(path: Path) -> bool | None:
-    """Whether a training of this host writes a metrics.jsonl now; None if the file system has no locks."""
+    """Return whether a training of this host writes a metrics.jsonl now.
+
+    None if the file system has no locks.
+    """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -78,19 +90,23 @@ def being_written(path: Path) -> bool | None:
 
 
 def describe_run(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write run.json: the facts about the run that begins in this folder, its host, and when it began."""
-    about = {**facts, "host": socket.gethostname(), "started_at": time.time()}
-    write_json(folder / "run.json", about)
+    """Write run.json: facts about the run that begins in this folder, its host, and the time."""
+    content = {**facts, "host": socket.gethostname(), "started_at": time.time()}
+    write_json(folder / "run.json", content)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in a folder. Values that were not finite are None; a line cut by a kill is skipped."""
+    """Return the lines of metrics.jsonl in a folder, up to a line that a kill cut.
+
+    Values that were not finite are None.
+    """
     path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
     lines = []
-    if path.exists():
-        for text in path.read_bytes().splitlines():
-            try:
-                lines.append(parse_json(text))
-            except ValueError:  # not JSON, or a character cut in two
-                break
+    for text in path.read_bytes().splitlines():
+        try:
+            lines.append(parse_json(text))
+        except ValueError:  # not JSON, or a character cut in two
+            break
     return lines

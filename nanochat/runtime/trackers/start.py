@@ -1,4 +1,4 @@
-"""What a tracker is told when it starts."""
+"""What a tracker gets when it starts, and what it must be able to do."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Start:
-    """The run to show: its name, the folder of its stage, its settings, and the step that it resumes from.
+    """The run to show: its name, the folder of its stage, its settings, and its first step.
 
-    `mode` is what the user wrote after the tracker's name, such as offline; empty: the tracker's own choice.
+    `mode` is what the user wrote after the tracker's name, such as offline; if it is empty, the
+    tracker chooses.
     """
 
     name: str
@@ -21,10 +22,13 @@ class Start:
 
 
 class Shown(Protocol):
-    """A tracker in its own process, made from a Start. Each method may raise anything that its library raises."""
+    """A tracker in its own process, created from a Start.
+
+    Each method may raise anything that the tracker's library raises.
+    """
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Show the figures of one step, which stands in `step`."""
+        """Show the figures of one step; the figure `step` is its number."""
         ...
 
     def close(self) -> None:
@@ -33,9 +37,10 @@ class Shown(Protocol):
 
 
 def numbers(figures: dict[str, Any]) -> dict[str, float]:
-    """The figures that are finite numbers, without the step itself; True counts as 1."""
-    return {
-        name: float(value)
-        for name, value in figures.items()
-        if name != "step" and isinstance(value, bool | int | float) and math.isfinite(value)
-    }
+    """Return the figures that are finite numbers, without the step itself; True counts as 1."""
+    finite = {}
+    for name, value in figures.items():
+        is_number = isinstance(value, bool | int | float) and math.isfinite(value)
+        if is_number and name != "step":
+            finite[name] = float(value)
+    return finite

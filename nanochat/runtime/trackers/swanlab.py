@@ -1,4 +1,4 @@
-"""SwanLab: on its server with a key, in local files without one; runs in the tracker's own process."""
+"""SwanLab, on its server with a key or in local files; runs in the tracker's own process."""
 
 import importlib.util
 import os
@@ -10,18 +10,18 @@ from nanochat.runtime.trackers.start import Start, numbers
 
 
 def _mode() -> str:
-    """The mode that works here: online with a key; without one local, or offline where its page is not installed."""
+    """Return the mode that works here: online with a key, else local, or offline without a page."""
     if swanlab.Settings().api_key:
         return "online"
-    return (
-        "local" if importlib.util.find_spec("swanboard") else "offline"
-    )  # of `pip install swanlab[dashboard]`
+    has_page = importlib.util.find_spec("swanboard")  # of `pip install swanlab[dashboard]`
+    return "local" if has_page else "offline"
 
 
 class Swanlab:
-    """A SwanLab run. The files are in the folder swanlab of the stage; `swanlab watch` or `swanlab sync` reads them.
+    """A SwanLab run, with its files in the folder swanlab of the stage.
 
-    The mode is the one that the user gave, else SWANLAB_MODE, else the one that works here.
+    `swanlab watch` or `swanlab sync` reads them. The mode is the user's, else SWANLAB_MODE, else
+    the mode that works here.
     """
 
     def __init__(self, start: Start):
@@ -41,5 +41,5 @@ class Swanlab:
         swanlab.log(numbers(figures), step=figures.get("step"))
 
     def close(self) -> None:
-        """Finish the run, which sends what has not been sent yet."""
+        """Finish the run, which sends the figures that have not been sent yet."""
         swanlab.finish()

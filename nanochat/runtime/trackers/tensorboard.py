@@ -14,29 +14,39 @@ from nanochat.runtime.trackers.start import Start, numbers
 
 
 class Tensorboard:
-    """Event files in the folder tensorboard of the stage, which `tensorboard --logdir` reads, without TensorFlow."""
+    """Event files in the folder tensorboard of the stage, written without TensorFlow.
+
+    `tensorboard --logdir` reads them.
+    """
 
     def __init__(self, start: Start):
-        """Figures that an interrupted run wrote after `start.step` are hidden, as they are in metrics.jsonl."""
+        """Hide the figures that an interrupted run wrote after `start.step`, like metrics.jsonl."""
         self._writer = EventFileWriter(str(start.folder / "tensorboard"))
         session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(session_log=session), start.step + 1)
-        text = summary_pb2.SummaryMetadata(
-            plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-        )
-        listed = "\n".join(
-            f"    {name}: {json.dumps(value)}" for name, value in start.settings.items()
-        )
-        content = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[listed.encode()])
+        self._add_summary([self._settings(start.settings)], start.step)
+
+    def _settings(self, settings: dict[str, Any]) -> Any:
+        """Return the settings as a value that TensorBoard shows as text."""
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        lines = [f"    {name}: {json.dumps(value)}" for name, value in settings.items()]
+        text = "\n".join(lines).encode()
+        content = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text])
         content.tensor_shape.dim.add(size=1)
-        value = summary_pb2.Summary.Value(
-            tag="settings/text_summary", metadata=text, tensor=content
+        return summary_pb2.Summary.Value(
+            tag="settings/text_summary",
+            metadata=summary_pb2.SummaryMetadata(plugin_data=plugin),
+            tensor=content,
         )
-        self._add(event_pb2.Event(summary=summary_pb2.Summary(value=[value])), start.step)
 
     def _add(self, event: Any, step: int) -> None:
-        event.step, event.wall_time = step, time.time()
+        event.step = step
+        event.wall_time = time.time()
         self._writer.add_event(event)
+
+    def _add_summary(self, values: list[Any], step: int) -> None:
+        summary = summary_pb2.Summary(value=values)
+        self._add(event_pb2.Event(summary=summary), step)
 
     def log(self, figures: dict[str, Any]) -> None:
         """Write the numbers of one step."""
@@ -44,9 +54,7 @@ class Tensorboard:
             summary_pb2.Summary.Value(tag=name, simple_value=value)
             for name, value in numbers(figures).items()
         ]
-        self._add(
-            event_pb2.Event(summary=summary_pb2.Summary(value=values)), figures.get("step", 0)
-        )
+        self._add_summary(values, figures.get("step", 0))
         self._writer.flush()
 
     def close(self) -> None:

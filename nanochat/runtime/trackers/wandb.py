@@ -21,5 +21,5 @@ class Wandb:
         self._run.log(figures, step=figures.get("step"))
 
     def close(self) -> None:
-        """Finish the run, which sends what has not been sent yet."""
+        """Finish the run, which sends the figures that have not been sent yet."""
         self._run.finish()

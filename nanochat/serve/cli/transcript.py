@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError, read_json, write_json
-from nanochat.data.bpe import whole
+from nanochat.data.bpe import replace_surrogates
 from nanochat.data.conversation import Message, Part
 
 FORMAT = "nanochat-chat"
@@ -23,10 +23,10 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
     written = []
     for message in messages:
         # A flag may hold bytes that are not UTF-8, which Python reads as halves of surrogate pairs.
-        entry: dict[str, Any] = {"role": message.role, "content": whole(message.text)}
+        entry: dict[str, Any] = {"role": message.role, "content": replace_surrogates(message.text)}
         if any(part.kind != "text" for part in message.parts):
             entry["parts"] = [
-                {"kind": part.kind, "text": whole(part.text)} for part in message.parts
+                {"kind": part.kind, "text": replace_surrogates(part.text)} for part in message.parts
             ]
         written.append(entry)
     try:
@@ -65,7 +65,7 @@ def read_transcript(path: Path) -> list[Message]:
 
 def _read_message(entry: dict[str, Any]) -> Message:
     parts = entry.get("parts") or [{"kind": "text", "text": entry["content"]}]
-    read = tuple(Part(part["kind"], whole(part["text"])) for part in parts)
+    read = tuple(Part(part["kind"], replace_surrogates(part["text"])) for part in parts)
     if entry["role"] not in ("system", "user", "assistant") or not all(
         part.kind in ("text", "python", "python_output") for part in read
     ):

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanochat.common import UserError
 from nanochat.engine import Event
-from nanochat.generate.events import BROKEN
+from nanochat.generate.reply import BROKEN
 from nanochat.generate.schema.grammar import TOO_COMPLEX
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from nanochat.serve.routes.fields import ApiError

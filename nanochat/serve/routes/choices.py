@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from nanochat.data.conversation import Part
 from nanochat.engine import Event
-from nanochat.generate.events import Alternatives, Scored
-from nanochat.generate.reply import TextStream
+from nanochat.generate.reply import Alternatives, Scored, TextStream
 from nanochat.serve.routes.tools import NONE, CallText, Tools
 from nanochat.tokenizer import Tokenizer
 
@@ -64,7 +63,7 @@ class Choice:
         self._shown += sum(len(part.text.encode()) for part in counted)
         self.tokens += 1
         self.reused += event.reused
-        self.prompt = tuple(event.prompt) or self.prompt
+        self.prompt = tuple(event.prompt_scores) or self.prompt
         self.finish = event.finish
         self._cut = isinstance(event.matched, str)
         return parts

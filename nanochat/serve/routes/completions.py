@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.engine import MOST_SAMPLES, Event
-from nanochat.generate.events import Alternatives, Scored
-from nanochat.generate.reply import TextStream
+from nanochat.generate.reply import Alternatives, Scored, TextStream
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import DONE, event
 from nanochat.serve.routes.choices import Choice, count_usage, finite, spelling
@@ -232,7 +231,7 @@ class CompletionWriter:
         if self._asked.logprobs:
             listed, count = self._scores[place], self._asked.wanted.sampling.logprobs
             listed.add(self._prompt(place)[0], None, ())
-            for scored in first.prompt:
+            for scored in first.prompt_scores:
                 listed.add(scored.token, scored.logprob, scored.alternatives[:count])
         return self._echoes[place // self._asked.wanted.n]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from nanochat.data.sources.table import SOURCES
+from nanochat.data.sources.published import SOURCES
 from nanochat.prepare.token_files import dtype_for
 from nanochat.train.flags import StageFlags
 

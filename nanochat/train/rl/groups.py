@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.engine import Completion, sample_seeds
-from nanochat.generate.calls import Calls, answer_marks
-from nanochat.generate.events import Finish
-from nanochat.generate.request import check
-from nanochat.generate.sampling import Sampling, choose_among, uniform
+from nanochat.generate.reply import Calls, Finish, answer_marks
+from nanochat.generate.sampling import Sampling, check_request, choose_among, uniform
 from nanochat.model import Model
-from nanochat.nn.cache import Cache
 from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 4096  # prompt tokens of a prefill pass, padding included
@@ -67,7 +65,7 @@ class Groups:
             max(map(len, prompts), default=1) + sampling.max_tokens, self.model.config.sequence_len
         )
         for prompt in prompts:
-            check(prompt, sampling, room, self.model.config.vocab_size)
+            check_request(prompt, sampling, room, self.model.config.vocab_size)
         seeds = [
             seed
             for prompt in prompts
@@ -154,7 +152,7 @@ class Groups:
         tokens, logprobs = [], []
         if members:
             tokens, logprobs = choose_among(
-                logits, rows, self._sampling, uniforms, self._banned, self.model.operations
+                logits, rows, self._sampling, uniforms, self._banned, self.model.log_totals
             )
         chosen: list[dict[int, tuple[float, list[int]]]] = [
             {} for _ in ready

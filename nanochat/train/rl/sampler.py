@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch.nn as nn
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.device import Compute
 from nanochat.model import Model
 from nanochat.runtime import parallel
@@ -17,15 +17,16 @@ class Sampler:
     no numbers before renew()."""
 
     def __init__(self, trained: Model, compute: Compute):
-        # With operations of its own: what holding changes in them must not change how the trained model rounds.
-        own = replace(compute, operations=copy.copy(compute.operations))
+        # With operations of its own: what serving changes in them must not change how the trained model rounds.
+        self.operations = copy.copy(compute.operations)
+        own = replace(compute, operations=self.operations)
         self.model = on_meta(cast(Any, trained.config), own).eval()
-        held_in(self.model, compute.dtype)
+        cast_matrices(self.model, compute.dtype)
         self.model.to_empty(device=compute.device)
 
     def renew(self, trained: Model) -> None:
         """Take over the weights of the trained model; every rank must call this after each update."""
-        operations = self.model.operations
-        operations.release(self.model)
+        module = cast(nn.Module, self.model)
+        self.operations.release(module)
         parallel.refresh(self.model, cast(nn.Module, trained))
-        operations.hold(self.model)
+        self.operations.serve(module)

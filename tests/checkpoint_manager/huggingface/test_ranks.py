@@ -10,6 +10,7 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.weights import load_weights
 from nanochat.device import Compute, local
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from tests.checkpoint_manager.huggingface.test_weights import folder_of
 from tests.support.qwens import tiny_qwen
@@ -32,7 +33,8 @@ def load_and_train(
     found = []
     for folder in folders:
         with torch.device("meta"):
-            model = Qwen(read_config(folder), compute.dtype, compute.operations)
+            model = Qwen(read_config(folder), compute.dtype)
+            accelerate(model, compute.operations)
         parallel.shard(model, model.shard_groups(), compute, mode)
         model.to_empty(device=compute.device)
         load_weights(model, folder)

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager.locate import make_meta
-from nanochat.checkpoint_manager.parts import background, held
+from nanochat.checkpoint_manager.parts import background, rank_state
 from nanochat.checkpoint_manager.parts.background import Saver
 from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.checkpoint_manager.resume import resume_stage
@@ -70,7 +70,7 @@ def test_training_goes_on_while_the_step_is_written(
 
 
 def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copying, pair = Held(monkeypatch, held.HostMemory, "copy"), make()
+    copying, pair = Held(monkeypatch, rank_state.HostMemory, "copy"), make()
     then, changed = everything(*pair), threading.Event()
     with Saver(CPU) as saver:
         begin(saver, tmp_path, 0, pair)
@@ -144,7 +144,7 @@ def test_an_error_of_the_run_waits_for_the_step(tmp_path: Path) -> None:
 def test_without_memory_for_a_copy_training_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(held.host, "memory_free", lambda: 1000)
+    monkeypatch.setattr(rank_state.host, "memory_free", lambda: 1000)
     with Saver(CPU) as saver:
         begin(saver, tmp_path, 1, make())
         assert not saver.busy and step_files.steps(tmp_path) == [1]
@@ -152,15 +152,15 @@ def test_without_memory_for_a_copy_training_waits(
 
 
 def test_a_copy_uses_the_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, memory = make(), held.HostMemory(CPU)
-    first, copy = held.Held.of(*pair), memory.copy(held.Held.of(*pair))
+    pair, memory = make(), rank_state.HostMemory(CPU)
+    first, copy = rank_state.RankState.of(*pair), memory.copy(rank_state.RankState.of(*pair))
     before = {name: value.data_ptr() for name, value in copy.tensors().items()}
     assert all(before[name] != value.data_ptr() for name, value in first.tensors().items())
     train(*pair, 0, 1)
-    again = memory.copy(held.Held.of(*pair)).tensors()
+    again = memory.copy(rank_state.RankState.of(*pair)).tensors()
     assert {name: value.data_ptr() for name, value in again.items()} == before
-    assert equal(again, held.Held.of(*pair).tensors())
-    monkeypatch.setattr(held.host, "memory_free", lambda: 0)
+    assert equal(again, rank_state.RankState.of(*pair).tensors())
+    monkeypatch.setattr(rank_state.host, "memory_free", lambda: 0)
     assert memory.has_room(first)
 
 

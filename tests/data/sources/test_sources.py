@@ -12,13 +12,12 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.data.corpora import Corpus, resolve, shards
-from nanochat.data.download import Patience
 from nanochat.data.shards import read_about, texts
+from nanochat.data.sources.download import Patience
 from nanochat.data.sources.fetch import download
 from nanochat.data.sources.folder import quiet
 from nanochat.data.sources.hub import Host
-from nanochat.data.sources.source import Source
-from nanochat.data.sources.table import SOURCES
+from nanochat.data.sources.published import SOURCES, Source
 from nanochat.dataset import Config, main
 from tests.support.file_server import Handler, Server, stall, status, truncate
 

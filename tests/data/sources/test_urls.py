@@ -8,8 +8,8 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.data.corpora import Corpus, shards
-from nanochat.data.download import Patience
 from nanochat.data.shards import read_about, texts
+from nanochat.data.sources.download import Patience
 from nanochat.data.sources.folder import quiet
 from nanochat.data.sources.urls import download_urls, read_list
 from nanochat.dataset import Config, main

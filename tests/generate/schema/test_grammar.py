@@ -69,7 +69,7 @@ def test_the_schemas_that_were_used_last_stay_ready(monkeypatch):
     schemas, (first, second, third) = Schemas(TOKENIZER), (json.dumps({"enum": [number]}) for number in range(3))
     for schema in (first, second, first, third):
         schemas.grammar(schema)
-    assert [schemas.knows(schema) for schema in (first, second, third)] == [True, False, True]
+    assert [schemas.is_ready(schema) for schema in (first, second, third)] == [True, False, True]
 
 
 def test_bits_become_booleans_in_order():
@@ -133,14 +133,14 @@ def test_the_known_automata_are_bounded_by_their_size_together(monkeypatch):
     for automaton in automata:
         automaton.grown = 1.0
     schemas.prepare(names[2])
-    assert list(schemas._known) == [names[1], names[2]]
+    assert list(schemas._cached) == [names[1], names[2]]
 
 
 def test_an_automaton_that_has_grown_gets_no_new_replies_unless_they_hold_it(monkeypatch):
     schemas, name = Schemas(TOKENIZER), '{"type": "boolean"}'
     held = schemas.prepare(name)
     held.grown = 1.0
-    assert not schemas.knows(name)
+    assert not schemas.is_ready(name)
     assert schemas.grammar(name)._automaton is held
     fresh = schemas.prepare(name)
-    assert fresh is not held and schemas.knows(name)
+    assert fresh is not held and schemas.is_ready(name)

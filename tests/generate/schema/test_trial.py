@@ -40,9 +40,9 @@ def test_a_schema_whose_automaton_takes_too_long_is_refused_and_the_next_one_is_
 
 def test_known_schemas_do_not_wait_for_one_that_is_tried() -> None:
     schemas, known = Schemas(TOKENIZER), '{"type": "boolean"}'
-    assert not schemas.knows(known)
+    assert not schemas.is_ready(known)
     schemas.grammar(known)
-    assert schemas.knows(known)
+    assert schemas.is_ready(known)
 
     def refused() -> None:
         with pytest.raises(UserError):
@@ -53,7 +53,7 @@ def test_known_schemas_do_not_wait_for_one_that_is_tried() -> None:
     schemas.grammar(known)
     assert slow.is_alive()
     slow.join()
-    assert not schemas.knows(json.dumps(SLOW))
+    assert not schemas.is_ready(json.dumps(SLOW))
 
 
 def test_patterns_that_a_text_must_meet_together_are_few() -> None:

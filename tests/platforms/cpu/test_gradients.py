@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from nanochat.common import base_dir
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.operations import Operations
-from nanochat.nn.together import Linear
 from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.training import Training
+from nanochat.platforms.layers import accelerate
+from nanochat.platforms.operations import Operations
+from nanochat.platforms.together import Linear
 from tests.support.compiled import made_without
 from tests.support.tensors import draw
 
@@ -198,7 +199,8 @@ def test_attention_with_large_scores_overflows_nowhere(made: Training, dtype: to
 def passed(dtype: torch.dtype, operations: Operations, exact: bool = False) -> dict[str, Tensor]:
     """The loss of a small GPT, and the gradient of every parameter."""
     config = GPTConfig(96, 200, 4, 2, 2, 128, "SL", offset_layers=2, bigram_rows=64)
-    model = GPT(config, dtype, operations=operations)
+    model = GPT(config, dtype)
+    accelerate(model, operations)
     model.init_weights(1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

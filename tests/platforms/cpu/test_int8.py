@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.operations import Operations
 from nanochat.platforms import host
 from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu import operations as cpu_operations
@@ -19,6 +18,8 @@ from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.cpu.training import Training
+from nanochat.platforms.layers import accelerate
+from nanochat.platforms.operations import Operations
 from tests.support.compiled import made_without
 from tests.support.tensors import draw
 
@@ -141,7 +142,8 @@ def test_matrices_of_bf16_as_ranks_gather_them_are_multiplied_in_8_bits_and_may_
 
 def gradients(operations: Operations, dtype: torch.dtype) -> dict[str, Tensor]:
     """The gradients of a small GPT on fixed tokens, by name, and its loss."""
-    model = GPT(GPTConfig(64, 256, 2, 2, 1, 128, "L", offset_layers=1), dtype, operations)
+    model = GPT(GPTConfig(64, 256, 2, 2, 1, 128, "L", offset_layers=1), dtype)
+    accelerate(model, operations)
     model.init_weights(1)
     with torch.no_grad():
         for block in model.blocks:  # matrices that begin as zeros would hide the others' gradients
@@ -169,7 +171,8 @@ def test_fp32_models_and_passes_without_gradients_never_use_8_bits() -> None:
         assert torch.equal(wanted, gradients(CpuOperations(int8="asked"), torch.float32)[name])
     tokens, found = torch.randint(0, 256, (4, 64)), []
     for operations in (CpuOperations(), CpuOperations(int8="asked")):
-        model = GPT(GPTConfig(64, 256, 2, 2, 2, 128, "L"), torch.bfloat16, operations)
+        model = GPT(GPTConfig(64, 256, 2, 2, 2, 128, "L"), torch.bfloat16)
+        accelerate(model, operations)
         model.init_weights(1)
         with torch.no_grad():
             found.append([model(tokens), model(tokens, tokens), model(tokens, tokens, "none")])
@@ -179,18 +182,23 @@ def test_fp32_models_and_passes_without_gradients_never_use_8_bits() -> None:
 def test_logits_of_the_head_are_made_in_8_bits_for_many_tokens_in_training_alone() -> None:
     operations, head = CpuOperations(int8="asked"), draw(320, 64, seed=2)
     x, targets = draw(512, 64).bfloat16(), torch.arange(512) % 300
-    assert CpuOperations().training_logits(x, head) is None and operations.training_logits(x[:255], head) is None
     losses = []
     for each in (operations, CpuOperations()):
         near, master = x.clone().requires_grad_(), head.clone().requires_grad_()
-        total = each.loss(near, master, targets, 300, None)
+        total = each.loss(near, master, targets, 300, None, 1024)
         total.backward()
         losses.append((total.detach(), near.grad, master.grad))
     assert not torch.equal(losses[0][0], losses[1][0])
     for coarse, full in zip(*losses, strict=True):
         assert coarse is not None and full is not None and float((coarse - full).norm() / full.norm()) < 0.03
+    few = [
+        each.loss(x[:255].requires_grad_(), head, targets[:255], 300, None, 1024)
+        for each in (operations, CpuOperations())
+    ]
+    assert torch.equal(*few)
     with torch.no_grad():
-        assert operations.training_logits(x, head) is None
+        both = [each.loss(x, head, targets, 300, None, 1024) for each in (operations, CpuOperations())]
+    assert torch.equal(*both)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanochat.attention import cache_mask
 from nanochat.common import base_dir
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
 from nanochat.platforms import host
 from nanochat.platforms.cpu import kernels as module
 from nanochat.platforms.cpu.kernels import Kernels, compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations, _Packed
 from nanochat.platforms.cpu.platform import Cpu
+from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import tiny_qwen
 from tests.support.tensors import draw
@@ -99,7 +99,7 @@ def test_a_token_is_written_and_attends(
             made.attend(q, k, v, held_k, held_v, torch.tensor([[0], [beyond], [0]]), window, 0.3)
     assert torch.equal(held_k, wanted_k), "nothing is written then"
     mask = cache_mask(places, 9, window)
-    assert near(y, Operations().attend_cached(q.double(), held_k.double(), held_v.double(), mask, 0.3))
+    assert near(y, Operations().masked(q.double(), held_k.double(), held_v.double(), mask, 0.3))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 64), (2, 1, 128)])
@@ -116,7 +116,7 @@ def test_many_queries_attend(made: Kernels, heads: int, kv_heads: int, size: int
         held_k[torch.arange(3)[:, None], places], held_v[torch.arange(3)[:, None], places] = k, v
         y = made.attend_many(q, held_k, held_v, firsts, window, 0.3)
         mask = cache_mask(places, 210, window)
-        assert near(y, slow.attend_cached(q.double(), held_k.double(), held_v.double(), mask, 0.3))
+        assert near(y, slow.masked(q.double(), held_k.double(), held_v.double(), mask, 0.3))
         alone = made.attend_many(q[1:2, 7:], held_k[1:2], held_v[1:2], firsts[1:2] + 7, window, 0.3)
         assert torch.equal(alone, y[1:2, 7:]), "a row depends on no other row"
     assert near(made.attend_many(q, k, v, torch.zeros(3, dtype=torch.long), window, 0.3),
@@ -252,7 +252,7 @@ def test_a_held_fp32_model_replies_the_same_alone_in_a_batch_after_a_prefix_and_
         with torch.no_grad():
             for parameter in made.parameters():  # larger than new weights: each layer matters
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        operations.hold(made)
+        operations.serve(made)
         assert (operations._kernels is not None) == compiles
         return made.eval()
 
@@ -304,10 +304,10 @@ def test_without_a_working_compiler_operators_stay_torchs(
 def test_plain_kernels_use_torchs_operators_and_held_models_have_gradients() -> None:
     plain = Cpu().operations("plain")
     assert isinstance(plain, CpuOperations)
-    plain.hold(tiny_gpt(320, 64))
+    plain.serve(tiny_gpt(320, 64))
     assert plain._kernels is None
     operations = CpuOperations()
-    operations.hold(tiny_gpt(320, 64))
+    operations.serve(tiny_gpt(320, 64))
     x = draw(2, 1, 8, dtype=torch.float32).requires_grad_()
     operations.norm(x).sum().backward()
     assert x.grad is not None

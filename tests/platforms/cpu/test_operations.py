@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat import loss
+from nanochat.attention import cache_mask
 from nanochat.engine import Engine
 from nanochat.evals.branches import Branches
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import Sampling
+from nanochat.loss import token_losses
+from nanochat.models.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.models.qwen.model import Qwen
-from nanochat.nn import loss
-from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
 from nanochat.platforms import host
+from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.layers import accelerate
+from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import CONFIGS, tiny_qwen
 from tests.support.tiny_model import tiny_gpt
@@ -32,8 +35,8 @@ def test_single_queries_attend_as_plain_torch_does(heads: int, kv_heads: int, dt
                for size, count in ((1, heads), (9, kv_heads), (9, kv_heads)))  # fmt: skip
     mask = cache_mask(torch.tensor([[8], [3], [0]]), 9, 5)
     for scale in (None, 0.5):
-        mine = CpuOperations().attend_cached(q, k, v, mask, scale)
-        wanted = Operations().attend_cached(q.double(), k.double(), v.double(), mask, scale)
+        mine = CpuOperations().masked(q, k, v, mask, scale)
+        wanted = Operations().masked(q.double(), k.double(), v.double(), mask, scale)
         assert mine.shape == q.shape and mine.dtype == dtype
         assert (mine - wanted).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-5)
 
@@ -44,15 +47,18 @@ def test_losses_of_tokens_are_those_of_plain_torch_at_any_size_of_the_vocabulary
     x, head = torch.randn(600, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
     targets = torch.randint(-1, vocab, (600,), generator=generator)
     targets[7] = -1
-    losses = CpuOperations().token_losses(x, head, targets, vocab)
-    torch.testing.assert_close(losses, Operations().token_losses(x, head, targets, vocab))
+    chunk = max(CpuOperations.capped_logits // vocab, 16)
+    losses = token_losses(x, head, targets, vocab, chunk)
+    torch.testing.assert_close(losses, token_losses(x, head, targets, vocab, 600))
     assert losses[7] == 0 and (losses[targets >= 0] > 0).all()
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3", "qwen3.5"])
 def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
     operations = CpuOperations()
-    model: Any = tiny_gpt(320, 64) if family == "gpt" else tiny_qwen(family, operations=operations)
+    model: Any = (
+        tiny_gpt(320, 64, operations=operations) if family == "gpt" else tiny_qwen(family, operations=operations)
+    )
     model.dtype = torch.bfloat16
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -60,13 +66,13 @@ def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
     idx = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         before, losses = model(idx), model(idx, idx, "none")
-        operations.hold(model)
+        operations.serve(model)
         after, held_losses = model(idx), model(idx, idx, "none")
-    assert any(getattr(module, "packed", None) is not None for module in model.modules()) == LAID_OUT
+    assert any(getattr(module, "multiply", None) is not None for module in model.modules()) == LAID_OUT
     scale = before.abs().max()
     assert (after - before).abs().max() <= 4e-2 * scale
     assert torch.allclose(losses, held_losses, atol=4e-2 * float(scale))
-    operations.hold(model)  # again: nothing is left to do
+    operations.serve(model)  # again: nothing is left to do
     ranks = [bytes([i % 256] * (1 + i // 256)) for i in range(320 - len(ROLES))]
     words = Tokenizer(ranks, "nanochat", PATTERNS["nanochat"])
     (reply,) = Engine(model, words, 1).generate([[1, 2, 3]], Sampling(0.0, max_tokens=4, ignore_eos=True))
@@ -76,7 +82,8 @@ def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
 def test_prompts_are_read_by_kernels_as_by_torch_with_a_cache_and_without() -> None:
     operations = CpuOperations()
     config = replace(CONFIGS["qwen3"], head_dim=64)
-    model = Qwen(config, torch.bfloat16, operations).eval()
+    model = Qwen(config, torch.bfloat16).eval()
+    accelerate(model, operations)
     model.init_weights()
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -92,11 +99,19 @@ def test_prompts_are_read_by_kernels_as_by_torch_with_a_cache_and_without() -> N
         return [*whole, *(part[: len(prompt) - 40] for part, prompt in zip(parts, prompts, strict=True))]
 
     before = states()
-    operations.hold(model)
+    operations.serve(model)
     q, k = torch.empty(1, 70, 4, 64, dtype=torch.bfloat16), torch.empty(1, 90, 2, 64, dtype=torch.bfloat16)
     with torch.inference_mode():
-        assert operations.extends(q, k) == ("avx512_bf16" in host.cpu_flags())
-        assert not operations.extends(q[:, :6], k) and not operations.extends(q[..., :32], k[..., :32])
+        cached = k.clone(), k.clone()
+        places = torch.arange(70)[None]
+
+        def extends(q: torch.Tensor, size: int = 64) -> bool:
+            new = k[:, : q.size(1), :, :size]
+            old = (held[..., :size] for held in cached)
+            return operations.extend(q[..., :size], new, new, *old, places[:, : q.size(1)], 90) is not None
+
+        assert extends(q) == ("avx512_bf16" in host.cpu_flags())
+        assert not extends(q[:, :6]) and not extends(q, 32)
     for one, other in zip(states(), before, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm()
 
@@ -120,7 +135,7 @@ def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:
             return model(idx)
 
     wanted = [logits(numbers) for numbers in ([0, -1], [-1, -1])]
-    operations.hold(model)
+    operations.serve(model)
     assert (model.blocks[0].self_attn.joined is not None) == LAID_OUT
     for numbers, before in zip(([0, -1], [-1, -1]), wanted, strict=True):
         assert (logits(numbers) - before).abs().max() <= 4e-2 * before.abs().max()
@@ -129,8 +144,8 @@ def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:
 
 def test_a_model_in_fp32_stays_as_it_is() -> None:
     model = tiny_gpt(320, 64)
-    CpuOperations().hold(model)
-    assert all(getattr(module, "packed", None) is None for module in model.modules())
+    CpuOperations().serve(model)
+    assert all(getattr(module, "multiply", None) is None for module in model.modules())
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])
@@ -140,8 +155,9 @@ def test_tokens_without_a_target_are_left_out_of_the_loss(
 ) -> None:
     """SFT trains a quarter of its tokens, and the head is two fifths of the FLOPs of a small model."""
     read: list[int] = []
-    whole = loss.chunked_loss
-    monkeypatch.setattr(loss, "chunked_loss", lambda x, *rest, **more: read.append(len(x)) or whole(x, *rest, **more))
+    whole = loss.loss_and_gradients
+    for module in (loss, gradients):
+        monkeypatch.setattr(module, "loss_and_gradients", lambda x, *rest: read.append(len(x)) or whole(x, *rest))
     generator = torch.Generator().manual_seed(4)
     idx = torch.randint(0, 320, (20, 24), generator=generator)
     targets = torch.where(torch.rand(20, 24, generator=generator) < 0.25, idx, -1)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from nanochat.common import UserError
-from nanochat.nn.operations import Operations
 from nanochat.platforms.nvidia.attention import NvidiaOperations
 from nanochat.platforms.nvidia.platform import Nvidia
+from nanochat.platforms.operations import Operations
 from tests.support.tensors import draw
 
 TORCHS, ROWS = "torch's own", "torch's FlashAttention"

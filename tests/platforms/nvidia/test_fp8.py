@@ -11,10 +11,10 @@ from torch import Tensor
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.operations import Operations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.platform import Nvidia
+from nanochat.platforms.operations import Operations
 from nanochat.runtime.tracking import read_metrics
 from tests.support.qwens import tiny_qwen
 from tests.support.small_world import make_corpus, run_stage
@@ -88,13 +88,13 @@ def test_a_known_bound_serves_the_longest_row_that_a_norm_can_give() -> None:
 
 def shaped(**changes: int) -> GPT:
     shape = GPTConfig(sequence_len=64, vocab_size=320, n_layer=2, n_head=2, n_kv_head=2, n_embd=64)
-    return GPT(replace(shape, **changes), operations=Operations())
+    return GPT(replace(shape, **changes))
 
 
 def test_a_model_trains_in_fp8_and_validates_as_without() -> None:
     plain, coarse = (tiny_gpt(320, operations=Operations()) for _ in range(2))
     fp8.use(coarse)
-    chosen = {name.split(".", 2)[2] for name, part in coarse.named_modules() if getattr(part, "product", None)}
+    chosen = {name.split(".", 2)[2] for name, part in coarse.named_modules() if getattr(part, "multiply", None)}
     assert chosen == {"attn.c_q", "attn.c_k", "attn.c_v", "mlp.c_fc", "mlp.c_proj"}
     tokens = torch.randint(0, 320, (2, 65), generator=torch.Generator().manual_seed(0))
     x, y = tokens[:, :-1], tokens[:, 1:]
@@ -130,7 +130,7 @@ def test_gpus_since_ada_multiply_in_fp8(
     model = shaped()
     if can:
         Nvidia().use_fp8(model)
-        assert model.blocks[0].attn.c_q.product is not None
+        assert model.blocks[0].attn.c_q.multiply is not None
     else:
         with pytest.raises(UserError, match="but the device is cuda NVIDIA Some GPU"):
             Nvidia().use_fp8(model)

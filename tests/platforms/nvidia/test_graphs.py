@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanochat.engine import Engine
-from nanochat.nn.operations import Operations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia.platform import Nvidia
+from nanochat.platforms.operations import Operations
 from nanochat.runtime.graphs import GraphedModel, check
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.engine import reply_parts
+from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from tests.support.served import Served, serving
 
@@ -54,7 +54,7 @@ def test_echo_scores_every_token_of_prompt_and_reply(served):
     found = choice["logprobs"]
     assert len({len(column) for column in found.values()}) == 1
     assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
-    expected = [scored.logprob for scored in own.prompt] + own.logprobs
+    expected = [scored.logprob for scored in own.prompt_scores] + own.logprobs
     assert found["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
     for logprob, top in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True):
         assert logprob <= max(top.values()) and 2 <= len(top) <= 3
@@ -72,7 +72,7 @@ def test_prompt_alone_can_be_scored(served):
     own = greedy(served, prompt, prompt_logprobs=3)
     ranked = served.ok(PATH, prompt=prompt, prompt_logprobs=3, max_tokens=1)["choices"][0]["prompt_logprobs"]
     assert ranked[0] is None and len(ranked) == len(prompt)
-    for entry, scored in zip(ranked[1:], own.prompt, strict=True):
+    for entry, scored in zip(ranked[1:], own.prompt_scores, strict=True):
         assert entry[str(scored.token)]["logprob"] == pytest.approx(scored.logprob, abs=1e-5)
         assert [value["rank"] for value in entry.values() if value["rank"]].count(1) == 1
 

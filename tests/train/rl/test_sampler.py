@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.gpt import GPT
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.cpu.operations import CpuOperations
@@ -38,16 +38,16 @@ def test_a_renewed_sampler_computes_as_one_that_was_just_made(family: str, dtype
         changed(trained, step)
         sampler.renew(trained)
         plain = on_meta(trained.config, compute).to_empty(device=compute.device).eval()
-        held_in(plain, dtype)
+        cast_matrices(plain, dtype)
         parallel.refresh(plain, trained)
         with torch.inference_mode():
             seen.append(sampler.model(idx))
             far = (seen[-1] - plain(idx)).norm() / seen[-1].norm()
             assert far <= (1e-5 if dtype == torch.float32 else 0.1)  # a DeltaNet magnifies rounding
-            plain.operations.hold(plain)
+            compute.operations.serve(plain)
             assert torch.equal(seen[-1], plain(idx))
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
-    held = any(getattr(module, "packed", None) is not None for module in sampler.model.modules())
+    held = any(getattr(module, "multiply", None) is not None for module in sampler.model.modules())
     assert held == (LAID_OUT and dtype == torch.bfloat16)
 
 

@@ -1,4 +1,5 @@
-"""The grammar of tales: who can be a hero, what may fill each slot of a sentence, and which sentences follow which."""
+"""The grammar of tales: who can be a hero, what may fill each slot of a sentence, and which
+sentences follow which."""
 
 import functools
 import itertools
@@ -20,39 +21,46 @@ from nanochat.data.tinyworld.words import (
 )
 
 Facts = Mapping[str, str]
-"""What a story says, by variable: h is what the hero is and p its name, q the friend, x the home, t a trait, l what is
-found, o and c a thing and its colour, he the pronoun of the hero's name."""
+"""What a story says, by variable: h is what the hero is and p its name, q the friend, x the home,
+t a trait, l what is found, o and c a thing and its colour, he the pronoun of the hero's name."""
 
 SENTENCES = (4, 8)
+SLOT = re.compile(r"\{(\w+)\}")
 
 
 @functools.cache
 def tale_data() -> dict:
-    """The words and sentences of tales."""
+    """Return the words and sentences of tales."""
     return json.loads(data_text("tales.json"))
+
+
+# --- heroes --------------------------------------------------------------------------------------
 
 
 @functools.cache
 def heroes() -> dict[str, Word]:
-    """Everything that a tale can be about, by key: what can be counted, and what people ask for first, such as the
-    moon, a dragon or a teacher."""
-    more = {
-        _bare(en): Word(_bare(en), english(_bare(en), "a"), chinese(zh))
-        for en, zh in _more().items()
-    }
-    return {**_counted(), **more}
+    """Return everything that a tale can be about, by key: what can be counted, and what people ask
+    for first, such as the moon, a dragon or a teacher."""
+    words = dict(_counted())
+    for en, zh in _more_heroes().items():
+        key = _bare(en)
+        words[key] = Word(key, english(key, "a"), chinese(zh))
+    return words
 
 
 def _counted() -> dict[str, Word]:
-    """The animals, plants and things of the world that can be counted and can be heroes."""
-    left_out = set(tale_data()["not_heroes"])
-    return {
-        k: w for k, w in lexicon().items() if w.en.plural and w.zh.counted and k not in left_out
-    }
+    """Return the animals, plants and things of the world that can be counted and can be heroes."""
+    words = {}
+    for key, word in lexicon().items():
+        is_countable = word.en.plural and word.zh.counted
+        if is_countable and key not in tale_data()["not_heroes"]:
+            words[key] = word
+    return words
 
 
-def _more() -> dict[str, str]:
-    """The heroes of tales.json's own, English to Chinese; an English name has "the" if a request says "the sun"."""
+def _more_heroes() -> dict[str, str]:
+    """Return the heroes of tales.json's own, English to Chinese; an English name has "the" if a
+    request says "the sun"."""
     return tale_data()["more_heroes"]
 
 
@@ -62,123 +70,174 @@ def _bare(name: str) -> str:
 
 @functools.cache
 def asked_for() -> dict[str, Word]:
-    """The heroes as a request names them: it asks for a story about the sun, which then tells of a sun."""
-    the = {_bare(en) for en in _more() if en != _bare(en)}
-    return {
-        key: replace(hero, en=english(key, "the")) if key in the else hero
-        for key, hero in heroes().items()
-    }
+    """Return the heroes as a request names them: it asks for a story about the sun, which then
+    tells of a sun."""
+    words = dict(heroes())
+    for en in _more_heroes():
+        key = _bare(en)
+        if key != en:
+            words[key] = replace(words[key], en=english(key, "the"))
+    return words
 
 
 @functools.cache
 def held_out_heroes() -> tuple[str, ...]:
-    """The tenth of the things that can be counted of which no story of training tells."""
-    counted, told = _counted(), FAMOUS | set(tale_data()["friends"]) | set(tale_data()["props"])
-    plurals = {one for one, _ in tale_data()["likes"]}
-    free = [
-        key for key, word in counted.items() if key not in told and word.en.plural not in plurals
-    ]
-    return tuple(split_rng("tales").sample(free, round(HELD_OUT_SHARE * len(counted))))
+    """Return the tenth of the things that can be counted of which no story of training tells."""
+    data = tale_data()
+    counted = _counted()
+    in_stories = FAMOUS | set(data["friends"]) | set(data["props"])
+    liked_plurals = {en for en, _ in data["likes"]}
+    candidates = []
+    for key, word in counted.items():
+        if key not in in_stories and word.en.plural not in liked_plurals:
+            candidates.append(key)
+    size = round(HELD_OUT_SHARE * len(counted))
+    return tuple(split_rng("tales").sample(candidates, size))
 
 
 @functools.cache
 def trained_heroes() -> tuple[str, ...]:
-    """The heroes of the stories in training."""
+    """Return the heroes of the stories in training."""
     return tuple(key for key in heroes() if key not in held_out_heroes())
 
 
+# --- slots: the texts that may fill them, and what each text says --------------------------------
+
+
 def names(language: Language) -> dict[str, str]:
-    """The names that heroes may have, none of which a friend has, and the pronoun of each; Chinese stories use none."""
+    """Return the names that heroes may have, none of which a friend has, and the pronoun of each;
+    Chinese stories use none."""
     data = tale_data()["names"][language]
     if language == "zh":
         return dict.fromkeys(data, "")
-    return {name: pronoun for pronoun, some in data.items() for name in some}
-
-
-def _measure(key: str) -> str:
-    noun = lexicon()[key].zh
-    return "一" + noun.counted.removesuffix(noun.name)
+    pronouns = {}
+    for pronoun, names_with_pronoun in data.items():
+        pronouns |= dict.fromkeys(names_with_pronoun, pronoun)
+    return pronouns
 
 
 @functools.cache
 def slots(language: Language) -> dict[str, dict[str, Facts]]:
-    """For each slot of a pattern the texts that may fill it, and what each text says."""
-    data, words = tale_data(), lexicon()
-    called = names(language)
-    found: dict[str, dict[str, Facts]] = {"p": {n: {"p": n, "he": he} for n, he in called.items()}}
-    for key, called in data[
-        "friends"
-    ].items():  # a friend is always called the same, so a name says what it is
-        name = called[language]
-        found.setdefault("q", {})[name if language == "en" else name[-2:]] = {"q": key}
-        found.setdefault("Q", {})[
-            f"{name} the {words[key].en.name}" if language == "en" else name
-        ] = {"q": key}
-    things = list(itertools.product(data["props"], data["colours"]))
-    if language == "zh":
-        found["h"] = {word.zh.name: {"h": key} for key, word in heroes().items()}
-        coloured = {(o, c): f"{words[c].zh.name}的{words[o].zh.name}" for o, c in things}
-        found["co"] = {coloured[o, c]: {"o": o, "c": c} for o, c in things}
-        found["mo"] = {_measure(o) + coloured[o, c]: {"o": o, "c": c} for o, c in things}
-        found["x"] = {zh: {"x": en} for en, _, zh in data["homes"]}
-        found["t"] = {zh: {"t": en} for en, zh in data["traits"]}
-        found["l"] = {zh: {"l": en} for en, zh in data["likes"]}
-        return found
-    found["h"] = {word.en.name: {"h": key} for key, word in heroes().items()}
-    found["ah"] = {word.en.usual: {"h": key} for key, word in heroes().items()}
-    found["x"] = {where: {"x": where} for where, _, _ in data["homes"]}
-    found["xb"] = {place: {"x": where} for where, place, _ in data["homes"]}
-    found["t"] = {en: {"t": en} for en, _ in data["traits"]}
-    found["at"] = {f"{article(en)} {en}": {"t": en} for en, _ in data["traits"]}
-    found["l"] = {en: {"l": en} for en, _ in data["likes"]}
-    found["o"] = {words[o].en.name: {"o": o} for o in data["props"]}
-    found["c"] = {c: {"c": c} for c in data["colours"]}
-    found["ac"] = {f"{article(c)} {c}": {"c": c} for c in data["colours"]}
-    found["he"] = {he: {"he": he} for he in ("he", "she")}
-    found["He"] = {he.capitalize(): {"he": he} for he in ("he", "she")}
-    return found
+    """Return for each slot of a pattern the texts that may fill it, and what each text says."""
+    heroes_by_name: dict[str, Facts] = {}
+    for name, pronoun in names(language).items():
+        heroes_by_name[name] = {"p": name, "he": pronoun}
+    # A friend is always called the same, so a name says what it is.
+    by_short_name: dict[str, Facts] = {}
+    by_full_name: dict[str, Facts] = {}
+    for key, friend_names in tale_data()["friends"].items():
+        name = friend_names[language]
+        full_name = f"{name} the {lexicon()[key].en.name}" if language == "en" else name
+        short_name = name if language == "en" else name[-2:]
+        by_short_name[short_name] = {"q": key}
+        by_full_name[full_name] = {"q": key}
+    people = {"p": heroes_by_name, "q": by_short_name, "Q": by_full_name}
+    language_slots = _english_slots() if language == "en" else _chinese_slots()
+    return people | language_slots
 
 
-def fill(pattern: str, facts: Facts, language: Language, hero: Word) -> str:
-    """The sentence that a pattern makes of the facts of a story, whose hero may be a thing that does not exist."""
-    table = _texts(language)
+def _english_slots() -> dict[str, dict[str, Facts]]:
+    data = tale_data()
+    words = lexicon()
+    traits = [en for en, _ in data["traits"]]
+    colours = data["colours"]
+    return {
+        "h": {word.en.name: {"h": key} for key, word in heroes().items()},
+        "ah": {word.en.usual: {"h": key} for key, word in heroes().items()},
+        "x": {where: {"x": where} for where, _, _ in data["homes"]},
+        "xb": {place: {"x": where} for where, place, _ in data["homes"]},
+        "t": {trait: {"t": trait} for trait in traits},
+        "at": {f"{article(trait)} {trait}": {"t": trait} for trait in traits},
+        "l": {en: {"l": en} for en, _ in data["likes"]},
+        "o": {words[key].en.name: {"o": key} for key in data["props"]},
+        "c": {colour: {"c": colour} for colour in colours},
+        "ac": {f"{article(colour)} {colour}": {"c": colour} for colour in colours},
+        "he": {pronoun: {"he": pronoun} for pronoun in ("he", "she")},
+        "He": {pronoun.capitalize(): {"he": pronoun} for pronoun in ("he", "she")},
+    }
+
+
+def _chinese_slots() -> dict[str, dict[str, Facts]]:
+    data = tale_data()
+    words = lexicon()
+    things: dict[str, Facts] = {}
+    counted_things: dict[str, Facts] = {}
+    for prop, colour in itertools.product(data["props"], data["colours"]):
+        thing = f"{words[colour].zh.name}的{words[prop].zh.name}"
+        things[thing] = {"o": prop, "c": colour}
+        counted_things[_measure(prop) + thing] = {"o": prop, "c": colour}
+    return {
+        "h": {word.zh.name: {"h": key} for key, word in heroes().items()},
+        "co": things,
+        "mo": counted_things,
+        "x": {zh: {"x": en} for en, _, zh in data["homes"]},
+        "t": {zh: {"t": en} for en, zh in data["traits"]},
+        "l": {zh: {"l": en} for en, zh in data["likes"]},
+    }
+
+
+def _measure(key: str) -> str:
+    """Return 一 and the measure word of a thing."""
+    noun = lexicon()[key].zh
+    return "一" + noun.counted.removesuffix(noun.name)
+
+
+def fill(
+    pattern: str,
+    facts: Facts,
+    language: Language,
+    hero: Word,
+) -> str:
+    """Return the sentence that a pattern makes of the facts of a story, whose hero may be a thing
+    that does not exist."""
+    table = _slot_texts(language)
 
     def text(slot: re.Match[str]) -> str:
-        if slot[1] in ("h", "ah"):
-            return hero[language].usual if slot[1] == "ah" else hero[language].name
-        variables, texts = table[slot[1]]
+        name = slot[1]
+        if name == "h":
+            return hero[language].name
+        if name == "ah":
+            return hero[language].usual
+        variables, texts = table[name]
         return texts[tuple(facts[variable] for variable in variables)]
 
-    return re.sub(r"\{(\w+)\}", text, pattern)
+    return SLOT.sub(text, pattern)
 
 
 @functools.cache
-def _texts(language: Language) -> dict[str, tuple[tuple[str, ...], dict[tuple[str, ...], str]]]:
-    """For each slot the variables that it speaks of, and its text for their values."""
-    return {
-        slot: (
-            tuple(next(iter(texts.values()))),
-            {tuple(about.values()): text for text, about in texts.items()},
-        )
-        for slot, texts in slots(language).items()
-    }
+def _slot_texts(
+    language: Language,
+) -> dict[str, tuple[tuple[str, ...], dict[tuple[str, ...], str]]]:
+    """Return for each slot the variables that it speaks of, and its text for their values."""
+    table = {}
+    for slot, texts in slots(language).items():
+        by_values = {tuple(facts.values()): text for text, facts in texts.items()}
+        table[slot] = (_variables(texts), by_values)
+    return table
+
+
+def _variables(texts: dict[str, Facts]) -> tuple[str, ...]:
+    """Return the variables that a slot speaks of, which are the same for all its texts."""
+    return tuple(next(iter(texts.values())))
 
 
 @functools.cache
 def says(pattern: str, language: Language) -> frozenset[str]:
-    """The variables that a pattern speaks of."""
+    """Return the variables that a pattern speaks of."""
     table = slots(language)
-    return frozenset(
-        variable
-        for slot in re.findall(r"\{(\w+)\}", pattern)
-        for variable in next(iter(table[slot].values()))
-    ) - {"he"}
+    variables: set[str] = set()
+    for slot in SLOT.findall(pattern):
+        variables.update(_variables(table[slot]))
+    return frozenset(variables - {"he"})
+
+
+# --- plots ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plot:
-    """What happens in a story: steps in order, of which the optional one may be left out. The variables of `needs` are
-    introduced before the plot."""
+    """What happens in a story: steps in order, of which the optional one may be left out. The
+    variables of `needs` are introduced before the plot."""
 
     name: str
     needs: str
@@ -188,13 +247,9 @@ class Plot:
 
 @functools.cache
 def plots(language: Language) -> tuple[Plot, ...]:
-    """All plots in one language."""
-    return tuple(
-        Plot(
-            one["name"],
-            one["needs"],
-            one["optional"],
-            tuple(tuple(step[language]) for step in one["steps"]),
-        )
-        for one in tale_data()["plots"]
-    )
+    """Return all plots in one language."""
+    table = []
+    for plot in tale_data()["plots"]:
+        steps = tuple(tuple(step[language]) for step in plot["steps"])
+        table.append(Plot(plot["name"], plot["needs"], plot["optional"], steps))
+    return tuple(table)

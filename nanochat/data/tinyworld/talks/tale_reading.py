@@ -1,4 +1,5 @@
-"""Reads a tale by the grammar, and says what is wrong with it: the grader of stories that a model tells."""
+"""Read a tale by the grammar, and say what is wrong with it: the grader of stories that a model
+tells."""
 
 import functools
 import re
@@ -9,6 +10,7 @@ from typing import Literal
 
 from nanochat.data.tinyworld.talks.tale_grammar import (
     SENTENCES,
+    SLOT,
     Facts,
     Plot,
     plots,
@@ -23,7 +25,8 @@ Role = Literal["open", "describe", "plot", "end"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sentence can stand in a story: its role, which description or plot it belongs to, and its step there."""
+    """Where a sentence can stand in a story: its role, which description or plot it belongs to, and
+    its step there."""
 
     role: Role
     name: str = ""
@@ -39,96 +42,116 @@ class Meaning:
     speaks_of: frozenset[str]
 
 
+def fault(
+    story: str,
+    hero: str | None,
+    language: Language,
+) -> str | None:
+    """Return what is wrong with a story about a hero (None: about any hero), or None if nothing is.
+
+    A story has four to eight sentences, all different, each of them one that the grammar can make.
+    It opens, describes, tells one plot in order and ends; names, pronouns and all other facts agree
+    from the first sentence to the last.
+    """
+    story_sentences = sentences(story)
+    fewest, most = SENTENCES
+    if not fewest <= len(story_sentences) <= most:
+        return f"it has {len(story_sentences)} sentences"
+    if len(set(story_sentences)) < len(story_sentences):
+        return "a sentence comes twice"
+    understood = [meanings(sentence, language) for sentence in story_sentences]
+    for sentence, readings in zip(story_sentences, understood, strict=True):
+        if not readings:
+            return f"a broken sentence: {sentence}"
+    if not any(meaning.place.role == "end" for meaning in understood[-1]):
+        return "it does not end as a story does"
+    by_name = {plot.name: plot for plot in plots(language)}
+    stories = list(_readings(understood, (), {}, by_name))
+    if not stories:
+        return "its facts contradict each other, or its sentences are in the wrong order"
+    if hero is not None and all(facts["h"] != hero for facts in stories):
+        return f"it is about {stories[0]['h']}"
+    return None
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a story; what remains after the last full stop comes last."""
+    text = unicodedata.normalize("NFC", text).strip()
+    pieces = re.findall(r".*?[.!?。！？][\"”]?(?=\s|$|[^\s\"”])|.+$", text)
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def meanings(sentence: str, language: Language) -> list[Meaning]:
+    """Return every way in which the grammar understands a sentence; a sentence that it cannot make
+    has none."""
+    table = slots(language)
+    result: list[Meaning] = []
+    for rule in _rules(language):
+        match = rule.pattern.fullmatch(sentence)
+        if match is None:
+            continue
+        facts: Facts | None = {}
+        for slot, text in zip(rule.slots, match.groups(), strict=True):
+            if facts is not None:
+                facts = together(facts, table[slot][text])
+        if facts is not None:
+            result.append(Meaning(rule.place, facts, rule.speaks_of))
+    return result
+
+
+def together(left: Facts, right: Facts) -> Facts | None:
+    """Return both together, or None if they contradict each other."""
+    for name, value in left.items():
+        if right.get(name, value) != value:
+            return None
+    return {**left, **right}
+
+
 @dataclass(frozen=True)
 class _Rule:
+    """A pattern of the grammar as a regular expression with one group for each slot."""
+
     place: Place
     pattern: re.Pattern[str]
     slots: tuple[str, ...]
     speaks_of: frozenset[str]
 
 
-def _rule(place: Place, pattern: str, language: Language) -> _Rule:
-    """The regular expression of a pattern, with one group for each slot."""
-    pieces = re.split(r"\{(\w+)\}", pattern)
-    table = slots(language)
-    expression = ""
-    for i, piece in enumerate(pieces):
-        texts = sorted(table[piece], key=len, reverse=True) if i % 2 else ()
-        expression += f"({'|'.join(map(re.escape, texts))})" if i % 2 else re.escape(piece)
-    return _Rule(place, re.compile(expression), tuple(pieces[1::2]), says(pattern, language))
-
-
 @functools.cache
 def _rules(language: Language) -> tuple[_Rule, ...]:
     data = tale_data()
-    found = [(Place("open"), pattern) for pattern in data["open"][language]]
-    found += [
-        (Place("describe", kind), one)
-        for kind, by in data["describe"].items()
-        for one in by[language]
-    ]
+    rules = [_rule(Place("open"), pattern, language) for pattern in data["open"][language]]
+    for variable, descriptions in data["describe"].items():
+        for pattern in descriptions[language]:
+            rules.append(_rule(Place("describe", variable), pattern, language))
     for plot in plots(language):
-        found += [
-            (Place("plot", plot.name, i), one) for i, step in enumerate(plot.steps) for one in step
-        ]
-    found += [(Place("end"), pattern) for pattern in data["end"][language]]
-    return tuple(_rule(place, pattern, language) for place, pattern in found)
+        for number, step in enumerate(plot.steps):
+            for pattern in step:
+                rules.append(_rule(Place("plot", plot.name, number), pattern, language))
+    for pattern in data["end"][language]:
+        rules.append(_rule(Place("end"), pattern, language))
+    return tuple(rules)
 
 
-def together(one: Facts, other: Facts) -> Facts | None:
-    """Both together, or None if they contradict each other."""
-    if any(other[name] != value for name, value in one.items() if name in other):
-        return None
-    return {**one, **other}
+def _rule(
+    place: Place,
+    pattern: str,
+    language: Language,
+) -> _Rule:
+    table = slots(language)
+    pieces = SLOT.split(pattern)  # words and slots in turns
+    slot_names = tuple(pieces[1::2])
+    expression = re.escape(pieces[0])
+    for slot, words in zip(slot_names, pieces[2::2], strict=True):
+        texts = sorted(table[slot], key=len, reverse=True)
+        expression += f"({'|'.join(map(re.escape, texts))})" + re.escape(words)
+    return _Rule(place, re.compile(expression), slot_names, says(pattern, language))
 
 
-def meanings(sentence: str, language: Language) -> list[Meaning]:
-    """Every way in which the grammar understands a sentence; a sentence that it cannot make has none."""
-    found: list[Meaning] = []
-    for rule in _rules(language):
-        match = rule.pattern.fullmatch(sentence)
-        facts: Facts | None = {} if match else None
-        for slot, text in zip(rule.slots, match.groups() if match else (), strict=False):
-            facts = facts if facts is None else together(facts, slots(language)[slot][text])
-        if facts is not None:
-            found.append(Meaning(rule.place, facts, rule.speaks_of))
-    return found
-
-
-def sentences(text: str) -> list[str]:
-    """The sentences of a story; what remains after the last full stop comes last."""
-    text = unicodedata.normalize("NFC", text).strip()
-    return [
-        piece.strip()
-        for piece in re.findall(r".*?[.!?。！？][\"”]?(?=\s|$|[^\s\"”])|.+$", text)
-        if piece.strip()
-    ]
-
-
-def _follows(
-    before: Sequence[Meaning], known: frozenset[str], new: Meaning, by_name: dict[str, Plot]
-) -> bool:
-    """Whether a sentence can stand after the sentences before it; `known` are the variables that they introduced."""
-    place, last = new.place, before[-1].place if before else None
-    if last is None or place.role == "open":
-        return last is None and place.role == "open"
-    if last.role == "end":
-        return False
-    if place.role == "describe":
-        return last.role in ("open", "describe") and place not in [one.place for one in before]
-    if place.role == "plot":
-        plot = by_name[place.name]
-        if last.role != "plot":
-            return set(plot.needs) <= known and place.step == (1 if plot.optional == 0 else 0)
-        between = range(last.step + 1, place.step)
-        return (
-            last.name == place.name and place.step > last.step and set(between) <= {plot.optional}
-        )
-    if last.role != "plot":
-        return False
-    plot = by_name[last.name]
-    rest = range(last.step + 1, len(plot.steps))
-    return set(rest) <= {plot.optional} and new.speaks_of <= known
+# --- the order of sentences ----------------------------------------------------------------------
 
 
 def _readings(
@@ -137,39 +160,53 @@ def _readings(
     facts: Facts,
     by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
-    """What the story says, for every way to read it from the first sentence to the last."""
+    """Yield what the story says, for every way to read it from the first sentence to the last."""
     if len(before) == len(understood):
         if before[-1].place.role == "end":
             yield facts
         return
-    known = frozenset().union(*(one.speaks_of for one in before))
-    for new in understood[len(before)]:
-        more = together(facts, new.facts)
-        if more is not None and _follows(before, known, new, by_name):
-            yield from _readings(understood, (*before, new), more, by_name)
+    introduced = frozenset().union(*(meaning.speaks_of for meaning in before))
+    for meaning in understood[len(before)]:
+        all_facts = together(facts, meaning.facts)
+        if all_facts is not None and _follows(before, introduced, meaning, by_name):
+            yield from _readings(understood, (*before, meaning), all_facts, by_name)
 
 
-def fault(story: str, hero: str | None, language: Language) -> str | None:
-    """What is wrong with a story about a hero (None: about any hero), or None if nothing is.
+def _follows(
+    before: Sequence[Meaning],
+    introduced: frozenset[str],  # the variables that the sentences before speak of
+    meaning: Meaning,
+    by_name: dict[str, Plot],
+) -> bool:
+    """Return whether a sentence can stand after the sentences before it."""
+    place = meaning.place
+    if not before or place.role == "open":
+        return not before and place.role == "open"
+    last = before[-1].place
+    if last.role == "end":
+        return False
+    if place.role == "describe":
+        places = [earlier.place for earlier in before]
+        return last.role in ("open", "describe") and place not in places
+    if place.role == "plot":
+        return _plot_continues(last, place, by_name[place.name], introduced)
+    # An end: the plot must be over, up to its optional step.
+    if last.role != "plot":
+        return False
+    plot = by_name[last.name]
+    left_out = set(range(last.step + 1, len(plot.steps)))
+    return left_out <= {plot.optional} and meaning.speaks_of <= introduced
 
-    A story has four to eight sentences, all different, each of them one that the grammar can make. It opens, describes,
-    tells one plot in order and ends; names, pronouns and all other facts agree from the first sentence to the last.
-    """
-    told = sentences(story)
-    if not SENTENCES[0] <= len(told) <= SENTENCES[1]:
-        return f"it has {len(told)} sentences"
-    if len(set(told)) < len(told):
-        return "a sentence comes twice"
-    understood = [meanings(sentence, language) for sentence in told]
-    for sentence, ways in zip(told, understood, strict=True):
-        if not ways:
-            return f"a broken sentence: {sentence}"
-    if not any(way.place.role == "end" for way in understood[-1]):
-        return "it does not end as a story does"
-    by_name = {plot.name: plot for plot in plots(language)}
-    readings = list(_readings(understood, (), {}, by_name))
-    if not readings:
-        return "its facts contradict each other, or its sentences are in the wrong order"
-    if hero is not None and all(facts["h"] != hero for facts in readings):
-        return f"it is about {readings[0]['h']}"
-    return None
+
+def _plot_continues(
+    last: Place,
+    place: Place,
+    plot: Plot,
+    introduced: frozenset[str],
+) -> bool:
+    """Return whether a step of a plot can stand after the sentence at `last`."""
+    if last.role != "plot":
+        first_step = 1 if plot.optional == 0 else 0
+        return set(plot.needs) <= introduced and place.step == first_step
+    left_out = set(range(last.step + 1, place.step))
+    return last.name == place.name and place.step > last.step and left_out <= {plot.optional}

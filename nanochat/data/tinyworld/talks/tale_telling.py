@@ -1,4 +1,4 @@
-"""Tells tales: about a hero, in four to eight sentences, in either language, and asks for them."""
+"""Tell tales: about a hero, in four to eight sentences, in either language, and ask for them."""
 
 import functools
 import random
@@ -7,6 +7,7 @@ import re
 from nanochat.data.conversation import Message, assistant, user
 from nanochat.data.tinyworld.talks.tale_grammar import (
     Facts,
+    Plot,
     asked_for,
     fill,
     held_out_heroes,
@@ -25,138 +26,202 @@ from nanochat.data.tinyworld.words import (
     article,
     chinese,
     english,
+    joined,
     lexicon,
 )
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-MADE_UP = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
+# The share of heroes that do not exist, so that a model learns to copy whatever it was asked for.
+MADE_UP = 0.4
 LONG_NAME = 0.3  # the share of made-up Chinese words with three characters; the others have two
+LEAVES_OUT = 0.3  # the share of tales without the optional step of their plot
 
 
-def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
-    """What a story says about a hero: its name, friend, home, trait, what it finds, and a thing with its colour."""
-    data, called = tale_data(), names(language)
-    p = rng.choice(list(called))
-    likes = [en for en, zh in data["likes"] if en != hero.en.plural and hero.zh.name not in zh]
+# --- tales ---------------------------------------------------------------------------------------
+
+
+def facts_about(
+    hero: Word,
+    rng: random.Random,
+    language: Language,
+) -> Facts:
+    """Draw what a story says about a hero: its name, friend, home, trait, what it finds, and a
+    thing with its colour."""
+    data = tale_data()
+    pronouns = names(language)
+    name = rng.choice(list(pronouns))
+    likes = []
+    for en, zh in data["likes"]:
+        if en != hero.en.plural and hero.zh.name not in zh:
+            likes.append(en)
+    props = [prop for prop in data["props"] if prop != hero.key]
     return {
-        "p": p,
-        "he": called[p],
+        "p": name,
+        "he": pronouns[name],
         "h": hero.key,
         "q": rng.choice(list(data["friends"])),
         "x": rng.choice(data["homes"])[0],
         "t": rng.choice(data["traits"])[0],
         "l": rng.choice(likes),
-        "o": rng.choice([prop for prop in data["props"] if prop != hero.key]),
+        "o": rng.choice(props),
         "c": rng.choice(data["colours"]),
     }
 
 
-def tale(hero: Word, language: Language, rng: random.Random) -> str:
-    """A story of five to eight sentences about a hero."""
-    data, facts = tale_data(), facts_about(hero, rng, language)
+def tale(
+    hero: Word,
+    language: Language,
+    rng: random.Random,
+) -> str:
+    """Return a story of five to eight sentences about a hero."""
+    data = tale_data()
+    facts = facts_about(hero, rng, language)
     plot = rng.choice(plots(language))
     opening = rng.choice(data["open"][language])
-    known = set(says(opening, language))
-    wanted = {kind for kind in plot.needs if kind not in known}
-    # A trait and a thing never come together: a model that has told of home and trait would add the thing all the same,
-    # and its story would have nine sentences.
-    more = [kind for kind in ("x" if "o" in wanted else "xt") if kind not in known | wanted]
-    wanted |= set(rng.sample(more, min(len(more), rng.randint(0, 1))))
+    described = _choose_descriptions(plot, says(opening, language), rng)
     patterns = [opening]
     # Always in this order: a small model does not remember what it has described.
-    patterns += [
-        rng.choice(by[language]) for kind, by in data["describe"].items() if kind in wanted
-    ]
-    skipped = plot.optional if rng.random() < 0.3 else None
-    patterns += [rng.choice(step) for i, step in enumerate(plot.steps) if i != skipped]
-    known = frozenset().union(*(says(pattern, language) for pattern in patterns))
-    patterns.append(
-        rng.choice([end for end in data["end"][language] if says(end, language) <= known])
-    )
-    return ("" if language == "zh" else " ").join(
-        fill(pattern, facts, language, hero) for pattern in patterns
-    )
+    for variable, descriptions in data["describe"].items():
+        if variable in described:
+            patterns.append(rng.choice(descriptions[language]))
+    skipped_step = plot.optional if rng.random() < LEAVES_OUT else None
+    for number, step in enumerate(plot.steps):
+        if number != skipped_step:
+            patterns.append(rng.choice(step))
+    introduced = frozenset().union(*(says(pattern, language) for pattern in patterns))
+    endings = [end for end in data["end"][language] if says(end, language) <= introduced]
+    patterns.append(rng.choice(endings))
+    return joined(language, [fill(pattern, facts, language, hero) for pattern in patterns])
 
 
-def beginning(hero: Word, language: Language, rng: random.Random) -> str:
-    """The first sentences of a story about a hero, which say where it lives."""
-    data, facts = tale_data(), facts_about(hero, rng, language)
+def _choose_descriptions(
+    plot: Plot,
+    introduced: frozenset[str],  # variables that the opening speaks of
+    rng: random.Random,
+) -> set[str]:
+    """Return the variables to describe: those that the plot needs, and at most one other."""
+    needed = set(plot.needs) - introduced
+    # A trait and a thing never come together: a model that has told of home and trait would add the
+    # thing all the same, and its story would have nine sentences.
+    optional = "x" if "o" in needed else "xt"
+    candidates = [variable for variable in optional if variable not in introduced | needed]
+    count = min(len(candidates), rng.randint(0, 1))
+    return needed | set(rng.sample(candidates, count))
+
+
+def beginning(
+    hero: Word,
+    language: Language,
+    rng: random.Random,
+) -> str:
+    """Return the first sentences of a story about a hero, which say where it lives."""
+    data = tale_data()
+    facts = facts_about(hero, rng, language)
     patterns = [rng.choice(data["open"][language])]
     if "x" not in says(patterns[0], language):
         patterns.append(rng.choice(data["describe"]["x"][language]))
-    return ("" if language == "zh" else " ").join(
-        fill(pattern, facts, language, hero) for pattern in patterns
-    )
+    return joined(language, [fill(pattern, facts, language, hero) for pattern in patterns])
+
+
+# --- heroes that do not exist --------------------------------------------------------------------
+
+
+def made_up(rng: random.Random) -> Word:
+    """Return a thing that does not exist: the beginning of a word and the end of another, such as a
+    "rocip"."""
+    english_words, chinese_words = _source_words()
+    while True:
+        head, tail = rng.sample(english_words, 2)
+        zh_head, zh_tail = rng.sample(chinese_words, 2)
+        en = head[: (len(head) + 1) // 2] + tail[len(tail) // 2 :]
+        zh_length = 2 if rng.random() < LONG_NAME else 1
+        zh = zh_head[:zh_length] + zh_tail[-1]
+        is_regular = (article(en) == "an") == (en[0] in "aeiou")  # not "a eune"
+        exists = en in _real_names() or zh in _real_names()
+        if is_regular and not exists:
+            return Word(en, english(en, "a"), chinese(zh))
 
 
 @functools.cache
-def requests(language: Language, held_out: bool = False) -> tuple[str, ...]:
-    """The ways to ask for a story that training uses, or the two that are held out. The plainest one is trained."""
-    patterns = tale_data()["request"][language]
-    kept = split_rng("tale request", language).sample(patterns[1:], 2)
-    return tuple(pattern for pattern in patterns if (pattern in kept) == held_out)
-
-
-def ask_for(hero: Word, pattern: str, language: Language) -> str:
-    """A request for a story about a hero, or a story's title, which names it in the same way."""
-    return fill(pattern, {}, language, asked_for().get(hero.key, hero))
-
-
-@functools.cache
-def _parts() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The English and the Chinese words that made-up words are made of: all but the held-out heroes."""
-    words = [word for key, word in lexicon().items() if key not in held_out_heroes()]
-    return (
-        tuple({word.en.name: None for word in words if re.fullmatch(r"[a-z]{4,}", word.en.name)}),
-        tuple({word.zh.name: None for word in words if len(word.zh.name) > 1}),
-    )
+def _source_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the English and the Chinese words that made-up words are made of: all but the held-out
+    heroes."""
+    english_words: dict[str, None] = {}  # without repetitions, in order
+    chinese_words: dict[str, None] = {}
+    for key, word in lexicon().items():
+        if key in held_out_heroes():
+            continue
+        if re.fullmatch(r"[a-z]{4,}", word.en.name):
+            english_words[word.en.name] = None
+        if len(word.zh.name) > 1:
+            chinese_words[word.zh.name] = None
+    return tuple(english_words), tuple(chinese_words)
 
 
 @functools.cache
-def _known() -> frozenset[str]:
-    """Every word of the world and every hero, in both languages."""
+def _real_names() -> frozenset[str]:
+    """Return every word of the world and every hero, in both languages."""
     words = (*lexicon().values(), *heroes().values())
     return frozenset(word[language].name for word in words for language in LANGUAGES)
 
 
-def made_up(rng: random.Random) -> Word:
-    """A thing that does not exist: the beginning of a word and the end of another, such as a "rocip"."""
-    while True:
-        (a, b), (c, d) = (rng.sample(words, 2) for words in _parts())
-        en, zh = (
-            a[: (len(a) + 1) // 2] + b[len(b) // 2 :],
-            c[: 2 if rng.random() < LONG_NAME else 1] + d[-1],
-        )
-        plain = (article(en) == "an") == (en[0] in "aeiou")  # not "a eune"
-        if plain and not {en, zh} & _known():
-            return Word(en, english(en, "a"), chinese(zh))
-
-
 def _hero(rng: random.Random) -> Word:
-    """A hero of training, or a thing that does not exist."""
-    return made_up(rng) if rng.random() < MADE_UP else heroes()[rng.choice(trained_heroes())]
+    """Return a hero of training, or a thing that does not exist."""
+    if rng.random() < MADE_UP:
+        return made_up(rng)
+    return heroes()[rng.choice(trained_heroes())]
 
 
-def told(language: Language, rng: random.Random) -> list[Message]:
-    """A request for a story and the story, about a hero of training or a thing that does not exist."""
+# --- requests ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def requests(language: Language, held_out: bool = False) -> tuple[str, ...]:
+    """Return the ways to ask for a story that training uses, or the two that are held out. The
+    plainest one is trained."""
+    patterns = tale_data()["request"][language]
+    held_out_patterns = split_rng("tale request", language).sample(patterns[1:], 2)
+    return tuple(pattern for pattern in patterns if (pattern in held_out_patterns) == held_out)
+
+
+def request_for(
+    hero: Word,
+    pattern: str,
+    language: Language,
+) -> str:
+    """Return a request for a story about a hero, or a story's title, which names it in the same
+    way."""
+    return fill(pattern, {}, language, asked_for().get(hero.key, hero))
+
+
+def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
+    """Return a request for a story and the story, about a hero of training or a thing that does not
+    exist."""
     if rng.random() < WITHOUT_TOPIC:
         hero = heroes()[rng.choice(trained_heroes())]
         request = rng.choice(tale_data()["any"][language])
     else:
         hero = _hero(rng)
-        request = ask_for(hero, rng.choice(requests(language)), language)
+        pattern = rng.choice(requests(language))
+        request = request_for(hero, pattern, language)
     return [user(request), assistant(tale(hero, language, rng))]
 
 
-def begun(language: Language, rng: random.Random) -> list[Message]:
-    """A request for the beginning of a story, and the beginning."""
+def ask_for_beginning(language: Language, rng: random.Random) -> list[Message]:
+    """Return a request for the beginning of a story, and the beginning."""
     hero = _hero(rng)
-    request = ask_for(hero, rng.choice(tale_data()["begin"][language]), language)
+    pattern = rng.choice(tale_data()["begin"][language])
+    request = request_for(hero, pattern, language)
     return [user(request), assistant(beginning(hero, language, rng))]
 
 
-def written(language: Language, rng: random.Random, whole: bool) -> str:
-    """A story, or its beginning, with a title, as a document."""
+def tale_document(
+    language: Language,
+    rng: random.Random,
+    complete: bool,
+) -> str:
+    """Return a story, or its beginning, with a title, as a document."""
     hero = _hero(rng)
-    title = ask_for(hero, tale_data()["title"][language], language)
-    return f"{title}\n{(tale if whole else beginning)(hero, language, rng)}"
+    title = request_for(hero, tale_data()["title"][language], language)
+    tell = tale if complete else beginning
+    return f"{title}\n{tell(hero, language, rng)}"

@@ -1,0 +1,187 @@
+"""Attention in torch's own operators, and the masks that attention needs.
+
+A model has one PlainAttention, or a platform's subclass that replaces what its device computes faster, and every
+Context (context.py) calls it. Shapes: B batch, T time, H heads, Hkv heads of keys and values, D head dimension, K keys.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
+
+
+class TensorCache:
+    """The tensors that were used last, by key, such as masks that all layers share.
+
+    A cache holds at most `size` tensors, and evicts the one that was unused for longest.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._tensors: OrderedDict[Hashable, Tensor] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor of a key, and make it if the cache does not hold it.
+
+        While a model is compiled nothing is stored: the tensor becomes part of the compiled code.
+        """
+        if is_compiling():
+            return make()
+        if key not in self._tensors:
+            with torch.inference_mode(
+                False
+            ):  # a tensor made while sampling must serve training too
+                self._tensors[key] = make()
+            if len(self._tensors) > self.size:
+                self._tensors.popitem(last=False)
+        self._tensors.move_to_end(key)
+        return self._tensors[key]
+
+
+class PlainAttention:
+    """Causal attention by torch's scaled_dot_product_attention, which runs on every device."""
+
+    name = "torch's own"
+    grain = 1  # lengths are rounded up to a multiple of this where a new shape costs a compilation
+
+    def __init__(self) -> None:
+        self.bands = TensorCache(16)
+
+    def attend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,  # factor of the scores, default 1/sqrt(D)
+    ) -> Tensor:  # (B, T, H, D)
+        """Attend causally; a query sees its own key and at most `window` keys before it.
+
+        A short window is computed in blocks of W queries against 2W keys, so that neither the time nor any mask grows
+        with T squared. All blocks and layers share one (W, 2W) mask.
+        """
+        B, T, _, _ = q.shape
+        W = window
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+        if W >= T - 1:
+            return self.causal(q, k, v, scale).transpose(1, 2)
+        blocks = -(-T // W)
+        padding = blocks * W - T
+        if padding:  # padded keys come after every real query, so that causality hides them
+            q, k, v = (F.pad(x, (0, 0, 0, padding)) for x in (q, k, v))
+        first = self.causal(q[:, :, :W], k[:, :, :W], v[:, :, :W], scale)
+
+        def later(x: Tensor) -> Tensor:  # blocks 1.. as a batch: (B * (blocks - 1), H, W, D)
+            return x[:, :, W:].unflatten(2, (blocks - 1, W)).transpose(1, 2).flatten(0, 1)
+
+        def pairs(x: Tensor) -> Tensor:  # each of them behind the block before: (..., H, 2W, D)
+            x = x.unflatten(2, (blocks, W))
+            return torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
+
+        rest = F.scaled_dot_product_attention(
+            later(q),
+            pairs(k),
+            pairs(v),
+            attn_mask=self.mask(self._band(W, q.device), q.dtype),
+            scale=scale,
+            enable_gqa=k.size(1) != q.size(1),
+        )
+        rest = rest.unflatten(0, (B, blocks - 1)).transpose(1, 2).flatten(2, 3)  # (B, H, T - W, D)
+        return torch.cat((first, rest), dim=2)[:, :, :T].transpose(1, 2)
+
+    def masked(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D)
+        v: Tensor,  # (B, K, Hkv, D)
+        seen: Tensor,  # (B, 1, T, K) bool, True where a query sees a key
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """Attend to the keys that each query sees."""
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=self.mask(seen, q.dtype),
+            scale=scale,
+            enable_gqa=k.size(2) != q.size(2),
+        )
+        return y.transpose(1, 2)
+
+    def extend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        cached_k: Tensor,  # (B, K, Hkv, D) of the cache, overwritten at `positions`
+        cached_v: Tensor,  # (B, K, Hkv, D)
+        positions: Tensor,  # (B, T) where in its row each new token goes, one after the other
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor | None:  # (B, T, H, D)
+        """Write new keys and values into a cache and attend to what the rows then hold, in one operator.
+
+        None, and nothing is written, where the device has no such operator.
+        """
+        return None
+
+    def by_lengths(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D) of the cache, the new keys included
+        v: Tensor,  # (B, K, Hkv, D)
+        new: Sequence[int],  # of each row, how many of the T tokens are real
+        ends: Sequence[int],  # of each row, how many keys it holds
+        recent: Callable[[], Tensor],  # for one query a row: (B, W + 1) positions of its last keys
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor | None:  # (B, T, H, D)
+        """Attend to a cache by the lengths of its rows instead of a mask; None where the device needs a mask."""
+        return None
+
+    def causal(
+        self,
+        q: Tensor,  # (B, H, T, D)
+        k: Tensor,  # (B, Hkv, T, D)
+        v: Tensor,  # (B, Hkv, T, D)
+        scale: float | None,
+    ) -> Tensor:  # (B, H, T, D)
+        """Attend to all keys up to each query's own."""
+        grouped = k.size(1) != q.size(1)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+
+    def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the mask that torch's operator reads, from what queries of a format see."""
+        return seen
+
+    def _band(self, window: int, device: torch.device) -> Tensor:
+        """Return (W, 2W) bool: which keys of the block before and of its own each query of a block sees.
+
+        Query r sees keys r .. r + W, W + 1 keys.
+        """
+
+        def make() -> Tensor:
+            keys = torch.arange(2 * window, device=device)[None]
+            queries = torch.arange(window, device=device)[:, None]
+            offset = keys - queries
+            return (offset >= 0) & (offset <= window)
+
+        return self.bands.get((window, device), make)
+
+
+def cache_mask(
+    positions: Tensor,  # (B, T) position of each query in its sequence
+    keys: int,  # K, how many positions of the cache attention reads
+    window: int,
+) -> Tensor:  # (B, 1, T, K) bool
+    """Return which cached keys each query sees: none after its own position, at most `window` before it."""
+    distance = positions[:, :, None] - torch.arange(keys, device=positions.device)
+    return ((distance >= 0) & (distance <= window))[:, None]

@@ -1,0 +1,98 @@
+"""What one rank holds of a step, and copies of it on the host that training does not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat.device import Compute
+from nanochat.platforms import host
+from nanochat.runtime import parallel
+from nanochat.runtime.parallel import ParameterShard
+
+# Name -> (the rows of this rank, the shape of the whole tensor, the first row of this rank).
+State = dict[str, tuple[Tensor, tuple[int, ...], int]]
+MEMORY_SHARE = 0.5  # of the host's free memory that the copies of all its ranks may take
+
+
+class Optimizers(Protocol):
+    """What a checkpoint needs of the optimizers; train/optim.py has them."""
+
+    def state(self) -> State:
+        """Return every tensor of this rank that a resume needs; a resume fills them in place."""
+        ...
+
+    def saved(self) -> State:
+        """Return the tensors of state() that this rank writes."""
+        ...
+
+    def restored(self) -> None:
+        """Take note that the tensors of state() are filled."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank holds of a step: its rows of the parameters and of the optimizer state."""
+
+    parameters: dict[str, ParameterShard]
+    optimizer: State
+
+    @staticmethod
+    def of(model: nn.Module, optimizers: Optimizers) -> RankState:
+        """Return what this rank holds now; nothing is copied or gathered."""
+        return RankState(parallel.parameter_shards(model), optimizers.saved())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of this rank; no two have the same name."""
+        tensors = {f"parameter {name}": shard.rows for name, shard in self.parameters.items()}
+        for name, (tensor, _, _) in self.optimizer.items():
+            tensors[f"state {name}"] = tensor.detach()
+        return tensors
+
+
+class HostMemory:
+    """Memory of the host for a copy of a rank's state. Each copy overwrites the one before it."""
+
+    def __init__(self, compute: Compute):
+        self.compute = compute
+        self._copies: dict[str, Tensor] = {}
+
+    def has_room(self, state: RankState) -> bool:
+        """Return whether the host has memory for a copy, beside what its processes need."""
+        needed_bytes = sum(tensor.nbytes for tensor in state.tensors().values())
+        allocated_bytes = sum(copy.nbytes for copy in self._copies.values())
+        if needed_bytes <= allocated_bytes:
+            return True
+        ranks = parallel.ranks_per_host(self.compute)
+        return needed_bytes <= MEMORY_SHARE * host.memory_free() / ranks
+
+    def copy(self, state: RankState) -> RankState:
+        """Return a copy on the host; an accelerator makes it beside what it computes."""
+        copies = {}
+        with self.compute.platform.beside():
+            for name, tensor in state.tensors().items():
+                copies[name] = self._memory_like(name, tensor)
+                copies[name].copy_(tensor, non_blocking=True)
+        parameters = {
+            name: replace(shard, rows=copies[f"parameter {name}"])
+            for name, shard in state.parameters.items()
+        }
+        optimizer = {
+            name: (copies[f"state {name}"], shape, first_row)
+            for name, (_, shape, first_row) in state.optimizer.items()
+        }
+        return RankState(parameters, optimizer)
+
+    def _memory_like(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the memory of an earlier copy if it has the same form, else new memory."""
+        memory = self._copies.get(name)
+        if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+            pinned = not self.compute.platform.is_host
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._copies[name] = memory
+        return memory

@@ -1,0 +1,497 @@
+"""Download files over HTTP: resume, retry, check size and SHA-256, then rename each file into
+place."""
+
+import contextlib
+import email.utils
+import errno
+import os
+import queue
+import random
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import requests
+
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, visible, write_json
+from nanochat.data.locks import hold_lock, open_regular
+from nanochat.data.sources.hub import how_to_be_admitted
+
+CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
+# Bytes of the disk that stay free while a server sends a file without saying how large it is.
+RESERVE = 1 << 30
+SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to fetch, the path to save it to, and its SHA-256 if it is known before."""
+
+    url: str
+    path: Path
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A file that was downloaded. `sha256` was known before or promised by the server and has been
+    checked; None if neither."""
+
+    path: Path
+    bytes: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to keep trying."""
+
+    attempts: int = 6
+    """Give up after this many failures in a row without a new byte between them."""
+    attempts_unreached: int = 3
+    """The same limit while no server has answered at all, since then there is most likely no
+    network."""
+    stall_seconds: float = 30.0
+    """Drop a connection that sends no byte for this long, and try again."""
+    first_wait_seconds: float = 1.0
+    """The wait after the first failure. It doubles with every further failure, with jitter."""
+    longest_wait_seconds: float = 60.0
+    """The longest wait between two attempts, whatever the server asks for."""
+
+
+class _Retry(Exception):
+    """A failure that the next attempt may not meet; `wait_seconds` is the wait that the server
+    asked for, if it did."""
+
+    def __init__(self, message: str, wait_seconds: float | None = None):
+        super().__init__(visible(message))
+        self.wait_seconds = wait_seconds
+
+
+class _Abandoned(Exception):
+    """Another download failed, or the user pressed Ctrl-C. Files named `.part` stay."""
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+@dataclass
+class _Transfer:
+    """The state that the threads of one `fetch_all` share."""
+
+    headers: dict[str, str]
+    patience: Patience
+    hint: str
+    check: Callable[[Path], None] = _nothing
+    advance: Callable[[float], None] = _nothing
+    say: Callable[[str], None] = _nothing
+    stop: threading.Event = field(default_factory=threading.Event)
+    reached: bool = False  # whether any server has answered
+
+
+def fetch_all(
+    files: Sequence[Remote],
+    headers: dict[str, str] | None = None,
+    patience: Patience | None = None,
+    parallel: int = 3,
+    hint: str = "",
+    check: Callable[[Path], None] = _nothing,
+    advance: Callable[[float], None] = _nothing,
+    say: Callable[[str], None] = _nothing,
+) -> list[Fetched]:
+    """Fetch the missing files, `parallel` at a time, and return those that were fetched, in the
+    order of `files`.
+
+    A file under its final name counts as done. An incomplete file stays as `NAME.part`, and the
+    next call resumes it. A file that the server gives no size for may fill the disk up to RESERVE;
+    then nothing of it is kept. `check` raises ValueError for the wrong content, such as a login
+    page, and UserError if no attempt can help. `advance` gets counts of bytes as they arrive,
+    negative when a part is discarded. `say` gets a line for each retry. `hint` ends each error
+    message. UserError if a file cannot be fetched. Ctrl-C leaves the parts.
+    """
+    transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
+    missing = [remote for remote in files if not remote.path.exists()]
+    waiting: queue.SimpleQueue[Remote] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[Fetched | BaseException] = queue.SimpleQueue()
+    for remote in missing:
+        remote.path.parent.mkdir(parents=True, exist_ok=True)
+        waiting.put(remote)
+
+    def fetch_waiting() -> None:
+        while not transfer.stop.is_set():
+            try:
+                finished.put(_fetch(waiting.get_nowait(), transfer))
+            except queue.Empty:
+                return
+            except BaseException as failure:  # handed to the caller's thread, which raises it
+                finished.put(failure)
+                return
+
+    # Daemon threads, so that Ctrl-C does not wait for a stalled connection.
+    count = min(parallel, len(missing))
+    threads = [threading.Thread(target=fetch_waiting, daemon=True) for _ in range(count)]
+    fetched: dict[Path, Fetched] = {}
+    try:
+        for thread in threads:
+            thread.start()
+        while len(fetched) < len(missing):
+            result = finished.get()
+            if isinstance(result, BaseException):
+                raise result
+            fetched[result.path] = result
+    finally:
+        transfer.stop.set()
+        for thread in threads:
+            thread.join(timeout=1)
+    return [fetched[remote.path] for remote in missing]
+
+
+def probe_size(
+    url: str,
+    headers: dict[str, str],
+    patience: Patience | None = None,
+    hint: str = "",
+) -> int | None:
+    """Return the size of a remote file in bytes; None if the server does not say. UserError as for
+    `fetch_all`."""
+    transfer = _Transfer(headers, patience or Patience(), hint)
+
+    def ask() -> int | None:
+        with _request(url, transfer, {}) as response:
+            return _total(response, transfer)
+
+    return _retrying(ask, lambda: 0, url, transfer)
+
+
+def check_space(folder: Path, needed: float) -> None:
+    """Raise UserError unless the disk of a folder has `needed` free bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"the download needs about {needed / 1e9:.1f} GB, but {folder} has "
+            f"{free / 1e9:.1f} GB free. Free some space, fetch fewer files, or set "
+            "NANOCHAT_BASE_DIR to a folder on another disk."
+        )
+
+
+def part_of(path: Path) -> Path:
+    """Return the path of a file while it is incomplete."""
+    return path.with_name(path.name + ".part")
+
+
+def part_size(path: Path) -> int:
+    """Return how many bytes of a file have already been downloaded."""
+    part = part_of(path)
+    return part.stat().st_size if part.exists() else 0
+
+
+# --- one file ------------------------------------------------------------------------------------
+
+
+def _fetch(remote: Remote, transfer: _Transfer) -> Fetched:
+    """Fetch one file, in as many attempts as the transfer's patience allows."""
+
+    def attempt() -> Fetched:
+        return _attempt(remote, transfer)
+
+    def progress() -> int:
+        return part_size(remote.path)
+
+    return _retrying(attempt, progress, remote.url, transfer)
+
+
+def _retrying(
+    attempt: Callable[[], Result],
+    progress: Callable[[], int],
+    url: str,
+    transfer: _Transfer,
+) -> Result:
+    """Call `attempt` until it succeeds, or until it has failed too often without `progress`
+    growing."""
+    failures = 0
+    patience = transfer.patience
+    while True:
+        bytes_before = progress()
+        try:
+            return attempt()
+        except _Retry as problem:
+            failures = 1 if progress() > bytes_before else failures + 1
+            limit = patience.attempts if transfer.reached else patience.attempts_unreached
+            if failures >= limit:
+                raise _gave_up(problem, failures, progress(), url, transfer.hint) from problem
+            wait = _wait_seconds(failures, problem.wait_seconds, patience)
+            transfer.say(f"{url.rpartition('/')[2]}: {problem}; trying again in {wait:.0f} s")
+            if transfer.stop.wait(wait):
+                raise _Abandoned from problem
+
+
+def _wait_seconds(
+    failures: int,
+    requested: float | None,
+    patience: Patience,
+) -> float:
+    """Return how long to wait before the next attempt."""
+    backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
+    return min(max(backoff, requested or 0), patience.longest_wait_seconds)
+
+
+def _gave_up(
+    problem: _Retry,
+    failures: int,
+    arrived: int,
+    url: str,
+    hint: str,
+) -> UserError:
+    tries = f"{failures} attempts" if failures > 1 else "1 attempt"
+    saved = f" The {arrived:,} bytes that arrived are kept as a .part file." if arrived else ""
+    return UserError(f"could not download {url}: {problem} ({tries}).{saved} {hint}".rstrip())
+
+
+def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
+    """Fetch the missing bytes of a file. UserError if the disk is full, which says what is kept."""
+    try:
+        return _fetch_remaining(remote, transfer)
+    except OSError as failure:
+        if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the disk is full: {part_of(remote.path)} keeps the {part_size(remote.path):,} bytes "
+            "that arrived. Free some space and type the same command again, which resumes the "
+            "download, or delete the file"
+        ) from failure
+
+
+def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
+    """Append the missing bytes of a file to its part, check the complete file and rename it."""
+    part = part_of(remote.path)
+    # A second process that fetches the same file waits here.
+    with open_regular(part, owned=True) as file, hold_lock(file, waiting=lambda: None):
+        if remote.path.exists():
+            part.unlink(missing_ok=True)
+            return Fetched(remote.path, remote.path.stat().st_size, None)
+        offset = file.seek(0, os.SEEK_END)  # another process may have written while we waited
+        with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
+            total = _total(response, transfer)
+            if response.status_code == 416:  # nothing is missing, or the part is of another file
+                if total != offset:
+                    why = "the part on disk does not belong to the file"
+                    raise _start_over(file, transfer, why)
+            else:
+                _check_range(response, file, offset, transfer)
+                _note_etag(remote.path, response)
+                check_space(part.parent, (total or 0) - file.tell())
+                _receive(response, file, total, transfer)
+            promised_sha256 = remote.sha256 or _promised_sha256(response)
+        file.flush()
+        os.fsync(file.fileno())
+        if promised_sha256 and sha256_of(part) != promised_sha256:
+            why = f"the downloaded file does not have the promised SHA-256 {promised_sha256}"
+            raise _start_over(file, transfer, why)
+        try:
+            transfer.check(part)
+        except UserError:  # no further attempt would help
+            raise
+        except ValueError as problem:
+            raise _start_over(file, transfer, str(problem)) from problem
+        size = file.tell()
+        os.replace(part, remote.path)
+    _etag_file(remote.path).unlink(missing_ok=True)
+    fsync_path(remote.path.parent)
+    return Fetched(remote.path, size, promised_sha256)
+
+
+def _check_range(
+    response: requests.Response,
+    file: BinaryIO,
+    offset: int,
+    transfer: _Transfer,
+) -> None:
+    """Make sure that a response continues the part at `offset`, or empty the part for a complete
+    file."""
+    if response.status_code == 206:
+        if _first_byte(response) != offset:
+            raise _start_over(file, transfer, "the server sent a range that was not asked for")
+    elif offset:  # the server knows no ranges, or the file has changed
+        _empty(file, transfer)
+
+
+def _receive(
+    response: requests.Response,
+    file: BinaryIO,
+    total: int | None,
+    transfer: _Transfer,
+) -> None:
+    """Append the bytes of a response to the part."""
+    limit = total
+    if limit is None:
+        limit = file.tell() + shutil.disk_usage(file.name).free - RESERVE
+    try:
+        for chunk in response.iter_content(CHUNK):
+            file.write(chunk)
+            transfer.advance(len(chunk))
+            if file.tell() > limit:
+                break
+            if transfer.stop.is_set():
+                raise _Abandoned
+    except requests.RequestException as failure:
+        so_far = f"at {file.tell():,} of {total:,} bytes" if total else f"at {file.tell():,} bytes"
+        raise _Retry(f"the connection broke off {so_far}: {_in_one_line(failure)}") from failure
+    arrived = file.tell()
+    if total is not None and arrived < total:
+        raise _Retry(f"the connection ended at {arrived:,} of {total:,} bytes")
+    if total is not None and arrived > limit:
+        why = f"{arrived:,} bytes arrived for a file of {total:,}"
+        raise _start_over(file, transfer, why)
+    if arrived > limit:
+        _empty(file, transfer)
+        raise UserError(
+            f"could not download {response.url}: the server does not say how large the file is, "
+            f"and has sent {arrived:,} bytes, which leaves less than {RESERVE / 1e9:.0f} GB of the "
+            f"disk free. Nothing was kept. {transfer.hint}"
+        )
+
+
+def _request(
+    url: str,
+    transfer: _Transfer,
+    headers: dict[str, str],
+) -> requests.Response:
+    """Return an open response with status 200, 206 or 416. Any other status raises _Retry (wait)
+    or UserError (give up)."""
+    all_headers = {"Accept-Encoding": "identity", **transfer.headers, **headers}
+    timeout = transfer.patience.stall_seconds
+    try:
+        response = requests.get(url, headers=all_headers, stream=True, timeout=timeout)
+    except (
+        requests.exceptions.InvalidURL,
+        requests.exceptions.InvalidSchema,
+        requests.exceptions.MissingSchema,
+    ) as failure:
+        problem = f"{url!r} is not a web address: {failure}. {transfer.hint}"
+        raise UserError(problem.rstrip()) from failure
+    except requests.RequestException as failure:
+        raise _Retry(_in_one_line(failure)) from failure
+    transfer.reached = True
+    status = response.status_code
+    if status in (200, 206, 416):
+        return response
+    response.close()
+    if status in (408, 429) or status >= 500:
+        wait_seconds = _retry_after(response)
+        raise _Retry(f"the server answered {status} {response.reason}", wait_seconds)
+    advice = how_to_be_admitted(url) if status in (401, 403) else transfer.hint
+    problem = f"could not download {url}: the server answered {status} {response.reason}. {advice}"
+    raise UserError(problem.rstrip())
+
+
+# --- headers and notes ---------------------------------------------------------------------------
+
+
+def _etag_file(path: Path) -> Path:
+    return path.with_name(path.name + ".part.json")
+
+
+def _resume_headers(path: Path, offset: int) -> dict[str, str]:
+    """Ask for the missing bytes of a part, on the condition that the file on the server has not
+    changed."""
+    if not offset:
+        return {}
+    headers = {"Range": f"bytes={offset}-"}
+    # Without a noted ETag, only the size and the SHA-256 at the end can tell.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        headers["If-Range"] = read_json(_etag_file(path))["etag"]
+    return headers
+
+
+def _note_etag(path: Path, response: requests.Response) -> None:
+    etag = response.headers.get("ETag", "")
+    if response.status_code == 200:
+        _etag_file(path).unlink(missing_ok=True)
+        if etag.startswith('"'):  # If-Range does not allow a weak ETag, W/"..."
+            write_json(_etag_file(path), {"etag": etag})
+
+
+def _total(response: requests.Response, transfer: _Transfer) -> int | None:
+    """Return the size of the complete file: from Content-Range if the response is a range, else
+    from Content-Length. None if the server does not say. UserError if it says something else than
+    a number of bytes."""
+    if response.status_code in (206, 416):
+        size = response.headers.get("Content-Range", "").rpartition("/")[2]
+    else:
+        size = response.headers.get("Content-Length", "")
+    if size in ("", "*"):
+        return None
+    if not re.fullmatch("[0-9]{1,15}", size):
+        problem = (
+            f"could not download {response.url}: the server gives {size[:40]!r} as the size of the "
+            f"file, which must be a number of bytes. {transfer.hint}"
+        )
+        raise UserError(problem.rstrip())
+    return int(size)
+
+
+def _first_byte(response: requests.Response) -> int | None:
+    match = re.match(r"bytes ([0-9]+)-", response.headers.get("Content-Range", ""))
+    return int(match.group(1)) if match else None
+
+
+def _promised_sha256(response: requests.Response) -> str | None:
+    """Return the SHA-256 that Hugging Face and its mirrors send with the redirect to a large
+    file."""
+    for answer in (*response.history, response):
+        match = SHA256.match(answer.headers.get("X-Linked-Etag", ""))
+        if match:
+            return match.group(1)
+    return None
+
+
+def _retry_after(response: requests.Response) -> float | None:
+    """Return the Retry-After header in seconds; the server may give seconds or a date."""
+    value = response.headers.get("Retry-After", "")
+    if re.fullmatch("[0-9]+", value):
+        return float(value)
+    try:
+        date = email.utils.parsedate_to_datetime(value)
+        return max(0.0, date.timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _empty(file: BinaryIO, transfer: _Transfer) -> None:
+    file.flush()
+    transfer.advance(-file.tell())
+    file.truncate(0)
+    file.seek(0)
+
+
+def _start_over(
+    file: BinaryIO,
+    transfer: _Transfer,
+    why: str,
+) -> _Retry:
+    """Discard a part, so that the next attempt begins at the first byte."""
+    _empty(file, transfer)
+    return _Retry(why)
+
+
+def _in_one_line(failure: requests.RequestException) -> str:
+    """Return a network failure in one line."""
+    text = str(failure)
+    if isinstance(failure, requests.Timeout) or "timed out" in text:
+        return "no answer in time"
+    if isinstance(failure, requests.exceptions.ProxyError):
+        return "the proxy could not be reached"
+    if isinstance(failure, requests.exceptions.SSLError):
+        return f"no secure connection ({text[:200]})"
+    if "NameResolutionError" in text or "Name or service" in text:
+        return "the server's name could not be resolved"
+    match = re.search(r"\[Errno -?\d+\] ([^'\")]+)", text)
+    return match.group(1).lower() if match else text[:200]

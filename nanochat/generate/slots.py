@@ -1,0 +1,295 @@
+"""Decides which request holds which slot of the cache, and which cached tokens a new request can
+reuse.
+
+A slot is one row of the key-value cache: the keys, values and states of one sequence. Requests in
+flight hold slots 0 .. active - 1: first the decoding ones, then the ones that still prefill, so
+that every pass works on one contiguous slice. A request that ends leaves its tokens in a slot
+behind those. Another request for the same adapter whose prompt begins with the same tokens takes
+that slot over, or copies the common part into the slot that nobody has used for the longest time,
+whichever loses fewer tokens. A request with a new prompt gets the oldest slot too.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nanochat.cache import Cache
+from nanochat.generate.adjust import History
+from nanochat.generate.reply import Calls, Scored, StoppedReply
+from nanochat.generate.sampling import Sampling
+from nanochat.generate.schema.grammar import Grammar
+
+MIN_PREFIX = 16  # a shorter common prefix is not worth a copy
+# States of recurrent layers cannot be shortened, so they are saved every so many tokens of a
+# prompt.
+STATE_INTERVAL = 256
+MAX_SAVED_STATES = 4  # of each slot, the latest ones
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that waits for a slot or is in flight; after its end, what its slot still holds."""
+
+    number: int
+    tokens: list[int]  # the prompt, then the reply
+    prompt_length: int
+    sampling: Sampling
+    random: random.Random
+    calls: Calls
+    history: History | None = None
+    stops: StoppedReply | None = None
+    grammar: Grammar | None = None
+    cached: int = 0  # how many of the tokens are in the cache
+    reused: int = 0  # how many of these came from another request
+    # Of the prompt from its second token on, if asked for.
+    prompt_scores: list[Scored] = field(default_factory=list)
+    # The slot's states, by the number of tokens after which they were saved.
+    saved_states: dict[int, list[Tensor]] = field(default_factory=dict)
+    last_used: int = 0  # when the slot was last of use, for eviction
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the prompt still prefills. The last prompt token is left to the first decoding
+        pass."""
+        return self.cached < self.prompt_length - 1
+
+    @property
+    def generated(self) -> int:
+        """How many tokens the reply has."""
+        return len(self.tokens) - self.prompt_length
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Return how many tokens two lists have in common at the start."""
+    if a[:MIN_PREFIX] != b[:MIN_PREFIX]:
+        pairs = zip(a[:MIN_PREFIX], b[:MIN_PREFIX], strict=False)
+        differences = (i for i, (x, y) in enumerate(pairs) if x != y)
+        return next(differences, min(len(a), len(b)))
+    low = 0
+    high = min(len(a), len(b))
+    while low < high:  # a[:low] and b[:low] are equal
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Slots:
+    """The slots of a cache and the requests in them."""
+
+    def __init__(self, cache: Cache, in_flight: int, total: int):
+        """At most `in_flight` requests run together; the cache has `total` slots, at least as
+        many."""
+        self.cache = cache
+        self.in_flight = in_flight
+        # By slot. Slots past the active ones hold the cached tokens of finished requests.
+        self.requests: list[Request | None] = [None] * total
+        self.active = 0
+        self._clock = itertools.count(1)
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests in flight, in the order of their slots."""
+        return [request for request in self.requests[: self.active] if request is not None]
+
+    @property
+    def free(self) -> int:
+        """How many more requests may be in flight."""
+        return self.in_flight - self.active
+
+    def ready(self) -> int:
+        """Return how many requests are ready to decode; they hold the first slots."""
+        for slot, request in enumerate(self.running):
+            if request.prefilling:
+                return slot
+        return self.active
+
+    # --- common prefixes -------------------------------------------------------------------------
+
+    def _reusable(self, request: Request, donor: Request) -> int:
+        """Return how many tokens of a request's prompt the donor's slot holds in usable form."""
+        if request.tokens[:MIN_PREFIX] != donor.tokens[:MIN_PREFIX]:
+            return 0
+        if request.sampling.adapter != donor.sampling.adapter:
+            return 0
+        common = common_prefix(request.tokens, donor.tokens)
+        length = min(common, donor.cached, request.prompt_length - 1)
+        if request.sampling.prompt_logprobs is not None:
+            if request.sampling.prompt_logprobs != donor.sampling.prompt_logprobs:
+                return 0
+            # The score of the token after the common prefix is not the same.
+            length = min(length - 1, len(donor.prompt_scores))
+        if length != donor.cached and not self.cache.cuts_anywhere:
+            usable = [tokens for tokens in donor.saved_states if tokens <= length]
+            length = max(usable, default=0)
+        return length if length >= MIN_PREFIX else 0
+
+    def _longest_prefix(self, request: Request, slots: Iterable[int]) -> tuple[int, int]:
+        """Return the slot with the longest reusable prefix, and that prefix's length; 0 if there is
+        none."""
+        longest = (0, 0)
+        for slot in slots:
+            donor = self.requests[slot]
+            if donor is None:
+                continue
+            length = self._reusable(request, donor)
+            if length > longest[1]:
+                longest = (slot, length)
+        return longest
+
+    def protect(self, requests: Iterable[Request]) -> None:
+        """Mark what these requests can reuse as just used, so that none of them evicts it before
+        the others come."""
+        for request in requests:
+            slot, length = self._longest_prefix(request, range(self.active, len(self.requests)))
+            donor = self.requests[slot]
+            if length and donor is not None:
+                donor.last_used = next(self._clock)
+
+    def share(self, slot: int) -> None:
+        """Copy to a prefilling request's slot what a request in flight has read of the same prefix
+        since."""
+        request = self.requests[slot]
+        assert request is not None
+        neighbours = (other for other in range(self.active) if other != slot)
+        source, length = self._longest_prefix(request, neighbours)
+        if length > request.cached:
+            self._copy_prefix(source, slot, request, length)
+
+    def will_share(self, request: Request, donor: Request) -> bool:
+        """Whether reading the donor's prompt first spares the request a part of its own."""
+        if request.sampling.prompt_logprobs not in (None, donor.sampling.prompt_logprobs):
+            return False
+        if request.sampling.adapter != donor.sampling.adapter:
+            return False
+        length = min(common_prefix(request.tokens, donor.tokens), request.prompt_length - 1)
+        first_saved = min(STATE_INTERVAL, donor.prompt_length - 1)
+        usable = self.cache.cuts_anywhere or length >= first_saved
+        return usable and length >= request.cached + MIN_PREFIX
+
+    def _copy_prefix(self, source: int, target: int, request: Request, length: int) -> None:
+        """Give a request's slot the first tokens of another slot."""
+        donor = self.requests[source]
+        assert donor is not None
+        self.cache.copy(source, target, length)
+        self._cut(target, request, donor, length)
+
+    def _cut(self, slot: int, request: Request, donor: Request, length: int) -> None:
+        """Cut a slot with the donor's tokens down to the first `length` of them, which the request
+        reuses."""
+        if length != donor.cached:
+            if self.cache.cuts_anywhere:
+                self.cache.cut(slot, length, donor.tokens[length - 1])
+            else:
+                self.cache.restore(slice(slot, slot + 1), donor.saved_states[length])
+        request.reused += length - request.cached
+        request.cached = length
+        request.prompt_scores = donor.prompt_scores[:length]
+        states = donor.saved_states.items()
+        request.saved_states = {tokens: state for tokens, state in states if tokens <= length}
+
+    # --- coming and going ------------------------------------------------------------------------
+
+    def take(self, request: Request) -> None:
+        """Give a slot to a request, with the longest prefix of its prompt that any slot holds."""
+        target = self.active
+        source, length = self._longest_prefix(request, range(len(self.requests)))
+        donor = self.requests[source] if length else None
+        oldest = min(range(target, len(self.requests)), key=self._last_used)
+        victim = self.requests[oldest]
+        evicted_tokens = 0 if victim is None else victim.cached
+        inactive = source >= target
+        if donor is not None and inactive and donor.cached - length <= evicted_tokens:
+            # Cutting the donor's slot loses fewer tokens than evicting the oldest one.
+            self._swap(source, target)
+            self._cut(target, request, donor, length)
+        else:
+            self._drop(oldest)
+            if oldest != target:
+                self._move(target, oldest)
+                self._drop(target)
+                if source == target:
+                    source = oldest
+            if donor is not None:
+                donor.last_used = next(self._clock)
+                self._copy_prefix(source, target, request, length)
+        self.requests[target] = request
+        self.active += 1
+
+    def _last_used(self, slot: int) -> int:
+        """Return when a slot was last of use; 0 if it is empty."""
+        request = self.requests[slot]
+        return 0 if request is None else request.last_used
+
+    def leave(self, slot: int) -> None:
+        """End a request's flight. What it has in the cache stays in the first slot behind the
+        active ones.
+
+        The last ready request moves into the slot, and the prefilling requests move up in their
+        order.
+        """
+        request = self.requests[slot]
+        assert request is not None
+        reusable = request.cached >= MIN_PREFIX
+        last = self.active - 1
+        gap = max(slot, self.ready() - 1)  # for the prefilling requests to close
+        path = [slot] if gap == slot else [slot, gap]
+        path += range(gap + 1, last + 1)
+        contents = None
+        if reusable and len(path) > 1:
+            contents = self.cache.take(slot, request.cached)
+        for target, source in itertools.pairwise(path):
+            self._move(source, target)
+        self.active = last
+        self.requests[last] = request if reusable else None
+        request.last_used = next(self._clock)
+        if contents is not None:
+            self.cache.put(last, contents)
+        elif not reusable:
+            self.cache.clear(slice(last, last + 1))
+
+    def forget(self) -> None:
+        """Drop everything that no request in flight holds."""
+        for slot in range(self.active, len(self.requests)):
+            self._drop(slot)
+
+    def save_states(self, slot: int) -> None:
+        """Save the states of a slot that cannot be cut, at an interval's border or at the end of
+        its prompt."""
+        request = self.requests[slot]
+        assert request is not None
+        if self.cache.cuts_anywhere:
+            return
+        if request.cached % STATE_INTERVAL == 0 or not request.prefilling:
+            request.saved_states[request.cached] = self.cache.kept(slice(slot, slot + 1))
+            while len(request.saved_states) > MAX_SAVED_STATES:
+                request.saved_states.pop(next(iter(request.saved_states)))
+
+    def _drop(self, slot: int) -> None:
+        """Empty a slot."""
+        self.requests[slot] = None
+        self.cache.clear(slice(slot, slot + 1))
+
+    def _move(self, source: int, target: int) -> None:
+        """Move what a slot holds to a slot whose content is not needed."""
+        request = self.requests[source]
+        self.requests[target] = request
+        self.cache.copy(source, target, 0 if request is None else request.cached)
+
+    def _swap(self, slot: int, other: int) -> None:
+        """Exchange what two slots hold; the first one is not empty."""
+        if slot == other:
+            return
+        first = self.requests[slot]
+        second = self.requests[other]
+        assert first is not None
+        contents = self.cache.take(slot, first.cached)
+        self.cache.copy(other, slot, 0 if second is None else second.cached)
+        self.cache.put(other, contents)
+        self.requests[slot] = second
+        self.requests[other] = first

@@ -1,1 +1,0 @@
-"""Building blocks of models, the same on every device."""

@@ -1,0 +1,354 @@
+"""Published data sets: where their rows are, and how they are read and checked.
+
+A task names its data set with Published and reads it with load_table() or, if every subject is a
+data set of its own, load_subjects(): from a folder, from NANOCHAT_TASK_DIR, or from the Hugging
+Face hub.
+"""
+
+import csv
+import errno
+import os
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
+from nanochat.data.parquet_footers import check_packing
+from nanochat.data.sources.hub import endpoint, is_hub
+
+# File ending -> builder of `datasets`, best first; csv and tsv are read here, where every cell
+# stays the text it is.
+_BUILDERS = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "", "tsv": ""}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A split of a data set on the Hugging Face hub.
+
+    A copy of the hub's repository has its files (`<split>*.parquet` or `<split>*.jsonl`) in the
+    folders `inside`, which are searched in this order, or in files that one of
+    `patterns` names.
+    """
+
+    repo: str
+    subset: str | None
+    split: str
+    inside: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()  # the columns of a tsv file, which has no line with their names
+    # Whether the hub's main branch is a program; then another branch has what the program makes, in
+    # a folder per subset.
+    parquet_branch: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the name on the hub: the name of its folder in NANOCHAT_TASK_DIR."""
+        return self.repo.rpartition("/")[2]
+
+    def local_folder(self) -> Path | None:
+        """Return the folder with a copy in NANOCHAT_TASK_DIR, or None."""
+        task_dir = os.environ.get("NANOCHAT_TASK_DIR")
+        if not task_dir:
+            return None
+        folder = Path(task_dir, self.name).expanduser()
+        return folder if folder.is_dir() else None
+
+    def files(self, folder: Path) -> list[Path]:
+        """Return the files of the split below a folder, all of the best type that exists; [] if
+        there are none."""
+        for name in self.inside:
+            for ending, builder in _BUILDERS.items():
+                if builder:
+                    files = self._files_with_ending(folder / name, ending)
+                    if files:
+                        return files
+        for pattern in self.patterns:
+            files = sorted(folder.glob(pattern))
+            if files:
+                return files
+        return []
+
+    def _files_with_ending(self, folder: Path, ending: str) -> list[Path]:
+        name = re.compile(rf"{re.escape(self.split)}([-_.].*)?\.{ending}")
+        return sorted(path for path in folder.glob(f"*.{ending}") if name.fullmatch(path.name))
+
+    def __str__(self) -> str:
+        part = ", ".join(filter(None, (self.subset, self.split)))
+        return f"{self.repo} ({part})"
+
+
+def carry_in(repos: Sequence[str]) -> str:
+    """Return how to get data sets of the hub onto this machine, in two sentences."""
+    commands = []
+    for repo in repos:
+        folder = repo.rpartition("/")[2]
+        commands.append(f"`hf download {repo} --repo-type dataset --local-dir {folder}`")
+    return tr(
+        "Set HF_ENDPOINT to a mirror that this machine can reach. Or, on a machine with a network, "
+        "run {commands}, copy what they fetch into a folder of this machine, and set "
+        "NANOCHAT_TASK_DIR to that folder",
+        commands=", ".join(commands),
+    )
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+class Table:
+    """The rows of a data set in a seeded order, so that the first n rows are a random sample."""
+
+    def __init__(
+        self,
+        rows: Any,
+        source: str,
+        seed: int = 42,
+    ):
+        self.source = source
+        self._rows = rows
+        self._order = np.random.default_rng(seed).permutation(len(rows))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._rows[self.number(i)]
+
+    def number(self, i: int) -> int:
+        """Return the position of row i in the published files, counted from 0."""
+        return int(self._order[i])
+
+    def in_published_order(self) -> list[int]:
+        """Return the numbers of all rows of this table in the order of the published files."""
+        return sorted(range(len(self)), key=self.number)
+
+
+def load_table(
+    source: Published,
+    columns: Sequence[str],
+    folder: str | Path | None = None,
+) -> Table:
+    """Load the rows of a published data set from `folder`, from NANOCHAT_TASK_DIR, or from the
+    Hugging Face hub.
+
+    columns: the columns that every row must have. UserError (exit 2) if the rows cannot be read or
+    lack a column.
+    """
+    rows_by_split, where = _open({source.split: source}, columns, folder)
+    rows = rows_by_split[source.split]
+    log(f"{source.name} {source.split}: {len(rows):,} rows from {where}")
+    return Table(rows, where)
+
+
+def load_subjects(
+    sources: Mapping[str, Published],
+    columns: Sequence[str],
+    folder: str | Path | None = None,
+) -> Table:
+    """Load the rows of all subjects of a data set, like load_table; each row names its subject in
+    `subject`."""
+    rows_by_subject, where = _open(sources, columns, folder)
+    rows = _Joined({subject: rows_by_subject[subject] for subject in sources})
+    first = next(iter(sources.values()))
+    log(f"{first.name} {first.split}: {len(rows):,} rows in {len(sources)} subjects from {where}")
+    return Table(rows, where)
+
+
+class _Joined:
+    """The rows of several subjects one after another.
+
+    Each row has its subject in the column `subject`, and its position among the rows of the subject
+    in the column `id` if there is none.
+    """
+
+    def __init__(self, parts: Mapping[str, Any]):
+        self._parts = [(subject, rows) for subject, rows in parts.items() if len(rows)]
+        self._starts = np.cumsum([0] + [len(rows) for _, rows in self._parts]).tolist()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        part = bisect_right(self._starts, i) - 1
+        subject, rows = self._parts[part]
+        position = i - self._starts[part]
+        return {"id": position, **rows[position], "subject": subject}
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _open(
+    sources: Mapping[str, Published],
+    columns: Sequence[str],
+    folder: str | Path | None,
+) -> tuple[dict[str, Any], str]:
+    """Return the rows of several splits, which have the columns, and where they are from; see
+    load_table."""
+    first = next(iter(sources.values()))
+    place = Path(folder).expanduser() if folder is not None else first.local_folder()
+    if place is None:
+        rows, where = _from_hub(sources)
+    else:
+        rows, where = _from_folder(sources, columns, place)
+    for key, source in sources.items():
+        place_of_rows = where if len(sources) == 1 else f"{where} ({key})"
+        _check_columns(rows[key].column_names, columns, place_of_rows, source)
+    return rows, where
+
+
+def _from_hub(sources: Mapping[str, Published]) -> tuple[dict[str, Any], str]:
+    token = None if is_hub(endpoint()) else False  # None is HF_TOKEN or the stored token
+    rows = {}
+    for key, source in sources.items():
+        arguments: list[str | None] = [source.repo]
+        options: dict[str, Any] = {"split": source.split, "token": token}
+        if source.parquet_branch:
+            options["data_dir"] = source.subset
+            options["revision"] = "refs/convert/parquet"
+        else:
+            arguments.append(source.subset)
+        advice = carry_in([source.repo])
+        rows[key] = _load_dataset(str(source), *arguments, advice=advice, **options)
+    first = next(iter(sources.values()))
+    return rows, str(first) if len(sources) == 1 else first.repo
+
+
+def _from_folder(
+    sources: Mapping[str, Published],
+    columns: Sequence[str],
+    folder: Path,
+) -> tuple[dict[str, Any], str]:
+    files = {key: source.files(folder) for key, source in sources.items()}
+    for key, source in sources.items():
+        if not files[key]:
+            raise _no_rows(source, folder)
+    all_files = [path for paths in files.values() for path in paths]
+    _check_files(all_files)
+    where = str(all_files[0].parent if len(sources) == 1 else folder)
+    builder = _BUILDERS[all_files[0].suffix[1:]]
+    if not builder:
+        return {key: _Cells(paths, sources[key].header) for key, paths in files.items()}, where
+    if len(sources) > 1:
+        if builder != "parquet":  # one after the other
+            rows = {}
+            for key, source in sources.items():
+                alone, _ = _from_folder({key: source}, columns, folder)
+                rows[key] = alone[key]
+            return rows, where
+        # Read together, a parquet file that lacks a column would get empty cells.
+        for key, paths in files.items():
+            for path in paths:
+                _check_columns(pq.read_schema(path).names, columns, str(path), sources[key])
+    data_files = {key: [str(path) for path in paths] for key, paths in files.items()}
+    rows = _load_dataset(
+        where,
+        builder,
+        data_files=data_files,
+        cache_dir=str(base_dir() / "task_cache"),
+        advice="Copy the files again from their source",
+    )
+    return rows, where
+
+
+def _no_rows(source: Published, folder: Path) -> UserError:
+    patterns = [f"{name}/{source.split}*.parquet|jsonl" for name in source.inside]
+    patterns += source.patterns
+    paths = " or ".join(str(folder / pattern) for pattern in patterns)
+    return UserError(
+        f"there are no rows of {source.name} ({source.split}) in {folder}: looked for {paths}. "
+        "Copy one of these files there, or name another folder",
+        exit_code=2,
+    )
+
+
+def _check_columns(
+    names: Sequence[str],
+    columns: Sequence[str],
+    where: str,
+    source: Published,
+) -> None:
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise UserError(
+            f"{where} lacks the columns {missing}; it has {list(names)}. Use the published "
+            f"files of {source.repo}",
+            exit_code=2,
+        )
+
+
+def _check_files(files: Sequence[Path]) -> None:
+    """Raise UserError for a file that would fill the memory when it is read."""
+    for path in files:
+        try:
+            check_regular(path, max_bytes=path.stat().st_size)
+            if path.suffix == ".parquet":
+                check_packing(path)
+        except (OSError, ValueError) as failure:
+            raise UserError(
+                f"{path} cannot be read: {failure}. Copy the file again from its source", 2
+            ) from failure
+
+
+def _load_dataset(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
+    """Call `datasets.load_dataset`, and turn its many kinds of failure into one message."""
+    # Imported here, since the import takes a second or two and only tasks with rows need it.
+    import datasets
+    import datasets.exceptions
+
+    if rank() > 0 or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(*arguments, **options)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as failure:
+        cause = failure.__cause__ or failure
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise cause from None
+        text = tr(
+            "{where} cannot be read: {cause}. {advice}",
+            where=where,
+            cause=cause,
+            advice=advice,
+        )
+        raise UserError(text, exit_code=2) from failure
+
+
+class _Cells(list[dict[str, Any]]):
+    """The rows of csv or tsv files. Every cell is the text that stands there: 1.50, 01 and None
+    stay what they are."""
+
+    def __init__(self, files: Sequence[Path], header: Sequence[str]):
+        super().__init__()
+        self.column_names = list(header)
+        for path in files:
+            try:
+                self._read(path, header)
+            except (csv.Error, ValueError) as broken:
+                text = f"{path} cannot be read: {broken}. Copy the file again from its source"
+                raise UserError(text, exit_code=2) from broken
+
+    def _read(self, path: Path, header: Sequence[str]) -> None:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".tsv":
+                reader = csv.DictReader(
+                    file,
+                    header or None,
+                    delimiter="\t",
+                    quoting=csv.QUOTE_NONE,
+                    strict=True,
+                )
+            else:
+                reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"line {reader.line_num} has not as many cells as there are columns"
+                    )
+                self.append(row)
+            self.column_names = list(reader.fieldnames or ())

@@ -1,0 +1,219 @@
+"""Adapters against peft, and merged models against their adapters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, save_adapter
+from nanochat.common import UserError
+from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
+from nanochat.models.qwen.model import Qwen
+from tests.support.qwens import VOCABULARY, oracle, tiny_qwen
+
+CONFIG = LoraConfig(rank=4, alpha=12.0)
+DELTA = LoraConfig(
+    rank=3, alpha=5.0, targets=("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj"), stabilised=True
+)
+CASES = [("qwen2", CONFIG), ("qwen3", CONFIG), ("qwen3.5", DELTA)]
+
+
+def with_adapter(family: str, config: LoraConfig) -> Qwen:
+    """A model whose adapters matter."""
+    model = tiny_qwen(family)
+    add_adapters(model, config)
+    init_adapters(model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for _, adapter in adapted(model):
+            adapter.second.weight.copy_(torch.randn(adapter.second.weight.shape, generator=generator) * 0.1)
+    return model
+
+
+def text(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("family", "config"), CASES)
+def test_peft_loads_our_adapter_with_the_same_logits_and_gradients(
+    family: str, config: LoraConfig, tmp_path: Path
+) -> None:
+    import peft
+
+    model, idx, targets = with_adapter(family, config), text(), text(1)
+    save_adapter(model, config, "base", tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(oracle(tiny_qwen(family)), tmp_path / "adapter", is_trainable=True)
+    logits = theirs(idx).logits
+    torch.testing.assert_close(model(idx), logits, atol=1e-5, rtol=1e-5)
+    assert (logits - tiny_qwen(family)(idx)).abs().max() > 0.1
+    model(idx, targets).backward()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    wanted = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    mine = {f"base_model.model.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert mine.keys() == wanted.keys()
+    for name, gradient in mine.items():
+        scale = wanted[name].abs().max()
+        torch.testing.assert_close(gradient / scale, wanted[name] / scale, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_we_load_what_peft_wrote(tmp_path: Path) -> None:
+    import peft
+
+    settings = peft.LoraConfig(r=5, lora_alpha=9, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(oracle(tiny_qwen("qwen3")), settings).eval()
+    theirs.save_pretrained(tmp_path)
+    model = tiny_qwen("qwen3")
+    assert load_adapter(model, tmp_path).rank == 5
+    torch.testing.assert_close(model(text()), theirs(text()).logits, atol=1e-5, rtol=1e-5)
+
+
+def of_peft(folder: Path, **settings: Any) -> Any:
+    """A model of peft whose adapter changes what it says, saved to a folder as peft saves it."""
+    import peft
+
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 9, "target_modules": ["q_proj", "down_proj"], **settings})
+    theirs = peft.get_peft_model(oracle(tiny_qwen("qwen3")), config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if ".lora_" in name:  # the halves, and biases and the like
+                value.add_(torch.randn(value.shape, generator=generator) * 0.05)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"target_modules": "all-linear", "use_rslora": True},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"exclude_modules": ["down_proj"]},
+        {"exclude_modules": r".*\.0\..*"},
+    ],
+)
+def test_what_peft_computes_by_the_adapter_alone_gives_its_logits(settings: dict[str, Any], tmp_path: Path) -> None:
+    theirs, model = of_peft(tmp_path, **settings), tiny_qwen("qwen3")
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(model(text()), theirs(text()).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "lora_ga"},
+        {"alora_invocation_tokens": [5]},
+        {"lora_bias": True},
+    ],
+)
+def test_an_adapter_of_peft_that_needs_more_than_its_two_halves_is_refused(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    of_peft(tmp_path, **settings)
+    ((name, value),) = settings.items()
+    with pytest.raises(UserError) as refused:
+        load_adapter(tiny_qwen("qwen3"), tmp_path)
+    assert refused.value.exit_code == 2 and f"{name}={value!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "of 2031"),
+        ("layer_replication", [[0, 2]]),
+        ("use_qalora", True),
+        ("megatron_config", {"a": 1}),
+        ("setting_of_2031", "on"),
+    ],
+)
+def test_a_setting_that_is_not_known_to_be_harmless_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    save_adapter(with_adapter("qwen3", CONFIG), CONFIG, "base", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, "off_in_2031": None, "also_off_in_2031": False}))
+    load_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
+    path.write_text(json.dumps({**written, name: value}))
+    with pytest.raises(UserError) as refused:
+        load_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
+    assert refused.value.exit_code == 2 and f"{name}={value!r}" in str(refused.value)
+
+
+def test_an_adapter_of_nan_is_refused(tmp_path: Path) -> None:
+    model = with_adapter("qwen3", CONFIG)
+    with torch.no_grad():
+        model.blocks[1].self_attn.q_proj.lora_B.weight[0, 0] = torch.nan
+    save_adapter(model, CONFIG, "base", tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.q_proj\.lora_B"):
+        load_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("table", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_table_is_refused_for_that_reason(table: str, tmp_path: Path) -> None:
+    of_peft(tmp_path, target_modules=["q_proj", table])
+    with pytest.raises(UserError, match=table) as refused:
+        load_adapter(tiny_qwen("qwen3"), tmp_path)
+    assert refused.value.exit_code == 2 and "another base" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("family", "config"), CASES)
+def test_a_merged_model_equals_the_adapter_and_needs_no_more_than_its_weights(family: str, config: LoraConfig) -> None:
+    model = with_adapter(family, config)
+    before = model(text())
+    merge(model)
+    torch.testing.assert_close(model(text()), before, atol=1e-5, rtol=1e-5)
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_qwen(family).named_parameters()}
+
+
+def test_a_new_adapter_changes_nothing_and_trains_alone() -> None:
+    model = tiny_qwen("qwen3")
+    before = model(text())
+    add_adapters(model, CONFIG)
+    init_adapters(model)
+    torch.testing.assert_close(model(text()), before, atol=0, rtol=0)
+    model(text(), text(1)).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+        name for name in dict(model.named_parameters()) if ".lora_" in name
+    }
+    assert model.parameter_counts()["adapter"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    config = LoraConfig(rank=4, dropout=0.5)
+    model = with_adapter("qwen3", config)
+    torch.testing.assert_close(model(text()), model(text()), atol=0, rtol=0)
+    model.train()
+    assert (model(text()) - model(text())).abs().max() > 0.01
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    save_adapter(with_adapter("qwen3", CONFIG), CONFIG, "some/base", tmp_path / "adapter")
+    before = tiny_qwen("qwen2.5-tied")
+    with pytest.raises(UserError, match="another base, some/base"):
+        load_adapter(before, tmp_path / "adapter")
+    same_shape = tiny_qwen("qwen3", seed=5)
+    with pytest.raises(UserError, match="another base, some/base: its base has other norms"):
+        load_adapter(same_shape, tmp_path / "adapter")
+    assert not list(adapted(before)) and all(parameter.requires_grad for parameter in before.parameters())
+
+
+def test_targets_that_name_no_matrix_are_refused() -> None:
+    with pytest.raises(UserError, match=r"'c_attn', which names no matrix.*q_proj"):
+        add_adapters(tiny_qwen("qwen3"), LoraConfig(targets=("c_attn", "q_proj")))
+    with pytest.raises(UserError, match="rank of at least 1"):
+        LoraConfig(rank=0)
+
+
+def test_a_frozen_matrix_costs_four_flops_an_entry_and_its_adapter_six() -> None:
+    model, full = with_adapter("qwen3", CONFIG), tiny_qwen("qwen3").flops_per_token()
+    counts = model.parameter_counts()
+    assert model.flops_per_token() == full - 2 * (counts["matrix"] + model.head.weight.numel()) + 6 * counts["adapter"]
