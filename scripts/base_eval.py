@@ -1,4 +1,4 @@
-"""Evaluate a base model: CORE, if the eval bundle is on this machine, multiple choice, and bits per byte.
+"""Evaluate a base model: CORE, multiple choice, and bits per byte, as far as the data is here.
 
 python -m scripts.base_eval
 python -m scripts.base_eval --max_per_task=100                 # a quick look
@@ -33,60 +33,67 @@ class Config:
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
-    """Corpus to measure bits per byte on: a name, a folder of your own, or a mixture such as web:0.7,books:0.3.
+    """Corpus to measure bits per byte on: a name, a folder of your own,
+    or a mixture such as web:0.7,books:0.3.
     Default: the corpus that the model was trained on."""
     model_tag: str | None = None
     """Tag of the model, such as d20. Default: the newest."""
     step: int | None = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     eval_bundle: str | None = None
-    """Folder of CORE's tasks. Default: eval_bundle in the base folder. Set it if you copied the bundle by hand."""
+    """Folder of CORE's tasks. Default: eval_bundle in the base folder.
+    Set it if you copied the bundle by hand."""
     download: bool = False
     """Download the bundle (162 MB) into the base folder first, unless it is there already."""
     tasks: str | None = None
-    """Multiple choice to evaluate, with | between the names: ARC-Easy, ARC-Challenge, MMLU, MMLU-Pro, C-Eval, CMMLU.
+    """Multiple choice to evaluate, with | between the names:
+    ARC-Easy, ARC-Challenge, MMLU, MMLU-Pro, C-Eval, CMMLU.
     Default: none."""
     shots: int | None = None
-    """Examples to show before each question of --tasks; default: five, as the authors show, and none for ARC."""
+    """Examples to show before each question of --tasks; default:
+    five, as the authors show, and none for ARC."""
     task_data: str | None = None
-    """Folder with copies of the data sets of --tasks, for a machine without a network. Default: NANOCHAT_TASK_DIR."""
+    """Folder with copies of the data sets of --tasks, for a machine without a network.
+    Default: NANOCHAT_TASK_DIR."""
     again: bool = False
-    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data, are kept already."""
+    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data,
+    are kept already."""
     max_per_task: int = -1
     """Most problems to evaluate of each task; -1 means all. Set 100 for a quick look."""
     device_batch_size: int | Literal["auto"] = "auto"
-    """Rows per pass on one device. auto: 32; on a CPU, 4 for CORE and 4,096 tokens for bits per byte.
+    """Rows per pass on one device. auto: 32; on a CPU,
+    4 for CORE and 4,096 tokens for bits per byte.
     Lower it if the device runs out of memory."""
     split_tokens: int | Literal["auto"] = "auto"
     """Tokens to measure bits per byte on, at most the whole split. auto: 10 M, on a CPU 262,144."""
 
 
 def table(core: Core, mean: float) -> str:
-    """The scores in the format of the published CSV file: Task, Accuracy, Centered."""
+    """Return the scores in the format of the published CSV file: Task, Accuracy, Centered."""
     lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
-    lines += [
-        f"{one.label:<35}, {one.accuracy:<10.6f}, {one.centered:<10.6f}" for one in core.tasks
-    ]
-    return "\n".join([*lines, f"{'CORE':<35}, {'':<10}, {mean:<10.6f}", ""])
+    for score in core.tasks:
+        lines.append(f"{score.label:<35}, {score.accuracy:<10.6f}, {score.centered:<10.6f}")
+    lines.append(f"{'CORE':<35}, {'':<10}, {mean:<10.6f}")
+    return "\n".join(lines) + "\n"
 
 
 def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, int]:
-    """The most problems of a task, and the most tokens in a pass."""
-    rows = (
-        compute.platform.evaluation_rows
-        if cfg.device_batch_size == "auto"
-        else cfg.device_batch_size
-    )
-    return (
-        cfg.max_per_task if cfg.max_per_task > 0 else None,
-        rows * loaded.model.config.sequence_len,
-    )
+    """Return the largest number of problems of a task, and of tokens in a pass."""
+    problems = cfg.max_per_task if cfg.max_per_task > 0 else None
+    rows = cfg.device_batch_size
+    if rows == "auto":
+        rows = compute.platform.evaluation_rows
+    return problems, rows * loaded.model.config.sequence_len
 
 
 def answers(
-    name: str, facts: Mapping[str, Any], cfg: Config, loaded: Loaded, compute: Compute
+    name: str,
+    facts: Mapping[str, Any],
+    cfg: Config,
+    loaded: Loaded,
+    compute: Compute,
 ) -> Records:
-    """The file of the answers to a task."""
+    """Return the file of the answers to a task; with --again, without earlier answers."""
     about = {
         "model": loaded.weights,
         "settings": {"limit": cfg.max_per_task, "dtype": str(compute.dtype)},
@@ -100,9 +107,11 @@ def answers(
 
 
 def evaluate_tasks(
-    cfg: Config, loaded: Loaded, compute: Compute
+    cfg: Config,
+    loaded: Loaded,
+    compute: Compute,
 ) -> tuple[dict[str, ChoiceScore], list[str]]:
-    """The scores of --tasks, and the names of the tasks that could not be evaluated."""
+    """Return the scores of --tasks, and the names of the tasks that could not be evaluated."""
     makers = choice_tasks(cfg.shots)
     names = [name.strip() for name in (cfg.tasks or "").split("|") if name.strip()]
     if any(name not in makers for name in names):
@@ -119,10 +128,11 @@ def evaluate_tasks(
                 task = makers[name]()
                 facts = {"shots": task.shots, "data": fingerprint(task, limit)}
             records = answers(name, facts, cfg, loaded, compute)
-            before = records.saved_score()
-            if parallel.least(int(before is not None), compute) and before is not None:
+            saved_score = records.saved_score()
+            on_all_ranks = parallel.least(int(saved_score is not None), compute)
+            if on_all_ranks and saved_score is not None:
                 log(f"{name}: done before, as {records.path} says; --again evaluates it again")
-                scores[name] = ChoiceScore(**before)
+                scores[name] = ChoiceScore(**saved_score)
             else:
                 scores[name] = evaluate_choices(
                     task, loaded.model, loaded.tokenizer, compute, tokens, limit, records
@@ -135,12 +145,12 @@ def evaluate_tasks(
 
 
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
-    """Measure CORE and write it to <base>/base_eval/<tag>_<step>.csv. None if there is no bundle."""
+    """Measure CORE, write <base>/base_eval/<tag>_<step>.csv; None if there is no bundle."""
     bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
         log(
-            f"CORE is left out: there is no eval bundle in {base_dir() / 'eval_bundle'}. Download it with --download, "
-            "or name your own copy with --eval_bundle DIR"
+            f"CORE is left out: there is no eval bundle in {base_dir() / 'eval_bundle'}. Download "
+            "it with --download, or name your own copy with --eval_bundle DIR"
         )
         return None
     limit, tokens = limits(cfg, loaded, compute)
@@ -159,8 +169,15 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
     return core
 
 
-def evaluate_bits(cfg: Config, loaded: Loaded, compute: Compute) -> loss_eval.Loss | None:
-    """Measure bits per byte on the validation split. None if --data is not given and the corpus is not here."""
+def evaluate_bits(
+    cfg: Config,
+    loaded: Loaded,
+    compute: Compute,
+) -> loss_eval.Loss | None:
+    """Measure bits per byte on the validation split.
+
+    None if --data is not given and the corpus is not here.
+    """
     try:
         data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     except UserError as missing:
@@ -168,18 +185,24 @@ def evaluate_bits(cfg: Config, loaded: Loaded, compute: Compute) -> loss_eval.Lo
             raise
         log(f"bits per byte are left out: {missing}")
         return None
-    tokens, rows = cfg.split_tokens, cfg.device_batch_size
     loss = loss_eval.evaluate_split(
-        loaded.model, loaded.tokenizer, data, "val", tokens, rows, compute
+        loaded.model,
+        loaded.tokenizer,
+        data,
+        "val",
+        cfg.split_tokens,
+        cfg.device_batch_size,
+        compute,
     )
     log(
-        f"val bpb: {loss.bits_per_byte:.4f} ({data.name}, {loss.tokens:,} tokens, {loss.bytes:,} bytes)"
+        f"val bpb: {loss.bits_per_byte:.4f} ({data.name}, {loss.tokens:,} tokens, {loss.bytes:,} "
+        "bytes)"
     )
     return loss
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Measure what can be measured on this machine; write the figures to the report, and return them."""
+    """Run the evaluations whose data is here, write the figures to the report, and return them."""
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()
@@ -193,24 +216,22 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     bits = evaluate_bits(cfg, loaded, compute)
     if core is None and bits is None and not scores and not broken:
         raise UserError(
-            "nothing was evaluated: neither an eval bundle nor the corpus is here. The lines above say how to get them",
+            "nothing was evaluated: neither an eval bundle nor the corpus is here. The lines above "
+            "say how to get them",
             exit_code=2,
         )
-    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step}
-    whole = core is not None and core.core is not None
-    section["core"] = (
-        {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
-        if core and whole
-        else None
-    )
-    section["val"] = None if bits is None else asdict(bits)
+    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "core": None, "val": None}
+    if core is not None and core.core is not None:
+        section["core"] = {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
+    if bits is not None:
+        section["val"] = asdict(bits)
     section["choices"] = {name: asdict(score) for name, score in scores.items()}
     if compute.main:
         write_section("base_eval", section)
     if broken:
         raise UserError(
-            f"{len(broken)} of the tasks could not be evaluated: {', '.join(broken)}. The warnings above say why; the "
-            "other tasks are done, and the same command skips them"
+            f"{len(broken)} of the tasks could not be evaluated: {', '.join(broken)}. The warnings "
+            "above say why; the other tasks are done, and the same command skips them"
         )
     return section
 

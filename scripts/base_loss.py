@@ -1,8 +1,8 @@
-"""Measure bits per byte on both splits of the corpus, by language and domain too, and continue a few prompts.
+"""Measure bits per byte on both splits of the corpus, and by domain, and continue a few prompts.
 
 python -m scripts.base_loss
-python -m scripts.base_loss --source=sft     # what fine-tuning has left of pretraining, for the report
-torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --device_batch_size=32 --split_tokens=10485760
+python -m scripts.base_loss --source=sft     # what fine-tuning has left of pretraining
+torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --split_tokens=10485760
 """
 
 from dataclasses import asdict, dataclass
@@ -12,11 +12,12 @@ from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import log, run
-from nanochat.data.mixing import resolve_data
+from nanochat.data.mixing import Data, resolve_data
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.evals import loss as loss_eval
 from nanochat.evals.domains import evaluate_domains
+from nanochat.evals.loss import Loss
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.report.samples import Sample, keep_samples
@@ -40,21 +41,24 @@ SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 
 @dataclass(frozen=True)
 class Config:
-    """Measure bits per byte of a model, by default a base model, and let it continue a few prompts."""
+    """Measure bits per byte of a model, by default a base model; let it continue a few prompts."""
 
     source: Literal["base", "mid", "sft", "rl"] = "base"
-    """Stage of the model. A later stage is measured on the validation split of the base corpus, to show forgetting."""
+    """Stage of the model. A later stage is measured on the validation split of the base corpus,
+    to show forgetting."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
-    """Corpus to measure bits per byte on: a name, a folder of your own, or a mixture such as web:0.7,books:0.3.
+    """Corpus to measure bits per byte on: a name, a folder of your own,
+    or a mixture such as web:0.7,books:0.3.
     Default: the corpus that the model was trained on."""
     model_tag: str | None = None
     """Tag of the model, such as d20. Default: the newest."""
     model_step: int | None = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     device_batch_size: int | Literal["auto"] = "auto"
-    """Rows per pass on one device. auto: 32, on a CPU 4,096 tokens. Lower it if the device runs out of memory."""
+    """Rows per pass on one device. auto: 32, on a CPU 4,096 tokens.
+    Lower it if the device runs out of memory."""
     split_tokens: int | Literal["auto"] = "auto"
     """Tokens of each split to measure on, at most the whole split. auto: 10 M, on a CPU 262,144."""
     sample_tokens: int = 16
@@ -67,19 +71,42 @@ class Config:
 
 
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
-    """The continuation of each of PROMPTS, always with the likeliest token."""
+    """Return the continuation of each of PROMPTS, always with the likeliest token."""
     tokenizer = loaded.tokenizer
     engine = Engine(loaded.model, tokenizer)
     prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in PROMPTS]
     completions = engine.generate(prompts, Sampling(temperature=0.0, max_tokens=max_tokens))
-    said = (
-        "".join(part.text for part in reply_parts(one.tokens, tokenizer)) for one in completions
+    continuations = {}
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        parts = reply_parts(completion.tokens, tokenizer)
+        continuations[prompt] = "".join(part.text for part in parts)
+    return continuations
+
+
+def domain_losses(
+    tokens: int | Literal["auto"],
+    loaded: Loaded,
+    data: Data,
+    compute: Compute,
+) -> dict[str, Loss]:
+    """Return the loss by language and domain, and log it."""
+    platform = compute.platform
+    if tokens == "auto":
+        tokens = platform.split_tokens // 4
+    tokens_per_pass = platform.pass_tokens
+    if not tokens_per_pass:
+        tokens_per_pass = platform.evaluation_rows * loaded.model.config.sequence_len
+    losses = evaluate_domains(
+        loaded.model, loaded.tokenizer, data, tokens, tokens_per_pass, compute
     )
-    return dict(zip(PROMPTS, said, strict=True))
+    for name, loss in losses.items():
+        counts = f"{loss.tokens:,} tokens, {loss.bytes:,} bytes"
+        log(f"val bpb of {name}: {loss.bits_per_byte:.4f} ({counts})")
+    return losses
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Measure and sample; write the figures to the report, and return them."""
+    """Measure and sample, write the figures to the report, and return them."""
     loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     log(f"{cfg.source} model {loaded.tag}, step {loaded.step:,}, on {data.name}")
@@ -90,10 +117,10 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         "model": model,
         "corpus": data.name,
     }
-    before = read_sections().get(f"{cfg.source}_loss", {})
-    if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):
+    reported = read_sections().get(f"{cfg.source}_loss", {})
+    if cfg.once and parallel.agree(int(reported.items() >= section.items()), compute):
         log("in the report already")
-        return before
+        return reported
     for split in SPLITS if cfg.source == "base" else SPLITS[1:]:
         loss = loss_eval.evaluate_split(
             loaded.model,
@@ -106,27 +133,18 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         )
         log(f"{split} bpb: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
         section[split] = asdict(loss)
-    tokens = (
-        cfg.domain_tokens if cfg.domain_tokens != "auto" else compute.platform.split_tokens // 4
-    )
-    if tokens:
-        per_pass = (
-            compute.platform.pass_tokens
-            or compute.platform.evaluation_rows * loaded.model.config.sequence_len
-        )
-        found = evaluate_domains(loaded.model, loaded.tokenizer, data, tokens, per_pass, compute)
-        for name, loss in found.items():
-            log(
-                f"val bpb of {name}: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)"
-            )
-        section["domains"] = {name: asdict(loss) for name, loss in found.items()}
+    if cfg.domain_tokens != 0:
+        losses = domain_losses(cfg.domain_tokens, loaded, data, compute)
+        section["domains"] = {name: asdict(loss) for name, loss in losses.items()}
     if compute.main:
-        section["samples"] = sample(loaded, cfg.sample_tokens) if cfg.sample_tokens else {}
-        for prompt, said in section["samples"].items():
-            log(f"{prompt}|{said}")
+        continuations = sample(loaded, cfg.sample_tokens) if cfg.sample_tokens else {}
+        samples = []
+        for prompt, continuation in continuations.items():
+            log(f"{prompt}|{continuation}")
+            samples.append(Sample(loaded.step, "base_loss", prompt, continuation))
+        section["samples"] = continuations
         write_section(f"{cfg.source}_loss", section)
-        said = (Sample(loaded.step, "base_loss", *both) for both in section["samples"].items())
-        keep_samples(checkpoint_dir(loaded.stage, loaded.tag), said)
+        keep_samples(checkpoint_dir(loaded.stage, loaded.tag), samples)
     return section
 
 

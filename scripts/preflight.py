@@ -1,11 +1,11 @@
-"""Checks before a run that every stage will find its data, disk and memory, and estimates how long it trains.
+"""Checks before a run that every stage finds its data, disk and memory; estimates the duration.
 
 python -m scripts.preflight --data fineweb --shards 40 --depth 12
 """
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,8 @@ class Config:
     """What is going to be trained."""
 
     data: str = "tinyworld"
-    """Corpus to pretrain on, by name, or a mixture. Default: tinyworld, which needs no data from outside."""
+    """Corpus to pretrain on, by name, or a mixture.
+    Default: tinyworld, which needs no data from outside."""
     shards: int = 0
     """Training shards that the run downloads of each published corpus in --data.
     Default: 0, for corpora that are already here."""
@@ -55,9 +56,11 @@ class Config:
     vocab_size: int = 65_536
     """Number of tokens in the vocabulary."""
     tokens: float = 0
-    """Number of tokens that the run trains on. Default: 0, for 12 tokens per parameter, as base_train does."""
+    """Number of tokens that the run trains on.
+    Default: 0, for 12 tokens per parameter, as base_train does."""
     conversations: str | None = None
-    """The corpus whose conversations the later stages learn from, as their --data. Default: the corpus of --data."""
+    """The corpus whose conversations the later stages learn from, as their --data.
+    Default: the corpus of --data."""
     model_tag: str | None = None
     """The folder of the run's checkpoints, as the stages' --model_tag.
     Space that checkpoints there take already is not asked for again. Default: none are there."""
@@ -67,8 +70,8 @@ class Config:
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
-def told(place: str) -> str:
-    """Where this machine gets a set of data, in words."""
+def describe(place: str) -> str:
+    """Return in words where this machine gets a data set."""
     return {
         "NANOCHAT_TASK_DIR": tr("here, in NANOCHAT_TASK_DIR"),
         "cache": tr("here, in the cache of Hugging Face"),
@@ -78,17 +81,21 @@ def told(place: str) -> str:
 
 
 def published(cfg: Config) -> list[Source]:
-    """The published corpora that the run downloads."""
-    return [
-        SOURCES[name] for name in unweighted(cfg.data).split(",") if cfg.shards and name in SOURCES
-    ]
+    """Return the published corpora that the run downloads."""
+    if not cfg.shards:
+        return []
+    names = unweighted(cfg.data).split(",")
+    return [SOURCES[name] for name in names if name in SOURCES]
 
 
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Each set of data that the stages and evaluations read, and where this machine gets it; "" if it cannot."""
+    """Yield each data set that the stages and evaluations read, and where this machine gets it.
+
+    The place is "" if this machine cannot get it.
+    """
     for source in published(cfg):
-        here = shard_paths(base_dir() / "base_data" / source.name)
-        missing = cfg.shards + 1 - len(here)  # one more is for validation
+        shards = shard_paths(base_dir() / "base_data" / source.name)
+        missing = cfg.shards + 1 - len(shards)  # one more is for validation
         if missing > 0:
             try:
                 place = "hub" if answers(source.url(source.validation)) else ""
@@ -99,12 +106,12 @@ def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of all files in a folder, 0 if there is none."""
+    """Return the bytes of all files in a folder, 0 if there is no folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def steps_there(folder: Path) -> float:
-    """The bytes of the checkpoints in a stage's folder; infinity if the stage is done and will write no more.
+def bytes_of_steps(folder: Path) -> float:
+    """Return the bytes of the checkpoints of a stage, or infinity if the stage is done.
 
     Steps that were set aside do not count, because the stage will not replace them.
     """
@@ -118,48 +125,50 @@ def steps_there(folder: Path) -> float:
 
 
 def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> float:
-    """The bytes that the run may still write, at most: what disk.of_run() names, less what is there.
+    """Return the largest number of bytes that the run may still write.
 
-    `checkpoint` is the bytes of its tensors; without `downloads` all conversations are here.
+    These are the parts that disk.of_run() names, less the bytes that are on the disk already.
+    `checkpoint` is the bytes of the tensors of a checkpoint; without `downloads` all conversations
+    are here.
     """
     texts: dict[str, float] = {}
-    there: dict[str, float] = {"chats": size_of(base_dir() / "chat_data")}
+    written: dict[str, float] = {"chats": size_of(base_dir() / "chat_data")}
     sources = {source.name: source for source in published(cfg)}
     for name in unweighted(cfg.data).split(","):
         folder = base_dir() / "base_data" / name
-        here = sum(path.stat().st_size for path in folder.glob("shard_*"))
+        text_bytes = sum(path.stat().st_size for path in folder.glob("shard_*"))
+        written[f"texts {name}"] = text_bytes
+        written[f"tokens {name}"] = sum(size_of(path) for path in folder.glob("tokens-*"))
         missing = max(cfg.shards + 1 - len(shard_paths(folder)), 0)  # one more is for validation
-        texts[name] = here + (missing * sources[name].file_bytes if name in sources else 0)
-        there[f"texts {name}"] = here
-        there[f"tokens {name}"] = sum(size_of(path) for path in folder.glob("tokens-*"))
+        if name in sources:
+            text_bytes += missing * sources[name].file_bytes
+        texts[name] = text_bytes
     if cfg.model_tag is not None:
-        there |= {
-            stage: steps_there(checkpoint_dir(stage, cfg.model_tag)) for stage in disk.SPEEDRUN
-        }
-        if all(there[stage] == math.inf for stage in disk.SPEEDRUN):
-            there["newest"] = math.inf
+        for stage in disk.SPEEDRUN:
+            written[stage] = bytes_of_steps(checkpoint_dir(stage, cfg.model_tag))
+        if all(written[stage] == math.inf for stage in disk.SPEEDRUN):
+            written["newest"] = math.inf
     if not downloads:
-        there["downloads"] = math.inf
+        written["downloads"] = math.inf
     published_chats = bool(curriculum(cfg.conversations or cfg.data).needs())
     parts = disk.of_run(checkpoint, texts, cfg.vocab_size, published_chats)
-    return sum(max(size - there.get(part, 0), 0) for part, size in parts.items())
+    return sum(max(size - written.get(part, 0), 0) for part, size in parts.items())
 
 
 def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> float:
-    """The seconds of pretraining: on cards that the planner knows what the planner predicts.
+    """Return the seconds of pretraining.
 
-    Elsewhere, and for models of another shape, they follow from the usual share of the peak.
+    On cards that the planner knows, they are the planner's prediction. Elsewhere, and for models of
+    another shape, they follow from the usual share of the peak.
     """
     chip = compute.platform.chip
     if chip is not None and chip.trains:
         size = size_of_model(cfg.depth, cfg.vocab_size)
         rates, _ = calibration.rates_for(chip, calibration.read(calibration.path_of()))
         plan = plan_of(size, chip, cfg.devices, batch_of(size, cfg.devices), rates)
-        same = (size.parameters, size.shape.sequence_len) == (
-            model.parameter_counts()["total"],
-            model.config.sequence_len,
-        )
-        if same and plan.step is not None:
+        same_parameters = size.parameters == model.parameter_counts()["total"]
+        same_length = size.shape.sequence_len == model.config.sequence_len
+        if same_parameters and same_length and plan.step is not None:
             return tokens / plan.step.tokens_per_second
     peak, _ = device.peak_flops(compute)
     usual = compute.platform.usual_mfu()
@@ -186,73 +195,93 @@ def check(cfg: Config, compute: Compute) -> None:
     )
     with torch.device("meta"):
         model = GPT(shape)
-    counts, problems = model.parameter_counts(), []
 
-    found = dict(data_of(cfg))
-    for what, place in found.items():
-        log(tr("data    {what}: {where}", what=what, where=told(place)))
-        problems += [f"{what}: {told(place)}"] if not place else []
+    places = dict(data_of(cfg))
+    problems = check_data(cfg, places)
+    downloads = any("/" in name and place in ("hub", "") for name, place in places.items())
+    problems += check_disk(still_to_write(cfg, saved_bytes(model, Rates()), downloads))
+    problems += check_memory(cfg, model.parameter_counts()["total"], compute)
+    log_time(cfg, model, compute)
+    if problems:
+        missing = [name for name, place in places.items() if not place]
+        raise UserError(advice(problems, missing), exit_code=2)
+
+
+def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
+    """Log where each data set comes from, and return a problem for each that cannot be had."""
+    problems = []
+    for name, place in places.items():
+        log(tr("data    {what}: {where}", what=name, where=describe(place)))
+        if not place:
+            problems.append(f"{name}: {describe(place)}")
     if cfg.shards and find_bundle() is None:
         log(
             tr(
-                "data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download fetches them)"
+                "data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download "
+                "fetches them)"
             )
         )
+    return problems
 
-    downloads = any("/" in what and place in ("hub", "") for what, place in found.items())
-    needed = still_to_write(cfg, saved_bytes(model, Rates()), downloads)
+
+def check_disk(needed: float) -> list[str]:
+    """Log the space of the disk, and return a problem if the run writes more than that."""
     free = shutil.disk_usage(base_dir()).free
     space = {"folder": base_dir(), "needed": amount(needed, "B"), "free": amount(free, "B")}
     log(tr("disk    up to {needed} in {folder}, which has {free} free", **space))
-    if needed > free:
-        problems.append(tr("{folder} has {free} free, and the run writes up to {needed}", **space))
+    if needed <= free:
+        return []
+    return [tr("{folder} has {free} free, and the run writes up to {needed}", **space)]
 
-    memory, least = device.memory_total(compute), sizes.STATE_BYTES * counts["total"]
-    size = {
-        "least": amount(least, "B"),
-        "parameters": counts["total"],
-        "memory": amount(memory, "B"),
-    }
+
+def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
+    """Log the memory of the training state, and return a problem if the devices have less."""
+    memory = device.memory_total(compute)
+    state = sizes.STATE_BYTES * parameters
+    size = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}
     log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **size))
-    if least > memory * (1 if compute.platform.is_host else cfg.devices):
-        problems.append(
-            tr(
-                "{parameters:,} parameters need more memory than there is: take a smaller --depth",
-                **size,
-            )
+    if not compute.platform.is_host:
+        memory *= cfg.devices
+    if state <= memory:
+        return []
+    return [
+        tr(
+            "{parameters:,} parameters need more memory than there is: take a smaller --depth",
+            **size,
         )
+    ]
 
-    tokens = cfg.tokens or 12 * counts["scaling"]
+
+def log_time(cfg: Config, model: GPT, compute: Compute) -> None:
+    """Log how long pretraining takes."""
+    tokens = cfg.tokens or 12 * model.parameter_counts()["scaling"]
     seconds = seconds_of(cfg, model, tokens, compute)
     log(
         tr(
-            "time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; sampling and evaluating "
-            "come on top",
+            "time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; "
+            "sampling and evaluating come on top",
             time=duration(seconds),
             tokens=tokens,
             flops=tokens * model.flops_per_token(),
         )
     )
-    if problems:
-        raise UserError(
-            advice(problems, [what for what, place in found.items() if not place]), exit_code=2
+
+
+def advice(problems: Sequence[str], missing: Sequence[str]) -> str:
+    """Return a text with everything that is missing, and the commands that help."""
+    lines = [tr("this run would stop later, because of:")]
+    lines += [f"  - {problem}" for problem in problems]
+    repositories = [name for name in missing if "/" in name]
+    if repositories:
+        command = carry_in(repositories)
+        lines.append(tr("{how}. docs/offline.md has every command.", how=command))
+    lines.append(
+        tr(
+            "`bash speedrun.sh --data tinyworld` needs no data from outside, and little disk and "
+            "memory."
         )
-
-
-def advice(problems: list[str], missing: list[str]) -> str:
-    """Everything that is missing, and what to do about it."""
-    repos = [what for what in missing if "/" in what]
-    data = [tr("{how}. docs/offline.md has every command.", how=carry_in(repos))] if repos else []
-    return "\n".join(
-        [
-            tr("this run would stop later, because of:"),
-            *(f"  - {problem}" for problem in problems),
-            *data,
-            tr(
-                "`bash speedrun.sh --data tinyworld` needs no data from outside, and little disk and memory."
-            ),
-        ]
     )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

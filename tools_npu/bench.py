@@ -1,9 +1,10 @@
 """Measures how fast the cards of this host are, for the planner: check_npu.py --bench.
 
-python -m tools_npu.bench          print the measurements as Markdown, to post in an issue: check_npu.py --share
+python -m tools_npu.bench      # print the measurements as Markdown: check_npu.py --share
 
-Every figure is the average of work that is queued without a pause for seconds, because a single operation that is
-waited for measures its launch and a cool card. The file is card_bench.json in the base folder.
+Every figure is the average of work that is queued without a pause for seconds. A single operation
+that is waited for would measure its launch and a cool card. The file is card_bench.json in the base
+folder.
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ if TYPE_CHECKING:
     from nanochat.planner.calibration import Bench
 
 SECONDS = 3.0  # of each measurement
-SLOW_SECONDS = (
-    0.2  # on a card where a small matmul takes longer than SLOW, which is an emulated card
-)
+SLOW_SECONDS = 0.2  # the same on an emulated card, where a small matmul takes longer than SLOW
 SLOW = 1e-3  # seconds of 512^3: 0.3 TFLOP/s, a hundredth of the slowest chip that trains
-SHAPES = (
-    (8192, 8192, 8192),
-    (16384, 1536, 6144),
-    (4096, 4096, 4096),
-)  # of matmuls: rows, inner, columns
+# Of matmuls: rows, inner, columns.
+SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))
 SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))
 
 NOTHING = (
-    "error: nothing has been measured on this host yet; on cards that can train, run python check_npu.py --bench",
+    "error: nothing has been measured on this host yet; on cards that can train, run python "
+    "check_npu.py --bench",
     "错误：这台主机还没有测量过；在能训练的卡上运行 python check_npu.py --bench",
 )
 
 
-def average(work: Callable[[], Any], seconds: float, wait: Callable[[], None]) -> float:
-    """Seconds of one call of `work`, averaged over calls that are queued without a pause for at least `seconds`."""
+def average(
+    work: Callable[[], Any],
+    seconds: float,
+    wait: Callable[[], None],
+) -> float:
+    """Return the seconds of one call of `work`, averaged over calls that are queued at once.
+
+    The calls take at least `seconds` together.
+    """
     work()  # the first call compiles or loads the operator
     wait()
     count = 1
@@ -47,84 +51,101 @@ def average(work: Callable[[], Any], seconds: float, wait: Callable[[], None]) -
         for _ in range(count):
             work()
         wait()
-        took = time.perf_counter() - start
-        if took >= seconds:
-            return took / count
-        count = max(2 * count, min(int(1.1 * count * seconds / max(took, 1e-6)), 100 * count))
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds:
+            return elapsed / count
+        needed = int(1.1 * count * seconds / max(elapsed, 1e-6))
+        count = max(2 * count, min(needed, 100 * count))
 
 
 class Card:
-    """The card that is measured."""
+    """Measures the first card."""
 
     def __init__(self, dtype: Any, seconds: float | None = None):
         import torch
 
-        self.torch, self.dtype, self.wait = torch, dtype, torch.npu.synchronize
-        self.slow = average(self._multiply(512, 512, 512, dtype), 0.0, self.wait) > SLOW
+        self.torch = torch
+        self.dtype = dtype
+        self.wait = torch.npu.synchronize
+        small_matmul = average(self._multiply(512, 512, 512, dtype), 0.0, self.wait)
+        self.slow = small_matmul > SLOW
         self.seconds = seconds or (SLOW_SECONDS if self.slow else SECONDS)
+
+    def _average(self, work: Callable[[], Any]) -> float:
+        return average(work, self.seconds, self.wait)
 
     def _random(self, *shape: int, dtype: Any) -> Any:
         return self.torch.randn(shape, device="npu:0").to(dtype)
 
-    def _multiply(self, rows: int, inner: int, columns: int, dtype: Any) -> Callable[[], Any]:
-        a, b = self._random(rows, inner, dtype=dtype), self._random(inner, columns, dtype=dtype)
+    def _multiply(
+        self,
+        rows: int,
+        inner: int,
+        columns: int,
+        dtype: Any,
+    ) -> Callable[[], Any]:
+        a = self._random(rows, inner, dtype=dtype)
+        b = self._random(inner, columns, dtype=dtype)
         return lambda: self.torch.mm(a, b)
 
     def matmul(self, dtype: Any) -> float:
-        """TFLOP/s of the best of several shapes."""
+        """Return the TFLOP/s of the best of several shapes."""
         best = 0.0
         for rows, inner, columns in SLOW_SHAPES if self.slow else SHAPES:
-            took = average(self._multiply(rows, inner, columns, dtype), self.seconds, self.wait)
-            best = max(best, 2 * rows * inner * columns / took / 1e12)
+            seconds = self._average(self._multiply(rows, inner, columns, dtype))
+            best = max(best, 2 * rows * inner * columns / seconds / 1e12)
         return best
 
     def attention(self) -> float:
-        """TFLOP/s of causal attention, forward and backward, with the operators that training uses."""
+        """Return the TFLOP/s of causal attention in training, forward and backward."""
         from tools_npu import numerics
 
         operations = numerics.operations()
-        shape = (1, 256, 2, 64) if self.slow else (8, 2048, 8, 128)  # (B, T, H, D)
-        q, k, v = (self._random(*shape, dtype=self.dtype).requires_grad_() for _ in range(3))
+        B, T, H, D = (1, 256, 2, 64) if self.slow else (8, 2048, 8, 128)
+        q, k, v = (self._random(B, T, H, D, dtype=self.dtype).requires_grad_() for _ in range(3))
 
-        def both() -> None:
-            operations.attend(q, k, v, shape[1]).sum().backward()
+        def forward_and_backward() -> None:
+            operations.attend(q, k, v, T).sum().backward()
 
-        flops = 14 * shape[0] * shape[1] ** 2 / 2 * shape[2] * shape[3]
-        return flops / average(both, self.seconds, self.wait) / 1e12
+        flops = 14 * B * H * D * T**2 / 2
+        return flops / self._average(forward_and_backward) / 1e12
 
     def vector(self) -> float:
-        """GB/s that an element-wise operator reads and writes."""
-        a = self._random((1 << 20) if self.slow else (128 << 20), dtype=self.dtype)
+        """Return the GB/s that an element-wise operator reads and writes."""
+        size = (1 << 20) if self.slow else (128 << 20)
+        a = self._random(size, dtype=self.dtype)
         b = self.torch.empty_like(a)
-        took = average(lambda: self.torch.mul(a, 1.5, out=b), self.seconds, self.wait)
-        return 2 * a.numel() * a.element_size() / took / 1e9
+        seconds = self._average(lambda: self.torch.mul(a, 1.5, out=b))
+        return 2 * a.numel() * a.element_size() / seconds / 1e9
 
     def launch(self) -> float:
-        """Microseconds of the host for one small operator."""
+        """Return the microseconds of the host for one small operator."""
         x = self._random(64, dtype=self.torch.float32)
 
-        def many() -> None:
+        def launch_hundred() -> None:
             y = x
             for _ in range(100):
                 y = y + 1
 
-        return 1e6 * average(many, self.seconds, self.wait) / 100
+        return 1e6 * self._average(launch_hundred) / 100
 
     def copies(self) -> tuple[float, float]:
-        """GB/s from pinned memory of the host to the card, and back."""
-        host = self.torch.ones((1 << 18) if self.slow else (64 << 20)).pin_memory()
+        """Return the GB/s from pinned memory of the host to the card, and back."""
+        size = (1 << 18) if self.slow else (64 << 20)
+        host = self.torch.ones(size).pin_memory()
         card = host.to("npu:0")
-        size = host.numel() * 4 / 1e9
-        up = average(lambda: card.copy_(host, non_blocking=True), self.seconds, self.wait)
-        return size / up, size / average(
-            lambda: host.copy_(card, non_blocking=True), self.seconds, self.wait
-        )
+        gigabytes = host.numel() * 4 / 1e9
+        up = self._average(lambda: card.copy_(host, non_blocking=True))
+        down = self._average(lambda: host.copy_(card, non_blocking=True))
+        return gigabytes / up, gigabytes / down
 
 
 def measure(
-    begin: Callable[[str], None], line: Callable[[Line], None], dtype: Any
+    begin: Callable[[str], None],
+    line: Callable[[Line], None],
+    dtype: Any,
 ) -> dict[str, float]:
-    """Measure the first card, and report each figure as a line."""
+    """Measure the first card, report each figure as a line, and return the figures."""
     import torch
 
     card = Card(dtype)
@@ -164,7 +185,8 @@ def measure(
         )
     )
     begin("long matmul speed")
-    matmul, full = card.matmul(dtype), card.matmul(torch.float32)
+    matmul = card.matmul(dtype)
+    full = card.matmul(torch.float32)
     line(
         Line(
             "long matmul speed",
@@ -185,9 +207,14 @@ def measure(
 
 
 def save(
-    figures: dict[str, float], link: float | None, cards: int, chip: str, dtype: Any, toolkit: str
+    figures: dict[str, float],
+    link: float | None,
+    cards: int,
+    chip: str,
+    dtype: Any,
+    toolkit: str,
 ) -> Line:
-    """Write the file that the planner reads; returns the line about it."""
+    """Write the file that the planner reads, and return the line about it."""
     import torch
     import torch_npu
 
@@ -205,7 +232,10 @@ def save(
     )
     calibration.save(bench, calibration.path_of())
     name = calibration.NAME
-    english = f"{name} in the base folder; nanochat.planner uses it. To share it: python check_npu.py --share"
+    english = (
+        f"{name} in the base folder; nanochat.planner uses it. To share it: python check_npu.py "
+        "--share"
+    )
     chinese = (
         f"已写入数据目录下的 {name}，nanochat.planner 会使用。要分享：python check_npu.py --share"
     )
@@ -213,13 +243,16 @@ def save(
 
 
 def digits(figure: float) -> str:
-    """A figure with three significant digits: 0.0547, 12.3, 1,230."""
+    """Return a figure with three significant digits: 0.0547, 12.3, 1,230."""
     rounded = float(f"{figure:.3g}")
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
 
 
 def shared(bench: Bench) -> str:
-    """The measurements and what the planner makes of them as Markdown, without names of hosts, users or folders."""
+    """Return the measurements and the planner's predictions from them as Markdown.
+
+    The text has no names of hosts, users or folders.
+    """
     from nanochat import device
     from nanochat.planner import calibration, tables
 
@@ -234,21 +267,20 @@ def shared(bench: Bench) -> str:
     ]
     text = [
         f"### {bench.cards} x {bench.chip}",
-        f"torch {bench.torch}, torch_npu {bench.driver_package}, CANN {bench.toolkit}; every figure over at least "
-        f"{bench.seconds:g} s",
+        f"torch {bench.torch}, torch_npu {bench.driver_package}, CANN {bench.toolkit}; every "
+        f"figure over at least {bench.seconds:g} s",
         tables.markdown(("measured", bench.chip), rows),
     ]
-    if chip := next(
-        (chip for chip in device.planned() if chip.name == bench.chip and chip.trains), None
-    ):
-        measured = {chip.name: calibration.rates_from(bench)}
-        text.append(tables.of_plans([chip], [bench.cards], (12, 20, 24), 32_768, measured))
+    chips = [chip for chip in device.planned() if chip.name == bench.chip and chip.trains]
+    if chips:
+        measured = {bench.chip: calibration.rates_from(bench)}
+        text.append(tables.of_plans(chips[:1], [bench.cards], (12, 20, 24), 32_768, measured))
         text.append("Please add what base_train printed: depth, cards, tok/sec and mfu.")
     return "\n\n".join(text)
 
 
 def main() -> int:
-    """Print the measurements of this host; returns 1 if there are none."""
+    """Print the measurements of this host; return 1 if there are none."""
     from nanochat.common import UserError
     from nanochat.planner import calibration
 

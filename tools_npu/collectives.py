@@ -1,4 +1,4 @@
-"""One rank of the check of the collectives; it prints its results as JSON.
+"""Runs one rank of the check of the collectives, and prints its results as JSON.
 
 python -m tools_npu.collectives RANK RANKS PORT MEGABYTES
 """
@@ -9,83 +9,92 @@ import json
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
-def wrong(name: str, good: bool) -> list[str]:
-    """The name of a collective in a list if its result was wrong, otherwise an empty list."""
-    return [] if good else [name]
-
-
-def results(rank: int, ranks: int, megabytes: int) -> dict[str, float | list[str]]:
-    """Run every collective that training uses on inputs with known answers.
-
-    Returns the names of the collectives that were wrong, and the bandwidth of all_reduce in GB/s.
-    """
+def wrong_collectives(rank: int, ranks: int) -> list[str]:
+    """Run every collective of training on known inputs, and return the names of the wrong ones."""
     import torch
     import torch.distributed as dist
 
     device = torch.device("npu", rank)
-    total = ranks * (ranks + 1) / 2
-    found: list[str] = []
+    sum_of_ranks = ranks * (ranks + 1) / 2  # of rank + 1
+    wrong: list[str] = []
+
+    def compare(
+        name: str,
+        result: torch.Tensor,
+        expected: torch.Tensor | float,
+    ) -> None:
+        if not bool((result.cpu() == expected).all()):
+            wrong.append(name)
 
     x = torch.full((8,), rank + 1.0, device=device)
     dist.all_reduce(x)
-    found += wrong("all_reduce", bool((x.cpu() == total).all()))
+    compare("all_reduce", x, sum_of_ranks)
 
     x = torch.full((8,), rank + 1.0, device=device, dtype=torch.float16)
     dist.all_reduce(x, op=dist.ReduceOp.AVG)  # HCCL has no AVG: torch_npu sums, then divides
-    found += wrong("all_reduce average", bool((x.cpu() == total / ranks).all()))
+    compare("all_reduce average", x, sum_of_ranks / ranks)
 
-    parts = torch.arange(4.0 * ranks, device=device) + rank
+    x = torch.arange(4.0 * ranks, device=device) + rank
     share = torch.empty(4, device=device)
-    dist.reduce_scatter_tensor(share, parts)
+    dist.reduce_scatter_tensor(share, x)
     expected = ranks * (torch.arange(4.0) + 4 * rank) + ranks * (ranks - 1) / 2
-    found += wrong("reduce_scatter", bool((share.cpu() == expected).all()))
+    compare("reduce_scatter", share, expected)
 
+    x = torch.full((4,), float(rank), device=device)
     gathered = torch.empty(4 * ranks, device=device)
-    dist.all_gather_into_tensor(gathered, torch.full((4,), float(rank), device=device))
-    found += wrong(
-        "all_gather", bool((gathered.cpu() == torch.arange(ranks).repeat_interleave(4)).all())
-    )
+    dist.all_gather_into_tensor(gathered, x)
+    compare("all_gather", gathered, torch.arange(ranks).repeat_interleave(4))
 
-    sent = torch.arange(ranks, device=device, dtype=torch.int64) + 10 * rank
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    found += wrong("all_to_all", bool((received.cpu() == torch.arange(ranks) * 10 + rank).all()))
+    x = torch.arange(ranks, device=device, dtype=torch.int64) + 10 * rank
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x)
+    compare("all_to_all", received, torch.arange(ranks) * 10 + rank)
 
     x = torch.full((4,), float(rank), device=device)
     dist.broadcast(x, src=ranks - 1)
-    found += wrong("broadcast", bool((x.cpu() == ranks - 1).all()))
+    compare("broadcast", x, ranks - 1)
+    return wrong
 
-    dist.barrier()
+
+def bandwidth(rank: int, ranks: int, megabytes: int) -> float:
+    """Return the GB/s that all_reduce of a block moves over each link."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("npu", rank)
     block = torch.ones(megabytes << 18, device=device)  # fp32
-    dist.all_reduce(block)  # the first one connects the ranks
-    torch.npu.synchronize()
-    dist.barrier()
-    start = time.perf_counter()
-    dist.all_reduce(block)
-    torch.npu.synchronize()
-    # Every rank runs the same number of collectives in a row, for about two seconds with large blocks.
-    enough = torch.tensor([2.0 if megabytes >= 256 else 0.1], device=device) / (
-        time.perf_counter() - start
-    )
-    dist.all_reduce(enough, op=dist.ReduceOp.MIN)
-    count = max(1, min(int(enough.item()), 1000))
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
-        dist.all_reduce(block)
-    torch.npu.synchronize()
-    seconds = (time.perf_counter() - start) / count
-    moved = 2 * (ranks - 1) / ranks * block.numel() * 4  # bytes that a ring moves over each link
-    return {"wrong": found, "gb_per_s": moved / seconds / 1e9}
+
+    def seconds_of(count: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            dist.all_reduce(block)
+        torch.npu.synchronize()
+        return time.perf_counter() - start
+
+    seconds_of(1)  # the first one connects the ranks
+    # Every rank runs the same number of collectives in a row, for about two seconds with large
+    # blocks.
+    duration = 2.0 if megabytes >= 256 else 0.1
+    count = torch.tensor([duration / seconds_of(1)], device=device)
+    dist.all_reduce(count, op=dist.ReduceOp.MIN)
+    repeats = max(1, min(int(count.item()), 1000))
+    seconds = seconds_of(repeats) / repeats
+    ring_bytes = 2 * (ranks - 1) / ranks * block.numel() * 4  # over each link
+    return ring_bytes / seconds / 1e9
 
 
 def main() -> None:
     """Join the process group as one rank, run the collectives, and print the results."""
-    rank, ranks, port, megabytes = (int(word) for word in sys.argv[1:5])
+    rank, ranks, port, megabytes = map(int, sys.argv[1:5])
     import torch
     import torch.distributed as dist
     import torch_npu  # noqa: F401 - the import defines torch.npu
@@ -95,7 +104,9 @@ def main() -> None:
         "hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
     )
     try:
-        print(json.dumps(results(rank, ranks, megabytes)), flush=True)
+        wrong = wrong_collectives(rank, ranks)
+        speed = bandwidth(rank, ranks, megabytes)
+        print(json.dumps({"wrong": wrong, "gb_per_s": speed}), flush=True)
     finally:
         dist.destroy_process_group()
 

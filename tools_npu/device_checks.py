@@ -1,7 +1,10 @@
-"""The checks that need torch, in a separate process: python -m tools_npu.device_checks PIPE [--bench].
+"""Runs the checks that need torch, in a separate process.
 
-The process writes each result to the file descriptor PIPE as a line of JSON. Before each check it writes a line that
-names the check, so check_npu.py knows which check was running if this process crashes or hangs.
+python -m tools_npu.device_checks PIPE [--bench]
+
+The process writes each result to the file descriptor PIPE as a line of JSON. Before each check it
+writes a line that names the check, so that check_npu.py knows which check was running if this
+process crashes or hangs.
 """
 
 from __future__ import annotations
@@ -13,33 +16,49 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools_npu import bench as benchmark
 from tools_npu import versions
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 HCCL_SECONDS = 240
-MATMUL_SECONDS = (
-    1.0  # the most that one matmul of the speed test may take, because an emulated card is slow
-)
+MATMUL_SECONDS = 1.0  # limit of one matmul of the speed test, because an emulated card is slow
 
 UPDATE = (
     "update CANN and torch_npu; until then set NANOCHAT_KERNELS=plain",
     "升级 CANN 和 torch_npu；升级之前可以先设 NANOCHAT_KERNELS=plain",
 )
+PLAIN_KERNELS = (
+    "bash setup_ascend.sh --fix; if it still fails, set NANOCHAT_KERNELS=plain for now",
+    "bash setup_ascend.sh --fix；如果仍然失败，可以先设 NANOCHAT_KERNELS=plain",
+)
+CHECK_PORTS = (
+    "source setup_ascend.sh; then check the ports, HCCL_IF_IP and HCCL_SOCKET_IFNAME",
+    "先 source setup_ascend.sh；再检查端口、HCCL_IF_IP 和 HCCL_SOCKET_IFNAME",
+)
+UPDATE_DRIVER = ("update the driver and CANN", "升级驱动和 CANN")
 UNKNOWN = (
     "nothing if the lines below pass: training tries each fused operator of this chip first",
     "如果下面各项都通过，不用处理：训练会先逐个试用这种芯片的融合算子",
 )
-IN_CHINESE = {
+# Words in the sources of the chips' peaks.
+SOURCES_ZH = {
     "data sheet": "产品手册",
     "estimate": "估计值",
     "one die": "单个 die",
     ", ": "，",
-}  # parts of chips' sources
+}
+COLLECTIVES = (
+    "all_reduce",
+    "all_reduce average",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+)
 
 
 class Output:
@@ -63,78 +82,103 @@ class Output:
 
 
 def first_line(failure: BaseException) -> str:
-    """The first line of an exception's message, at most 300 characters."""
-    return (str(failure).strip().splitlines() or [repr(failure)])[0][:300]
+    """Return the first line of an exception's message, at most 300 characters."""
+    message = str(failure).strip() or repr(failure)
+    return message.splitlines()[0][:300]
 
 
-# --- loading ---------------------------------------------------------------------------------------
+def explanation(text: str) -> tuple[str, str]:
+    """Return what an error of torch_npu, HCCL or the driver means, in English and Chinese."""
+    from nanochat.platforms import ascend_errors
+
+    return ascend_errors.explain(text, "en"), ascend_errors.explain(text, "zh")
+
+
+# --- loading
+# ---------------------------------------------------------------------------------------
 
 
 def load(out: Output, cann: str) -> str:
-    """Import torch and torch_npu and check that they fit; returns the version of torch_npu, "" if it is unusable."""
-    from nanochat.platforms import ascend_errors
+    """Import torch and torch_npu and check that they fit CANN.
 
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = (
-        "0"  # otherwise `import torch` itself fails if CANN is missing
-    )
-    out.begin("torch")
-    try:
-        import torch
-    except (
-        Exception
-    ) as failure:  # a foreign library may raise anything, and its message is the finding
-        out.line(
-            Line(
-                "torch",
-                FAIL,
-                first_line(failure),
-                first_line(failure),
-                "bash setup_ascend.sh --fix",
-            )
-        )
+    Returns the version of torch_npu, or "" if it is unusable.
+    """
+    # Otherwise `import torch` itself fails if CANN is missing.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    torch = load_torch(out)
+    if not torch:
         return ""
-    status = PASS if versions.release(torch.__version__)[:2] >= versions.TORCH_FLOOR else FAIL
-    out.line(Line("torch", status, torch.__version__, torch.__version__, "bash setup_ascend.sh"))
-    out.begin("torch_npu")
-    try:
-        import torch_npu
-    except Exception as failure:  # see above
-        traceback.print_exc()
-        english, chinese, remedy = ascend_errors.why_not_loaded(str(failure))
-        told = first_line(failure)
-        out.line(
-            Line(
-                "torch_npu",
-                FAIL,
-                f"{english}: {told}" if english else told,
-                f"{chinese}：{told}" if chinese else told,
-                remedy or "bash setup_ascend.sh --fix",
-            )
-        )
+    torch_npu = load_torch_npu(out)
+    if not torch_npu:
         return ""
-    version = str(torch_npu.__version__)
-    pair = versions.pair_fits(torch.__version__, version)
+    pair = versions.pair_fits(torch, torch_npu)
     out.line(
         Line(
             "torch_npu",
             pair.status,
-            pair.english or version,
-            pair.chinese or version,
+            pair.english or torch_npu,
+            pair.chinese or torch_npu,
             "bash setup_ascend.sh --fix",
-            {"version": version, "torch": torch.__version__},
+            {"version": torch_npu, "torch": torch},
         )
     )
-    fit = versions.cann_fits(version, cann)
+    fit = versions.cann_fits(torch_npu, cann)
     out.line(
         Line(
             "torch_npu and CANN",
             fit.status,
-            fit.english or f"torch_npu {version} fits CANN {cann}",
-            fit.chinese or f"torch_npu {version} 与 CANN {cann} 配套",
+            fit.english or f"torch_npu {torch_npu} fits CANN {cann}",
+            fit.chinese or f"torch_npu {torch_npu} 与 CANN {cann} 配套",
             versions.remedy(fit, cann),
         )
     )
+    check_numpy(out, cann)
+    return torch_npu if pair.status == PASS else ""
+
+
+def load_torch(out: Output) -> str:
+    """Import torch and return its version, or "" if it cannot be imported."""
+    out.begin("torch")
+    try:
+        import torch
+    except Exception as failure:  # a library may raise anything, and its message is the finding
+        message = first_line(failure)
+        out.line(Line("torch", FAIL, message, message, "bash setup_ascend.sh --fix"))
+        return ""
+    version = str(torch.__version__)
+    status = PASS if versions.release(version)[:2] >= versions.TORCH_FLOOR else FAIL
+    out.line(Line("torch", status, version, version, "bash setup_ascend.sh"))
+    return version
+
+
+def load_torch_npu(out: Output) -> str:
+    """Import torch_npu and return its version, or "" if it cannot be imported."""
+    from nanochat.platforms import ascend_errors
+
+    out.begin("torch_npu")
+    try:
+        import torch_npu
+    except Exception as failure:  # as in load_torch()
+        traceback.print_exc()
+        english, chinese, remedy = ascend_errors.why_not_loaded(str(failure))
+        message = first_line(failure)
+        out.line(
+            Line(
+                "torch_npu",
+                FAIL,
+                f"{english}: {message}" if english else message,
+                f"{chinese}：{message}" if chinese else message,
+                remedy or "bash setup_ascend.sh --fix",
+            )
+        )
+        return ""
+    return str(torch_npu.__version__)
+
+
+def check_numpy(out: Output, cann: str) -> None:
+    """Check that the compiler of CANN works with the installed numpy."""
     out.begin("numpy and CANN")
+    numpy = ""
     try:
         numpy = metadata.version("numpy")
         fit = versions.numpy_fits(numpy, cann, sys.version_info[:2])
@@ -149,11 +193,10 @@ def load(out: Output, cann: str) -> str:
             "bash setup_ascend.sh",
         )
     )
-    return version if pair.status == PASS else ""
 
 
 def open_card(out: Output) -> int:
-    """Compute on the first card; returns how many cards are visible, 0 if none can be used."""
+    """Compute on the first card; return how many cards are visible, 0 if none can be used."""
     import torch
 
     from nanochat.platforms import ascend_chips, ascend_errors
@@ -174,134 +217,126 @@ def open_card(out: Output) -> int:
             return 0
         torch.npu.set_device(0)
         total = float(torch.arange(100, device="npu:0").sum().cpu())
-        soc, name = int(torch.npu.get_soc_version()), torch.npu.get_device_name(0)
+        soc = int(torch.npu.get_soc_version())
+        name = torch.npu.get_device_name(0)
         free, memory = torch.npu.mem_get_info(0)
     except Exception as failure:  # whatever the driver reports is the finding
-        told = first_line(failure)
-        words = (
-            ascend_errors.explain(str(failure), "en"),
-            ascend_errors.explain(str(failure), "zh"),
-        )
-        remedy = words if words[0] else "npu-smi info"
-        out.line(Line("npu:0", FAIL, f"cannot be used: {told}", f"无法使用：{told}", remedy))
+        message = first_line(failure)
+        meaning = explanation(str(failure))
+        remedy = meaning if meaning[0] else "npu-smi info"
+        out.line(Line("npu:0", FAIL, f"cannot be used: {message}", f"无法使用：{message}", remedy))
         return 0
     chip = ascend_chips.chip_of(soc)
-    known = chip.name if chip else "not in the table of chips"
-    status = FAIL if total != 4950 else PASS if chip else WARN
+    chip_name = chip.name if chip else "not in the table of chips"
     data = {
         "name": name,
         "soc": soc,
-        "chip": known,
+        "chip": chip_name,
         "count": count,
         "memory_gib": round(memory / 2**30, 1),
         "trains": chip is None or chip.trains,
     }
-    what = f"{name} (SoC {soc}, {known}), {memory / 2**30:.0f} GiB, {free / 2**30:.0f} free"
-    english = what + (
-        "" if total == 4950 else f"; it computed 0 + ... + 99 = {total:g} instead of 4950"
-    )
-    chinese = what + ("" if total == 4950 else f"；在卡上算 0 + ... + 99 得到 {total:g}，应为 4950")
-    out.line(
-        Line("npu:0", status, english, chinese, UNKNOWN if status == WARN else "npu-smi info", data)
-    )
-    if words := ascend_errors.in_use(0, free, memory, "en"):
-        chinese = ascend_errors.in_use(0, free, memory, "zh")
-        out.line(Line("npu:0 memory", WARN, words, chinese, "python check_npu.py --processes"))
+    status = PASS if chip else WARN
+    remedy = "npu-smi info" if chip else UNKNOWN
+    gib = f"{memory / 2**30:.0f} GiB, {free / 2**30:.0f} free"
+    english = f"{name} (SoC {soc}, {chip_name}), {gib}"
+    chinese = english
+    if total != 4950:
+        status = FAIL
+        remedy = "npu-smi info"
+        english += f"; it computed 0 + ... + 99 = {total:g} instead of 4950"
+        chinese += f"；在卡上算 0 + ... + 99 得到 {total:g}，应为 4950"
+    out.line(Line("npu:0", status, english, chinese, remedy, data))
+    in_use = ascend_errors.in_use(0, free, memory, "en")
+    if in_use:
+        in_use_zh = ascend_errors.in_use(0, free, memory, "zh")
+        remedy = "python check_npu.py --processes"
+        out.line(Line("npu:0 memory", WARN, in_use, in_use_zh, remedy))
     return count
 
 
-# --- numerics --------------------------------------------------------------------------------------
+# --- numerics
+# --------------------------------------------------------------------------------------
 
 
-def numerics(
-    chip: Any, dtype: Any
-) -> Iterator[tuple[str, Callable[[], float], Any, tuple[str, str]]]:
-    """(name, check, number format, why it is skipped in both languages) for every operation that training needs."""
+class Numeric(NamedTuple):
+    """A check of an operation that training needs."""
+
+    name: str
+    error: Callable[[], float]  # runs the operation, and returns its error
+    dtype: Any  # whose tolerance the error must keep
+    skip: tuple[str, str] = ("", "")  # why this chip skips the check, in English and Chinese
+
+
+def numerics(chip: Any, dtype: Any) -> list[Numeric]:
+    """Return a check for every operation that training needs."""
     import torch
 
     from tools_npu import numerics as check
 
     short = str(dtype).removeprefix("torch.")
-    trains = chip is None or chip.trains
-    no = ("", "")
-    only_inference = (
-        no if trains else ("this inference card has no backward operators", "推理卡没有反向算子")
-    )
-    bf16 = (
-        no
-        if chip is None or chip.bf16
-        else (f"the {chip.name} has no bf16", f"{chip.name} 不支持 bf16")
-    )
-    yield "pinned copy", check.there_and_back, torch.float32, no
-    yield "matmul float16", lambda: check.matmul(torch.float16), torch.float16, only_inference
-    yield (
-        "matmul bfloat16",
-        lambda: check.matmul(torch.bfloat16),
-        torch.bfloat16,
-        bf16 if bf16[0] else only_inference,
-    )
-    yield f"stacked matmul {short}", lambda: check.stacked_matmul(dtype), dtype, no
-    yield f"attention causal {short}", lambda: check.attend(dtype, 255), dtype, only_inference
-    yield f"attention band {short}", lambda: check.attend(dtype, 64), dtype, only_inference
-    yield (
-        f"attention grouped {short}",
-        lambda: check.attend(dtype, 255, kv_heads=2),
-        dtype,
-        only_inference,
-    )
-    yield f"attention decode {short}", lambda: check.decode(dtype), dtype, no
-    yield f"rms norm {short}", lambda: check.norm(dtype), dtype, only_inference
-    yield f"rotary {short}", lambda: check.rotary(dtype), dtype, only_inference
-    yield f"chunked loss {short}", lambda: check.loss(dtype), dtype, only_inference
-    yield "fused AdamW float32", check.adamw, torch.float32, only_inference
+    training = ("", "")  # whether this chip skips operations that only training needs
+    if chip is not None and not chip.trains:
+        training = ("this inference card has no backward operators", "推理卡没有反向算子")
+    bf16 = training
+    if chip is not None and not chip.bf16:
+        bf16 = (f"the {chip.name} has no bf16", f"{chip.name} 不支持 bf16")
+    return [
+        Numeric("pinned copy", check.there_and_back, torch.float32),
+        Numeric("matmul float16", lambda: check.matmul(torch.float16), torch.float16, training),
+        Numeric("matmul bfloat16", lambda: check.matmul(torch.bfloat16), torch.bfloat16, bf16),
+        Numeric(f"stacked matmul {short}", lambda: check.stacked_matmul(dtype), dtype),
+        Numeric(f"attention causal {short}", lambda: check.attend(dtype, 255), dtype, training),
+        Numeric(f"attention band {short}", lambda: check.attend(dtype, 64), dtype, training),
+        Numeric(
+            f"attention grouped {short}",
+            lambda: check.attend(dtype, 255, kv_heads=2),
+            dtype,
+            training,
+        ),
+        Numeric(f"attention decode {short}", lambda: check.decode(dtype), dtype),
+        Numeric(f"rms norm {short}", lambda: check.norm(dtype), dtype, training),
+        Numeric(f"rotary {short}", lambda: check.rotary(dtype), dtype, training),
+        Numeric(f"chunked loss {short}", lambda: check.loss(dtype), dtype, training),
+        Numeric("fused AdamW float32", check.adamw, torch.float32, training),
+    ]
 
 
 def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
     """Report the error of each operation compared with fp32 on the host."""
     from tools_npu.numerics import TOLERANCE
 
-    for name, check, kind, left_out in numerics(chip, dtype):
-        out.begin(name)
-        if left_out[0]:
-            out.line(Line(name, SKIP, *left_out))
+    for check in numerics(chip, dtype):
+        out.begin(check.name)
+        if check.skip[0]:
+            out.line(Line(check.name, SKIP, *check.skip))
             continue
         try:
-            wrong = check()
+            error = check.error()
         except Exception as failure:  # one operation that fails must not hide the others
             traceback.print_exc()
-            told = f"{type(failure).__name__}: {first_line(failure)}"
-            out.line(
-                Line(
-                    name,
-                    FAIL,
-                    told,
-                    told,
-                    (
-                        "bash setup_ascend.sh --fix; if it still fails, set NANOCHAT_KERNELS=plain for now",
-                        "bash setup_ascend.sh --fix；如果仍然失败，可以先设 NANOCHAT_KERNELS=plain",
-                    ),
-                )
-            )
+            message = f"{type(failure).__name__}: {first_line(failure)}"
+            out.line(Line(check.name, FAIL, message, message, PLAIN_KERNELS))
             continue
-        allowed = TOLERANCE[kind]
-        text = f"error {wrong:.1e}, limit {allowed:.0e}"
+        limit = TOLERANCE[check.dtype]
         out.line(
             Line(
-                name,
-                PASS if wrong <= allowed else FAIL,
-                text,
-                f"误差 {wrong:.1e}，上限 {allowed:.0e}",
+                check.name,
+                PASS if error <= limit else FAIL,
+                f"error {error:.1e}, limit {limit:.0e}",
+                f"误差 {error:.1e}，上限 {limit:.0e}",
                 UPDATE,
-                {"error": wrong, "allowed": allowed},
+                {"error": error, "allowed": limit},
             )
         )
 
 
-# --- speed -----------------------------------------------------------------------------------------
+# --- speed
+# -----------------------------------------------------------------------------------------
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> float:
-    """The time of the fastest of `repeats` runs, including the work on the device."""
+    """Return the time of the fastest of `repeats` runs, including the work on the device."""
     import torch
 
     best = float("inf")
@@ -320,7 +355,7 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
 
     short = str(dtype).removeprefix("torch.")
     out.begin("matmul speed")
-    size, seconds = 512, 0.0
+    size = 512
     while True:
         a = torch.ones(size, size, dtype=dtype, device="npu:0")
         b = a.clone()
@@ -330,15 +365,17 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
         size *= 2
     seconds = min(seconds, seconds_of(lambda: torch.mm(a, b), 3))
     tflops = 2 * size**3 / seconds / 1e12
-    known = chip is not None and chip.tflops > 0
-    english, chinese = ", peak unknown", "，峰值未知"
-    if known:
-        share, source = 100 * tflops / chip.tflops, chip.source
-        for word, other in IN_CHINESE.items():
-            source = source.replace(word, other)
-        english = f", {share:.0f} % of {chip.tflops:g} ({chip.source})"
-        chinese = f"，是峰值 {chip.tflops:g} 的 {share:.0f}%（{source}）"
-    slow = known and tflops < 0.4 * chip.tflops
+    peak = chip.tflops if chip is not None and chip.tflops > 0 else None
+    english = ", peak unknown"
+    chinese = "，峰值未知"
+    if peak:
+        percent = f"{100 * tflops / peak:.0f}"
+        source_zh = chip.source
+        for word, word_zh in SOURCES_ZH.items():
+            source_zh = source_zh.replace(word, word_zh)
+        english = f", {percent} % of {peak:g} ({chip.source})"
+        chinese = f"，是峰值 {peak:g} 的 {percent}%（{source_zh}）"
+    slow = peak is not None and tflops < 0.4 * peak
     out.line(
         Line(
             "matmul speed",
@@ -349,110 +386,94 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
                 "check power, temperature and other processes with `npu-smi info`",
                 "用 npu-smi info 查看功耗、温度，以及有没有其他进程",
             ),
-            {"tflops": tflops, "size": size, "peak": chip.tflops if known else None},
+            {"tflops": tflops, "size": size, "peak": peak},
         )
     )
 
 
-# --- collectives -------------------------------------------------------------------------------------
+# --- collectives
+# -------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
-    """A TCP port of this host that is free now."""
+    """Return a TCP port of this host that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
+class RankResult(NamedTuple):
+    """How the process of one rank ended."""
+
+    rank: int
+    exit_code: int
+    output: str
+    errors: str
+
+
 def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
-    """Check each HCCL collective over all visible cards for its known answer; returns GB/s of all_reduce, if any."""
+    """Check each HCCL collective over all visible cards; return GB/s of all_reduce, if any."""
     from nanochat.platforms.ascend_environment import PortBlocks
 
     if ranks < 2:
         out.line(Line("hccl", SKIP, "only one card is visible", "只有一张可见的卡"))
         return None
     out.begin("hccl")
-    ports = PortBlocks()  # held until the ranks have answered
-    env = {
-        **os.environ,
-        "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ports.free(hold=True)),
-    }
+    ports = PortBlocks()  # reserved until the ranks have answered
+    env = dict(os.environ)
+    env["HCCL_IF_BASE_PORT"] = env.get("HCCL_IF_BASE_PORT") or str(ports.free(hold=True))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
-    port = str(free_port())
     command = [sys.executable, "-m", "tools_npu.collectives"]
-    started = [
-        subprocess.Popen(
+    port = str(free_port())
+    processes = []
+    for rank in range(ranks):
+        process = subprocess.Popen(
             [*command, str(rank), str(ranks), port, str(megabytes)],
             env=env,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for rank in range(ranks)
-    ]
+        processes.append(process)
+    return report_collectives(out, wait_for_ranks(processes), ranks)
+
+
+def wait_for_ranks(processes: Sequence[subprocess.Popen[str]]) -> list[RankResult]:
+    """Wait for all ranks, and kill all of them if one takes too long."""
     deadline = time.monotonic() + HCCL_SECONDS
-    answers = []
-    for rank, process in enumerate(started):
+    results = []
+    for rank, process in enumerate(processes):
         try:
-            said, failed = process.communicate(timeout=max(deadline - time.monotonic(), 1))
+            remaining = max(deadline - time.monotonic(), 1)
+            output, errors = process.communicate(timeout=remaining)
         except subprocess.TimeoutExpired:
-            for other in started:
+            for other in processes:
                 other.kill()
-            said, failed = process.communicate()
-            failed += f"\nrank {rank} did not answer within {HCCL_SECONDS} s"
-        answers.append((rank, process.returncode, said, failed))
-    return report_collectives(out, answers, ranks)
+            output, errors = process.communicate()
+            errors += f"\nrank {rank} did not answer within {HCCL_SECONDS} s"
+        results.append(RankResult(rank, process.returncode, output, errors))
+    return results
 
 
 def report_collectives(
-    out: Output, answers: list[tuple[int, int, str, str]], ranks: int
+    out: Output,
+    results: Sequence[RankResult],
+    ranks: int,
 ) -> float | None:
-    """Report the results of all ranks, or the first rank that failed; returns GB/s of all_reduce if all are correct."""
-    from nanochat.platforms import ascend_errors
-
-    broken = [answer for answer in answers if answer[1] != 0]
-    if broken:
-        rank, code, _, failed = broken[0]
-        sys.stderr.write(failed)
-        last = (failed.strip().splitlines() or [f"exit code {code}"])[-1][:300]
-        words = (ascend_errors.explain(failed, "en"), ascend_errors.explain(failed, "zh"))
-        general = (
-            "source setup_ascend.sh; then check the ports, HCCL_IF_IP and HCCL_SOCKET_IFNAME",
-            "先 source setup_ascend.sh；再检查端口、HCCL_IF_IP 和 HCCL_SOCKET_IFNAME",
-        )
-        out.line(
-            Line(
-                "hccl",
-                FAIL,
-                f"rank {rank}: {last}",
-                f"进程 {rank}：{last}",
-                words if words[0] else general,
-            )
-        )
+    """Report the results of all ranks; return GB/s of all_reduce if all of them are correct."""
+    failed = [result for result in results if result.exit_code != 0]
+    if failed:
+        report_failed_rank(out, failed[0])
         return None
-    results = [json.loads(said.strip().splitlines()[-1]) for _, _, said, _ in answers]
-    for name in (
-        "all_reduce",
-        "all_reduce average",
-        "reduce_scatter",
-        "all_gather",
-        "all_to_all",
-        "broadcast",
-    ):
-        wrong = [str(rank) for rank, result in enumerate(results) if name in result["wrong"]]
-        text = f"wrong on rank {', '.join(wrong)}" if wrong else f"correct on {ranks} ranks"
+    answers = [json.loads(result.output.strip().splitlines()[-1]) for result in results]
+    for name in COLLECTIVES:
+        wrong = [str(rank) for rank, answer in enumerate(answers) if name in answer["wrong"]]
+        english = f"wrong on rank {', '.join(wrong)}" if wrong else f"correct on {ranks} ranks"
         chinese = f"进程 {'、'.join(wrong)} 结果错误" if wrong else f"{ranks} 个进程结果正确"
-        out.line(
-            Line(
-                f"hccl {name}",
-                FAIL if wrong else PASS,
-                text,
-                chinese,
-                ("update the driver and CANN", "升级驱动和 CANN"),
-            )
-        )
-    speed = min(result["gb_per_s"] for result in results)
+        status = FAIL if wrong else PASS
+        out.line(Line(f"hccl {name}", status, english, chinese, UPDATE_DRIVER))
+    speed = min(answer["gb_per_s"] for answer in answers)
     out.line(
         Line(
             "hccl bandwidth",
@@ -462,51 +483,62 @@ def report_collectives(
             data={"gb_per_s": speed, "ranks": ranks},
         )
     )
-    return None if any(result["wrong"] for result in results) else speed
+    return None if any(answer["wrong"] for answer in answers) else speed
 
 
-# --- all checks ------------------------------------------------------------------------------------
+def report_failed_rank(out: Output, result: RankResult) -> None:
+    """Report the last line of a rank's errors, and what it means if that is known."""
+    sys.stderr.write(result.errors)
+    error_lines = result.errors.strip().splitlines() or [f"exit code {result.exit_code}"]
+    last = error_lines[-1][:300]
+    meaning = explanation(result.errors)
+    remedy = meaning if meaning[0] else CHECK_PORTS
+    rank = result.rank
+    out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"进程 {rank}：{last}", remedy))
+
+
+# --- all checks ----------------------------------------------------------------------------------
+
+
+def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
+    """Run the checks that need a usable card; `count` cards are visible."""
+    import torch
+
+    from nanochat.platforms import ascend_chips
+
+    soc = int(torch.npu.get_soc_version())
+    chip = ascend_chips.chip_of(soc)
+    bf16 = chip.bf16 if chip else torch.npu.is_bf16_supported()
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    check_numerics(out, chip, dtype)
+    check_speed(out, chip, dtype)
+    figures = None
+    if bench and (chip is None or chip.trains):
+        figures = benchmark.measure(out.begin, out.line, dtype)
+    elif bench:
+        out.line(
+            Line(
+                "bench",
+                SKIP,
+                "the planner plans training, and this card is for inference",
+                "规划器只规划训练，而这是推理卡",
+            )
+        )
+    link = check_collectives(out, count, 256 if bench else 16)
+    if figures:
+        name = chip.name if chip else f"SoC {soc}"
+        out.begin("bench file")
+        out.line(benchmark.save(figures, link, count, name, dtype, cann))
 
 
 def main() -> None:
     """Run all checks; stop early if a check fails that the later ones need."""
     out = Output(int(sys.argv[1]))
-    bench = "--bench" in sys.argv
-    if not load(out, os.environ.get("NANOCHAT_CHECK_CANN", "")):
-        out.write({"end": True})
-        return
-    count = open_card(out)
-    if count:
-        import torch
-
-        from nanochat.platforms import ascend_chips
-
-        chip = ascend_chips.chip_of(int(torch.npu.get_soc_version()))
-        bf16 = chip.bf16 if chip else torch.npu.is_bf16_supported()
-        dtype = torch.bfloat16 if bf16 else torch.float16
-        check_numerics(out, chip, dtype)
-        check_speed(out, chip, dtype)
-        figures = None
-        if bench and (chip is None or chip.trains):
-            figures = benchmark.measure(out.begin, out.line, dtype)
-        elif bench:
-            out.line(
-                Line(
-                    "bench",
-                    SKIP,
-                    "the planner plans training, and this card is for inference",
-                    "规划器只规划训练，而这是推理卡",
-                )
-            )
-        link = check_collectives(out, count, 256 if bench else 16)
-        if figures:
-            name = chip.name if chip else f"SoC {int(torch.npu.get_soc_version())}"
-            out.begin("bench file")
-            out.line(
-                benchmark.save(
-                    figures, link, count, name, dtype, os.environ.get("NANOCHAT_CHECK_CANN", "")
-                )
-            )
+    cann = os.environ.get("NANOCHAT_CHECK_CANN", "")
+    if load(out, cann):
+        count = open_card(out)
+        if count:
+            check_card(out, count, cann, bench="--bench" in sys.argv)
     out.write({"end": True})
 
 

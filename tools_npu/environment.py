@@ -11,10 +11,18 @@ from typing import Mapping, NamedTuple
 
 from tools_npu.versions import order
 
-FILES_WANTED = 4096
+OPEN_FILES = 4096  # that jobs with many ranks need
+SHELL_VARIABLES = {"_", "PWD", "OLDPWD", "SHLVL"}  # every shell sets these itself
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")  # of torch, of torch_npu
+# Variable, smallest and largest number of seconds, and the value that set-up exports.
+TIME_OUTS = (
+    ("HCCL_CONNECT_TIMEOUT", 120, 7200, "1200"),
+    ("HCCL_EXEC_TIMEOUT", 0, 2147483647, "1836"),
+)
 NAME = re.compile(r"[A-Za-z_]\w*")
-# The first patch of each minor of torch_npu that reads PYTORCH_ALLOC_CONF: TorchNPU 26.2 with torch 2.10 or later.
-FIRST_WITH_TORCHS_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
+# The first patch of each minor of torch_npu that reads PYTORCH_ALLOC_CONF: TorchNPU 26.2 with torch
+# 2.10 or later.
+FIRST_WITH_TORCH_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
 # Those that read TORCH_HCCL_ASYNC_ERROR_HANDLING, and warn of the older name.
 FIRST_WITH_ASYNC_NAME = {(2, 7): 11, (2, 9): 9, (2, 10): 7, (2, 11): 3, (2, 12): 3}
 
@@ -27,21 +35,33 @@ class Variable(NamedTuple):
 
 
 def allocator_variable(torch_npu: str) -> str:
-    """The allocator variable of a torch_npu; nanochat/platforms/ascend_environment.py says the same to a job."""
-    number, post = order(torch_npu)
-    torchs = number[:2] >= (2, 13) or post >= FIRST_WITH_TORCHS_NAME.get(number[:2], post + 1)
-    return "PYTORCH_ALLOC_CONF" if torchs else "PYTORCH_NPU_ALLOC_CONF"
+    """Return the allocator variable that a torch_npu reads.
+
+    nanochat/platforms/ascend_environment.py sets the same variable for a job.
+    """
+    if is_since(torch_npu, FIRST_WITH_TORCH_NAME):
+        return "PYTORCH_ALLOC_CONF"
+    return "PYTORCH_NPU_ALLOC_CONF"
 
 
-def wanted(torch_npu: str) -> list[Variable]:
-    """The variables that setup_ascend.sh exports; a value that the user has already set wins.
+def is_since(torch_npu: str, first_patches: Mapping[tuple[int, ...], int]) -> bool:
+    """Return whether a torch_npu is at least as new as the first patch of its minor, or as 2.13."""
+    number, patch = order(torch_npu)
+    minor = number[:2]
+    if minor >= (2, 13):
+        return True
+    return minor in first_patches and patch >= first_patches[minor]
 
-    HCCL_IF_BASE_PORT is not among them, because each job picks a free block of ports when it starts.
+
+def exported_variables(torch_npu: str) -> list[Variable]:
+    """Return the variables that setup_ascend.sh exports, unless the user has set them.
+
+    HCCL_IF_BASE_PORT is not among them, because each job picks a free block of ports when it
+    starts.
     """
     return [
-        Variable(
-            "TASK_QUEUE_ENABLE", "2"
-        ),  # two queues of launches: small models are limited by the host
+        # Two queues of launches, because small models are limited by the host.
+        Variable("TASK_QUEUE_ENABLE", "2"),
         Variable(allocator_variable(torch_npu), "expandable_segments:True"),
         Variable("CPU_AFFINITY_CONF", "2"),
         Variable("HCCL_CONNECT_TIMEOUT", "1200"),
@@ -52,7 +72,7 @@ def wanted(torch_npu: str) -> list[Variable]:
 
 
 class Finding(NamedTuple):
-    """A harmful variable: WARN or FAIL, the reason in both languages, and the command that fixes it."""
+    """A harmful variable: WARN or FAIL, the reason in two languages, and the command that fixes it."""
 
     status: str
     name: str
@@ -66,64 +86,63 @@ def _whole_number(value: str) -> int:
 
 
 def _allocator(environment: Mapping[str, str], torch_npu: str) -> list[Finding]:
-    found = []
-    both = [
-        name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF") if environment.get(name)
-    ]
-    if len(both) == 2:
-        found.append(
+    findings = []
+    names = [name for name in ALLOCATOR_VARIABLES if environment.get(name)]
+    if len(names) == 2:
+        first, second = names
+        findings.append(
             Finding(
                 "FAIL",
-                both[1],
-                f"{both[0]} and {both[1]} are both set, which makes torch_npu abort",
-                f"{both[0]} 和 {both[1]} 不能同时设置，否则 torch_npu 会中止",
-                f"unset {both[1]}",
+                second,
+                f"{first} and {second} are both set, which makes torch_npu abort",
+                f"{first} 和 {second} 不能同时设置，否则 torch_npu 会中止",
+                f"unset {second}",
             )
         )
-    for name in both:
+    for name in names:
         value = environment[name]
-        if "expandable_segments:True" in value and re.search(
-            "max_split_size_mb|garbage_collection_threshold", value
-        ):
-            found.append(
+        conflicting = re.search("max_split_size_mb|garbage_collection_threshold", value)
+        if "expandable_segments:True" in value and conflicting:
+            findings.append(
                 Finding(
                     "FAIL",
                     name,
                     f"{name}: expandable_segments cannot be combined with max_split_size_mb or "
                     "garbage_collection_threshold",
-                    f"{name}：expandable_segments 不能与 max_split_size_mb 或 garbage_collection_threshold 一起用",
+                    f"{name}：expandable_segments 不能与 max_split_size_mb 或 "
+                    "garbage_collection_threshold 一起用",
                     f"export {name}=expandable_segments:True",
                 )
             )
-    right = allocator_variable(torch_npu) if torch_npu else ""
-    if (
-        both == ["PYTORCH_ALLOC_CONF"] and right == "PYTORCH_NPU_ALLOC_CONF"
-    ):  # the older name is read by every release
-        found.append(
+    # Every release reads the older name.
+    torch_name, npu_name = ALLOCATOR_VARIABLES
+    if names == [torch_name] and torch_npu and allocator_variable(torch_npu) == npu_name:
+        findings.append(
             Finding(
                 "WARN",
-                both[0],
-                f"torch_npu {torch_npu} reads {right}, not {both[0]}",
-                f"torch_npu {torch_npu} 读取的是 {right}，而不是 {both[0]}",
-                f"export {right}=${both[0]}; unset {both[0]}",
+                torch_name,
+                f"torch_npu {torch_npu} reads {npu_name}, not {torch_name}",
+                f"torch_npu {torch_npu} 读取的是 {npu_name}，而不是 {torch_name}",
+                f"export {npu_name}=${torch_name}; unset {torch_name}",
             )
         )
-    return found
+    return findings
 
 
 def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
-    """Every variable that conflicts with another, has no effect, or slows a run down."""
-    found = _allocator(environment, torch_npu)
+    """Return a finding for every variable that conflicts, has no effect, or slows a run down."""
+    findings = _allocator(environment, torch_npu)
 
-    def add(status: str, name: str, english: str, chinese: str, remedy: str) -> None:
-        found.append(
-            Finding(
-                status,
-                name,
-                f"{name}={environment[name]}: {english}",
-                f"{name}={environment[name]}：{chinese}",
-                remedy,
-            )
+    def add(
+        status: str,
+        name: str,
+        english: str,
+        chinese: str,
+        remedy: str,
+    ) -> None:
+        setting = f"{name}={environment[name]}"
+        findings.append(
+            Finding(status, name, f"{setting}: {english}", f"{setting}：{chinese}", remedy)
         )
 
     if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
@@ -158,32 +177,26 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
             "没有启用任务队列，卡会空等主机下发算子",
             "export TASK_QUEUE_ENABLE=2",
         )
-    for name, low, high in [
-        ("HCCL_CONNECT_TIMEOUT", 120, 7200),
-        ("HCCL_EXEC_TIMEOUT", 0, 2147483647),
-    ]:
+    for name, low, high, default in TIME_OUTS:
         if name in environment and not low <= _whole_number(environment[name]) <= high:
             add(
                 "FAIL",
                 name,
                 f"must be a whole number of seconds from {low} to {high}",
                 f"应为 {low} 到 {high} 之间的整数，单位秒",
-                f"export {name}={'1200' if low else '1836'}",
+                f"export {name}={default}",
             )
-    if (
-        "HCCL_ASYNC_ERROR_HANDLING" in environment
-        and "TORCH_HCCL_ASYNC_ERROR_HANDLING" not in environment
-    ):
-        number, post = order(torch_npu)
-        if number[:2] >= (2, 13) or post >= FIRST_WITH_ASYNC_NAME.get(number[:2], post + 1):
-            value = environment["HCCL_ASYNC_ERROR_HANDLING"]
-            add(
-                "WARN",
-                "HCCL_ASYNC_ERROR_HANDLING",
-                f"torch_npu {torch_npu} calls it TORCH_HCCL_ASYNC_ERROR_HANDLING",
-                f"torch_npu {torch_npu} 已改名为 TORCH_HCCL_ASYNC_ERROR_HANDLING",
-                f"export TORCH_HCCL_ASYNC_ERROR_HANDLING={value}; unset HCCL_ASYNC_ERROR_HANDLING",
-            )
+    old_name = "HCCL_ASYNC_ERROR_HANDLING"
+    new_name = "TORCH_HCCL_ASYNC_ERROR_HANDLING"
+    only_old_name = old_name in environment and new_name not in environment
+    if only_old_name and is_since(torch_npu, FIRST_WITH_ASYNC_NAME):
+        add(
+            "WARN",
+            old_name,
+            f"torch_npu {torch_npu} calls it {new_name}",
+            f"torch_npu {torch_npu} 已改名为 {new_name}",
+            f"export {new_name}={environment[old_name]}; unset {old_name}",
+        )
     if environment.get("CUDA_VISIBLE_DEVICES") and not environment.get("ASCEND_RT_VISIBLE_DEVICES"):
         add(
             "WARN",
@@ -211,43 +224,46 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
             "在没有配置 CANN 的 shell 里，import torch 会失败",
             "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
         )
-    return found
+    return findings
 
 
-def advice(one: Finding, fix: bool) -> tuple[str, str]:
-    """What set-up says about a harmful variable; `fix`: after --fix of a script that was started, not sourced."""
+def advice(finding: Finding, fix: bool) -> tuple[str, str]:
+    """Return the message of set-up about a harmful variable, in English and Chinese.
+
+    `fix` says that --fix was given to a script that was started and not sourced.
+    """
     if not fix:
         return (
-            f"{one.english}. Run: {one.remedy}; or source setup_ascend.sh --fix",
-            f"{one.chinese}。请执行 {one.remedy}，或 source setup_ascend.sh --fix",
+            f"{finding.english}. Run: {finding.remedy}; or source setup_ascend.sh --fix",
+            f"{finding.chinese}。请执行 {finding.remedy}，或 source setup_ascend.sh --fix",
         )
     return (
-        f"{one.english}. `bash setup_ascend.sh --fix` cannot change your shell; type source setup_ascend.sh --fix, "
-        f"or {one.remedy}",
-        f"{one.chinese}。bash setup_ascend.sh --fix 改不了当前 shell，请输入 source setup_ascend.sh --fix，或 "
-        f"{one.remedy}",
+        f"{finding.english}. `bash setup_ascend.sh --fix` cannot change your shell; type source "
+        f"setup_ascend.sh --fix, or {finding.remedy}",
+        f"{finding.chinese}。bash setup_ascend.sh --fix 改不了当前 shell，请输入 source setup_ascend.sh "
+        f"--fix，或 {finding.remedy}",
     )
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The lines that turn one environment into the other in any shell."""
-    own = {"_", "PWD", "OLDPWD", "SHLVL"}  # every shell sets these itself
-    names = sorted(name for name in {*old, *new} - own if NAME.fullmatch(name))
-    lines = [
-        f"export {name}={shlex.quote(new[name])}"
-        for name in names
-        if name in new and old.get(name) != new[name]
-    ]
+    """Return the lines that turn one environment into the other in any shell."""
+    names = sorted({*old, *new} - SHELL_VARIABLES)
+    names = [name for name in names if NAME.fullmatch(name)]
+    lines = []
+    for name in names:
+        if name in new and old.get(name) != new[name]:
+            lines.append(f"export {name}={shlex.quote(new[name])}")
     lines += [f"unset {name}" for name in names if name not in new]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < FILES_WANTED and (hard == resource.RLIM_INFINITY or hard > soft):
-        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        lines.append(f"ulimit -S -n {most}")
+    if hard == resource.RLIM_INFINITY:
+        hard = max(soft, 65536)
+    if soft < OPEN_FILES and soft < hard:
+        lines.append(f"ulimit -S -n {min(hard, 65536)}")
     return lines
 
 
 def port_is_free(port: int) -> bool:
-    """Whether this process can bind a TCP port of this host."""
+    """Return whether this process can bind a TCP port of this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))

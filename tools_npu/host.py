@@ -1,7 +1,7 @@
-"""What an Ascend host shows without torch: CANN, the driver, device files, groups, npu-smi.
+"""Finds what an Ascend host has, without torch: CANN, the driver, device files, groups, npu-smi.
 
-Absolute paths are looked up under the folder ASCEND_ROOT_PREFIX, which is empty on a real host. Tests set it to a
-folder that imitates a host.
+Absolute paths are looked up under the folder ASCEND_ROOT_PREFIX, which is empty on a real host.
+Tests set it to a folder that imitates a host.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from tools_npu.versions import cann_key
 
 GROUP = "HwHiAiUser"
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
-LAYOUTS = (
-    "cann",
-    "ascend-toolkit",
-    "nnae",
-    "latest",
-)  # subfolders of Ascend/ that hold set_env.sh, newest first
+# Subfolders of Ascend/ that hold set_env.sh, the newest layout first.
+LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")
 SMI_SECONDS = 30
 
 
 class Cann(NamedTuple):
-    """An installed CANN: the folder with its libraries, the script that sets its variables, its version."""
+    """An installed CANN: its folder, the script that sets its variables, and its version."""
 
     home: str
     set_env: str
@@ -36,7 +32,7 @@ class Cann(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The driver's version ("" if unknown), and the folders of the driver that belong on LD_LIBRARY_PATH."""
+    """The driver: its version ("" if unknown), its folder, and its folders for LD_LIBRARY_PATH."""
 
     version: str
     path: str
@@ -51,110 +47,120 @@ class Device(NamedTuple):
 
 
 def prefix(environment: Mapping[str, str]) -> str:
-    """The folder that is put in front of every absolute path."""
+    """Return the folder that is put in front of every absolute path."""
     return environment.get("ASCEND_ROOT_PREFIX", "").rstrip("/")
 
 
-def first_value(path: Path, name: str) -> str:
-    """The value of the first `name=value` line of a file; "" if there is no such line or no file."""
+def read_text(path: Path) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(rf"^{name}\s*=\s*(\S+)", text, re.M | re.I)
-    return found[1] if found else ""
+
+
+def first_value(path: Path, name: str) -> str:
+    """Return the value of the first `name=value` line of a file, or ""."""
+    match = re.search(rf"^{name}\s*=\s*(\S+)", read_text(path), re.M | re.I)
+    return match[1] if match else ""
 
 
 def cann_version(home: Path) -> str:
-    """The version that the installer wrote to <arch>-linux/ascend_*_install.info, or else to version.cfg."""
+    """Return the version in <arch>-linux/ascend_*_install.info, or else in version.cfg."""
     for info in sorted(home.glob("*-linux/ascend_*_install.info")):
-        if version := first_value(info, "version"):
+        version = first_value(info, "version")
+        if version:
             return version
+    # In runtime_running_version=[7.0.0.1:8.3.RC1] the component's version comes first, the
+    # package's second.
+    pattern = r"(?:toolkit|runtime)_running_version=\[[^\]:]*:([^\]]+)\]"
     for name in ("version.cfg", "share/version.cfg"):
-        try:
-            text = (home / name).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        # In runtime_running_version=[7.0.0.1:8.3.RC1] the component's version comes first, the package's second.
-        if found := re.search(r"(?:toolkit|runtime)_running_version=\[[^\]:]*:([^\]]+)\]", text):
-            return found[1]
+        match = re.search(pattern, read_text(home / name))
+        if match:
+            return match[1]
     return ""
 
 
 def home_of(set_env: Path) -> Path:
-    """The folder of the libraries beside a set_env.sh: `latest` in the old layout, the same folder in the new one."""
+    """Return the folder of the libraries that belong to a set_env.sh.
+
+    It is `latest` beside the script in the old layout, and the script's own folder in the new one.
+    """
     latest = set_env.parent / "latest"
     return latest if latest.is_dir() else set_env.parent
 
 
 def installed_in(folder: Path) -> list[Cann]:
-    """Every CANN in a folder such as /usr/local/Ascend, the newest first."""
-    found = []
+    """Return every CANN in a folder such as /usr/local/Ascend, the newest first."""
+    canns = []
     for layout in LAYOUTS:
         script = folder / layout / "set_env.sh"
         if script.is_file():
             home = home_of(script)
-            found.append(Cann(str(home), str(script), cann_version(home), layout))
-    return newest_first(found)
+            canns.append(Cann(str(home), str(script), cann_version(home), layout))
+    return newest_first(canns)
 
 
 def newest_first(canns: list[Cann]) -> list[Cann]:
-    """The same, sorted by version."""
+    """Return the same list, sorted by version."""
     return sorted(canns, key=lambda cann: cann_key(cann.version) or (0, 0, 0, 0), reverse=True)
 
 
 def named_cann(environment: Mapping[str, str]) -> Cann | None:
-    """The CANN that the environment names, by its own folder or, as ASCEND_HOME does in guides, by the one above."""
+    """Return the CANN that the environment names.
+
+    A variable names the folder of CANN or, as ASCEND_HOME does in guides, the folder above it.
+    """
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME"):
         home = Path(environment.get(variable) or "/nowhere")
         inside = installed_in(home)
         if inside and not (home / "set_env.sh").is_file():
             return inside[0]._replace(layout="environment")
-        scripts = [
-            str(path / "set_env.sh")
-            for path in (home, home.parent)
-            if (path / "set_env.sh").is_file()
-        ]
+        candidates = (home / "set_env.sh", home.parent / "set_env.sh")
+        scripts = [str(path) for path in candidates if path.is_file()]
         if home.is_dir() and (scripts or variable != "ASCEND_HOME"):
-            return Cann(str(home), (scripts or [""])[0], cann_version(home), "environment")
+            script = scripts[0] if scripts else ""
+            return Cann(str(home), script, cann_version(home), "environment")
     return None
 
 
 def find_canns(environment: Mapping[str, str]) -> list[Cann]:
-    """Every CANN of this host: the one that the environment names comes first, then the newest."""
-    named = named_cann(environment)
+    """Return every CANN of this host: first the one that the environment names, then the newest."""
     folders = [Path(prefix(environment) + "/usr/local/Ascend")]
     if environment.get("HOME"):
         folders.append(Path(environment["HOME"]) / "Ascend")
-    found, seen = [], set()
-    for cann in [
-        *([named] if named else []),
-        *newest_first([one for path in folders for one in installed_in(path)]),
-    ]:
-        if os.path.realpath(cann.home) not in seen:
-            found.append(cann)
-            seen.add(os.path.realpath(cann.home))
-    return found
+    canns = newest_first([cann for folder in folders for cann in installed_in(folder)])
+    named = named_cann(environment)
+    if named:
+        canns.insert(0, named)
+    by_home: dict[str, Cann] = {}
+    for cann in canns:
+        by_home.setdefault(os.path.realpath(cann.home), cann)
+    return list(by_home.values())
 
 
 def find_driver(environment: Mapping[str, str]) -> Driver | None:
-    """The driver, read from its version.info; /etc/ascend_install.info may name the folder of the driver.
+    """Return the driver; /etc/ascend_install.info may name its folder.
 
-    In a container of the Ascend Docker Runtime, which mounts the libraries without version.info, the version is "".
+    In a container of the Ascend Docker Runtime, which mounts the libraries without version.info,
+    the version is "".
     """
     root = prefix(environment)
-    told = first_value(Path(root + "/etc/ascend_install.info"), "Driver_Install_Path_Param")
-    paths = [Path(f"{root}{base}/driver") for base in (told, "/usr/local/Ascend") if base]
-    installed = [path for path in paths if (path / "version.info").is_file()]
-    for path in installed or [path for path in paths if (path / "lib64").is_dir()]:
-        folders = [path / "lib64" / name for name in ("common", "driver", "")]
-        there = tuple(str(folder) for folder in folders if folder.is_dir())
-        return Driver(first_value(path / "version.info", "Version"), str(path), there)
-    return None
+    named = first_value(Path(root + "/etc/ascend_install.info"), "Driver_Install_Path_Param")
+    paths = [Path(f"{root}{base}/driver") for base in (named, "/usr/local/Ascend") if base]
+    candidates = [path for path in paths if (path / "version.info").is_file()]
+    if not candidates:
+        candidates = [path for path in paths if (path / "lib64").is_dir()]
+    if not candidates:
+        return None
+    path = candidates[0]
+    folders = [path / "lib64" / name for name in ("common", "driver", "")]
+    libraries = tuple(str(folder) for folder in folders if folder.is_dir())
+    return Driver(first_value(path / "version.info", "Version"), str(path), libraries)
 
 
 def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Device]]:
-    """The device files of the cards in the order of their numbers, and the manager files that exist."""
+    """Return the device files of the cards by number, and the manager files that exist."""
     folder = Path(prefix(environment) + "/dev")
 
     def device(path: Path) -> Device:
@@ -166,35 +172,36 @@ def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Dev
     return [device(path) for path in cards], [device(path) for path in managers if path.exists()]
 
 
-def may_use_devices(environment: Mapping[str, str], user: int, groups: Sequence[int]) -> bool:
-    """Whether a user is root or in the driver's group; every user passes on a host that has no such group."""
+def may_use_devices(
+    environment: Mapping[str, str],
+    user: int,
+    groups: Sequence[int],
+) -> bool:
+    """Return whether a user is root or in the driver's group, or the host has no such group."""
     if user == 0:
         return True
-    try:
-        text = Path(prefix(environment) + "/etc/group").read_text(
-            encoding="utf-8", errors="replace"
-        )
-    except OSError:
-        return True
-    found = re.search(rf"^{GROUP}:[^:]*:(\d+):", text, re.M)
-    return found is None or int(found[1]) in groups
+    text = read_text(Path(prefix(environment) + "/etc/group"))
+    match = re.search(rf"^{GROUP}:[^:]*:(\d+):", text, re.M)
+    return match is None or int(match[1]) in groups
 
 
 def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int], list[str]]:
-    """The cards that ASCEND_RT_VISIBLE_DEVICES leaves visible, and the entries of the variable that name no card."""
-    words = environment.get("ASCEND_RT_VISIBLE_DEVICES")
-    if words is None or not words.strip():
+    """Return the cards that ASCEND_RT_VISIBLE_DEVICES shows, and its entries that name no card."""
+    value = environment.get("ASCEND_RT_VISIBLE_DEVICES")
+    if value is None or not value.strip():
         return list(range(cards)), []
-    left, wrong = [], []
-    for word in words.replace(" ", "").split(","):
+    visible = []
+    wrong = []
+    for word in value.replace(" ", "").split(","):
         if word.isdigit() and (int(word) < cards or not cards):
-            left.append(int(word))
+            visible.append(int(word))
         else:
             wrong.append(word)
-    return left, wrong
+    return visible, wrong
 
 
-# --- npu-smi ---------------------------------------------------------------------------------------
+# --- npu-smi
+# ---------------------------------------------------------------------------------------
 
 
 class Card(NamedTuple):
@@ -222,10 +229,10 @@ class Holder(NamedTuple):
     used_mb: int
 
 
-# A chip has two rows. The first shows NPU, name, health, power and temperature. The second shows chip, bus and memory;
-# its last pair of numbers is HBM.
-ROW_ONE = re.compile(r"^\|\s*(\d+)\s+(\S+).*?\|\s*(\S+)\s+\|\s*(\S+)\s+(\d+)")
-ROW_TWO = re.compile(
+# A chip has two rows. The first shows NPU, name, health, power and temperature. The second shows
+# chip, bus and memory; its last pair of numbers is HBM.
+FIRST_ROW = re.compile(r"^\|\s*(\d+)\s+(\S+).*?\|\s*(\S+)\s+\|\s*(\S+)\s+(\d+)")
+SECOND_ROW = re.compile(
     r"^\|\s*(\d+)\s+(\d*)\s*\|\s*([0-9A-Fa-f:.]+|NA)\s*\|\s*(\d+)\s.*?(\d+)\s*/\s*(\d+)\s*\|$"
 )
 # npu-smi 26 adds a column to a process: its id in the container.
@@ -234,64 +241,83 @@ HOLDER = re.compile(
 )
 
 
-def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
-    """The version, the chips and the processes that `npu-smi info` prints."""
+CARD_NAME = re.compile(r"(NPU|Phy-?ID)\d+", re.I)  # as the topology names a card
+
+
+class SmiInfo(NamedTuple):
+    """The output of `npu-smi info`: the version of the driver, the chips, and their processes."""
+
+    version: str
+    cards: list[Card]
+    holders: list[Holder]
+
+
+def parse_smi(text: str) -> SmiInfo:
+    """Parse the output of `npu-smi info`."""
     version = re.search(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)", text)
-    cards, holders, one = [], [], None
+    cards = []
+    holders = []
+    first_row = None
     for line in text.splitlines():
         line = line.rstrip()
-        two = ROW_TWO.match(line)
-        if two and one:
-            chip, _, bus, aicore, used, total = two.groups()
-            cards.append(
-                Card(
-                    int(one[1]),
-                    int(chip),
-                    one[2],
-                    one[3],
-                    one[4],
-                    int(one[5]),
-                    bus,
-                    int(aicore),
-                    int(used),
-                    int(total),
-                )
-            )
-            one = None
-        elif held := HOLDER.match(line):
-            npu, chip, pid, name, used = held.groups()
-            holders.append(Holder(int(npu), int(chip) if chip else None, int(pid), name, int(used)))
-        elif found := ROW_ONE.match(line):
-            one = found
-    return version[2] if version else "", cards, holders
+        second_row = SECOND_ROW.match(line)
+        holder = HOLDER.match(line)
+        if first_row and second_row:
+            cards.append(_card(first_row, second_row))
+            first_row = None
+        elif holder:
+            npu, chip, pid, name, used_mb = holder.groups()
+            chip_number = int(chip) if chip else None
+            holders.append(Holder(int(npu), chip_number, int(pid), name, int(used_mb)))
+        else:
+            first_row = FIRST_ROW.match(line) or first_row
+    return SmiInfo(version[2] if version else "", cards, holders)
+
+
+def _card(first_row: re.Match[str], second_row: re.Match[str]) -> Card:
+    npu, name, health, power, celsius = first_row.groups()
+    chip, _, bus, aicore, used_mb, total_mb = second_row.groups()
+    return Card(
+        npu=int(npu),
+        chip=int(chip),
+        name=name,
+        health=health,
+        power=power,
+        celsius=int(celsius),
+        bus=bus,
+        aicore=int(aicore),
+        used_mb=int(used_mb),
+        total_mb=int(total_mb),
+    )
 
 
 def parse_topology(text: str) -> dict[str, dict[str, str]]:
-    """`npu-smi info -t topo` as links[a][b], without the diagonal and the CPU column."""
+    """Return `npu-smi info -t topo` as links[a][b], without the diagonal and the CPU column."""
     links: dict[str, dict[str, str]] = {}
     header: list[str] = []
     for line in text.splitlines():
         words = line.split()
-        if words and not header and re.fullmatch(r"(NPU|Phy-?ID)\d+", words[0], re.I):
-            header = [word for word in words if re.fullmatch(r"(NPU|Phy-?ID)\d+", word, re.I)]
-        elif header and words and words[0] in header:
+        if not words:
+            continue
+        if not header and CARD_NAME.fullmatch(words[0]):
+            header = [word for word in words if CARD_NAME.fullmatch(word)]
+        elif words[0] in header:
+            card = words[0]
             row = dict(zip(header, words[1 : len(header) + 1]))
-            links[words[0]] = {other: link for other, link in row.items() if other != words[0]}
+            row.pop(card, None)
+            links[card] = row
     return links
 
 
 def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """What npu-smi printed, and why the call failed ("" if it succeeded)."""
-    places = [
-        environment.get("PATH", ""),
-        prefix(environment) + "/usr/local/bin",
-        prefix(environment) + "/usr/local/sbin",
-    ]
-    program = shutil.which("npu-smi", path=os.pathsep.join(places))
+    """Return the output of npu-smi, and why the call failed ("" if it succeeded)."""
+    root = prefix(environment)
+    folders = [environment.get("PATH", ""), root + "/usr/local/bin", root + "/usr/local/sbin"]
+    program = shutil.which("npu-smi", path=os.pathsep.join(folders))
     if program is None:
         return "", "npu-smi: not found"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -302,7 +328,8 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
         return "", f"npu-smi: no answer within {SMI_SECONDS} s"
     except OSError as failure:
         return "", f"npu-smi: {failure}"
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode != 0:
-        return text, (text.strip().splitlines() or [f"npu-smi: exit code {done.returncode}"])[-1]
-    return text, ""
+    text = process.stdout.decode("utf-8", "replace")
+    if process.returncode == 0:
+        return text, ""
+    output_lines = text.strip().splitlines() or [f"npu-smi: exit code {process.returncode}"]
+    return text, output_lines[-1]

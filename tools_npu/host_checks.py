@@ -1,12 +1,14 @@
-"""The checks that need no torch: system, driver, CANN, cards, npu-smi, variables, limits."""
+"""Runs the checks that need no torch: system, driver, CANN, cards, npu-smi, variables, limits."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
@@ -19,18 +21,18 @@ GROUP_REMEDY = (
     f"sudo usermod -aG {host.GROUP} $USER, then log in again",
     f"sudo usermod -aG {host.GROUP} $USER，然后重新登录",
 )
-RUN = (
-    "docker run --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc "
-    "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro ..."
+DOCKER_RUN = (
+    "docker run --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm "
+    "--device /dev/hisi_hdc -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro ..."
 )
-CONTAINER = (f"start a container with: {RUN}", f"容器要这样启动：{RUN}")
+CONTAINER = (f"start a container with: {DOCKER_RUN}", f"容器要这样启动：{DOCKER_RUN}")
 DRIVER_REMEDY = (
     f"install the driver and firmware (.run packages, as root), or {CONTAINER[0]}",
     f"用 root 安装 NPU 驱动和固件（.run 包）；{CONTAINER[1]}",
 )
 CANN_REMEDY = (
-    f"install the CANN toolkit {versions.CANN_FLOOR} or later and its ops (kernels) package; if CANN is in another "
-    "folder, export ASCEND_HOME_PATH=...",
+    f"install the CANN toolkit {versions.CANN_FLOOR} or later and its ops (kernels) package; if "
+    "CANN is in another folder, export ASCEND_HOME_PATH=...",
     f"安装 CANN toolkit（{versions.CANN_FLOOR} 或更高）和算子包（ops/kernels）；如果装在别处，先 export "
     "ASCEND_HOME_PATH=...",
 )
@@ -38,7 +40,10 @@ MOUNTS = "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi -v /usr/local/dcmi:/u
 SMI_REMEDY = (f"install the driver; a container needs {MOUNTS}", f"安装驱动；容器要加上 {MOUNTS}")
 
 ROOT_INFO = "/etc/hccl_rootinfo.json"
-ROOT_INFO_MOUNTS = f"-v {ROOT_INFO}:{ROOT_INFO}:ro -v /usr/local/Ascend/driver/topo:/usr/local/Ascend/driver/topo:ro"
+ROOT_INFO_MOUNTS = (
+    f"-v {ROOT_INFO}:{ROOT_INFO}:ro -v "
+    "/usr/local/Ascend/driver/topo:/usr/local/Ascend/driver/topo:ro"
+)
 ROOT_INFO_REMEDY = (
     f"a container needs {ROOT_INFO_MOUNTS}; on the host itself the driver's tools make the file",
     f"容器要加上 {ROOT_INFO_MOUNTS}；在主机上由驱动工具生成这个文件",
@@ -59,7 +64,7 @@ def system() -> Iterator[Line]:
     else:
         yield Line("python", PASS, python, python)
     libc = setup.glibc()
-    version = ".".join(str(part) for part in libc)
+    version = ".".join(map(str, libc))
     if libc and libc < versions.GLIBC_FLOOR:
         yield Line(
             "glibc",
@@ -72,17 +77,18 @@ def system() -> Iterator[Line]:
         yield Line("glibc", PASS, version, version)
 
 
-def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
+def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]:
     """Check the driver, CANN, and whether this shell has the variables of CANN."""
-    if found.driver and found.driver.version:
+    driver = inventory.driver
+    if driver and driver.version:
         yield Line(
             "driver",
             PASS,
-            f"{found.driver.version} in {found.driver.path}",
-            f"{found.driver.version}，位于 {found.driver.path}",
-            data={"version": found.driver.version},
+            f"{driver.version} in {driver.path}",
+            f"{driver.version}，位于 {driver.path}",
+            data={"version": driver.version},
         )
-    elif found.cards:
+    elif inventory.cards:
         yield Line(
             "driver",
             WARN,
@@ -99,7 +105,7 @@ def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line
             "未安装驱动：没有 /usr/local/Ascend/driver/version.info",
             DRIVER_REMEDY,
         )
-    cann = found.cann
+    cann = inventory.cann
     if cann is None:
         yield Line(
             "cann",
@@ -109,14 +115,15 @@ def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line
             CANN_REMEDY,
         )
         return
-    key, floor = versions.cann_key(cann.version), versions.cann_key(versions.CANN_FLOOR)
-    where = f"{cann.version or '?'} in {cann.home}"
+    key = versions.cann_key(cann.version)
+    floor = versions.cann_key(versions.CANN_FLOOR)
+    place = f"{cann.version or '?'} in {cann.home}"
     if key and floor and key < floor:
         yield Line(
             "cann",
             FAIL,
-            f"{where} is too old: {versions.CANN_FLOOR} or later is needed",
-            f"{where} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
+            f"{place} is too old: {versions.CANN_FLOOR} or later is needed",
+            f"{place} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
             (
                 "upgrade CANN: both the toolkit and its ops (kernels) package",
                 "升级 CANN：toolkit 和算子包（ops/kernels）都要升级",
@@ -126,15 +133,15 @@ def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line
         yield Line(
             "cann",
             WARN,
-            f"{where}: the version of CANN cannot be read",
-            f"{where}：读不出 CANN 的版本",
+            f"{place}: the version of CANN cannot be read",
+            f"{place}：读不出 CANN 的版本",
             "bash setup_ascend.sh --torch-npu VERSION",
         )
     else:
         yield Line(
             "cann",
             PASS,
-            where,
+            place,
             f"{cann.version}，位于 {cann.home}",
             data={"version": cann.version, "home": cann.home},
         )
@@ -150,9 +157,9 @@ def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line
         )
 
 
-def permissions(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
+def permissions(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]:
     """Check the device files of the cards and the group of the user."""
-    if not found.cards:
+    if not inventory.cards:
         yield Line(
             "cards",
             FAIL,
@@ -162,7 +169,7 @@ def permissions(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
             CONTAINER,
         )
         return
-    names = [Path(card.path).name for card in found.cards]
+    names = [Path(card.path).name for card in inventory.cards]
     yield Line(
         "cards",
         PASS,
@@ -170,11 +177,8 @@ def permissions(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
         f"{len(names)} 张：{', '.join(names)}",
         data={"count": len(names)},
     )
-    missing = [
-        name
-        for name in host.MANAGERS
-        if name not in [Path(device.path).name for device in found.managers]
-    ]
+    managers = [Path(device.path).name for device in inventory.managers]
+    missing = [name for name in host.MANAGERS if name not in managers]
     if missing:
         yield Line(
             "device files",
@@ -183,17 +187,18 @@ def permissions(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
             f"缺少 /dev/{missing[0]}",
             CONTAINER,
         )
-    shut = [device.path for device in [*found.cards, *found.managers] if not device.usable]
-    member = host.may_use_devices(env, os.geteuid(), os.getgroups())
-    if shut:
+    devices = [*inventory.cards, *inventory.managers]
+    unusable = [device.path for device in devices if not device.usable]
+    is_member = host.may_use_devices(env, os.geteuid(), os.getgroups())
+    if unusable:
         yield Line(
             "permissions",
             FAIL,
-            f"this user may not read and write {', '.join(shut)}",
-            f"当前用户没有读写权限：{'、'.join(shut)}",
+            f"this user may not read and write {', '.join(unusable)}",
+            f"当前用户没有读写权限：{'、'.join(unusable)}",
             GROUP_REMEDY,
         )
-    elif not member:
+    elif not is_member:
         yield Line(
             "permissions",
             WARN,
@@ -205,18 +210,17 @@ def permissions(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
         yield Line("permissions", PASS, "this user may use the cards", "当前用户可以使用 NPU 卡")
 
 
-def smi(env: Mapping[str, str], cards_there: bool) -> Iterator[Line]:
-    """Check the health, the memory and the processes of every chip, and the links between the cards."""
+def smi(env: Mapping[str, str], has_cards: bool) -> Iterator[Line]:
+    """Check health, memory and processes of every chip, and the links between the cards."""
     text, failure = host.run_smi(["info"], env)
     if failure:
         remedy = GROUP_REMEDY if "-8005" in failure else SMI_REMEDY
-        status = (
-            WARN if cards_there and failure.endswith("not found") else FAIL
-        )  # a container may lack npu-smi
+        # A container may lack npu-smi.
+        status = WARN if has_cards and failure.endswith("not found") else FAIL
         yield Line("npu-smi", status, failure, failure, remedy)
         return
-    version, cards, holders = host.parse_smi(text)
-    if not cards:
+    info = host.parse_smi(text)
+    if not info.cards:
         yield Line(
             "npu-smi",
             WARN,
@@ -225,42 +229,37 @@ def smi(env: Mapping[str, str], cards_there: bool) -> Iterator[Line]:
             "npu-smi info",
         )
         return
-    names = sorted({card.name for card in cards})
-    told = f"{version}: {len(cards)} x {', '.join(names)}, {cards[0].total_mb // 1024} GB"
-    yield Line(
-        "npu-smi",
-        PASS,
-        told,
-        told,
-        data={"version": version, "cards": [card._asdict() for card in cards]},
-    )
-    for card in cards:
-        name = f"card {card.npu}" + (
-            f".{card.chip}" if sum(other.npu == card.npu for other in cards) > 1 else ""
-        )
-        yield from card_state(
-            name, card, [h for h in holders if h.npu == card.npu and h.chip in (None, card.chip)]
-        )
-    if len(cards) > 1:
+    names = sorted({card.name for card in info.cards})
+    memory = info.cards[0].total_mb // 1024
+    finding = f"{info.version}: {len(info.cards)} x {', '.join(names)}, {memory} GB"
+    data = {"version": info.version, "cards": [card._asdict() for card in info.cards]}
+    yield Line("npu-smi", PASS, finding, finding, data=data)
+    chips = Counter(card.npu for card in info.cards)
+    for card in info.cards:
+        name = f"card {card.npu}"
+        if chips[card.npu] > 1:
+            name += f".{card.chip}"
+        on_card = [holder for holder in info.holders if holder.npu == card.npu]
+        holders = [holder for holder in on_card if holder.chip in (None, card.chip)]
+        yield from card_state(name, card, holders)
+    if len(info.cards) > 1:
         yield topology(env)
-        if any(name.removeprefix("Ascend").startswith("950") for name in names):
+        if any(re.match("(Ascend)?950", name) for name in names):
             yield from links_of_new_servers(env)
 
 
 def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
     """Check the files in which HCCL looks up how the cards of an Ascend 950 server are linked."""
     root = host.prefix(env)
-    absent = [name for name in ("/dev/ummu", "/dev/uburma") if not os.path.exists(root + name)]
-    if absent:
+    missing = [name for name in ("/dev/ummu", "/dev/uburma") if not os.path.exists(root + name)]
+    if missing:
+        flags = " ".join(f"--device {name}" for name in missing)
         yield Line(
             "device files",
             WARN,
-            f"{', '.join(absent)} missing; cards of a 950 server may be linked over them",
-            f"缺少 {'、'.join(absent)}；950 服务器的卡间通信可能要用",
-            (
-                f"a container needs --device {' --device '.join(absent)}",
-                f"容器要加上 --device {' --device '.join(absent)}",
-            ),
+            f"{', '.join(missing)} missing; cards of a 950 server may be linked over them",
+            f"缺少 {'、'.join(missing)}；950 服务器的卡间通信可能要用",
+            (f"a container needs {flags}", f"容器要加上 {flags}"),
         )
     file = Path(root + ROOT_INFO)
     if not file.exists():
@@ -273,12 +272,9 @@ def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
         )
         return
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        topology_file = str(told.get("topo_file_path", "")) if isinstance(told, dict) else ""
-    except (
-        OSError,
-        ValueError,
-    ) as failure:  # docker makes a folder of a file that the host does not have
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        # Docker makes a folder of a file that the host does not have.
         yield Line(
             "hccl_rootinfo",
             FAIL,
@@ -287,6 +283,9 @@ def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
             ROOT_INFO_REMEDY,
         )
         return
+    topology_file = ""
+    if isinstance(content, dict):
+        topology_file = str(content.get("topo_file_path", ""))
     if topology_file and not Path(root + topology_file).is_file():
         yield Line(
             "hccl_rootinfo",
@@ -299,8 +298,12 @@ def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
         yield Line("hccl_rootinfo", PASS, topology_file or ROOT_INFO, topology_file or ROOT_INFO)
 
 
-def card_state(name: str, card: host.Card, holders: Sequence[host.Holder]) -> Iterator[Line]:
-    """Report a chip that is unhealthy (FAIL), in use or hot (WARN); a healthy idle chip gives no line."""
+def card_state(
+    name: str,
+    card: host.Card,
+    holders: Sequence[host.Holder],
+) -> Iterator[Line]:
+    """Report a chip that is unhealthy (FAIL), in use or hot (WARN); say nothing of other chips."""
     if card.health != "OK":
         yield Line(
             name,
@@ -308,25 +311,23 @@ def card_state(name: str, card: host.Card, holders: Sequence[host.Holder]) -> It
             f"health {card.health} ({card.bus})",
             f"健康状态 {card.health}（{card.bus}）",
             (
-                f"npu-smi info -t health -i {card.npu}; exclude the card with ASCEND_RT_VISIBLE_DEVICES",
+                f"npu-smi info -t health -i {card.npu}; exclude the card with "
+                "ASCEND_RT_VISIBLE_DEVICES",
                 f"npu-smi info -t health -i {card.npu}；用 ASCEND_RT_VISIBLE_DEVICES 避开这张卡",
             ),
         )
-    used = sum(holder.used_mb for holder in holders)
-    busy = card.used_mb > 0.2 * card.total_mb
-    if busy:
-        who = ", ".join(
-            f"{holder.pid} {holder.name} {holder.used_mb} MB".replace("  ", " ")
-            for holder in holders
-        )
-        told = f"in use: {card.used_mb} of {card.total_mb} MB, AICore {card.aicore} %; {who or 'process unknown'}"
+    if card.used_mb > 0.2 * card.total_mb:
+        processes = [f"{holder.pid} {holder.name} {holder.used_mb} MB" for holder in holders]
+        users = ", ".join(processes).replace("  ", " ")
+        used = f"{card.used_mb} of {card.total_mb} MB, AICore {card.aicore} %"
+        used_zh = f"{card.used_mb}/{card.total_mb} MB，AICore {card.aicore}%"
         yield Line(
             name,
             WARN,
-            told,
-            f"已被占用：{card.used_mb}/{card.total_mb} MB，AICore {card.aicore}%；{who or '占用者未知'}",
+            f"in use: {used}; {users or 'process unknown'}",
+            f"已被占用：{used_zh}；{users or '占用者未知'}",
             "python check_npu.py --processes",
-            {"used_mb": used},
+            {"used_mb": sum(holder.used_mb for holder in holders)},
         )
     if card.celsius >= 85:
         yield Line(
@@ -350,14 +351,14 @@ def topology(env: Mapping[str, str]) -> Line:
             "npu-smi 没有给出本机的拓扑",
         )
     kinds = sorted({link for row in links.values() for link in row.values()})
-    told = f"{len(links)} cards, linked by {', '.join(kinds)}"
+    english = f"{len(links)} cards, linked by {', '.join(kinds)}"
     chinese = f"{len(links)} 张卡，互联方式：{', '.join(kinds)}"
     slow = [kind for kind in kinds if not kind.startswith(("HCCS", "SIO"))]
     if slow:
         return Line(
             "topology",
             WARN,
-            f"{told}: links other than HCCS are slow",
+            f"{english}: links other than HCCS are slow",
             f"{chinese}：不走 HCCS 的链路较慢",
             (
                 "npu-smi info -t topo; choose cards linked by HCCS with ASCEND_RT_VISIBLE_DEVICES",
@@ -365,23 +366,22 @@ def topology(env: Mapping[str, str]) -> Line:
             ),
             {"links": links},
         )
-    return Line("topology", PASS, told, chinese, data={"links": links})
+    return Line("topology", PASS, english, chinese, data={"links": links})
 
 
-def launch(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
+def launch(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]:
     """Compare the number of ranks that would be launched with the number of visible cards."""
-    if not found.cards:
+    if not inventory.cards:
         return
-    visible, wrong = host.visible_cards(env, len(found.cards))
-    asked = env.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    visible, wrong = host.visible_cards(env, len(inventory.cards))
     if wrong:
+        setting = f"ASCEND_RT_VISIBLE_DEVICES={env.get('ASCEND_RT_VISIBLE_DEVICES', '')}"
+        last = len(inventory.cards) - 1
         yield Line(
             "visible cards",
             FAIL,
-            f"ASCEND_RT_VISIBLE_DEVICES={asked} names {', '.join(wrong)}; this host has "
-            f"the cards 0 to {len(found.cards) - 1}",
-            f"ASCEND_RT_VISIBLE_DEVICES={asked} 里的 {'、'.join(wrong)} 不存在；"
-            f"本机的卡号是 0 到 {len(found.cards) - 1}",
+            f"{setting} names {', '.join(wrong)}; this host has the cards 0 to {last}",
+            f"{setting} 里的 {'、'.join(wrong)} 不存在；本机的卡号是 0 到 {last}",
             "unset ASCEND_RT_VISIBLE_DEVICES",
         )
     ranks = env.get("NPROC_PER_NODE", "")
@@ -397,26 +397,26 @@ def launch(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
         yield Line(
             "visible cards",
             PASS,
-            f"{len(visible)} of {len(found.cards)}",
-            f"共 {len(found.cards)} 张，可见 {len(visible)} 张",
+            f"{len(visible)} of {len(inventory.cards)}",
+            f"共 {len(inventory.cards)} 张，可见 {len(visible)} 张",
             data={"visible": visible},
         )
-    left_over = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in env]
-    if left_over:
-        names = ", ".join(left_over)
+    stray = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in env]
+    if stray:
+        names = ", ".join(stray)
         yield Line(
             "ranks",
             WARN,
             f"{names} set outside a launcher: a script would refuse to run alone",
             f"在启动器之外设置了 {names}：单进程的脚本会拒绝运行",
-            f"unset {' '.join(left_over)}",
+            f"unset {' '.join(stray)}",
         )
 
 
 def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
     """Report variables that conflict with each other, have no effect, or slow a run down."""
-    found = environment.lint(env, torch_npu)
-    for finding in found:
+    findings = environment.lint(env, torch_npu)
+    for finding in findings:
         yield Line(
             f"variable {finding.name}",
             finding.status,
@@ -424,7 +424,7 @@ def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
             finding.chinese,
             finding.remedy,
         )
-    if not found:
+    if not findings:
         yield Line("variables", PASS, "no harmful variable is set", "没有有害的变量")
     port = env.get("MASTER_PORT", "")
     if port.isdigit() and not environment.port_is_free(int(port)):
@@ -440,52 +440,58 @@ def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
 def limits(folder: Path) -> Iterator[Line]:
     """Check the limit of open files and the free disk space."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < environment.FILES_WANTED:
+    if soft != resource.RLIM_INFINITY and soft < environment.OPEN_FILES:
         yield Line(
             "open files",
             WARN,
-            f"the limit is {soft}; jobs with many ranks need {environment.FILES_WANTED}",
-            f"上限是 {soft}；多卡任务需要 {environment.FILES_WANTED}",
+            f"the limit is {soft}; jobs with many ranks need {environment.OPEN_FILES}",
+            f"上限是 {soft}；多卡任务需要 {environment.OPEN_FILES}",
             "ulimit -n 65536",
         )
     else:
         yield Line("open files", PASS, f"the limit is {soft}", f"上限是 {soft}")
-    asked = folder
-    while not folder.is_dir():
-        folder = folder.parent
-    if not os.access(str(folder), os.W_OK):
+    existing = folder
+    while not existing.is_dir():
+        existing = existing.parent
+    if not os.access(str(existing), os.W_OK):
         yield Line(
             "base folder",
             FAIL,
-            f"this user may not write {asked}",
-            f"当前用户不能写入 {asked}",
+            f"this user may not write {folder}",
+            f"当前用户不能写入 {folder}",
             "export NANOCHAT_BASE_DIR=/larger/disk/nanochat",
         )
-    free = shutil.disk_usage(str(folder)).free / 1e9
+    free = shutil.disk_usage(str(existing)).free / 1e9
     status = PASS if free >= DISK_GB else WARN
     yield Line(
         "disk",
         status,
-        f"{free:.0f} GB free in {folder}; {DISK_GB} GB or more are recommended",
-        f"{folder} 剩余 {free:.0f} GB，建议不少于 {DISK_GB} GB",
+        f"{free:.0f} GB free in {existing}; {DISK_GB} GB or more are recommended",
+        f"{existing} 剩余 {free:.0f} GB，建议不少于 {DISK_GB} GB",
         "export NANOCHAT_BASE_DIR=/larger/disk/nanochat",
         {"free_gb": round(free)},
     )
 
 
 def base_folder(env: Mapping[str, str]) -> Path:
-    """The folder of all data and checkpoints, as nanochat itself finds it; ~ is the home folder."""
-    home = env.get("HOME") or os.path.expanduser("~")
-    given = env.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
-    return Path(home + given[1:] if given.startswith("~/") else os.path.expanduser(given))
+    """Return the folder of all data and checkpoints, as nanochat itself finds it."""
+    folder = env.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
+    if folder.startswith("~/"):
+        home = env.get("HOME") or os.path.expanduser("~")
+        return Path(home + folder[1:])
+    return Path(os.path.expanduser(folder))
 
 
-def all_of(found: setup.Found, env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
+def all_of(
+    inventory: setup.Inventory,
+    env: Mapping[str, str],
+    torch_npu: str,
+) -> Iterator[Line]:
     """Run every check of this file; a check comes before the checks that fail because of it."""
     yield from system()
-    yield from driver_and_cann(found, env)
-    yield from permissions(found, env)
-    yield from smi(env, bool(found.cards))
-    yield from launch(found, env)
+    yield from driver_and_cann(inventory, env)
+    yield from permissions(inventory, env)
+    yield from smi(env, bool(inventory.cards))
+    yield from launch(inventory, env)
     yield from variables(env, torch_npu)
     yield from limits(base_folder(env))

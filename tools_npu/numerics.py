@@ -1,10 +1,14 @@
-"""Compares each operation that training needs on one NPU with fp32 on the host; imported only after torch_npu loads."""
+"""Compares each operation that training needs on one NPU with fp32 on the host.
+
+This file is imported only after torch_npu has loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from nanochat.attention import cache_mask
 from nanochat.loss import chunked_loss
@@ -13,158 +17,218 @@ from nanochat.platforms.base import kernels_asked
 from nanochat.platforms.operations import Operations
 
 DEVICE = "npu:0"
-# The largest allowed error, relative to the largest value: one rounding step times the growth of the error in sums.
+# The largest allowed error, relative to the largest value: one rounding step times the growth of
+# the error in sums.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
+Function = Callable[..., Tensor]
 
 
 def operations() -> Operations:
-    """What the project computes with on the card; UserError where the chip's operators are missing."""
+    """Return the operations that the project uses on the card; UserError if some are missing."""
     return Operations() if DEVICE == "cpu" else Ascend().operations(kernels_asked("auto"))
 
 
-def error(found: Tensors, expected: Tensors) -> float:
-    """The largest difference relative to the largest value; infinity if any value is not finite."""
-    worst = 0.0
-    for one, other in zip(found, expected, strict=True):
-        one, other = one.detach().cpu().float(), other.detach()
-        if not torch.isfinite(one).all():
+def error(results: Tensors, expected: Tensors) -> float:
+    """Return the largest difference relative to the largest value; infinity if not all are finite."""
+    largest_error = 0.0
+    for result, reference in zip(results, expected, strict=True):
+        result = result.detach().cpu().float()
+        reference = reference.detach()
+        if not torch.isfinite(result).all():
             return float("inf")
-        worst = max(worst, float((one - other).abs().max() / other.abs().max().clamp_min(1e-6)))
-    return worst
+        difference = (result - reference).abs().max()
+        scale = reference.abs().max().clamp_min(1e-6)
+        largest_error = max(largest_error, float(difference / scale))
+    return largest_error
 
 
-def inputs(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Standard normal fp32 tensors on the host."""
+def inputs(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return standard normal fp32 tensors on the host."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def with_gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Tensors:
-    """The output of a function, and the gradients of a randomly weighted sum of the output for every input."""
+def with_gradients(function: Function, tensors: list[Tensor]) -> Tensors:
+    """Return the output of a function, and the gradients of a weighted sum of it for every input."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    out = function(*leaves)
-    (weights,) = inputs(10, tuple(out.shape))
-    gradients = torch.autograd.grad((out.float() * weights.to(out.device)).sum(), leaves)
-    return out, *gradients
+    output = function(*leaves)
+    (weights,) = inputs(10, tuple(output.shape))
+    weighted = output.float() * weights.to(output.device)
+    gradients = torch.autograd.grad(weighted.sum(), leaves)
+    return output, *gradients
 
 
 def compare(
-    function: Callable[..., torch.Tensor],
-    reference: Callable[..., torch.Tensor],
-    tensors: list[torch.Tensor],
+    function: Function,
+    reference: Function,
+    tensors: list[Tensor],
     dtype: torch.dtype,
     backward: bool = True,
 ) -> float:
-    """The error of a function on the NPU in `dtype`; the reference gets the same rounded values in fp32."""
+    """Return the error of a function on the NPU in `dtype`, against a reference in fp32."""
     rounded = [tensor.to(dtype) for tensor in tensors]
-    there = [tensor.to(DEVICE) for tensor in rounded]
-    here = [tensor.float() for tensor in rounded]
+    on_card = [tensor.to(DEVICE) for tensor in rounded]
+    on_host = [tensor.float() for tensor in rounded]
     if backward:
-        return error(with_gradients(function, there), with_gradients(reference, here))
-    return error((function(*there),), (reference(*here),))
+        return error(with_gradients(function, on_card), with_gradients(reference, on_host))
+    result = function(*on_card)
+    expected = reference(*on_host)
+    return error((result,), (expected,))
 
 
 # --- references -----------------------------------------------------------------------------------
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """Plain softmax attention, (B, T, H, D); a query sees its own key and at most `window` keys before it."""
-    groups = q.size(2) // k.size(2)
-    q, k, v = (
-        x.transpose(1, 2)
-        for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))
-    )
-    distance = (
-        torch.arange(q.size(2))[:, None] + (k.size(2) - q.size(2)) - torch.arange(k.size(2))[None]
-    )
+def attention(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hkv, D)
+    v: Tensor,  # (B, S, Hkv, D)
+    window: int,
+) -> Tensor:  # (B, T, H, D)
+    """Plain softmax attention; a query sees its own key and at most `window` keys before it."""
+    queries_per_key = q.size(2) // k.size(2)
+    q = q.transpose(1, 2)
+    k = k.repeat_interleave(queries_per_key, 2).transpose(1, 2)
+    v = v.repeat_interleave(queries_per_key, 2).transpose(1, 2)
+    query_positions = torch.arange(q.size(2)) + k.size(2) - q.size(2)
+    key_positions = torch.arange(k.size(2))
+    distance = query_positions[:, None] - key_positions[None]
+    hidden = (distance < 0) | (distance > window)
     scores = (q @ k.mT) * q.size(-1) ** -0.5
-    scores = scores.masked_fill((distance < 0) | (distance > window), float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2)
 
 
-def rms(x: torch.Tensor) -> torch.Tensor:
+def rms(x: Tensor) -> Tensor:
     """RMS norm over the last dimension."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1.19e-7)
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean_square + 1.19e-7)
 
 
-# --- checks: each returns its error --------------------------------------------------------------------
+# --- checks: each returns its error --------------------------------------------------------------
 
 
 def matmul(dtype: torch.dtype) -> float:
-    """A product of two matrices, forward and backward."""
-    a, b = inputs(0, (256, 384), (384, 320))
+    """Check a product of two matrices, forward and backward."""
+    a, b = inputs(
+        0,
+        (256, 384),
+        (384, 320),
+    )
     return compare(torch.matmul, torch.matmul, [a, b], dtype)
 
 
 def stacked_matmul(dtype: torch.dtype) -> float:
-    """baddbmm over a stack of matrices, which is what Muon computes."""
-    a, b, c = inputs(1, (6, 64, 64), (6, 64, 96), (6, 96, 64))
+    """Check baddbmm over a stack of matrices, which Muon computes."""
+    a, b, c = inputs(
+        1,
+        (6, 64, 64),
+        (6, 64, 96),
+        (6, 96, 64),
+    )
     return compare(torch.baddbmm, torch.baddbmm, [a, b, c], dtype, backward=False)
 
 
 def there_and_back() -> float:
-    """A copy from pinned memory to the card, a sum on the card, and a copy back."""
-    (x,) = inputs(2, (1024, 1024))
-    there = x.pin_memory().to(DEVICE, non_blocking=True)
-    back = (there + 1).to("cpu", non_blocking=True)
+    """Check a copy from pinned memory to the card, a sum on the card, and a copy back."""
+    (x,) = inputs(
+        2,
+        (1024, 1024),
+    )
+    on_card = x.pin_memory().to(DEVICE, non_blocking=True)
+    result = (on_card + 1).to("cpu", non_blocking=True)
     torch.npu.synchronize()  # type: ignore[attr-defined]
-    return error((back,), (x + 1,))
+    return error((result,), (x + 1,))
 
 
 def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
-    """The project's training attention, forward and backward; `window` below 255 is a band."""
-    made = operations()
-    q, k, v = inputs(3, (2, 256, 4, 64), (2, 256, kv_heads, 64), (2, 256, kv_heads, 64))
-    return compare(
-        lambda *x: made.attend(*x, window), lambda *x: attention(*x, window), [q, k, v], dtype
+    """Check the attention of training, forward and backward; a `window` below 255 is a band."""
+    kernels = operations()
+    q, k, v = inputs(
+        3,
+        (2, 256, 4, 64),
+        (2, 256, kv_heads, 64),
+        (2, 256, kv_heads, 64),
     )
+
+    def on_card(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernels.attend(q, k, v, window)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, window)
+
+    return compare(on_card, reference, [q, k, v], dtype)
 
 
 def norm(dtype: torch.dtype) -> float:
+    """Check the RMS norm, forward and backward."""
     return compare(operations().norm, rms, inputs(4, (4, 128, 768)), dtype)
 
 
 def rotary(dtype: torch.dtype) -> float:
-    (x,) = inputs(5, (2, 128, 4, 64))
-    angle = torch.outer(torch.arange(128.0), 100_000 ** (-torch.arange(0, 64, 2.0) / 64))[:, None]
-
-    def reference(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
-    made = operations()
-    cos, sin = (
-        table[None, :, None] for table in made.rotary_tables(128, 64, torch.device(DEVICE), dtype)
+    """Check the rotary embedding, forward and backward."""
+    (x,) = inputs(
+        5,
+        (2, 128, 4, 64),
     )
-    return compare(lambda x: made.rotary(x, cos, sin), reference, [x], dtype)
+    channels = torch.arange(0, 64, 2.0)
+    frequencies = 100_000 ** (-channels / 64)
+    positions = torch.arange(128.0)
+    angles = torch.outer(positions, frequencies)[:, None]
+
+    def reference(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        cos = angles.cos()
+        sin = angles.sin()
+        rotated_first = first * cos + second * sin
+        rotated_second = second * cos - first * sin
+        return torch.cat((rotated_first, rotated_second), dim=-1)
+
+    kernels = operations()
+    tables = kernels.rotary_tables(128, 64, torch.device(DEVICE), dtype)
+    cos, sin = (table[None, :, None] for table in tables)
+    return compare(lambda x: kernels.rotary(x, cos, sin), reference, [x], dtype)
 
 
 def loss(dtype: torch.dtype) -> float:
-    """The chunked loss with its gradients, compared with plain cross-entropy of softcapped logits."""
-    x, weight = inputs(6, (96, 64), (256, 64))
-    targets = torch.randint(0, 250, (96,), generator=torch.Generator().manual_seed(7))
+    """Check the chunked loss and its gradients against plain cross-entropy of softcapped logits."""
+    x, weight = inputs(
+        6,
+        (96, 64),
+        (256, 64),
+    )
+    generator = torch.Generator().manual_seed(7)
+    targets = torch.randint(0, 250, (96,), generator=generator)
     targets[:8] = -1
+    card_targets = targets.to(DEVICE)
 
-    def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        logits = 15 * torch.tanh((x @ weight.mT)[:, :250] / 15)
+    def on_card(x: Tensor, weight: Tensor) -> Tensor:
+        return chunked_loss(
+            x,
+            weight,
+            card_targets,
+            250,
+            chunk=32,
+        )
+
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
+        logits = (x @ weight.mT)[:, :250]
+        logits = 15 * torch.tanh(logits / 15)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
-    there = targets.to(DEVICE)
-    return compare(
-        lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32),
-        reference,
-        [x, weight],
-        dtype,
-    )
+    return compare(on_card, reference, [x, weight], dtype)
 
 
 def adamw() -> float:
-    """Two steps of the fused AdamW on an fp32 parameter."""
-    start, gradient = inputs(8, (64, 64), (64, 64))
+    """Check two steps of the fused AdamW on an fp32 parameter."""
+    start, gradient = inputs(
+        8,
+        (64, 64),
+        (64, 64),
+    )
 
-    def stepped(device: str, fused: bool) -> torch.Tensor:
+    def after_two_steps(device: str, fused: bool) -> Tensor:
         parameter = torch.nn.Parameter(start.to(device))
         optimizer = torch.optim.AdamW([parameter], lr=0.01, weight_decay=0.1, fused=fused)
         for _ in range(2):
@@ -172,22 +236,34 @@ def adamw() -> float:
             optimizer.step()
         return parameter.detach()
 
-    return error((stepped(DEVICE, True),), (stepped("cpu", False),))
+    result = after_two_steps(DEVICE, fused=True)
+    expected = after_two_steps("cpu", fused=False)
+    return error((result,), (expected,))
 
 
 def decode(dtype: torch.dtype, window: int = 95) -> float:
-    """The cached attention of one new token in two sequences of different lengths."""
-    ends = [96, 40]
-    here = [x.to(dtype) for x in inputs(9, (2, 1, 4, 64), (2, 96, 4, 64), (2, 96, 4, 64))]
-    rows = [
-        attention(*(x[i : i + 1, :end].float() for x in here), window) for i, end in enumerate(ends)
-    ]
-    q, k, v = (x.to(DEVICE) for x in here)
-    made = operations()
-    last = torch.tensor(ends, device=DEVICE)[:, None] - 1
-    recent = (last - window).clamp_min(0) + torch.arange(min(window + 1, 96), device=DEVICE)
-    found = made.by_lengths(q, k, v, [1, 1], ends, lambda: recent, window)
-    if found is None:
-        places = torch.tensor(ends, device=DEVICE)[:, None] - 1
-        found = made.masked(q, k, v, cache_mask(places, 96, window))
-    return error((found,), (torch.cat(rows),))
+    """Check the cached attention of one new token in two sequences of different lengths."""
+    lengths = [96, 40]
+    rounded = inputs(
+        9,
+        (2, 1, 4, 64),
+        (2, 96, 4, 64),
+        (2, 96, 4, 64),
+    )
+    rounded = [x.to(dtype) for x in rounded]
+    expected = []
+    for i, length in enumerate(lengths):
+        q, k, v = (x[i : i + 1, :length].float() for x in rounded)
+        expected.append(attention(q, k, v, window))
+    q, k, v = (x.to(DEVICE) for x in rounded)
+    kernels = operations()
+    last = torch.tensor(lengths, device=DEVICE)[:, None] - 1
+
+    def recent() -> Tensor:
+        first = (last - window).clamp_min(0)
+        return first + torch.arange(min(window + 1, 96), device=DEVICE)
+
+    result = kernels.by_lengths(q, k, v, [1, 1], lengths, recent, window)
+    if result is None:
+        result = kernels.masked(q, k, v, cache_mask(last, 96, window))
+    return error((result,), (torch.cat(expected),))

@@ -1,4 +1,4 @@
-"""Lists your own training processes, and ends those that you pick by id; nothing is ever ended by name."""
+"""Lists your own training processes, and ends those that you pick by id, never by name."""
 
 from __future__ import annotations
 
@@ -28,21 +28,28 @@ class Process(NamedTuple):
     job: int = 0  # the id of the first process of its job: a launcher and its ranks are one job
 
 
-def read(path: Path) -> bytes:
-    """The content of a file; empty if the file cannot be read."""
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file; empty if the file cannot be read."""
     try:
         return path.read_bytes()
     except OSError:  # the process has ended or belongs to another user
         return b""
 
 
+def stat_fields(folder: Path) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name: the state, the parent's id, and so on."""
+    text = read_bytes(folder / "stat").decode("utf-8", "replace")
+    return text.rpartition(")")[2].split()
+
+
 def open_cards(folder: Path, device_folder: str) -> tuple[str, ...]:
-    """The names of the davinci files that a process has open."""
+    """Return the names of the davinci files that a process has open."""
+    pattern = re.escape(device_folder) + r"/davinci\d+"
     names = set()
     try:
         for link in (folder / "fd").iterdir():
             target = os.path.realpath(str(link)) if link.is_symlink() else ""
-            if re.fullmatch(re.escape(device_folder) + r"/davinci\d+", target):
+            if re.fullmatch(pattern, target):
                 names.add(os.path.basename(target))
     except OSError:
         return ()
@@ -50,88 +57,102 @@ def open_cards(folder: Path, device_folder: str) -> tuple[str, ...]:
 
 
 def started_minutes_ago(folder: Path) -> float:
-    """Minutes since the process started; field 22 of /proc/PID/stat counts clock ticks from boot to that start."""
-    fields = read(folder / "stat").decode("utf-8", "replace").rpartition(")")[2].split()
-    uptime = read(folder.parent / "uptime").split()
+    """Return the minutes since a process started.
+
+    Field 22 of /proc/PID/stat counts clock ticks from boot to that start.
+    """
+    fields = stat_fields(folder)
+    uptime = read_bytes(folder.parent / "uptime").split()
     if len(fields) < 20 or not uptime:
         return 0.0
-    return max(float(uptime[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK"), 0.0) / 60
+    start = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(float(uptime[0]) - start, 0.0) / 60
 
 
-def own(
-    environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Path = Path("/proc")
+def list_own(
+    environment: Mapping[str, str],
+    holders: Sequence[Holder] = (),
+    proc: Path = Path("/proc"),
 ) -> list[Process]:
-    """This user's training processes, without this process and the processes that started it."""
-    ancestors = set(line_of(os.getpid(), proc))
-    held = {
-        holder.pid: sum(other.used_mb for other in holders if other.pid == holder.pid)
-        for holder in holders
-    }
+    """Return this user's training processes, without this process and its ancestors."""
+    ancestors = set(ancestry(os.getpid(), proc))
+    used_mb: dict[int, int] = {}  # memory on cards by process
+    for holder in holders:
+        used_mb[holder.pid] = used_mb.get(holder.pid, 0) + holder.used_mb
     devices = os.path.realpath(prefix(environment) + "/dev")
-    found = []
+    processes = []
     for folder in proc.iterdir():
         if not folder.name.isdigit() or int(folder.name) in ancestors:
             continue
-        try:
-            mine = folder.stat().st_uid == os.geteuid()
-        except OSError:
+        pid = int(folder.name)
+        command = read_bytes(folder / "cmdline").decode("utf-8", "replace")
+        if not belongs_to_user(folder) or not command:
             continue
-        command = read(folder / "cmdline").decode("utf-8", "replace")
-        cards = open_cards(folder, devices) if mine else ()
-        number = int(folder.name)
-        if mine and command and (cards or number in held or TRAINING.search(command)):
+        cards = open_cards(folder, devices)
+        if cards or pid in used_mb or TRAINING.search(command):
             words = " ".join(command.rstrip("\x00").split("\x00"))
-            found.append(
-                Process(number, started_minutes_ago(folder), cards, held.get(number, 0), words)
-            )
-    listed = {process.pid for process in found}
-    jobs = {
-        pid: [one for one in line_of(pid, proc) if one in listed][-1:] or [pid] for pid in listed
-    }
-    return sorted(process._replace(job=jobs[process.pid][0]) for process in found)
+            minutes = started_minutes_ago(folder)
+            processes.append(Process(pid, minutes, cards, used_mb.get(pid, 0), words))
+    pids = {process.pid for process in processes}
+    with_jobs = []
+    for process in processes:
+        listed_ancestry = [pid for pid in ancestry(process.pid, proc) if pid in pids]
+        job = listed_ancestry[-1] if listed_ancestry else process.pid
+        with_jobs.append(process._replace(job=job))
+    return sorted(with_jobs)
 
 
-def line_of(pid: int, proc: Path) -> list[int]:
-    """A process, the process that started it, and so on up to the first."""
-    line: list[int] = []
-    while pid > 1 and pid not in line:
-        line.append(pid)
-        fields = (
-            read(proc / str(pid) / "stat").decode("utf-8", "replace").rpartition(")")[2].split()
-        )
+def belongs_to_user(folder: Path) -> bool:
+    """Return whether a process belongs to this user; False if it has ended."""
+    try:
+        return folder.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def ancestry(pid: int, proc: Path) -> list[int]:
+    """Return the id of a process, of the process that started it, and so on up to the first."""
+    pids: list[int] = []
+    while pid > 1 and pid not in pids:
+        pids.append(pid)
+        fields = stat_fields(proc / str(pid))
         pid = int(fields[1]) if len(fields) > 1 else 0
-    return line
+    return pids
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    fields = read(Path(f"/proc/{pid}/stat")).decode("utf-8", "replace").rpartition(")")[2].split()
+    """Return whether a process exists and is not a zombie."""
+    fields = stat_fields(Path(f"/proc/{pid}"))
     return bool(fields) and fields[0] not in "ZX"
 
 
 def end(
-    pids: Sequence[int], listed: Sequence[Process], force: bool, say: Callable[[str], None] = print
+    pids: Sequence[int],
+    listed: Sequence[Process],
+    force: bool,
+    say: Callable[[str], None] = print,
 ) -> bool:
     """End listed processes by id: SIGTERM first, then SIGKILL if `force` is set.
 
-    Returns True if every id was listed and every process has ended. Ids that are not listed are refused.
+    Returns True if every id was listed and every process has ended. Ids that are not listed are
+    refused.
     """
-    known = {process.pid for process in listed}
-    strangers = [pid for pid in pids if pid not in known]
+    listed_pids = {process.pid for process in listed}
+    strangers = [pid for pid in pids if pid not in listed_pids]
     for pid in strangers:
         say(f"{pid}: not among your training processes, left alone / 不是你的训练进程，没有处理")
-    chosen = [pid for pid in pids if pid in known]
-    for step in (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,):
+    chosen = [pid for pid in pids if pid in listed_pids]
+    signals = (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,)
+    for number in signals:
         for pid in filter(is_alive, chosen):
-            os.kill(pid, step)
+            os.kill(pid, number)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while any(is_alive(pid) for pid in chosen) and time.monotonic() < deadline:
             time.sleep(0.1)
-    left = [pid for pid in chosen if is_alive(pid)]
+    alive = [pid for pid in chosen if is_alive(pid)]
     for pid in chosen:
-        say(
-            f"{pid}: still running; add --force to kill it / 仍在运行；加 --force 强制结束"
-            if pid in left
-            else f"{pid}: ended / 已结束"
-        )
-    return not left and not strangers
+        if pid in alive:
+            say(f"{pid}: still running; add --force to kill it / 仍在运行；加 --force 强制结束")
+        else:
+            say(f"{pid}: ended / 已结束")
+    return not alive and not strangers

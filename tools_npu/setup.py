@@ -1,4 +1,4 @@
-"""Sets up an Ascend host: picks the torch and torch_npu that fit its CANN, makes .venv, and exports variables.
+"""Sets up an Ascend host: picks torch and torch_npu for its CANN, makes .venv, exports variables.
 
     bash setup_ascend.sh             make the environment
     source setup_ascend.sh           make the environment and set its variables in this shell
@@ -27,30 +27,31 @@ from tools_npu import environment, host, lines, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
-PLACES = (
-    "ASCEND_HOME",
-    "ASCEND_OPP",
-    "CUDA_",
-)  # --fix keeps these, because only the user knows the right value
+# --fix leaves variables with these beginnings alone, because only the user knows the right value.
+PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")
 PROBE_SECONDS = 180
-LIBRARY = r"lib\w+\.so[\w.]*"  # a missing library of CANN or the driver, which reinstalling the pair cannot fix
+# A missing library of CANN or the driver, which reinstalling the pair cannot fix.
+LIBRARY = r"lib\w+\.so[\w.]*"
 PROBE = (
     "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
     "import torch; print('torch', torch.__version__)\n"
     "import torch_npu; print('torch_npu', torch_npu.__version__, flush=True)\n"
 )
-OPEN = (  # an error here blames the card, its owner or numpy, not the pair
-    "try: torch.npu.set_device(0)\n"
-    "except Exception as failure: print('closed', ' '.join(str(failure).split()) or repr(failure))\n"
+# An error here blames the card, its owner or numpy, not the pair.
+OPEN = (
+    "try: torch.npu.set_device(0)\nexcept Exception as failure: print('closed', ' "
+    "'.join(str(failure).split()) or repr(failure))\n"
 )
 
 
 class Refusal(Exception):
-    """Why set-up must stop, in both languages, and its exit code."""
+    """Stops set-up with a reason in both languages and an exit code."""
 
     def __init__(self, english: str, chinese: str, code: int = 1):
         super().__init__(english)
-        self.english, self.chinese, self.code = english, chinese, code
+        self.english = english
+        self.chinese = chinese
+        self.code = code
 
 
 def say(english: str, chinese: str = "", mark: str = "ascend") -> None:
@@ -61,16 +62,17 @@ def say(english: str, chinese: str = "", mark: str = "ascend") -> None:
 
 
 def glibc() -> tuple[int, ...]:
-    """The version of glibc; () if the C library is not glibc."""
+    """Return the version of glibc, or () if the C library is not glibc."""
     name, version = platform.libc_ver()
     return versions.release(version) if name == "glibc" else ()
 
 
-# --- the host --------------------------------------------------------------------------------------
+# --- the host
+# --------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """What the host has: CANN or None, the driver or None, and the device files of cards and managers."""
+class Inventory(NamedTuple):
+    """What the host has: CANN and the driver, if any, and the device files of cards and managers."""
 
     cann: host.Cann | None
     driver: host.Driver | None
@@ -78,142 +80,175 @@ class Found(NamedTuple):
     managers: list[host.Device]
 
 
-def look(env: Mapping[str, str]) -> Found:
+def take_inventory(env: Mapping[str, str]) -> Inventory:
     """Find CANN, the driver and the device files of this host."""
     canns = host.find_canns(env)
-    return Found(canns[0] if canns else None, host.find_driver(env), *host.find_devices(env))
+    cards, managers = host.find_devices(env)
+    return Inventory(canns[0] if canns else None, host.find_driver(env), cards, managers)
 
 
-def describe(found: Found) -> None:
+def describe(inventory: Inventory) -> None:
     """Print one line each about CANN, the driver and the cards."""
-    cann, driver = found.cann, found.driver
-    say(
-        f"CANN {cann.version or '(unknown version)'} in {cann.home} ({cann.layout})"
-        if cann
-        else "CANN not found"
-    )
-    say(
-        f"driver {driver.version or '(unknown version)'} in {driver.path}"
-        if driver
-        else "driver not found"
-    )
-    say(f"{len(found.cards)} card(s)" + "".join(f" {Path(card.path).name}" for card in found.cards))
+    cann = inventory.cann
+    driver = inventory.driver
+    unknown = "(unknown version)"
+    if cann:
+        say(f"CANN {cann.version or unknown} in {cann.home} ({cann.layout})")
+    else:
+        say("CANN not found")
+    if driver:
+        say(f"driver {driver.version or unknown} in {driver.path}")
+    else:
+        say("driver not found")
+    names = "".join(f" {Path(card.path).name}" for card in inventory.cards)
+    say(f"{len(inventory.cards)} card(s){names}")
 
 
-def check_floors(found: Found, asked: str) -> versions.Pick:
-    """The pair to install on this host; raises Refusal if the host is too old or lacks something."""
+def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
+    """Return the pair to install; `torch_npu` is the version that the user names, or "".
+
+    Raises Refusal if the host is too old or lacks something.
+    """
     libc = glibc()
     if libc and libc < versions.GLIBC_FLOOR:
+        version = ".".join(map(str, libc))
         raise Refusal(
-            f"glibc {'.'.join(map(str, libc))} is too old: 2.28 or later is needed (Ubuntu 20.04, openEuler 20.03, "
+            f"glibc {version} is too old: 2.28 or later is needed (Ubuntu 20.04, openEuler 20.03, "
             "Debian 10 or later; not Ubuntu 18.04). Upgrade the system, or use a container image",
-            f"glibc {'.'.join(map(str, libc))} 版本过低：需要 2.28 或更高（Ubuntu 20.04、openEuler 20.03、Debian 10 "
+            f"glibc {version} 版本过低：需要 2.28 或更高（Ubuntu 20.04、openEuler 20.03、Debian 10 "
             "及以上都可以，Ubuntu 18.04 不行）。请升级系统，或改用容器镜像",
         )
-    if found.cann is None:
-        if not found.cards and found.driver is None:
+    cann = inventory.cann
+    if cann is None:
+        if not inventory.cards and inventory.driver is None:
             raise Refusal(
-                "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN. On a GPU or a CPU, run `bash "
-                "speedrun.sh`",
+                "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN. On a GPU or a "
+                "CPU, run `bash speedrun.sh`",
                 "本机没有昇腾 NPU：没有驱动，没有 /dev/davinci*，也没有 CANN。改用 GPU 或 CPU：bash speedrun.sh",
                 NO_NPU,
             )
         raise Refusal(
-            "no CANN was found (looked for set_env.sh in /usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}, in "
-            f"~/Ascend, and at ASCEND_HOME_PATH). Install the CANN toolkit {versions.CANN_FLOOR} or later and its ops "
-            "(kernels) package for this chip. If CANN is in another folder, export ASCEND_HOME_PATH",
+            "no CANN was found (looked for set_env.sh in "
+            "/usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}, in ~/Ascend, and at "
+            f"ASCEND_HOME_PATH). Install the CANN toolkit {versions.CANN_FLOOR} or later and its "
+            "ops (kernels) package for this chip. If CANN is in another folder, export "
+            "ASCEND_HOME_PATH",
             "没有找到 CANN（查找过 /usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}、~/Ascend 和 "
             f"ASCEND_HOME_PATH）。请安装 CANN toolkit {versions.CANN_FLOOR} 或更高版本，以及对应芯片的算子包。"
             "如果装在别处，请设置 ASCEND_HOME_PATH",
         )
-    if asked:
-        pick = versions.asked(asked)
-    elif not found.cann.version:
+    if torch_npu:
+        pick = versions.pick_named(torch_npu)
+    elif not cann.version:
         raise Refusal(
-            f"the version of the CANN in {found.cann.home} cannot be read, because it has no ascend_*_install.info. "
-            "Name the torch_npu for it: bash setup_ascend.sh --torch-npu VERSION",
-            f"读不出 {found.cann.home} 里 CANN 的版本（没有 ascend_*_install.info）。请指定 torch_npu："
+            f"the version of the CANN in {cann.home} cannot be read, because it has no "
+            "ascend_*_install.info. Name the torch_npu for it: bash setup_ascend.sh --torch-npu "
+            "VERSION",
+            f"读不出 {cann.home} 里 CANN 的版本（没有 ascend_*_install.info）。请指定 torch_npu："
             "bash setup_ascend.sh --torch-npu 版本号",
         )
     else:
-        pick = versions.resolve(found.cann.version)
+        pick = versions.resolve(cann.version)
     if pick.refusal[0]:
         raise Refusal(*pick.refusal)
     return pick
 
 
-# --- variables -------------------------------------------------------------------------------------
+# --- variables
+# -------------------------------------------------------------------------------------
 
 
-def sourced(script: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment after CANN's set_env.sh; bash sources the script, because it may use features of bash."""
+def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment after CANN's set_env.sh.
+
+    Bash sources the script, because it may use features of bash.
+    """
     code = f". {shlex.quote(script)} >/dev/null 2>&1; exec env -0"
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", code], env=dict(env), stdout=subprocess.PIPE, timeout=PROBE_SECONDS
     )
-    pairs = (
-        item.split("=", 1)
-        for item in done.stdout.decode("utf-8", "replace").split("\0")
-        if "=" in item
-    )
-    return dict(pairs)
+    variables = {}
+    for item in process.stdout.decode("utf-8", "replace").split("\0"):
+        name, equals, value = item.partition("=")
+        if equals:
+            variables[name] = value
+    return variables
 
 
 def is_sourced(cann: host.Cann, env: Mapping[str, str]) -> bool:
-    """Whether the variables of this CANN are already set; sourcing set_env.sh twice would add its paths twice."""
-    same = os.path.realpath(env.get("ASCEND_HOME_PATH") or "/") == os.path.realpath(cann.home)
-    return same and bool(env.get("ASCEND_OPP_PATH"))
+    """Return whether the variables of this CANN are already set.
+
+    Sourcing set_env.sh twice would add its paths twice.
+    """
+    home = os.path.realpath(env.get("ASCEND_HOME_PATH") or "/")
+    return home == os.path.realpath(cann.home) and bool(env.get("ASCEND_OPP_PATH"))
 
 
 def job_environment(
-    found: Found, torch_npu: str, env: Mapping[str, str], fix: bool
+    inventory: Inventory,
+    torch_npu: str,
+    env: Mapping[str, str],
+    fix: bool,
 ) -> dict[str, str]:
-    """The complete environment that a job should see."""
+    """Return the complete environment that a job should see."""
     new = dict(env)
-    if found.cann and found.cann.set_env and not is_sourced(found.cann, env):
-        new = sourced(found.cann.set_env, env)
-    if found.cann:
-        new.setdefault("ASCEND_HOME_PATH", found.cann.home)
-    paths = [path for path in new.get("LD_LIBRARY_PATH", "").split(":") if path]
-    missing = [
-        path for path in (found.driver.libraries if found.driver else ()) if path not in paths
-    ]
-    new["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
+    cann = inventory.cann
+    if cann and cann.set_env and not is_sourced(cann, env):
+        new = source_variables(cann.set_env, env)
+    if cann:
+        new.setdefault("ASCEND_HOME_PATH", cann.home)
+    add_driver(new, inventory.driver)
     allocator = environment.allocator_variable(torch_npu)
-    others = {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"} - {allocator}
-    for other in others & set(new):
-        new.setdefault(
-            allocator, new[other]
-        )  # keep the user's value under the name that this torch_npu reads
-        del new[other]
-    for variable in environment.wanted(torch_npu):
-        new.setdefault(variable.name, variable.value)
+    for name in environment.ALLOCATOR_VARIABLES:
+        if name != allocator and name in new:
+            # Keep the user's value under the name that this torch_npu reads.
+            new.setdefault(allocator, new.pop(name))
+    set_defaults(new, torch_npu)
     if fix:
         for finding in environment.lint(new, torch_npu):
             if not finding.name.startswith(PLACES):
                 new.pop(finding.name, None)
-        for variable in environment.wanted(torch_npu):
-            new.setdefault(variable.name, variable.value)
-    venv = str(ROOT / ".venv")
-    if os.path.isdir(venv + "/bin"):
-        new["VIRTUAL_ENV"] = venv
-        rest = [path for path in new.get("PATH", "").split(":") if path != venv + "/bin"]
-        new["PATH"] = ":".join([venv + "/bin", *rest])
-        new.pop("PYTHONHOME", None)
+        set_defaults(new, torch_npu)
+    activate_venv(new)
     return new
 
 
-# --- the environment -------------------------------------------------------------------------------
+def set_defaults(job: dict[str, str], torch_npu: str) -> None:
+    """Set the variables that set-up exports, unless the user has set them."""
+    for variable in environment.exported_variables(torch_npu):
+        job.setdefault(variable.name, variable.value)
+
+
+def add_driver(job: dict[str, str], driver: host.Driver | None) -> None:
+    """Put the libraries of the driver on LD_LIBRARY_PATH."""
+    paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
+    libraries = driver.libraries if driver else ()
+    missing = [path for path in libraries if path not in paths]
+    job["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
+
+
+def activate_venv(job: dict[str, str]) -> None:
+    """Put .venv first on PATH, as its activate script does."""
+    venv = str(ROOT / ".venv")
+    programs = venv + "/bin"
+    if os.path.isdir(programs):
+        job["VIRTUAL_ENV"] = venv
+        paths = [path for path in job.get("PATH", "").split(":") if path != programs]
+        job["PATH"] = ":".join([programs, *paths])
+        job.pop("PYTHONHOME", None)
+
+
+# --- the environment
+# -------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
-    """The pair in .venv: the versions that load, the last line of the error if one does not load, and why card 0 does
-    not open ("" if it opens, or was not asked)."""
+    """The torch and torch_npu in .venv, and what happens when they are loaded."""
 
-    torch: str
+    torch: str  # version; "" if it does not load
     torch_npu: str
-    failure: str
-    closed: str = ""
+    failure: str  # the last line of the error if a package does not load, else ""
+    closed: str = ""  # why card 0 does not open; "" if it opens, or was not tried
 
     @property
     def loads(self) -> bool:
@@ -224,40 +259,46 @@ class Pair(NamedTuple):
 def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
     """Import torch and torch_npu in the environment of a job; open card 0 if there are cards."""
     code = PROBE + (OPEN if cards else "")
-    late = f"no answer within {PROBE_SECONDS} s"
+    failure = ""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [python, "-c", code], env=dict(env), capture_output=True, timeout=PROBE_SECONDS, cwd="/"
         )
-        out, err, status = done.stdout, done.stderr, done.returncode
-    except subprocess.TimeoutExpired as failure:
-        out, err, status = failure.stdout or b"", late.encode(), 1
-    words = [line.split(None, 1) for line in out.decode("utf-8", "replace").splitlines()]
-    told = {line[0]: line[1] for line in words if len(line) == 2}
-    why = (
-        ((err.decode("utf-8", "replace").strip() or f"exit code {status}").splitlines())[-1]
-        if status
-        else ""
-    )
-    if cards and told.get("torch_npu") and status:
-        return Pair(told["torch"], told["torch_npu"], "", why)
-    return Pair(told.get("torch", ""), told.get("torch_npu", ""), why, told.get("closed", ""))
+        output = process.stdout
+        if process.returncode:
+            errors = process.stderr.decode("utf-8", "replace").strip()
+            failure = (errors or f"exit code {process.returncode}").splitlines()[-1]
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout or b""
+        failure = f"no answer within {PROBE_SECONDS} s"
+    values = {}
+    for line in output.decode("utf-8", "replace").splitlines():
+        words = line.split(None, 1)
+        if len(words) == 2:
+            values[words[0]] = words[1]
+    torch = values.get("torch", "")
+    torch_npu = values.get("torch_npu", "")
+    if cards and torch_npu and failure:  # both packages have loaded, so the card failed
+        return Pair(torch, torch_npu, "", failure)
+    return Pair(torch, torch_npu, failure, values.get("closed", ""))
 
 
-def own_python() -> str:
-    """The Python of .venv; "" if there is none."""
+def venv_python() -> str:
+    """Return the Python of .venv, or "" if there is none."""
     path = ROOT / ".venv" / "bin" / "python"
     return str(path) if path.exists() else ""
 
 
-def keeps(pair: Pair, cann: str, asked: str) -> bool:
-    """Whether the installed pair can stay: it loads, both packages match, and CANN is new enough for it."""
-    if not pair.loads or (asked and asked != pair.torch_npu):
+def can_stay(pair: Pair, cann: str, torch_npu: str) -> bool:
+    """Return whether the installed pair can stay: it loads, and fits itself and CANN.
+
+    `torch_npu` is the version that the user names, or "".
+    """
+    if not pair.loads or (torch_npu and torch_npu != pair.torch_npu):
         return False
-    return "FAIL" not in (
-        versions.pair_fits(pair.torch, pair.torch_npu).status,
-        versions.cann_fits(pair.torch_npu, cann).status,
-    )
+    fits_torch = versions.pair_fits(pair.torch, pair.torch_npu).status
+    fits_cann = versions.cann_fits(pair.torch_npu, cann).status
+    return "FAIL" not in (fits_torch, fits_cann)
 
 
 def run(command: Sequence[str], env: Mapping[str, str], dry: bool) -> int:
@@ -269,41 +310,52 @@ def run(command: Sequence[str], env: Mapping[str, str], dry: bool) -> int:
 
 
 def make_environment(
-    pick: versions.Pick | None, numpy: int, env: Mapping[str, str], dry: bool
+    pick: versions.Pick | None,
+    numpy: int,
+    env: Mapping[str, str],
+    dry: bool,
 ) -> None:
-    """Make .venv with setup_env.sh and install the pair, beside this major version of numpy; None keeps the pair."""
-    flags = [] if pick is None else ["--npu", pick.torch_npu, "--python-max", str(pick.python[1])]
-    words = " ".join(shlex.quote(word) for word in ["setup_env", *flags, "--numpy", str(numpy)])
-    code = run(
-        ["bash", "-c", f"source {shlex.quote(str(ROOT / 'setup_env.sh'))} && {words}"], env, dry
-    )
+    """Make .venv with setup_env.sh, with this major version of numpy; None keeps the pair."""
+    command = ["setup_env"]
+    if pick is not None:
+        command += ["--npu", pick.torch_npu, "--python-max", str(pick.python[1])]
+    command += ["--numpy", str(numpy)]
+    words = " ".join(map(shlex.quote, command))
+    script = shlex.quote(str(ROOT / "setup_env.sh"))
+    code = run(["bash", "-c", f"source {script} && {words}"], env, dry)
     if code != 0:
         raise Refusal(
-            "the environment could not be made. The lines above say why and what to do; then type the same "
-            "command again",
+            "the environment could not be made. The lines above say why and what to do; then type "
+            "the same command again",
             "无法创建环境。原因和处理办法见上文；处理之后再次输入同一条命令",
             1,
         )
 
 
-# --- permissions -----------------------------------------------------------------------------------
+# --- permissions
+# -----------------------------------------------------------------------------------
 
 
-def check_permissions(found: Found, env: Mapping[str, str], fix: bool, dry: bool) -> None:
+def check_permissions(
+    inventory: Inventory,
+    env: Mapping[str, str],
+    fix: bool,
+    dry: bool,
+) -> None:
     """Warn if this user may not use the cards; with --fix, try to add the user to the group."""
-    shut = [device.path for device in [*found.cards, *found.managers] if not device.usable]
-    member = host.may_use_devices(env, os.geteuid(), os.getgroups())
-    if member and not shut:
+    devices = [*inventory.cards, *inventory.managers]
+    unusable = [device.path for device in devices if not device.usable]
+    is_member = host.may_use_devices(env, os.geteuid(), os.getgroups())
+    if is_member and not unusable:
         return
     user = getpass.getuser()
     remedy = f"sudo usermod -aG {host.GROUP} {user}"
-    what = (
-        f"{user} may not read and write {shut[0]}"
-        if shut
-        else f"{user} is not in the group {host.GROUP}"
-    )
-    what_zh = f"用户 {user} 不能读写 {shut[0]}" if shut else f"用户 {user} 不在 {host.GROUP} 组里"
-    if fix and not member:
+    english = f"{user} is not in the group {host.GROUP}"
+    chinese = f"用户 {user} 不在 {host.GROUP} 组里"
+    if unusable:
+        english = f"{user} may not read and write {unusable[0]}"
+        chinese = f"用户 {user} 不能读写 {unusable[0]}"
+    if fix and not is_member:
         sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
         if run([*sudo, "usermod", "-aG", host.GROUP, user], env, dry) == 0:
             say(
@@ -312,35 +364,62 @@ def check_permissions(found: Found, env: Mapping[str, str], fix: bool, dry: bool
             )
             return
     say(
-        f"{what}. Run {remedy}, then log in again",
-        f"{what_zh}。请执行 {remedy}，然后重新登录",
+        f"{english}. Run {remedy}, then log in again",
+        f"{chinese}。请执行 {remedy}，然后重新登录",
         "warning",
     )
 
 
-# --- set-up ----------------------------------------------------------------------------------------
+# --- set-up
+# ----------------------------------------------------------------------------------------
 
 
 def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Set the host up; returns the exit code."""
-    found = look(env)
-    describe(found)
-    pick = check_floors(found, options.torch_npu)
-    cann = found.cann.version if found.cann else ""
+    """Set the host up, and return the exit code."""
+    inventory = take_inventory(env)
+    describe(inventory)
+    pick = choose_pair(inventory, options.torch_npu)
     if pick.warning[0]:
         say(*pick.warning, mark="warning")
-    if not found.cards:
+    if not inventory.cards:
         say(
             "no card is visible (/dev/davinci*); making the environment anyway",
             "看不到 NPU 卡（/dev/davinci*），但仍会创建环境",
             "warning",
         )
-    check_permissions(found, env, options.fix, options.dry_run)
+    check_permissions(inventory, env, options.fix, options.dry_run)
+    torch_npu = install_pair(inventory, pick, options, env)
+    lines = environment.changes(env, job_environment(inventory, torch_npu, env, options.fix))
+    if options.env_file:
+        Path(options.env_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.dry_run:
+        print("\n".join(lines))
+    if not (options.fix and options.env_file):
+        unfixed = job_environment(inventory, torch_npu, env, fix=False)
+        for finding in environment.lint(unfixed, torch_npu):
+            say(*environment.advice(finding, options.fix), mark="warning")
+    return finish(options)
 
-    python, cards, numpy = own_python(), bool(found.cards), versions.numpy_for(cann)
-    planned = job_environment(found, pick.torch_npu, env, options.fix)
-    pair = probe(python, planned, cards) if python else Pair("", "", "no .venv")
-    if keeps(pair, cann, options.torch_npu):
+
+def install_pair(
+    inventory: Inventory,
+    pick: versions.Pick,
+    options: argparse.Namespace,
+    env: Mapping[str, str],
+) -> str:
+    """Install the pair, or keep the installed one if it fits; return the version of torch_npu.
+
+    Raises Refusal if the pair cannot be installed, or does not load on a host with cards.
+    """
+    cann = inventory.cann.version if inventory.cann else ""
+    cards = bool(inventory.cards)
+    numpy = versions.numpy_for(cann)
+    python = venv_python()
+    pair = Pair("", "", "no .venv")
+    if python:
+        planned = job_environment(inventory, pick.torch_npu, env, options.fix)
+        pair = probe(python, planned, cards)
+    if can_stay(pair, cann, options.torch_npu):
         say(
             f"torch {pair.torch} and torch_npu {pair.torch_npu} load and fit CANN {cann}: kept",
             f"torch {pair.torch} 和 torch_npu {pair.torch_npu} 能加载，与 CANN {cann} 配套：保留不动",
@@ -350,123 +429,127 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     else:
         torch_npu = pick.torch_npu
         say(*versions.explain(cann, pick, bool(options.torch_npu)))
-        if options.fix and python and not options.dry_run and not re.search(LIBRARY, pair.failure):
-            (
-                ROOT / ".venv" / "setup.busy"
-            ).touch()  # .venv is broken: this mark makes setup_env.sh start from scratch
+        is_broken = python and not re.search(LIBRARY, pair.failure)
+        if options.fix and is_broken and not options.dry_run:
+            # This mark makes setup_env.sh start from scratch.
+            (ROOT / ".venv" / "setup.busy").touch()
         make_environment(pick, numpy, env, options.dry_run)
         pair = Pair("", "", "not yet loaded")
 
-    new = job_environment(found, torch_npu, env, options.fix)
-    # A pair that was kept has already been loaded above; a card may have been closed for want of another numpy.
+    # A pair that stays has been loaded above, but another numpy may open a card that did not open
+    # there.
     if not options.dry_run and (not pair.loads or pair.closed):
-        pair = probe(
-            own_python() or shutil.which("python", path=new.get("PATH")) or sys.executable,
-            new,
-            cards,
+        new = job_environment(inventory, torch_npu, env, options.fix)
+        check_pair(new, cards, options.fix)
+    return torch_npu
+
+
+def check_pair(env: Mapping[str, str], cards: bool, fix: bool) -> None:
+    """Load the pair and open card 0, and report what fails."""
+    python = venv_python() or shutil.which("python", path=env.get("PATH")) or sys.executable
+    pair = probe(python, env, cards)
+    if not pair.loads:
+        report_load_failure(pair, cards, fix)
+    if pair.closed:
+        say(
+            f"card 0 does not open: {pair.closed[:200]}. `python check_npu.py` names the cause",
+            f"NPU 0 打不开：{pair.closed[:200]}。运行 python check_npu.py 查明原因",
+            "warning",
         )
-        if not pair.loads:
-            report_load_failure(pair, cards, options.fix)
-        if pair.closed:
-            say(
-                f"card 0 does not open: {pair.closed[:200]}. `python check_npu.py` names the cause",
-                f"NPU 0 打不开：{pair.closed[:200]}。运行 python check_npu.py 查明原因",
-                "warning",
-            )
-    lines = environment.changes(env, new)
-    if options.env_file:
-        Path(options.env_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if options.dry_run:
-        print("\n".join(lines))
-    if not (options.fix and options.env_file):
-        for finding in environment.lint(job_environment(found, torch_npu, env, False), torch_npu):
-            say(*environment.advice(finding, options.fix), mark="warning")
-    return finish(options)
 
 
 def report_load_failure(pair: Pair, cards: bool, fix: bool) -> None:
-    """Say that the pair does not load and which file is missing: an error if there are cards, otherwise a warning.
+    """Report that the pair does not load: an error if there are cards, otherwise a warning.
 
     Without cards, as in the build of an image, the pair cannot load yet.
     """
     missing = re.search(LIBRARY, pair.failure)
-    word = f" ({missing[0]})" if missing else ""
-    more = "" if fix else "; bash setup_ascend.sh --fix repairs a broken installation"
-    more_zh = "" if fix else "；如果是安装损坏，bash setup_ascend.sh --fix 会重装"
-    english = f"torch_npu does not load{word}: {pair.failure}. `python check_npu.py` names the cause{more}"
-    chinese = (
-        f"torch_npu 无法加载{word}：{pair.failure}。运行 python check_npu.py 查明原因{more_zh}"
+    library = f" ({missing[0]})" if missing else ""
+    english = (
+        f"torch_npu does not load{library}: {pair.failure}. `python check_npu.py` names the cause"
     )
+    chinese = f"torch_npu 无法加载{library}：{pair.failure}。运行 python check_npu.py 查明原因"
+    if not fix:
+        english += "; bash setup_ascend.sh --fix repairs a broken installation"
+        chinese += "；如果是安装损坏，bash setup_ascend.sh --fix 会重装"
     if cards:
         raise Refusal(english, chinese)
     say(english, chinese, "warning")
 
 
 def finish(options: argparse.Namespace) -> int:
-    """Say what to type next; returns the exit code."""
+    """Print what to type next, and return the exit code."""
     if options.dry_run:
         say("dry run: nothing was changed", "试运行：没有做任何更改")
     elif options.env_file:
         say(
-            "ready, and this shell has the variables. Next: python check_npu.py, then bash speedrun_npu.sh",
+            "ready, and this shell has the variables. Next: python check_npu.py, then bash "
+            "speedrun_npu.sh",
             "就绪，变量已写入当前 shell。下一步：运行 python check_npu.py，再运行 bash speedrun_npu.sh",
         )
     else:
         again = "source setup_ascend.sh" + (" --fix" if options.fix else "")
         say(
-            f"ready. Next: {again} (only `source` can change the variables of your shell), python check_npu.py, then "
-            "bash speedrun_npu.sh",
+            f"ready. Next: {again} (only `source` can change the variables of your shell), python "
+            "check_npu.py, then bash speedrun_npu.sh",
             f"就绪。下一步：先 {again}（只有 source 才能改动当前 shell 的变量），再依次运行 python check_npu.py 和 "
             "bash speedrun_npu.sh",
         )
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    plain = argparse.RawDescriptionHelpFormatter
-    words = argparse.ArgumentParser(
-        "setup_ascend.sh", description=__doc__, formatter_class=plain, allow_abbrev=False
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        "setup_ascend.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    words.add_argument(
+    parser.add_argument(
         "--dry-run", action="store_true", help="print what would be done and change nothing"
     )
-    words.add_argument(
+    parser.add_argument(
         "--fix",
         action="store_true",
-        help="also repair harmful variables (only when sourced), the group of the user, and a torch_npu "
-        "that does not load",
+        help=(
+            "also repair harmful variables (only when sourced), the group of the user, and a "
+            "torch_npu that does not load"
+        ),
     )
-    words.add_argument(
+    parser.add_argument(
         "--torch-npu",
         default=os.environ.get("NANOCHAT_TORCH_NPU", ""),
         metavar="VERSION",
-        help="version of torch_npu to install (default: NANOCHAT_TORCH_NPU, otherwise the version that "
-        "the table pairs with the installed CANN)",
+        help=(
+            "version of torch_npu to install (default: NANOCHAT_TORCH_NPU, otherwise the version "
+            "that the table pairs with the installed CANN)"
+        ),
     )
-    words.add_argument(
+    parser.add_argument(
         "--root",
         default="",
         help="folder to put in front of every absolute path, for tests (default: none)",
     )
-    words.add_argument(
-        "--env-file", default="", help=argparse.SUPPRESS
-    )  # the file that a sourcing shell reads
-    return words
+    # The file that a sourcing shell reads.
+    parser.add_argument("--env-file", default="", help=argparse.SUPPRESS)
+    return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code of setup_ascend.sh."""
-    lines.show_what_cannot_be_shown()
-    options, rest = parser().parse_known_args(words)
-    if rest and not options.env_file:
-        parser().error(
-            f"unrecognized arguments: {' '.join(rest)}; bash setup_ascend.sh --help lists the flags"
+    """Run the command line, and return the exit code of setup_ascend.sh."""
+    lines.escape_unprintable()
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(words)
+    flags = " ".join(unknown)
+    if unknown and not options.env_file:
+        parser.error(
+            f"unrecognized arguments: {flags}; bash setup_ascend.sh --help lists the flags"
         )
-    if rest:  # a script that sources this file passes on its own flags, whether it wants to or not
+    if unknown:  # a script that sources this file passes on its own flags
         say(
-            f"ignored, because they are not flags of setup_ascend.sh: {' '.join(rest)}",
-            f"已忽略（不是 setup_ascend.sh 的参数）：{' '.join(rest)}",
+            f"ignored, because they are not flags of setup_ascend.sh: {flags}",
+            f"已忽略（不是 setup_ascend.sh 的参数）：{flags}",
         )
     env = dict(os.environ)
     if options.root:
@@ -474,9 +557,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return set_up(options, env)
     except Refusal as refusal:
-        if (
-            refusal.code == NO_NPU and options.env_file
-        ):  # the sourcing script may continue without an NPU
+        # A sourcing script may continue without an NPU.
+        if refusal.code == NO_NPU and options.env_file:
             say(refusal.english, refusal.chinese)
             return NO_NPU
         print(f"error: {refusal.english}.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Picks the torch_npu that fits a CANN and a Python, also for versions that the table does not list."""
+"""Picks the torch_npu that fits a CANN and a Python, also for versions outside the table."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import NamedTuple
 PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 7)
 CANN_FLOOR = "8.3.RC1"
-NUMPY_2_FLOOR = "9.0.0"  # an older CANN needs numpy < 2 up to Python 3.12; no torch_npu for it has a wheel for 3.13
+# an older CANN needs numpy < 2 up to Python 3.12; no torch_npu for it has a wheel for 3.13
+NUMPY_2_FLOOR = "9.0.0"
 GLIBC_FLOOR = (2, 28)
 
 
 class Row(NamedTuple):
-    """A release of torch_npu, the CANN it was built for, and the newest Python for which it has a wheel."""
+    """A release of torch_npu, the CANN it was built for, and the newest Python with a wheel."""
 
     torch_npu: str
     cann: str
@@ -38,14 +39,14 @@ TABLE = (
     Row("2.8.0", "8.3.RC1", (3, 11)),
     Row("2.7.1", "8.3.RC1", (3, 11)),
 )
-# The vendor's table does not list this release. It was built after CANN 9.1, so a newer CANN gets it with a warning.
+# The vendor's table does not list this release. It was built after CANN 9.1, so a newer CANN gets
+# it with a warning.
 NEWEST = Row("2.14.0", "9.1.0", (3, 14))
-# What the contract with torch_npu is tested on: the oldest release, and the last known patch of every minor.
+# The torch that vllm-ascend, ms-swift and LLaMA-Factory are installed with beside CANN 9.1.
+SHARED_TORCH = (2, 10)
+# The contract with torch_npu is tested on the oldest release, and on the last known patch of every
+# minor.
 OLDEST = "2.7.1"
-SHARED = (
-    2,
-    10,
-)  # the torch that vllm-ascend, ms-swift and LLaMA-Factory are installed with beside CANN 9.1
 LAST_PATCHES = (
     "2.7.1.post11",
     "2.8.0.post5",
@@ -59,38 +60,45 @@ LAST_PATCHES = (
 
 
 def cann_key(version: str) -> tuple[int, int, int, int] | None:
-    """A CANN version as a tuple that sorts, 8.3.RC1 before 8.3.0; None if the text is not a version."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.?(RC|T|alpha|beta)?\.?(\d+))?", version.strip(), re.I)
-    if not found:
+    """Return a CANN version as a tuple that sorts, 8.3.RC1 before 8.3.0; None for other texts."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.?(RC|T|alpha|beta)?\.?(\d+))?", version.strip(), re.I)
+    if not match:
         return None
-    return int(found[1]), int(found[2]), 0 if found[3] else 1, int(found[4] or 0)
+    major, minor, preview, patch = match.groups()
+    is_final = 0 if preview else 1
+    return int(major), int(minor), is_final, int(patch or 0)
 
 
 def numpy_for(cann: str) -> int:
-    """The major version of numpy that a CANN works with; 1, which works everywhere, if the CANN is not known."""
-    key, floor = cann_key(cann), cann_key(NUMPY_2_FLOOR)
+    """Return the major version of numpy that a CANN works with.
+
+    It is 1, which works everywhere, if the version of CANN is not known.
+    """
+    key = cann_key(cann)
+    floor = cann_key(NUMPY_2_FLOOR)
     return 2 if key and floor and key >= floor else 1
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The release numbers of a package's version, without `post` and local parts: 2.9.0.post2 -> (2, 9, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version.strip())
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    """Return the release numbers of a package's version: 2.9.0.post2 -> (2, 9, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version.strip())
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def order(version: str) -> tuple[tuple[int, ...], int]:
-    """A package's version as a tuple that sorts: 2.9.0.post2 -> ((2, 9, 0), 2)."""
-    found = re.search(r"post(\d+)", version)
-    return release(version), int(found[1]) if found else 0
+    """Return a package's version as a tuple that sorts: 2.9.0.post2 -> ((2, 9, 0), 2)."""
+    match = re.search(r"post(\d+)", version)
+    patch = int(match[1]) if match else 0
+    return release(version), patch
 
 
 def torch_for(torch_npu: str) -> str:
-    """The torch that a torch_npu extends, which is the torch of the same release."""
-    return ".".join(str(part) for part in release(torch_npu))
+    """Return the torch that a torch_npu extends, which is the torch of the same release."""
+    return ".".join(map(str, release(torch_npu)))
 
 
 class Pick(NamedTuple):
-    """The pair to install; `warning` and `refusal` are (English, Chinese), and empty if there is nothing to say."""
+    """The pair to install; `warning` and `refusal` are (English, Chinese), or empty."""
 
     torch_npu: str
     torch: str
@@ -100,34 +108,34 @@ class Pick(NamedTuple):
 
 
 def refuse(english: str, chinese: str) -> Pick:
-    """A refusal with its reason and the next step in both languages."""
+    """Return a refusal with its reason and the next step in both languages."""
     return Pick("", "", (0, 0), refusal=(english, chinese))
 
 
 def pick_of(row: Row, warning: tuple[str, str] = ("", "")) -> Pick:
-    """The pair of a row of the table."""
+    """Return the pair of a row of the table."""
     return Pick(row.torch_npu, torch_for(row.torch_npu), row.python, warning)
 
 
 def resolve(cann: str) -> Pick:
-    """The newest torch_npu for an installed CANN, or a refusal that says why there is none."""
-    key, floor = cann_key(cann), cann_key(CANN_FLOOR)
+    """Return the newest torch_npu for an installed CANN, or a refusal with the reason."""
+    key = cann_key(cann)
+    floor = cann_key(CANN_FLOOR)
     if key is None or floor is None:
         return refuse(
-            f"the CANN version {cann!r} cannot be read. Name the torch_npu for it: bash setup_ascend.sh --torch-npu "
-            "VERSION",
+            f"the CANN version {cann!r} cannot be read. Name the torch_npu for it: bash "
+            "setup_ascend.sh --torch-npu VERSION",
             f"无法识别 CANN 版本 {cann!r}。请指定 torch_npu：bash setup_ascend.sh --torch-npu 版本号",
         )
     if key < floor:
         return refuse(
-            f"CANN {cann} is too old: {CANN_FLOOR} or later is needed. Upgrade the CANN toolkit and its ops (kernels) "
-            "package; upgrade the driver too if CANN's release notes ask for it",
+            f"CANN {cann} is too old: {CANN_FLOOR} or later is needed. Upgrade the CANN toolkit "
+            "and its ops (kernels) package; upgrade the driver too if CANN's release notes ask for "
+            "it",
             f"CANN {cann} 版本过低：需要 {CANN_FLOOR} 或更高版本。请升级 CANN toolkit 和算子包（kernels/ops）；"
             "如果 CANN 的版本说明要求，也要升级驱动",
         )
-    same = [row for row in TABLE if (cann_key(row.cann) or key)[:2] == key[:2]]
-    older = [row for row in TABLE if (cann_key(row.cann) or key) < key]
-    row = same[0] if same else NEWEST if older[0] is TABLE[0] else older[0]
+    row = nearest_row(key)
     if key == cann_key(row.cann):
         return pick_of(row)
     if row is NEWEST:
@@ -143,44 +151,57 @@ def resolve(cann: str) -> Pick:
     return pick_of(
         row,
         (
-            f"CANN {cann} is not in the table: torch_npu {row.torch_npu}, which was built for {row.cann}, "
-            "is installed. To choose another release: --torch-npu VERSION",
+            f"CANN {cann} is not in the table: torch_npu {row.torch_npu}, which was built for "
+            f"{row.cann}, is installed. To choose another release: --torch-npu VERSION",
             f"配套表里没有 CANN {cann}：选装为 {row.cann} 构建的 torch_npu {row.torch_npu}。"
             "想换版本：--torch-npu 版本号",
         ),
     )
 
 
+def nearest_row(key: tuple[int, int, int, int]) -> Row:
+    """Return the best row for the minor of a CANN, or else the row of the newest older CANN.
+
+    A CANN that is newer than the whole table gets NEWEST.
+    """
+    keys = [cann_key(row.cann) or key for row in TABLE]
+    for row, row_key in zip(TABLE, keys):
+        if row_key[:2] == key[:2]:
+            return row
+    older = [row for row, row_key in zip(TABLE, keys) if row_key < key]
+    return NEWEST if older[0] is TABLE[0] else older[0]
+
+
 def explain(cann: str, pick: Pick, named: bool) -> tuple[str, str]:
-    """Which pair is chosen for a CANN, why, and what else fits, in both languages."""
-    others = [
-        row.torch_npu
-        for row in TABLE
-        if cann_key(row.cann) == cann_key(cann) and row.torch_npu != pick.torch_npu
-    ]
+    """Return which pair is chosen for a CANN, why, and what else fits, in both languages."""
+    same_cann = [row.torch_npu for row in TABLE if cann_key(row.cann) == cann_key(cann)]
+    alternatives = [name for name in same_cann if name != pick.torch_npu]
     chosen = f"CANN {cann or '?'} -> torch_npu {pick.torch_npu} -> torch {pick.torch}"
     if named:
         return f"{chosen}, as you asked", f"{chosen}（由你指定）"
-    if not others:
+    if not alternatives:
         return chosen, chosen
-    fit, fit_zh = ", ".join(others), "、".join(others)
-    old = next((name for name in others if release(name)[:2] == SHARED), "")
-    shared = f"; vllm-ascend, ms-swift and LLaMA-Factory use {old}" if old else ""
-    shared_zh = f"；vllm-ascend、ms-swift 和 LLaMA-Factory 用 {old}" if old else ""
+    english = f"{', '.join(alternatives)} fit too"
+    chinese = f"{'、'.join(alternatives)} 也配套"
+    shared = [name for name in alternatives if release(name)[:2] == SHARED_TORCH]
+    if shared:
+        english += f"; vllm-ascend, ms-swift and LLaMA-Factory use {shared[0]}"
+        chinese += f"；vllm-ascend、ms-swift 和 LLaMA-Factory 用 {shared[0]}"
     return (
-        f"{chosen}: the newest release that the vendor pairs with this CANN. {fit} fit too{shared}. To choose one: "
-        "--torch-npu VERSION",
-        f"{chosen}：厂商为这个 CANN 配套的最新版本。{fit_zh} 也配套{shared_zh}。想换版本：--torch-npu 版本号",
+        f"{chosen}: the newest release that the vendor pairs with this CANN. {english}. To choose "
+        "one: --torch-npu VERSION",
+        f"{chosen}：厂商为这个 CANN 配套的最新版本。{chinese}。想换版本：--torch-npu 版本号",
     )
 
 
-def asked(torch_npu: str) -> Pick:
-    """The pair for a torch_npu that the user names."""
+def pick_named(torch_npu: str) -> Pick:
+    """Return the pair for a torch_npu that the user names."""
     number = release(torch_npu)
     if len(number) < 2 or number[:2] < TORCH_FLOOR:
         return refuse(
-            f"torch_npu {torch_npu} is too old: {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or later is needed. Name a newer "
-            "one, or leave out --torch-npu and NANOCHAT_TORCH_NPU to have one picked for your CANN",
+            f"torch_npu {torch_npu} is too old: {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or later is "
+            "needed. Name a newer one, or leave out --torch-npu and NANOCHAT_TORCH_NPU to have one "
+            "picked for your CANN",
             f"torch_npu {torch_npu} 版本过低：需要 {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} 或更高版本。请换一个更新的版本，"
             "或者不设 --torch-npu 和 NANOCHAT_TORCH_NPU，让程序按 CANN 选择",
         )
@@ -191,7 +212,7 @@ def asked(torch_npu: str) -> Pick:
 
 
 class Fit(NamedTuple):
-    """Whether installed versions fit each other: PASS, WARN or FAIL, and the reason in both languages."""
+    """Whether installed versions fit each other: PASS, WARN or FAIL, and the reason."""
 
     status: str
     english: str = ""
@@ -199,7 +220,7 @@ class Fit(NamedTuple):
 
 
 def pair_fits(torch: str, torch_npu: str) -> Fit:
-    """Whether torch and torch_npu have the same major.minor, and are not too old."""
+    """Return whether torch and torch_npu have the same major.minor, and are not too old."""
     if release(torch)[:2] == release(torch_npu)[:2]:
         if release(torch)[:2] < TORCH_FLOOR:
             return Fit(
@@ -216,17 +237,18 @@ def pair_fits(torch: str, torch_npu: str) -> Fit:
 
 
 def cann_fits(torch_npu: str, cann: str) -> Fit:
-    """Whether a torch_npu works with a CANN."""
+    """Return whether a torch_npu works with a CANN."""
     key = cann_key(cann)
     if key is None:
         return Fit("WARN", "the version of CANN is not known", "不知道 CANN 的版本")
-    exact = next((row for row in TABLE if row.torch_npu == torch_npu), None)
-    kin = [row for row in TABLE if release(row.torch_npu)[:2] == release(torch_npu)[:2]]
-    if exact is None and not kin:
+    minor = release(torch_npu)[:2]
+    same_minor = [row for row in TABLE if release(row.torch_npu)[:2] == minor]
+    if not same_minor:
         if key < (cann_key(NEWEST.cann) or key):
             return Fit(
                 "FAIL",
-                f"torch_npu {torch_npu} probably needs CANN {NEWEST.cann} or later, but CANN is {cann}",
+                f"torch_npu {torch_npu} probably needs CANN {NEWEST.cann} or later, but CANN is "
+                f"{cann}",
                 f"torch_npu {torch_npu} 可能需要 CANN {NEWEST.cann} 或更高，当前是 {cann}",
             )
         return Fit(
@@ -234,24 +256,25 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
             f"torch_npu {torch_npu} is not in the table; CANN {cann} is probably new enough",
             f"配套表里没有 torch_npu {torch_npu}；CANN {cann} 应该够新",
         )
-    # As far as is known, an unlisted release needs at least the CANN of the release that is listed before it.
-    own = order(torch_npu)
-    before = [row for row in kin if order(row.torch_npu) <= own]
-    row = exact or (max(before, key=lambda row: order(row.torch_npu)) if before else kin[-1])
-    need = cann_key(row.cann) or key
-    if key[:2] < need[:2]:
+    # As far as is known, an unlisted release needs at least the CANN of the release that is listed
+    # before it.
+    not_newer = [row for row in same_minor if order(row.torch_npu) <= order(torch_npu)]
+    row = max(not_newer, key=lambda row: order(row.torch_npu)) if not_newer else same_minor[-1]
+    is_listed = row.torch_npu == torch_npu
+    needed_key = cann_key(row.cann) or key
+    if key[:2] < needed_key[:2]:
         return Fit(
             "FAIL",
             f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is older",
             f"torch_npu {torch_npu} 需要 CANN {row.cann}，当前的 {cann} 太旧",
         )
-    if exact and key == need:
+    if is_listed and key == needed_key:
         return Fit("PASS")
-    if exact is None:
+    if not is_listed:
         return Fit(
             "WARN",
-            f"torch_npu {torch_npu} is not in the table; it needs CANN {row.cann} or later, and CANN is "
-            f"{cann}",
+            f"torch_npu {torch_npu} is not in the table; it needs CANN {row.cann} or later, and "
+            f"CANN is {cann}",
             f"配套表里没有 torch_npu {torch_npu}；它需要 CANN {row.cann} 或更高，当前是 {cann}",
         )
     return Fit(
@@ -262,7 +285,7 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
 
 
 def numpy_fits(numpy: str, cann: str, python: tuple[int, int]) -> Fit:
-    """Whether the compiler of a CANN works with a numpy on this Python."""
+    """Return whether the compiler of a CANN works with a numpy on this Python."""
     if python >= (3, 13) or cann_key(cann) is None or release(numpy)[0] <= numpy_for(cann):
         return Fit("PASS")
     return Fit(
@@ -273,9 +296,10 @@ def numpy_fits(numpy: str, cann: str, python: tuple[int, int]) -> Fit:
 
 
 def remedy(fit: Fit, cann: str) -> tuple[str, str]:
-    """What to do about a torch_npu that may not work with a CANN, in English and Chinese.
+    """Return what to do about a torch_npu that may not work with a CANN, in English and Chinese.
 
-    Set-up keeps a torch_npu that loads and is not known to be wrong, so for a WARN it needs the version to install.
+    Set-up keeps a torch_npu that loads and is not known to be wrong, so for a WARN it needs the
+    version to install.
     """
     picked = resolve(cann).torch_npu
     if fit.status == "WARN" and picked:

@@ -1,4 +1,4 @@
-"""Runs prompts that share a prefix: the model reads the prefix once, then the rest of each prompt."""
+"""Runs prompts that share a prefix: the model reads the prefix once, then the rest of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class Branches:
         rows: Sequence[Sequence[int]],
         cached_lengths: Sequence[int],
     ) -> Tensor:  # (B, T, C)
-        """Run row b through the model behind the cached_lengths[b] tokens in slot b of the cache."""
+        """Run row b through the model after the cached_lengths[b] tokens in slot b of the cache."""
         row_lengths = list(map(len, rows))
         tokens = self._padded(rows)
         lengths = torch.tensor(row_lengths).to(self._model.device)

@@ -1,5 +1,4 @@
-"""Multiple choice for models that continue a text: finds the answer that the model thinks
-likeliest.
+"""Multiple choice for models that continue a text: finds the likeliest answer.
 
 Likelihoods are compared in three ways, as lm-evaluation-harness does: as they are, per byte and per
 token.
@@ -74,8 +73,7 @@ def rows_of(
     choices: Sequence[str],
     tokenizer: Tokenizer,
 ) -> list[PromptRow]:
-    """Return a row for each choice after a context and a space, tokenised as lm-evaluation-harness
-    does.
+    """Return a row for each choice, tokenised as lm-evaluation-harness does.
 
     Context and choice are encoded as one text; the tokens after those of the context alone are
     scored. Spaces at the end of the context count to the choice.
@@ -88,9 +86,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Picks:
-    """The index of the likeliest choice by log-probability, by log-probability per byte, and per
-    token.
-    """
+    """The index of the likeliest choice by log-probability: as it is, per byte and per token."""
 
     plain: int
     by_bytes: int
@@ -118,7 +114,7 @@ def _fit(
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> tuple[list[PromptRow], bool]:
-    """Return the rows of a question with as many examples as fit, and whether some were left out."""
+    """Return the rows of a question with as many examples as fit, and whether some are missing."""
     for first in range(len(cloze.examples) + 1):
         context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question
         rows = rows_of(i, context, cloze.choices, tokenizer)

@@ -71,9 +71,7 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The accuracy of a task, and `centered`: the accuracy rescaled so that guessing is 0 and
-    perfection is 1.
-    """
+    """The accuracy of a task; `centered` is rescaled so that guessing is 0 and perfection is 1."""
 
     label: str
     accuracy: float
@@ -84,9 +82,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Core:
-    """The score of every task, and CORE: the mean of the centered accuracies, or None if a task is
-    `broken`.
-    """
+    """The score of every task, and CORE: the mean `centered`, or None if a task is `broken`."""
 
     tasks: tuple[TaskScore, ...]
     core: float | None
@@ -97,8 +93,7 @@ class Core:
 
 
 def find_bundle(path: str | Path | None = None) -> Path | None:
-    """Return the folder of the eval bundle: `path`, or <base>/eval_bundle if that exists, else
-    None.
+    """Return the folder of the eval bundle: `path`, or <base>/eval_bundle, or None.
 
     UserError if the folder is not an eval bundle.
     """
@@ -277,7 +272,7 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
 
 
 def _check_problem(kind: str, problem: dict[str, Any]) -> None:
-    """ValueError if a problem lacks a field, or if `gold` is not the index of one of its options."""
+    """ValueError if a problem lacks a field, or if `gold` is not the index of an option."""
     missing = [field for field in FIELDS[kind] if field not in problem]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")
@@ -291,8 +286,7 @@ def _check_problem(kind: str, problem: dict[str, Any]) -> None:
 
 
 def choose_examples(count: int, number: int, shots: int) -> list[int]:
-    """Return the indices of the problems to show before problem `number` of `count`, drawn as
-    upstream does.
+    """Return the indices of the examples before problem `number` of `count`, drawn as upstream.
 
     Problem `number` itself is never among them.
     """
@@ -319,8 +313,9 @@ def render(
     problem: dict[str, Any],
     examples: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """Return the prompts of a problem: one per option, or, for language modeling, without and with
-    the continuation.
+    """Return the prompts of a problem: one per option.
+
+    For language modeling, they are the prompts without and with the continuation.
     """
     shown = "".join(_example(task, example) for example in examples)
     if task.kind == "multiple_choice":
@@ -371,9 +366,7 @@ def judge(
     tokens_per_batch: int,
     records: Records | None = None,
 ) -> list[bool]:
-    """Return whether the model solves each of the problems at these indices; `records` gets a
-    record of each.
-    """
+    """Return whether the model solves each of these problems, and record the answers."""
     prompts: list[list[str]] = []  # of each problem
     for number in numbers:
         examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]

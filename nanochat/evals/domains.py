@@ -39,8 +39,7 @@ READ_CHARACTERS = 2_000  # characters of a document that decide its domain
 
 
 def domain(text: str) -> str:
-    """Return the domain of a document: "sums", or the language that the script of most of its
-    letters stands for.
+    """Return the domain of a document: "sums", or the language of most of its letters.
 
     A Chinese character counts three times, because it says about as much as three Latin letters.
     Kana make a text Japanese from a tenth on, since Japanese is mostly written with Chinese

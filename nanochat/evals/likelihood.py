@@ -39,9 +39,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The summed log-probability, in nats, of the scored tokens of a row, and how many tokens those
-    are.
-    """
+    """The summed log-probability, in nats, of the scored tokens of a row, and their number."""
 
     logprob: float
     tokens: int
@@ -65,9 +63,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Family:
-    """Inputs of one question whose first `prefix_length` tokens are equal and read once for all of
-    them.
-    """
+    """Inputs of one question whose first `prefix_length` tokens are equal and read only once."""
 
     prefix_length: int
     inputs: list[_Input]
@@ -160,9 +156,7 @@ def _inputs(rows: Sequence[PromptRow]) -> list[_Input]:
 
 
 def _families(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> list[_Family]:
-    """Group the inputs of each question; an input that shares too little becomes a family of its
-    own.
-    """
+    """Group the inputs of each question; an input that shares too little stays alone."""
     questions: dict[int, list[_Input]] = {}
     for entry in inputs:
         question = rows[entry.row_numbers[0]].question
@@ -179,9 +173,7 @@ def _families(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> list[_Fami
 
 
 def _shareable_prefix(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> int:
-    """Return how many tokens at the start of all inputs may be read once, without their hidden
-    states.
-    """
+    """Return how many tokens at the start of all inputs can be read once."""
     # The first scored token is predicted from the token before it, whose hidden state each input
     # needs.
     first_scored = min(rows[i].start for entry in inputs for i in entry.row_numbers)
@@ -247,9 +239,7 @@ def _losses(
     rows: Sequence[PromptRow],
     greedy: bool,
 ) -> Tensor:
-    """Return the loss in nats of every scored token of a batch, row after row, in float64 on the
-    host.
-    """
+    """Return the loss in nats of every scored token of a batch, row after row, float64 on the host."""
     states = branches.hidden([entry.tokens for entry in inputs], prefix_lengths)  # (B, T, C)
     positions: list[Tensor] = []  # in the flattened batch, of the states that predict scored tokens
     target_ids: list[int] = []
@@ -277,9 +267,7 @@ def _misses(
     hidden: Tensor,
     targets: Tensor,
 ) -> Tensor:  # (N, C), (N,) -> (N,)
-    """Return 0 where the likeliest token is the target and 1 elsewhere; a logit that is not finite
-    stays as it is.
-    """
+    """Return 0 where the likeliest token is the target, else 1; keep logits that are not finite."""
     misses = []
     hidden_chunks = hidden.split(HEAD_ROWS)
     target_chunks = targets.split(HEAD_ROWS)

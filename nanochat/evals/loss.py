@@ -20,8 +20,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 class Batches(Protocol):
-    """A step of the data loader: inputs and targets of shape (B, T) on the host, then the tensors
-    that `extras` names.
+    """A step of the data loader: inputs and targets (B, T) on the host, then the `extras`.
 
     A target of -1 is ignored.
     """
@@ -114,8 +113,7 @@ def evaluate_split(
     device_batch_size: int | Literal["auto"],
     compute: Compute,
 ) -> Loss:
-    """Return the loss of an unsharded model on the first `tokens` tokens of a split, equal for any
-    number of ranks.
+    """Return the loss of an unsharded model on the first tokens of a split, equal for any ranks.
 
     auto means 10 M tokens and 32 rows per pass, or, on a CPU, 262,144 tokens and 4,096 tokens per
     pass.

@@ -25,8 +25,7 @@ from nanochat.runtime.progress import Progress
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Direct preference optimisation (DPO, arXiv 2305.18290): -log sigmoid(margin), a mean over
-    pairs.
+    """The loss of DPO (arXiv 2305.18290): -log sigmoid(margin), a mean over pairs.
 
     The margin of a pair is beta * (log p / p_ref of the preferred answer - log p / p_ref of the
     rejected one), where p_ref is the probability under the model before training. A row holds both
@@ -89,8 +88,7 @@ def answer_scores(
     documents: Tensor,  # (B, T), 2n and 2n + 1 for the answers of pair n of a row
     pairs: int,  # the largest number of pairs in a row
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of every answer in nats, fp32 (B, P, 2), and its length in tokens
-    (B, P, 2).
+    """Return log-probability (nats, fp32) and length (tokens) of every answer, (B, P, 2) each.
 
     Both are 0 where a row has no such pair.
     """
@@ -115,8 +113,7 @@ def add_references(
     batch_rows: int,
     compute: Compute,
 ) -> None:
-    """Set `rows.references` to the log-probabilities of all answers under a model that is not
-    trained yet.
+    """Set `rows.references` to the log-probabilities of all answers under the untrained model.
 
     They are computed once, in one pass over the rows, and saved beside the tokens: a run that
     resumes needs no reference model and learns from the same bits. `identity` names the model; a
@@ -139,9 +136,7 @@ def add_references(
 
 
 def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the saved log-probabilities, or None if there are none or, with a warning, if they are
-    damaged.
-    """
+    """Return the saved log-probabilities; None if there are none or, with a warning, if damaged."""
     if not path.exists():
         return None
     try:

@@ -60,9 +60,7 @@ class Records:
         self._records: list[tuple[int, Fields]] = []
 
     def saved_score(self) -> dict[str, Any] | None:
-        """Return the score of an earlier evaluation with the same model, settings and data, or
-        None.
-        """
+        """Return the score of an earlier evaluation with the same model, settings and data, if any."""
         try:
             with open(self.path, "rb") as file:
                 head = parse_json(file.readline())
@@ -74,9 +72,7 @@ class Records:
         return head.get("score") if head.get("about") == about else None
 
     def add(self, number: int, record: Fields) -> None:
-        """Add the answer to question `number`; the file lists the answers in the order of these
-        numbers.
-        """
+        """Add the answer to question `number`; the file lists the answers in this order."""
         self._records.append((number, dict(record)))
 
     def finish(self, score: Fields) -> None:

@@ -30,9 +30,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended: whether it passed its last line, whether it ran out of time, and what it
-    printed.
-    """
+    """How a program ended: whether it passed its last line or ran out of time, and its output."""
 
     passed: bool
     timed_out: bool
@@ -54,8 +52,7 @@ def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a program that has ended, however deep its folders are and whatever
-    their modes are.
+    """Remove the folder of a program that has ended, however deep its folders are.
 
     Links are removed, not followed. If something cannot be removed, a line says so, and the
     evaluation continues.
@@ -124,8 +121,7 @@ def _execute(
     memory: int,
     isolated: bool,
 ) -> tuple[int, str]:
-    """Run a program under a supervisor in its own session, with an empty environment, in a
-    temporary folder.
+    """Run a program under a supervisor, in a session and a temporary folder of its own.
 
     Returns the supervisor's exit code, 0 if the program passed, and the output.
     """
@@ -185,8 +181,7 @@ def _no_namespaces() -> str | None:
 
 @functools.lru_cache(maxsize=2)
 def tier(unsafe_exec: bool = False) -> str:
-    """Return the strongest sandbox of this machine, `namespaces` or `limits`; the first call logs
-    it.
+    """Return the strongest sandbox of this machine: `namespaces` or `limits`. Logs it once.
 
     In both tiers a program has no capabilities, no network, no second process or thread, no shared
     memory and no keys; root becomes nobody; CPU time, memory and file size are limited. In

@@ -1,5 +1,6 @@
-"""The inside of the sandbox. sandbox.py starts this file with `python -I -S`, so it imports only
-the standard library.
+"""The inside of the sandbox.
+
+sandbox.py starts this file with `python -I -S`, so it imports only the standard library.
 
 There are two processes. The supervisor forks the program, enforces the time limit, and tells by its
 exit code whether the program passed. The program's process first builds its cage (in the
@@ -167,7 +168,7 @@ def library() -> tuple[str, ...]:
 
 
 def build_root(root: str) -> None:
-    """Make `root` a small folder in memory that holds Python, read-only, and move into it for good."""
+    """Make `root` a read-only folder in memory that holds Python, and move into it for good."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SCRATCH},mode=755")
     for folder in library():
@@ -245,9 +246,7 @@ def confine(root: str) -> None:
 
 
 def drop_rights() -> None:
-    """Drop all capabilities, and close this process to other processes and to its own
-    /proc/self/mem.
-    """
+    """Drop all capabilities, and close this process to others and to its own /proc/self/mem."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call("capset", header, (ctypes.c_uint32 * 6)())
     prctl(PR_SET_DUMPABLE, 0)

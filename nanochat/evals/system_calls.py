@@ -1,5 +1,4 @@
-"""Lists the system calls that a sandboxed program may not make, by their numbers on two
-architectures.
+"""Lists the system calls that a sandboxed program may not make.
 
 These are x86_64 and aarch64.
 """

@@ -1,4 +1,4 @@
-"""Export a model for other programs: a folder for Hugging Face transformers and vLLM, or a file for llama.cpp.
+"""Export a model for other programs: Hugging Face transformers and vLLM, or llama.cpp.
 
 python -m nanochat.export ~/my-model
 python -m nanochat.export ~/my-model --source base --model_tag d12 --dtype bfloat16
@@ -35,44 +35,47 @@ class Config:
     step: int | None = None
     """Step of the checkpoint. Default: the last."""
     model: Path | None = None
-    """Folder of a published Qwen model to export instead: config.json, tokenizer.json and safetensors files."""
+    """Folder of a published Qwen model to export instead:
+    config.json, tokenizer.json and safetensors files."""
     adapter: Path | None = None
-    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it; it is merged."""
+    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it;
+    it is merged."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the weights. bfloat16 and float16 halve the size."""
 
 
 def load(cfg: Config) -> Loaded:
-    """The model that the flags name, on the host, with its adapter merged. UserError if the flags do not go together or
-    the model cannot be loaded."""
+    """Return the model that the flags name, on the host, with its adapter merged.
+
+    UserError if the flags contradict each other, or if the model cannot be loaded.
+    """
     if cfg.model is None and cfg.adapter is not None:
         raise UserError(
             "--adapter belongs to a published model: name its folder with --model", exit_code=2
         )
     if cfg.model is not None and (cfg.source or cfg.model_tag or cfg.step is not None):
         raise UserError(
-            "--model names a published model, and --source, --model_tag and --step one that was trained here: give "
-            "either",
+            "--model names a published model, and --source, --model_tag and --step one that was "
+            "trained here: give either",
             exit_code=2,
         )
     compute = device.compute_init("cpu")
-    # Large models fit as bf16, which most bases are published in. fp16 is rounded when it is written.
-    small = device.DTYPES["bfloat16"] if cfg.dtype == "bfloat16" else device.MASTER
+    # Large models fit as bf16, in which most bases are published. fp16 is rounded when it is
+    # written.
+    dtype = device.DTYPES["bfloat16"] if cfg.dtype == "bfloat16" else device.MASTER
     if cfg.model is not None:
-        return load_published(cfg.model, cfg.adapter, compute, small)
-    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute, dtype=small)
+        return load_published(cfg.model, cfg.adapter, compute, dtype)
+    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute, dtype=dtype)
     merge(loaded.model)
     return loaded
 
 
 def main(cfg: Config) -> None:
-    """Load a model, export it, and say how it is loaded."""
+    """Load a model, export it, and log how other programs load it."""
     target = cfg.target.expanduser()
     if target.exists():
-        raise UserError(
-            f"{target} exists already: name another {'file' if cfg.format == 'gguf' else 'folder'}",
-            2,
-        )
+        kind = "file" if cfg.format == "gguf" else "folder"
+        raise UserError(f"{target} exists already: name another {kind}", 2)
     loaded = load(cfg)
     about = f"exported stage {loaded.stage}, tag {loaded.tag}, step {loaded.step:,} to {target}"
     if cfg.format == "gguf":

@@ -1,6 +1,7 @@
 """Writes GGUF, the one-file format of llama.cpp and Ollama: metadata first, then tensors.
 
-The format is described in github.com/ggml-org/ggml/blob/master/docs/gguf.md. All numbers are little-endian.
+The format is described in github.com/ggml-org/ggml/blob/master/docs/gguf.md. All numbers are
+little-endian.
 """
 
 import math
@@ -17,19 +18,26 @@ from nanochat.common import UserError, atomic_path
 VERSION = 3
 ALIGNMENT = 32  # bytes; every tensor starts at a multiple of it
 FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's numbers of the formats
-UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+# The numbers of the types of metadata.
+UINT32 = 4
+INT32 = 5
+FLOAT32 = 6
+BOOL = 7
+STRING = 8
+ARRAY = 9
 
-Value = bool | int | float | str | Sequence[str] | Sequence[bool] | Sequence[int]
+Scalar = bool | int | float | str
+Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A tensor of the file, which is computed when its turn comes."""
+class PlannedTensor:
+    """A tensor of the file, which is computed when its turn to be written comes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
 
 
 def _text(text: str) -> bytes:
@@ -37,50 +45,62 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _one(value: bool | int | float | str) -> tuple[int, bytes]:
-    """The type and the bytes of a single value; an int is unsigned."""
+def _type(value: Scalar) -> int:
     if isinstance(value, bool):
-        return BOOL, struct.pack("<?", value)
+        return BOOL
     if isinstance(value, int):
-        return UINT32, struct.pack("<I", value)
-    if isinstance(value, float):
-        return FLOAT32, struct.pack("<f", value)
-    return STRING, _text(value)
+        return UINT32
+    return FLOAT32 if isinstance(value, float) else STRING
+
+
+def _bytes(value: Scalar) -> bytes:
+    """Return the bytes of a single value; an int is unsigned."""
+    if isinstance(value, str):
+        return _text(value)
+    code = {BOOL: "<?", UINT32: "<I", FLOAT32: "<f"}[_type(value)]
+    return struct.pack(code, value)
 
 
 def _value(value: Value) -> bytes:
-    """The type and the bytes of a value; a list of ints is signed."""
+    """Return the type and the bytes of a value; a list of ints is signed."""
     if isinstance(value, bool | int | float | str):
-        kind, data = _one(value)
-        return struct.pack("<I", kind) + data
-    if isinstance(value[0], int) and not isinstance(value[0], bool):
-        kind, data = INT32, struct.pack(f"<{len(value)}i", *value)
+        return struct.pack("<I", _type(value)) + _bytes(value)
+    element_type = _type(value[0])
+    if element_type == UINT32:
+        element_type = INT32
+        data = struct.pack(f"<{len(value)}i", *value)
     else:
-        kind, data = _one(value[0])[0], b"".join(_one(one)[1] for one in value)
-    return struct.pack("<IIQ", ARRAY, kind, len(value)) + data
+        data = b"".join(map(_bytes, value))
+    return struct.pack("<IIQ", ARRAY, element_type, len(value)) + data
 
 
 def _padding(size: int) -> bytes:
     return bytes(-size % ALIGNMENT)
 
 
-def _header(metadata: Mapping[str, Value], tensors: Sequence[Planned]) -> bytes:
-    """Everything before the first tensor."""
+def _header(metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> bytes:
+    """Return everything that comes before the first tensor."""
     parts = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
-    parts += [_text(name) + _value(value) for name, value in metadata.items()]
+    for name, value in metadata.items():
+        parts += [_text(name), _value(value)]
     offset = 0
     for tensor in tensors:
         sizes = tensor.shape[::-1]  # the innermost dimension comes first
-        about = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, FORMATS[tensor.dtype], offset)
-        parts.append(_text(tensor.name) + about)
+        parts.append(_text(tensor.name))
+        parts.append(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
+        parts.append(struct.pack("<IQ", FORMATS[tensor.dtype], offset))
         size = math.prod(sizes) * tensor.dtype.itemsize
         offset += size + len(_padding(size))
     header = b"".join(parts)
     return header + _padding(len(header))
 
 
-def write(path: Path, metadata: Mapping[str, Value], tensors: Sequence[Planned]) -> None:
-    """Write a file, whole or not at all; one tensor is in memory at a time beside what `make` holds.
+def write(
+    path: Path,
+    metadata: Mapping[str, Value],
+    tensors: Sequence[PlannedTensor],
+) -> None:
+    """Write a file, whole or not at all. Only one computed tensor is in memory at a time.
 
     UserError (code 2) if the file exists.
     """
@@ -89,11 +109,9 @@ def write(path: Path, metadata: Mapping[str, Value], tensors: Sequence[Planned])
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         file.write(_header(metadata, tensors))
         for planned in tensors:
-            value = planned.make().detach().cpu().contiguous()
-            assert (tuple(value.shape), value.dtype) == (planned.shape, planned.dtype), (
-                planned.name,
-                value.shape,
-            )
+            value = planned.compute().detach().cpu().contiguous()
+            assert value.shape == planned.shape, (planned.name, value.shape)
+            assert value.dtype == planned.dtype, (planned.name, value.dtype)
             data = value.view(torch.uint8).numpy().data
             file.write(data)
             file.write(_padding(data.nbytes))

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a folder that Hugging Face transformers loads without a network, tokenizer included."""
+"""Writes a checkpoint, tokenizer included, as a folder that Hugging Face transformers loads."""
 
 import json
 from dataclasses import asdict
@@ -21,14 +21,15 @@ from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
 
 MODELLING = Path(__file__).with_name("modeling_nanochat.py")
-# Renders a conversation to the same tokens as tokenizer.render(): system text goes in front of the first user text.
+# Renders a conversation to the same tokens as tokenizer.render(): system text goes in front of the
+# first user text.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% set first = namespace(text='') %}{% for message in messages %}"
-    "{% if message.role == 'system' %}{% set first.text = message.content + '\\n\\n' %}"
-    "{% elif message.role == 'user' %}<|user_start|>{{ first.text + message.content }}<|user_end|>"
-    "{% set first.text = '' %}"
-    "{% elif message.role == 'assistant' %}<|assistant_start|>{{ message.content }}<|assistant_end|>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant_start|>{% endif %}"
+    "{{ bos_token }}{% set first = namespace(text='') %}{% for message in messages %}{% if "
+    "message.role == 'system' %}{% set first.text = message.content + '\\n\\n' %}{% elif "
+    "message.role == 'user' %}<|user_start|>{{ first.text + message.content }}<|user_end|>{% set "
+    "first.text = '' %}{% elif message.role == 'assistant' %}<|assistant_start|>{{ message.content "
+    "}}<|assistant_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant_start|>{% "
+    "endif %}"
 )
 README = """# {name}
 
@@ -52,75 +53,64 @@ OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokenizer in the format of the `tokenizers` library; it puts the BOS token in front of every text."""
-    specials = {
-        tokenizer.decode([tokenizer.special(role)]): tokenizer.special(role) for role in ROLES
-    }
-    ranks = [tokenizer.decode_bytes([number]) for number in range(min(specials.values()))]
+    """Return the tokenizer in the format of the `tokenizers` library.
+
+    It puts the BOS token in front of every text.
+    """
+    special_ids = [tokenizer.special(role) for role in ROLES]
+    specials = {tokenizer.decode([special_id]): special_id for special_id in special_ids}
+    ranks = [tokenizer.decode_bytes([rank]) for rank in range(min(special_ids))]
+    content = json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials))
     bos = tokenizer.decode([tokenizer.bos])
-    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
-    text, more = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
-    marks = {
+    bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first_text = {"Sequence": {"id": "A", "type_id": 0}}
+    second_text = {"Sequence": {"id": "B", "type_id": 0}}
+    content["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [begin, text],
-        "pair": [begin, text, begin, more],
+        "single": [bos_piece, first_text],
+        "pair": [bos_piece, first_text, bos_piece, second_text],
         "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
     }
-    return {
-        **json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials)),
-        "post_processor": marks,
-    }
+    return content
 
 
-def known(loaded: Loaded) -> bool:
-    """Whether transformers knows the model's family, so that it needs no code of ours."""
+def is_known_family(loaded: Loaded) -> bool:
+    """Return whether transformers has code for the model's family."""
     return isinstance(loaded.model.config, QwenConfig)
 
 
 def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
-    """The content of the JSON files beside the weights, by file name; a published model brings most of them along."""
+    """Return the content of the JSON files beside the weights, by file name.
+
+    A published model brings most of them along.
+    """
     tokenizer: Tokenizer | FolderTokenizer = loaded.tokenizer
     shape = loaded.model.config
+    end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, FolderTokenizer):
-        marks = {"eos_token_id": tokenizer.special("assistant_end"), "torch_dtype": dtype}
-        begin = tokenizer.named("bos_token")
-        return {
-            "config.json": {
-                **published(shape),
-                **marks,
-                **({} if begin is None else {"bos_token_id": begin}),
-            }
-        }
-    bos, end = (tokenizer.decode([tokenizer.special(role)]) for role in ("bos", "assistant_end"))
-    ends = [
-        tokenizer.special("assistant_end"),
-        tokenizer.bos,
-    ]  # the ends of a reply and of a document
-    marks = {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0], "torch_dtype": dtype}
-    cached = {} if known(loaded) else {"use_cache": False}
-    config = {
-        "architectures": ["NanochatForCausalLM"],
-        "model_type": "nanochat_ascend",
-        "auto_map": {
-            "AutoConfig": "modeling_nanochat.NanochatConfig",
-            "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM",
-        },
-        "tie_word_embeddings": False,
-        **asdict(shape),
+        config = published(shape) | {"eos_token_id": end_of_reply, "torch_dtype": dtype}
+        bos = tokenizer.named("bos_token")
+        if bos is not None:
+            config["bos_token_id"] = bos
+        return {"config.json": config}
+    generation_config: dict[str, Any] = {
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": [end_of_reply, tokenizer.bos],  # a document ends where the next one begins
+        "pad_token_id": end_of_reply,
     }
+    config = published(shape) if is_known_family(loaded) else _own_config(shape)
+    config |= {"bos_token_id": tokenizer.bos, "eos_token_id": end_of_reply, "torch_dtype": dtype}
+    if not is_known_family(loaded):
+        config["use_cache"] = False
+        generation_config["use_cache"] = False
     return {
-        "config.json": {**(published(shape) if known(loaded) else config), **marks, **cached},
-        "generation_config.json": {
-            "bos_token_id": tokenizer.bos,
-            "eos_token_id": ends,
-            "pad_token_id": ends[0],
-            **cached,
-        },
+        "config.json": config,
+        "generation_config.json": generation_config,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": bos,
-            "eos_token": end,
-            "pad_token": end,
+            "bos_token": tokenizer.decode([tokenizer.bos]),
+            "eos_token": tokenizer.decode([end_of_reply]),
+            "pad_token": tokenizer.decode([end_of_reply]),
             "model_max_length": shape.sequence_len,
             "padding_side": "left",
             "clean_up_tokenization_spaces": False,
@@ -132,12 +122,30 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def _own_config(shape: Any) -> dict[str, Any]:
+    """Return the config.json of nanochat's GPT, which names the classes in modeling_nanochat.py."""
+    return {
+        "architectures": ["NanochatForCausalLM"],
+        "model_type": "nanochat_ascend",
+        "auto_map": {
+            "AutoConfig": "modeling_nanochat.NanochatConfig",
+            "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM",
+        },
+        "tie_word_embeddings": False,
+        **asdict(shape),
+    }
+
+
 def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter in a number format. UserError if it has values that the format cannot hold."""
+    """Return a parameter in a number format.
+
+    UserError if it has values that the format cannot hold.
+    """
     value = parameter.detach().to(dtype)
     if not value.isfinite().all():
         raise UserError(
-            f"{name} has values that {dtype} cannot hold. Export with --dtype bfloat16 or --dtype float32"
+            f"{name} has values that {dtype} cannot hold. Export with --dtype bfloat16 or --dtype "
+            "float32"
         )
     return value
 
@@ -151,22 +159,23 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
                 write_atomic(temporary / "chat_template.jinja", CHATML)
         for name, content in _configs(loaded, dtype).items():
             write_json(temporary / name, content)
-        trust, code = ("", "") if known(loaded) else (", trust_remote_code=True", OWN_CODE)
-        more = CALCULATOR if isinstance(loaded.tokenizer, Tokenizer) else ""
-        about = README.format(
-            name=folder.name,
-            stage=loaded.stage,
-            tag=loaded.tag,
-            step=loaded.step,
-            trust=trust,
-            code=code,
-            more=more,
-        )
-        write_atomic(temporary / "README.md", about)
-        if not known(loaded):
+        write_atomic(temporary / "README.md", _readme(loaded, folder.name))
+        if not is_known_family(loaded):
             write_atomic(temporary / MODELLING.name, MODELLING.read_bytes())
-        wanted = device.DTYPES[dtype]
-        tensors = {
-            name: converted(name, value, wanted) for name, value in loaded.model.named_parameters()
-        }
+        tensors = {}
+        for name, parameter in loaded.model.named_parameters():
+            tensors[name] = converted(name, parameter, device.DTYPES[dtype])
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
+
+
+def _readme(loaded: Loaded, name: str) -> str:
+    needs_code = not is_known_family(loaded)
+    return README.format(
+        name=name,
+        stage=loaded.stage,
+        tag=loaded.tag,
+        step=loaded.step,
+        trust=", trust_remote_code=True" if needs_code else "",
+        code=OWN_CODE if needs_code else "",
+        more=CALCULATOR if isinstance(loaded.tokenizer, Tokenizer) else "",
+    )

@@ -1,6 +1,8 @@
-"""Writes a model of the Qwen family as a GGUF file, under the names and in the layout that llama.cpp expects."""
+"""Writes a model of the Qwen family as a GGUF file with the names and the layout of llama.cpp."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,19 +11,21 @@ from torch import Tensor
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.common import UserError
-from nanochat.export.gguf import Planned, Value, write
+from nanochat.export.gguf import PlannedTensor, Value, write
 from nanochat.export.huggingface import converted
 from nanochat.export.llama_vocabulary import vocabulary
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
-OUTER = {
+# Our names of parameters outside of the layers -> the names of llama.cpp.
+OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-INNER = {
+# Our names of modules in a layer -> the names of llama.cpp.
+LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -41,25 +45,30 @@ INNER = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
-WITHOUT_WEIGHT = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
+# The same for parameters that belong to no module of their own.
+PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
 
 
 def architecture(config: QwenConfig) -> str:
-    """llama.cpp's name of the architecture. UserError (code 2) if it cannot compute this shape."""
+    """Return llama.cpp's name of the architecture.
+
+    UserError (code 2) if it cannot compute this shape.
+    """
     if not config.output_gate:
         return "qwen3" if config.qk_norm else "qwen2"
     if config.delta_key_dim != config.delta_value_dim:
         raise UserError(
-            "llama.cpp computes DeltaNets whose keys and values have the same number of channels, and this model has "
-            f"{config.delta_key_dim} and {config.delta_value_dim}. Export with --format huggingface",
+            "llama.cpp computes DeltaNets whose keys and values have the same number of channels, "
+            f"and this model has {config.delta_key_dim} and {config.delta_value_dim}. Export with "
+            "--format huggingface",
             exit_code=2,
         )
     return "qwen35"
 
 
 def _shape(config: QwenConfig) -> dict[str, Value]:
-    """What llama.cpp has to know of the shape."""
-    name, c = architecture(config), config
+    """Return the metadata that tell llama.cpp the shape."""
+    c = config
     values: dict[str, Value] = {
         "context_length": c.sequence_len,
         "embedding_length": c.n_embd,
@@ -74,10 +83,13 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
         "rope.dimension_count": c.rotated,
         "vocab_size": c.vocab_size,
     }
+    name = architecture(config)
     if name == "qwen35":
-        pairs = c.rotated // 2  # dealt in turn to time, height and width, which are equal in texts
+        # Pairs of channels go in turn to time, height and width, which are equal in texts.
+        pairs = c.rotated // 2
+        sections = [math.ceil((pairs - first) / 3) for first in range(3)]
         values |= {
-            "rope.dimension_sections": [-(-(pairs - first) // 3) for first in range(3)] + [0],
+            "rope.dimension_sections": [*sections, 0],
             "ssm.conv_kernel": c.delta_width,
             "ssm.state_size": c.delta_key_dim,
             "ssm.group_count": c.delta_key_heads,
@@ -89,81 +101,106 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
 
 
 def _name(name: str, config: QwenConfig) -> str:
-    """llama.cpp's name of a parameter."""
-    if name in OUTER:
-        return OUTER[name]
-    _, _, layer, rest = name.split(".", 3)
-    if rest in WITHOUT_WEIGHT:
-        return f"blk.{layer}.{WITHOUT_WEIGHT[rest]}"
-    module, _, kind = rest.rpartition(".")
-    inner = INNER[module]
-    if inner == "ffn_norm" and config.output_gate:
-        inner = "post_attention_norm"
-    return f"blk.{layer}.{inner}.{kind}"
+    """Return llama.cpp's name of a parameter."""
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
+    _, _, layer, inner = name.split(".", 3)
+    if inner in PARAMETER_NAMES:
+        return f"blk.{layer}.{PARAMETER_NAMES[inner]}"
+    module, _, kind = inner.rpartition(".")
+    llama_module = LAYER_NAMES[module]
+    if llama_module == "ffn_norm" and config.output_gate:
+        llama_module = "post_attention_norm"
+    return f"blk.{layer}.{llama_module}.{kind}"
 
 
-def _dealt(x: Tensor, config: QwenConfig, size: int, dim: int = 0) -> Tensor:
-    """The value heads, the last along `dim`, in llama.cpp's order: the first of each key head, then the second of each.
+def _reorder_heads(
+    x: Tensor,
+    config: QwenConfig,
+    size: int,
+    dim: int = 0,
+) -> Tensor:
+    """Return `x` with the value heads, which are last along `dim`, in llama.cpp's order.
 
-    We have all heads of the first key head before those of the second.
+    llama.cpp has the first value head of each key head, then the second of each. Here all value
+    heads of the first key head come before those of the second. A head has `size` entries.
     """
-    heads, per_key = config.delta_value_heads, config.delta_value_heads // config.delta_key_heads
-    order = torch.arange(heads).view(-1, per_key).T.flatten()
-    first = x.size(dim) - heads * size  # queries and keys come before the values
-    index = (order[:, None] * size + torch.arange(size)).flatten() + first
-    return x.index_select(dim, torch.cat((torch.arange(first), index)).to(x.device))
+    heads = config.delta_value_heads
+    heads_per_key = heads // config.delta_key_heads
+    order = torch.arange(heads).view(-1, heads_per_key).T.flatten()
+    begin = x.size(dim) - heads * size  # queries and keys come before the values
+    value_index = begin + order[:, None] * size + torch.arange(size)
+    index = torch.cat((torch.arange(begin), value_index.flatten()))
+    return x.index_select(dim, index.to(x.device))
 
 
 def _layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
-    """A parameter as llama.cpp computes with it."""
-    size = config.delta_value_dim
-    if name.endswith("conv1d.weight"):
-        return _dealt(x.squeeze(1), config, size)
+    """Return a parameter in the layout in which llama.cpp computes with it."""
     if ".linear_attn." in name:
         kind = name.split(".linear_attn.")[1].removesuffix(".weight")
-        if kind in ("in_proj_qkv", "in_proj_z"):
-            return _dealt(x, config, size)
-        if kind == "out_proj":
-            return _dealt(x, config, size, dim=1)
-        if kind == "A_log":
-            return _dealt(-x.float().exp(), config, 1)
-        return x if kind == "norm" else _dealt(x, config, 1)
-    return x + 1 if config.zero_centred and name.endswith("norm.weight") else x
+        return _delta_layout(kind, x, config)
+    if config.zero_centred and name.endswith("norm.weight"):
+        return x + 1
+    return x
 
 
-def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[Planned]:
-    """The tensors of a model without adapters: matrices and tables in `dtype`, the rest in fp32."""
+def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
+    """Return a parameter of a Gated DeltaNet in the layout of llama.cpp."""
+    head_dim = config.delta_value_dim
+    if kind == "norm":
+        return x
+    if kind == "conv1d":
+        return _reorder_heads(x.squeeze(1), config, head_dim)
+    if kind in ("in_proj_qkv", "in_proj_z"):
+        return _reorder_heads(x, config, head_dim)
+    if kind == "out_proj":
+        return _reorder_heads(x, config, head_dim, dim=1)
+    if kind == "A_log":
+        x = -x.float().exp()
+    return _reorder_heads(x, config, 1)
 
-    def maker(name: str, parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-        return lambda: converted(name, _layout(name, parameter.detach(), model.config), dtype)
 
+def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
+    """Yield the tensors of a model without adapters: matrices in `dtype`, others in fp32."""
     for name, parameter in model.named_parameters():
-        single = parameter.dim() != 2  # vectors, and the few numbers of convolutions
-        shape = (
-            (parameter.size(0), parameter.size(2))
-            if parameter.dim() == 3
-            else tuple(parameter.shape)
-        )
-        kept = torch.float32 if single else dtype
-        yield Planned(_name(name, model.config), shape, kept, maker(name, parameter, kept))
+        # Vectors, and the few numbers of convolutions, stay in fp32.
+        stored_dtype = dtype if parameter.dim() == 2 else torch.float32
+        shape = tuple(parameter.shape)
+        if len(shape) == 3:
+            shape = (shape[0], shape[2])
+        convert = partial(_convert, name, parameter, model.config, stored_dtype)
+        yield PlannedTensor(_name(name, model.config), shape, stored_dtype, convert)
+
+
+def _convert(
+    name: str,
+    parameter: Tensor,
+    config: QwenConfig,
+    dtype: torch.dtype,
+) -> Tensor:
+    return converted(name, _layout(name, parameter.detach(), config), dtype)
 
 
 def export(loaded: Loaded, path: Path, dtype: str) -> None:
     """Write the file, whole or not at all.
 
-    UserError (code 2) if it exists already, or if llama.cpp does not know the architecture or the tokenizer.
+    UserError (code 2) if it exists already, or if llama.cpp does not know the architecture or the
+    tokenizer.
     """
     model = loaded.model
     if not isinstance(model, Qwen):
         raise UserError(
-            "llama.cpp knows the architecture of Qwen models, and not that of nanochat's GPT. Train with `python -m "
-            "scripts.base_train --family qwen3`, or export with --format huggingface",
+            "llama.cpp knows the architecture of Qwen models, and not that of nanochat's GPT. "
+            "Train with `python -m scripts.base_train --family qwen3`, or export with --format "
+            "huggingface",
             exit_code=2,
         )
     metadata: dict[str, Value] = {
         "general.architecture": architecture(model.config),
         "general.name": path.stem,
-        "general.description": f"trained with nanochat: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}",
+        "general.description": (
+            f"trained with nanochat: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}"
+        ),
         "general.file_type": FILE_TYPES[dtype],
         **_shape(model.config),
         **vocabulary(loaded.tokenizer),

@@ -1,10 +1,13 @@
-"""The GPT of nanochat/gpt.py for Hugging Face transformers. `python -m nanochat.export` copies it beside the weights.
+"""The GPT of nanochat/gpt.py for Hugging Face transformers.
 
-Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. No code of nanochat imports
-this file. The model has no key-value cache: generate() computes all tokens again in every step, which is correct but
-slow. Shapes: B batch, T time, C channels.
+`python -m nanochat.export` copies this file beside the weights, and no code of nanochat imports it.
+Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. The
+model has no key-value cache: generate() computes all tokens again in every step, which is correct
+but slow.
+Shapes: B batch, T time, C channels, H heads, D channels of a head.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -45,33 +48,40 @@ class NanochatConfig(PretrainedConfig):
         window_pattern: str = "SSSL",
         bigram_rows: int = 0,
         offset_layers: int = 0,
-        **rest: Any,
+        **options: Any,
     ) -> None:
-        self.sequence_len, self.vocab_size = sequence_len, vocab_size
-        self.n_layer, self.n_head, self.n_kv_head, self.n_embd = n_layer, n_head, n_kv_head, n_embd
-        self.window_pattern, self.bigram_rows, self.offset_layers = (
-            window_pattern,
-            bigram_rows,
-            offset_layers,
-        )
+        self.sequence_len = sequence_len
+        self.vocab_size = vocab_size
+        self.n_layer = n_layer
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head
+        self.n_embd = n_embd
+        self.window_pattern = window_pattern
+        self.bigram_rows = bigram_rows
+        self.offset_layers = offset_layers
         self.use_cache = False
-        super().__init__(**{"tie_word_embeddings": False, **rest, "use_cache": False})
+        super().__init__(**{"tie_word_embeddings": False, **options, "use_cache": False})
 
     @property
     def padded_vocab(self) -> int:
-        """The vocabulary rounded up to a multiple of 64: the rows of the embedding tables and of the head."""
-        return -(-self.vocab_size // 64) * 64
+        """The vocabulary rounded up to a multiple of 64: the rows of the tables and of the head."""
+        return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
-        """How many keys before its own position a query in this layer sees."""
-        short = min(-(-self.sequence_len // 4 // 128) * 128, self.sequence_len)
+        """Return how many keys before its own position a query in this layer sees."""
         pattern = self.window_pattern.upper()
-        whole = layer == self.n_layer - 1 or pattern[layer % len(pattern)] == "L"
-        return self.sequence_len if whole else short
+        if layer == self.n_layer - 1 or pattern[layer % len(pattern)] == "L":
+            return self.sequence_len
+        quarter = math.ceil(self.sequence_len / 4 / 128) * 128
+        return min(quarter, self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Whether a layer has a value embedding: every other layer has one, and the last layer always does."""
+        """Return whether a layer has a value embedding: every other one, and always the last."""
         return layer % 2 == (self.n_layer - 1) % 2
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -80,50 +90,67 @@ def _norm(x: Tensor) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+    rotated_first = first * cos + second * sin
+    rotated_second = second * cos - first * sin
+    return torch.cat((rotated_first, rotated_second), dim=-1)
 
 
-def _shifted(x: Tensor, real: Tensor) -> Tensor:  # (B, T, ...), (B, T)
-    """What the token before each place has in `x`; zeros where there is none or padding."""
-    kept = x * real.view(*real.shape, *(1 for _ in x.shape[2:]))
-    return torch.cat((torch.zeros_like(x[:, :1]), kept[:, :-1]), dim=1)
+def _previous(x: Tensor, real: Tensor) -> Tensor:  # (B, T, ...), (B, T)
+    """Return `x` of the token before each token; zeros at the beginning and after padding."""
+    ones = [1] * (x.dim() - 2)
+    masked = x * real.view(*real.shape, *ones)
+    beginning = torch.zeros_like(x[:, :1])
+    return torch.cat((beginning, masked[:, :-1]), dim=1)
 
 
 class _Attention(nn.Module):
     def __init__(self, config: NanochatConfig, layer: int):
         super().__init__()
-        self.head_dim, self.window = config.n_embd // config.n_head, config.window(layer)
+        self.head_dim = config.n_embd // config.n_head
+        self.window = config.window(layer)
         self.offset = layer < config.offset_layers
         kv_dim = config.n_kv_head * self.head_dim
-        self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.c_k = nn.Linear(config.n_embd, kv_dim, bias=False)
-        self.c_v = nn.Linear(config.n_embd, kv_dim, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        gated = config.has_value_embedding(layer)
-        self.ve_gate = (
-            nn.Linear(VALUE_GATE_CHANNELS, config.n_kv_head, bias=False) if gated else None
-        )
+        self.c_q = _linear(config.n_embd, config.n_embd)
+        self.c_k = _linear(config.n_embd, kv_dim)
+        self.c_v = _linear(config.n_embd, kv_dim)
+        self.c_proj = _linear(config.n_embd, config.n_embd)
+        self.ve_gate: nn.Linear | None = None
+        if config.has_value_embedding(layer):
+            self.ve_gate = _linear(VALUE_GATE_CHANNELS, config.n_kv_head)
 
     def forward(
-        self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, seen: Tensor, real: Tensor
+        self,
+        x: Tensor,  # (B, T, C)
+        value: Tensor | None,  # (B, T, Hkv D), the value embedding
+        cos: Tensor,  # (1, T, 1, D / 2)
+        sin: Tensor,
+        mask: Tensor,  # (B, 1, T, T) bool
+        real: Tensor,  # (B, T) bool, False for padding
     ) -> Tensor:
-        q, k, v = (
-            m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.c_q, self.c_k, self.c_v)
-        )  # (B, T, H, D)
-        q, k = (_norm(_rotate(one, cos, sin)) * QK_SCALE for one in (q, k))
+        heads = (-1, self.head_dim)
+        q = self.c_q(x).unflatten(-1, heads)  # (B, T, H, D)
+        k = self.c_k(x).unflatten(-1, heads)  # (B, T, Hkv, D)
+        v = self.c_v(x).unflatten(-1, heads)
+        q = QK_SCALE * _norm(_rotate(q, cos, sin))
+        k = QK_SCALE * _norm(_rotate(k, cos, sin))
         if self.offset:  # the slowly turning half of a key is that of the token before
-            own, earlier = (keys.unflatten(-1, (2, 2, -1)) for keys in (k, _shifted(k, real)))
-            k = torch.stack((own[..., 0, :], earlier[..., 1, :]), dim=-2).flatten(-3)
+            halves = (2, 2, -1)
+            fast = k.unflatten(-1, halves)[..., 0, :]
+            slow = _previous(k, real).unflatten(-1, halves)[..., 1, :]
+            k = torch.stack((fast, slow), dim=-2).flatten(-3)
         if value is not None and self.ve_gate is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))
             v = v + gate.unsqueeze(-1) * value.view_as(v)
-        T = x.size(1)
-        place = torch.arange(T, device=x.device)
-        near = (place[:, None] - place[None]) <= self.window  # (T, T)
-        groups = q.size(2) // k.size(2)
-        k, v = (one.repeat_interleave(groups, dim=2) for one in (k, v))
+        positions = torch.arange(x.size(1), device=x.device)
+        in_window = (positions[:, None] - positions[None]) <= self.window  # (T, T)
+        queries_per_key = q.size(2) // k.size(2)
+        k = k.repeat_interleave(queries_per_key, dim=2)
+        v = v.repeat_interleave(queries_per_key, dim=2)
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen & near
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask & in_window,
         )
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
@@ -131,8 +158,8 @@ class _Attention(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, config: NanochatConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.c_fc = _linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = _linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.relu(self.c_fc(x)).square())
@@ -141,7 +168,8 @@ class _MLP(nn.Module):
 class _Block(nn.Module):
     def __init__(self, config: NanochatConfig, layer: int):
         super().__init__()
-        self.attn, self.mlp = _Attention(config, layer), _MLP(config)
+        self.attn = _Attention(config, layer)
+        self.mlp = _MLP(config)
 
 
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
@@ -157,68 +185,80 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         kv_dim = config.n_kv_head * (config.n_embd // config.n_head)
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
-        tables = {
-            str(i): nn.Embedding(config.padded_vocab, kv_dim)
-            for i in range(config.n_layer)
-            if config.has_value_embedding(i)
-        }
-        self.value_embeds = nn.ModuleDict(tables)
+        self.value_embeds = nn.ModuleDict()
+        for i in range(config.n_layer):
+            if config.has_value_embedding(i):
+                self.value_embeds[str(i)] = nn.Embedding(config.padded_vocab, kv_dim)
         self.h = nn.ModuleList([_Block(config, i) for i in range(config.n_layer)])
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab, bias=False)
-        self.bigrams = (
-            nn.Embedding(config.bigram_rows, config.n_embd) if config.bigram_rows else None
-        )
+        self.lm_head = _linear(config.n_embd, config.padded_vocab)
+        self.bigrams: nn.Embedding | None = None
+        if config.bigram_rows:
+            self.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
-        self.smear_gate = nn.Linear(SMEAR_CHANNELS, 1, bias=False)
+        self.smear_gate = _linear(SMEAR_CHANNELS, 1)
         self.smear_lambda = nn.Parameter(torch.zeros(1))
         self.backout_lambda = nn.Parameter(torch.zeros(1))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
+        """Return the token embedding."""
         return self.wte
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output head."""
+        """Return the output head."""
         return self.lm_head
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the weights always come from a checkpoint."""
 
     def _hidden(self, idx: Tensor, real: Tensor) -> Tensor:
-        """The normed hidden states (B, T, C); `real` (B, T) is True for tokens and False for padding."""
-        config, T = self.config, idx.size(1)
-        dtype, head_dim = self.wte.weight.dtype, config.n_embd // config.n_head
-        frequency = ROTARY_BASE ** (
-            -torch.arange(0, head_dim, 2, dtype=torch.float32, device=idx.device) / head_dim
-        )
-        angle = torch.outer(torch.arange(T, dtype=torch.float32, device=idx.device), frequency)
-        cos, sin = (table.to(dtype)[None, :, None] for table in (angle.cos(), angle.sin()))
-        place = torch.arange(T, device=idx.device)
-        causal = place[:, None] >= place[None]
-        itself = (
-            place[:, None] == place[None]
-        )  # a row of padding sees itself: softmax over no keys is NaN
-        seen = (causal & real[:, None, None, :]) | itself  # (B, 1, T, T)
-
-        x = _norm(self.wte(idx))
-        gate = self.smear_lambda.to(dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
-        x = x + gate * _shifted(x, real)
-        if self.bigrams is not None:  # of each token and the one before, by a hash
-            rows = (
-                _shifted(idx, real) * BIGRAM_FACTORS[0] + idx * BIGRAM_FACTORS[1]
-            ) % self.config.bigram_rows
-            x = x + self.bigrams(rows)
-        x0 = middle = x
-        for i, block in enumerate(cast(list[Any], list(self.h))):
+        """Return the normed hidden states (B, T, C); `real` (B, T) is False for padding."""
+        dtype = self.wte.weight.dtype
+        cos, sin = self._rotary_tables(idx)
+        mask = self._mask(real)
+        x = self._embed(idx, real)
+        x0 = x
+        middle = x
+        blocks = cast(list[Any], list(self.h))
+        for i, block in enumerate(blocks):
             x = self.resid_lambdas[i].to(dtype) * x + self.x0_lambdas[i].to(dtype) * x0
-            value = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
-            x = x + block.attn(_norm(x), value, cos, sin, seen, real)
+            value = None
+            if self.config.has_value_embedding(i):
+                value = self.value_embeds[str(i)](idx)
+            x = x + block.attn(_norm(x), value, cos, sin, mask, real)
             x = x + block.mlp(_norm(x))
-            if i == config.n_layer // 2:
+            if i == self.config.n_layer // 2:
                 middle = x
         return _norm(x - self.backout_lambda.to(dtype) * middle)
+
+    def _rotary_tables(self, idx: Tensor) -> tuple[Tensor, Tensor]:  # (1, T, 1, D / 2) each
+        head_dim = self.config.n_embd // self.config.n_head
+        channels = torch.arange(0, head_dim, 2, device=idx.device).float()
+        frequencies = ROTARY_BASE ** (-channels / head_dim)
+        positions = torch.arange(idx.size(1), device=idx.device).float()
+        angles = torch.outer(positions, frequencies)[None, :, None]
+        dtype = self.wte.weight.dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _mask(self, real: Tensor) -> Tensor:  # (B, T) -> (B, 1, T, T)
+        """Return which keys each query may see, apart from the windows."""
+        positions = torch.arange(real.size(1), device=real.device)
+        causal = positions[:, None] >= positions[None]
+        # A row of padding sees itself: softmax over no keys is NaN.
+        itself = positions[:, None] == positions[None]
+        return (causal & real[:, None, None, :]) | itself
+
+    def _embed(self, idx: Tensor, real: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
+        """Return the embedding of each token, with a share of the token before and of the pair."""
+        x = _norm(self.wte(idx))
+        gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
+        x = x + self.smear_lambda.to(x.dtype) * gate * _previous(x, real)
+        if self.bigrams is not None:  # of each token and the one before, by a hash
+            first, second = BIGRAM_FACTORS
+            hashes = _previous(idx, real) * first + idx * second
+            x = x + self.bigrams(hashes % self.config.bigram_rows)
+        return x
 
     def forward(
         self,
@@ -227,19 +267,18 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,  # (B, T), -100 = ignored; forward() shifts them
         **_: Any,
     ) -> CausalLMOutput:
-        """Softcapped fp32 logits (B, T, V) and, with labels, the mean loss in nats."""
-        real = (
-            torch.ones_like(input_ids, dtype=torch.bool)
-            if attention_mask is None
-            else attention_mask.bool()
-        )
-        raw = self.lm_head(self._hidden(input_ids, real))[..., : self.config.vocab_size]
-        logits = SOFTCAP * torch.tanh(raw.float() / SOFTCAP)
+        """Return softcapped fp32 logits (B, T, V) and, with labels, the mean loss in nats."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        hidden = self._hidden(input_ids, attention_mask.bool())
+        uncapped = self.lm_head(hidden)
+        uncapped = uncapped[..., : self.config.vocab_size]
+        logits = SOFTCAP * torch.tanh(uncapped.float() / SOFTCAP)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(
-                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-            )
+            predictions = logits[:, :-1].flatten(0, 1)
+            targets = labels[:, 1:].flatten()
+            loss = F.cross_entropy(predictions, targets, ignore_index=-100)
         return CausalLMOutput(loss=loss, logits=logits)  # pyright: ignore[reportArgumentType]
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,14 +1,15 @@
-"""Predicts speed, memory and disk of pretraining on accelerators, forecasts the memory of fine-tuning, plans flags.
+"""Plans flags: predicts speed, memory and disk of pretraining, and the memory of fine-tuning.
 
-python -m nanochat.planner                            # flags of pretraining for the cards of this host
+python -m nanochat.planner                            # pretraining on the cards of this host
 python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
-python -m nanochat.planner --table                    # d12 to d32 on every known chip and 1 to 128 cards
-python -m nanochat.planner --rows                     # rows of a pass that each chip's memory holds
-python -m nanochat.planner --published                # what it says of runs that others have published
-python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # memory of fine-tuning
+python -m nanochat.planner --table                    # d12 to d32, every known chip, 1 to 128 cards
+python -m nanochat.planner --rows                     # rows of a pass that fit each chip's memory
+python -m nanochat.planner --published                # predictions of runs that others published
+python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # fine-tuning
 
-The flags are printed on one line, and the reason for them on standard error. The cards' speed comes from data sheets
-and from what others have measured; after `python check_npu.py --bench` that of your own cards comes from there.
+The flags are printed on one line, and the reasons for them on standard error. The speed of the
+cards comes from data sheets and from what others have measured; after `python check_npu.py --bench`,
+the speed of your own cards comes from that measurement.
 """
 
 import re
@@ -48,19 +49,24 @@ class Config:
     vocab_size: int = 65_536
     """tokens of the vocabulary; default: as in speedrun.sh"""
     chip: str = ""
-    """kind of card: 910A, 910B3, 910C, ...; default: the cards of this host, or with --table every kind"""
+    """kind of card: 910A, 910B3, 910C, ...; default:
+    the cards of this host, or with --table every kind"""
     ranks: int = 0
     """number of cards; default: all cards of this host, or with --table 1 to 128"""
     table: bool = False
-    """print a table of predicted tokens/s, MFU, hours of pretraining, memory and disk for d12 to d32"""
+    """print a table of predicted tokens/s, MFU, hours of pretraining,
+    memory and disk for d12 to d32"""
     rows: bool = False
-    """print a table for several depths: how many rows of a pass fit, with a vocabulary of 32,768 / 65,536"""
+    """print a table for several depths: how many rows of a pass fit,
+    with a vocabulary of 32,768 / 65,536"""
     published: bool = False
     """print the predictions for runs that others have published beside what they reached"""
     published_memory: bool = False
-    """print the forecast memory of fine-tuning runs that others have published beside theirs; takes minutes"""
+    """print the forecast memory of fine-tuning runs that others have published beside theirs;
+    takes minutes"""
     model: Path | None = None
-    """folder of a published model, where config.json is enough: forecast the memory of fine-tuning it"""
+    """folder of a published model, where config.json is enough:
+    forecast the memory of fine-tuning it"""
     lora_rank: int = 8
     """with --model: rank of the adapter; 0 trains every parameter"""
     device_batch_size: int = 1
@@ -70,32 +76,34 @@ class Config:
     checkpoint_activations: bool = False
     """with --model: compute each layer again in the backward pass"""
     offload_activations: bool = False
-    """with --model: like --checkpoint_activations, with the inputs of layers in the host's memory"""
+    """with --model: like --checkpoint_activations,
+    with the inputs of layers in the host's memory"""
     shard: parallel.Sharding = "grad"
     """with --model: what the cards share, as in training"""
 
 
-def told(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
-    """The reasons for a plan, in one or two lines."""
-    name, fit = (
-        f"{chip.name} x {plan.ranks}",
-        f"{plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB",
-    )
-    needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {amount(plan.disk, 'B')} of disk for all stages"
+def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
+    """Return the reasons for a plan, in one or two lines."""
+    fit = f"{chip.name} x {plan.ranks}: {plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
+    disk = amount(plan.disk, "B")
+    needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {disk} of disk for all stages"
     if plan.step is None or rates is None:
         return (
-            f"{name}: {fit}; planned by memory alone, because no peak of this chip is known: {needs}. "
+            f"{fit}; planned by memory alone, because no peak of this chip is known: {needs}. "
             f"`{device.MEASURE}` measures its speed"
         )
-    took = plan.step.one_pass
-    bound = "compute-bound" if took.compute_bound else "bound by the host"
-    least = least_rows(plan.size, rates, program_of(chip.name))
+    seconds = plan.step.one_pass
+    bound = "compute-bound" if seconds.compute_bound else "bound by the host"
+    smallest = least_rows(plan.size, rates, program_of(chip.name))
+    plural = "s" if smallest > 1 else ""
+    speed = tables.rounded(plan.step.tokens_per_second)
     mfu = "unknown peak" if plan.mfu is None else f"MFU {100 * plan.mfu:.0f} %"
     return (
-        f"{name}: {fit}; a pass of {plan.rows} takes the host about {1000 * took.host:.0f} ms and the card "
-        f"{1000 * took.card:.0f} ms: {bound} (compute-bound from {least} row{'s' if least > 1 else ''})\n"
-        f"predicted, ± {plan.within} %: {tables.rounded(plan.step.tokens_per_second)} tokens/s, {mfu}, "
-        f"{plan.hours:,.1f} hours for {plan.tokens / 1e9:,.1f} billion tokens; {needs} ({source})"
+        f"{fit}; a pass of {plan.rows} takes the host about {1000 * seconds.host:.0f} ms and "
+        f"the card {1000 * seconds.card:.0f} ms: {bound} "
+        f"(compute-bound from {smallest} row{plural})\n"
+        f"predicted, ± {plan.within} %: {speed} tokens/s, {mfu}, {plan.hours:,.1f} hours for "
+        f"{plan.tokens / 1e9:,.1f} billion tokens; {needs} ({source})"
     )
 
 
@@ -103,40 +111,44 @@ def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
     """UserError if a plan needs more memory than a card has."""
     if plan.memory > chip.memory_gib * 2**30:
         raise UserError(
-            f"a model of depth {depth} must fit into the {chip.memory_gib:.0f} GiB of a {chip.name}, but needs "
-            f"{plan.memory / 2**30:.1f} GiB on each of {plan.ranks} card(s) with {plan.rows} row(s) a pass. Take a "
-            "smaller --depth, or more cards with --ranks"
+            f"a model of depth {depth} must fit into the {chip.memory_gib:.0f} GiB of a "
+            f"{chip.name}, but needs {plan.memory / 2**30:.1f} GiB on each of {plan.ranks} card(s) "
+            f"with {plan.rows} row(s) a pass. Take a smaller --depth, or more cards with --ranks"
         )
 
 
-def tuning_of(cfg: Config, folder: Path, chip: Chip, ranks: int) -> Tuning:
-    """The step of fine-tuning that the flags describe, in the format that the chip computes in."""
+def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
+    """Return the step of fine-tuning that the flags describe."""
     for flag in ("device_batch_size", "max_length"):
         if getattr(cfg, flag) < 1:
             raise UserError(f"--{flag} must be at least 1, got {getattr(cfg, flag)}", exit_code=2)
     shape = read_config(folder.expanduser(), cfg.max_length)
     lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
-    recomputes = cfg.checkpoint_activations or cfg.offload_activations
     return Tuning(
         shape,
         lora,
-        cfg.device_batch_size,
-        False,
-        recomputes,
-        cfg.offload_activations,
-        cfg.shard,
-        ranks,
+        rows=cfg.device_batch_size,
+        checkpoint_activations=cfg.checkpoint_activations or cfg.offload_activations,
+        offload_activations=cfg.offload_activations,
+        shard=cfg.shard,
+        ranks=ranks,
     )
 
 
-def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) -> None:
-    """Print what --table, --rows or --published asks for."""
+def print_tables(
+    cfg: Config,
+    chip: Chip | None,
+    bench: calibration.Bench | None,
+) -> None:
+    """Print the table of --table, --rows or --published."""
     if cfg.published:
         print(tables.of_published())
         return
-    if chip is not None:
+    if chip is None:
+        chips = [planned for planned in device.planned() if planned.trains]
+    else:
         check_trains(chip)
-    chips = [chip] if chip else [known for known in device.planned() if known.trains]
+        chips = [chip]
     if cfg.rows:
         print(tables.of_rows(chips, (4, 8, *tables.DEPTHS), tables.VOCABULARIES))
         return
@@ -146,19 +158,22 @@ def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None
 
 
 def chip_named(spelled: str) -> Chip:
-    """Return the kind of card that --chip names. UserError (code 2) if the planner does not know it.
+    """Return the kind of card that --chip names.
 
-    The case does not matter, nor does a brand before the name, as in "Ascend910B3". Every 310P has one entry, so that
-    310P3 names it; a training card must be named in full, since 910B2 and 910B4 differ.
+    UserError (code 2) if the planner does not know it.
+
+    The case does not matter, nor does a brand before the name, as in "Ascend910B3". Every 310P has
+    one entry, so that 310P3 names it; a training card must be named in full, since 910B2 and 910B4
+    differ.
     """
-    known = {chip.name.lower(): chip for chip in device.planned()}
+    chips = {chip.name.lower(): chip for chip in device.planned()}
     name = re.sub(r"^[a-z]{2,}[\s_-]*", "", spelled.strip().lower())
-    if name in known:
-        return known[name]
-    family = known.get(re.sub(r"(?<=[a-z])\d$", "", name))
+    if name in chips:
+        return chips[name]
+    family = chips.get(re.sub(r"(?<=[a-z])\d$", "", name))
     if family is not None and not family.trains:
         return family
-    names = ", ".join(chip.name for chip in known.values())
+    names = ", ".join(chip.name for chip in chips.values())
     raise UserError(
         f"--chip must be one of {names}, got {spelled!r}. A kind without a known peak, such as the "
         "950, is planned by its memory, on a host that has such a card: leave out --chip there",
@@ -168,9 +183,9 @@ def chip_named(spelled: str) -> Chip:
 
 def main(cfg: Config) -> None:
     """Print the flags, or a table."""
-    chip, ranks = chip_named(cfg.chip) if cfg.chip else None, cfg.ranks
-    if ranks < 0:
-        raise UserError(f"--ranks must be at least 1, got {ranks}", exit_code=2)
+    chip = chip_named(cfg.chip) if cfg.chip else None
+    if cfg.ranks < 0:
+        raise UserError(f"--ranks must be at least 1, got {cfg.ranks}", exit_code=2)
     if cfg.published_memory:
         print_published()
         return
@@ -178,16 +193,19 @@ def main(cfg: Config) -> None:
     if cfg.table or cfg.rows or cfg.published:
         print_tables(cfg, chip, bench)
         return
+    ranks = cfg.ranks
     if chip is None or ranks < 1:
-        found, count = device.cards()
-        chip, ranks = chip or found, ranks or count
+        host_chip, host_cards = device.cards()
+        chip = chip or host_chip
+        ranks = ranks or host_cards
     if chip is None:
         raise UserError(
-            "this host has no card of a known kind; name a kind with --chip and a number of cards with --ranks"
+            "this host has no card of a known kind; name a kind with --chip and a number of cards "
+            "with --ranks"
         )
     if cfg.model is not None:
         check_trains(chip)
-        print_forecast(tuning_of(cfg, cfg.model, chip, max(ranks, 1)), cfg.model.name, chip)
+        print_forecast(tuning_of(cfg, cfg.model, max(ranks, 1)), cfg.model.name, chip)
         return
     rates, source = rates_for(chip, bench)
     size = size_of(cfg.depth, cfg.vocab_size)
@@ -195,7 +213,7 @@ def main(cfg: Config) -> None:
     batch = batch_of(size, ranks) if cfg.total_batch_size == "auto" else cfg.total_batch_size
     plan = plan_of(size, chip, ranks, batch, rates, source.startswith("measured"))
     check_fits(cfg.depth, plan, chip)
-    print(told(plan, chip, rates, source), file=sys.stderr)
+    print(explain(plan, chip, rates, source), file=sys.stderr)
     print(f"--depth={cfg.depth} --total_batch_size={batch} --device_batch_size={plan.rows}")
 
 

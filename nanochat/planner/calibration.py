@@ -1,4 +1,4 @@
-"""The speed of the reader's own cards: the file that `python check_npu.py --bench` writes, and the planner reads."""
+"""Reads and writes the measured speed of your own cards, from `python check_npu.py --bench`."""
 
 import math
 from dataclasses import asdict, dataclass, fields
@@ -10,17 +10,21 @@ from nanochat.device import MEASURE
 from nanochat.planner.cards import LINK, RATINGS, SHAPES, Rates, rates_of
 from nanochat.platforms.base import Chip
 
-FORMAT, VERSION = "nanochat card bench", 1
+FORMAT = "nanochat card bench"
+VERSION = 1
 NAME = "card_bench.json"
-NETWORK, SERVER = (
-    25e9,
-    8,
-)  # of a card that no table knows: 200 Gbit/s to other servers, eight cards in one
+# Of a card that no table knows: 200 Gbit/s to other servers, eight cards in a server.
+NETWORK = 25e9
+SERVER = 8
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured on one kind of card. Every speed is an average over seconds of work without a pause."""
+    """What was measured on one kind of card.
+
+    Every speed is an average over seconds of work without a pause. The names of the fields are the
+    keys in the file.
+    """
 
     chip: str  # its name in the table of chips, or "SoC N"
     cards: int  # of this host
@@ -38,51 +42,64 @@ class Bench:
 
 
 def path_of() -> Path:
-    """Where the file is: in the base folder."""
+    """Return the path of the file, which is in the base folder."""
     return base_dir() / NAME
 
 
 def save(bench: Bench, path: Path) -> None:
-    """Write the file, atomically."""
+    """Write the file atomically."""
     write_json(path, {"format": FORMAT, "version": VERSION, **asdict(bench)})
 
 
-def _problem(held: Any) -> str:
-    """What is wrong with the content of a file; "" if nothing is."""
-    if not isinstance(held, dict) or held.get("format") != FORMAT:
+def _problem(content: Any) -> str:
+    """Return what is wrong with the content of a file, or ""."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         return f'it is not a "{FORMAT}"'
-    if held.get("version") != VERSION:
-        return f"its version is {held.get('version')!r}, and this code reads version {VERSION}"
+    if content.get("version") != VERSION:
+        return f"its version is {content.get('version')!r}, and this code reads version {VERSION}"
     for field in fields(Bench):
-        if field.name not in held:
+        if field.name not in content:
             return f"{field.name} is missing"
-        value = held[field.name]
+        value = content[field.name]
         if field.name == "link_gb_per_s" and value is None:
             continue
-        if field.type is str:
-            if not isinstance(value, str) or len(value) > 100 or not value.isprintable():
-                return f"{field.name} must be a short text, got {str(value)[:40]!r}"
-            continue
-        number = isinstance(value, int if field.type is int else int | float) and not isinstance(
-            value, bool
-        )
-        if not number or not math.isfinite(value) or value <= 0:
+        if field.type is str and not _is_short_text(value):
+            return f"{field.name} must be a short text, got {str(value)[:40]!r}"
+        if field.type is not str and not _is_positive(value, field.type is int):
             return f"{field.name} must be a number above 0, got {str(value)[:40]!r}"
     return ""
 
 
+def _is_short_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 100 and value.isprintable()
+
+
+def _is_positive(value: Any, integer: bool) -> bool:
+    types = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, types):
+        return False
+    return math.isfinite(value) and value > 0
+
+
 def read(path: Path) -> Bench | None:
-    """The measurements in a file; None if there is no file. UserError if it is not a whole file of this version."""
+    """Return the measurements in a file, or None if there is no file.
+
+    UserError if it is not a complete file of this version.
+    """
     if not path.exists():
         return None
-    held = read_json(path)
-    if problem := _problem(held):
+    content = read_json(path)
+    problem = _problem(content)
+    if problem:
         raise UserError(f"{path} cannot be used: {problem}. Delete it, or measure again: {MEASURE}")
-    return Bench(**{field.name: held[field.name] for field in fields(Bench)})
+    return Bench(**{field.name: content[field.name] for field in fields(Bench)})
 
 
 def rates_from(bench: Bench) -> Rates:
-    """The rates of the cards that were measured. The network is not measured: it is that of the data sheet."""
+    """Return the rates of the cards that were measured.
+
+    The network is not measured; its rate comes from the data sheet.
+    """
     rating = RATINGS.get(bench.chip)
     network = LINK * (rating.network if rating else NETWORK)
     return Rates(
@@ -98,7 +115,7 @@ def rates_from(bench: Bench) -> Rates:
 
 
 def rates_for(chip: Chip, bench: Bench | None) -> tuple[Rates | None, str]:
-    """The speed of a kind of card and where it comes from: measured on this host's cards, or by the data sheet."""
+    """Return the rates of a kind of card, and their source: this host or the data sheet."""
     if bench is not None and bench.chip == chip.name:
         return rates_from(bench), f"measured on your cards, {NAME}"
     return rates_of(chip), "data sheet and shares that others have measured"

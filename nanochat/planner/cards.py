@@ -1,8 +1,9 @@
-"""What a card does in a second: how fast it multiplies, moves memory, talks to other cards, and is given work.
+"""Rates of a card: how fast it multiplies, moves memory, talks to other cards, and gets operators.
 
-Peaks and memory come from the table of each platform. This file adds, by the chip's name, what a data sheet says about
-memory and links, and the shares of both that others have measured on such cards. `python check_npu.py --bench` measures
-the same figures on your own cards; calibration.py reads them.
+Peaks and memory come from the table of each platform. This file adds, by the chip's name, what a
+data sheet says about memory and links, and the shares of both that others have measured on such
+cards. `python check_npu.py --bench` measures the same figures on your own cards; calibration.py
+reads them.
 """
 
 from collections.abc import Mapping
@@ -11,12 +12,14 @@ from types import MappingProxyType
 
 from nanochat.platforms.base import Chip
 
-# The one constant that was fitted to training runs: how fast a model's matmuls are, compared with a matmul of the shape
-# that suits the card best. published.py says how well the runs are met.
+# The one constant that was fitted to training runs: how fast a model's matmuls are, compared with a
+# matmul of the shape that suits the card best. published.py says how well the runs are met.
 SHAPES = 0.82
-# Estimate after FlashAttention-3 on an H100 (arXiv 2407.08608): causal, heads of 128, 2,048 tokens, both directions.
+# Estimate after FlashAttention-3 on an H100 (arXiv 2407.08608): causal, heads of 128, 2,048 tokens,
+# both directions.
 ATTENTION = 0.4  # of the peak
-# Measured on a 910B (github.com/gameofdimension/limulidae): exp over a large tensor moves 2 x 642 GB/s of 1.6 TB/s.
+# Measured on a 910B (github.com/gameofdimension/limulidae): exp over a large tensor moves 2 x 642
+# GB/s of 1.6 TB/s.
 VECTOR = 0.8  # of the memory's bandwidth
 # Measured there with eight cards: all_reduce 126 GB/s and all_gather 130 GB/s a card, of 196 GB/s.
 LINK = 0.65  # of a link's bandwidth in each direction
@@ -35,13 +38,15 @@ class Rating:
     best: float  # the share of the peak that the best shape of a matmul reaches
 
 
-# Best shapes: 328 TFLOP/s of 376 on a 910B (limulidae, as above); A100 and H100 by the table Maximum Achievable Matmul
-# FLOPS (github.com/stas00/ml-engineering, compute/accelerator); for the 910A the middle of that table. The 910C's
-# links: arXiv 2506.12708. The memory of the 910A and the 910B4, and the networks of NPUs, are estimates from product
-# pages. GPUs are those of SXM servers (HGX, DGX), after the vendor's data sheets: NVLink 3 moves 600 GB/s in both
-# directions together (A100), NVLink 4 900 GB/s (H100, H200). Between servers each GPU has a network card of its own:
-# 200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200. PCIe cards have slower links, which these rows do not
-# describe. A chip without a row here, such as the 950, is not rated: it is planned by its memory alone.
+# Best shapes: 328 TFLOP/s of 376 on a 910B (limulidae, as above); A100 and H100 by the table
+# Maximum Achievable Matmul FLOPS (github.com/stas00/ml-engineering, compute/accelerator); for the
+# 910A the middle of that table. The 910C's links: arXiv 2506.12708. The memory of the 910A and the
+# 910B4, and the networks of NPUs, are estimates from product pages. GPUs are those of SXM servers
+# (HGX, DGX), after the vendor's data sheets: NVLink 3 moves 600 GB/s in both directions together
+# (A100), NVLink 4 900 GB/s (H100, H200). Between servers each GPU has a network card of its own:
+# 200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200. PCIe cards have slower links, which these
+# rows do not describe. A chip without a row here, such as the 950, is not rated: it is planned by
+# its memory alone.
 SECOND = Rating(1.6e12, 196e9, 25e9, 8, 0.87)
 RATINGS: Mapping[str, Rating] = MappingProxyType(
     {
@@ -62,11 +67,11 @@ RATINGS: Mapping[str, Rating] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Rates:
-    """What one card does: FLOP/s of matmuls in 16 bits, in fp32 and in attention, bytes a second, seconds a launch."""
+    """What one card does in a second."""
 
-    matmul: float
-    full: float
-    attention: float
+    matmul: float  # FLOP/s in 16 bits
+    full: float  # FLOP/s in fp32
+    attention: float  # FLOP/s
     vector: float  # bytes a second of element-wise operators
     link: float  # bytes a second that the card sends to cards of its server, in collectives
     network: float  # bytes a second that the card sends to other servers
@@ -75,19 +80,22 @@ class Rates:
 
 
 def rates_of(chip: Chip) -> Rates | None:
-    """The rates of a kind of card by its data sheet; None where its peak or its memory's bandwidth is not known."""
+    """Return the rates of a kind of card by its data sheet.
+
+    None if its peak or the bandwidth of its memory is not known.
+    """
     rating = RATINGS.get(chip.name)
     if rating is None or not chip.tflops:
         return None
     peak = 1e12 * chip.tflops
     matmul = SHAPES * rating.best * peak
     return Rates(
-        matmul,
-        FULL * matmul,
-        ATTENTION * peak,
-        VECTOR * rating.memory,
-        LINK * rating.link,
-        LINK * rating.network,
-        LAUNCH_SECONDS,
-        rating.server,
+        matmul=matmul,
+        full=FULL * matmul,
+        attention=ATTENTION * peak,
+        vector=VECTOR * rating.memory,
+        link=LINK * rating.link,
+        network=LINK * rating.network,
+        launch=LAUNCH_SECONDS,
+        server=rating.server,
     )

@@ -1,12 +1,13 @@
-"""Forecasts the memory of fine-tuning: one rank's step runs on tensors without data, and the bytes of those that live
-at the same time are counted.
+"""Forecasts the memory of fine-tuning by running the step of one rank on tensors without data.
 
-forecast() starts this file as a process of its own, because the step's other ranks are only imagined: a process group
-that sends nothing stands in for them.
+A ledger counts the bytes of all tensors that live at the same time. forecast() starts this file as
+a process of its own, because the other ranks of the step do not exist: a process group that sends
+nothing stands in for them.
 """
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -35,19 +36,14 @@ from nanochat.runtime import parallel
 from nanochat.train.optim import OneRate, Optimizers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHALLOW = 8  # layers, so many that the largest sum comes at the same moment as in a deep model
-OF_LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # the step must not join these ranks
+SHALLOW = 8  # layers: enough that memory peaks at the same moment as in a deep model
+# Variables of a launcher, whose ranks the step must not join.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """A step of fine-tuning, as far as its memory depends on it."""
+    """The settings of a step of fine-tuning that decide its memory."""
 
     shape: QwenConfig  # its sequence_len is the length of a row
     lora: LoraConfig | None  # None: every parameter is trained
@@ -57,10 +53,8 @@ class Tuning:
     offload_activations: bool = False
     shard: parallel.Sharding = "grad"
     ranks: int = 1
-    dtype: str = "bfloat16"  # to compute in
-    on_host: bool = (
-        False  # whether the device is the host itself, so that nothing can be moved to its memory
-    )
+    dtype: str = "bfloat16"  # of the computation
+    on_host: bool = False  # whether the device is the host, whose memory offloading would not save
 
     @property
     def offloads(self) -> bool:
@@ -72,30 +66,39 @@ class Tuning:
 class Memory:
     """Bytes of one rank."""
 
-    held: int  # between steps: weights, masters and the moments of AdamW
-    peak: int  # in a step, including what is held
+    state: int  # between steps: weights, masters and the moments of AdamW
+    peak: int  # in a step, including the state
 
 
 def forecast(tuning: Tuning) -> Memory:
-    """The memory that a step takes on each card. UserError if the step cannot be run, with the reason."""
+    """Return the memory that a step takes on each card.
+
+    UserError with the reason if the step cannot be run.
+    """
     task = json.dumps({**asdict(tuning), "shape": asdict(tuning.shape)})
-    kept = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHER}
-    own = {
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    }
+    environment |= {
         "NANOCHAT_DEVICE": "cpu",
         "NANOCHAT_DTYPE": "float32",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "nanochat.planner.forecast", task]
-    done = subprocess.run(
-        command, env=kept | own, capture_output=True, text=True, errors="replace", check=False
+    process = subprocess.run(
+        [sys.executable, "-m", "nanochat.planner.forecast", task],
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
-    if done.returncode:
-        reason = [line for line in done.stderr.splitlines() if line.strip()][-1:] or [
-            "it said nothing"
-        ]
-        raise UserError(f"the memory of a step could not be forecast: {reason[0]}")
-    return Memory(**json.loads(done.stdout.splitlines()[-1]))
+    if process.returncode:
+        messages = [line for line in process.stderr.splitlines() if line.strip()]
+        reason = messages[-1] if messages else "it said nothing"
+        raise UserError(f"the memory of a step could not be forecast: {reason}")
+    last_line = process.stdout.splitlines()[-1]
+    return Memory(**json.loads(last_line))
 
 
 class Ledger(TorchDispatchMode):
@@ -103,20 +106,26 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = 0
+        self.peak = 0
         self._bytes: dict[int, int] = {}  # of each living storage
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and not device.is_sharded(
-                leaf
-            ):  # a DTensor's own storage is its local tensor
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            # The storage of a DTensor is counted with its local tensor.
+            if isinstance(leaf, Tensor) and not device.is_sharded(leaf):
                 self.enter(leaf.untyped_storage())
-        return made
+        return result
 
     def enter(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage with its present size, until it is gone."""
+        """Count a storage with its present size until it is freed."""
         key = storage._cdata
         if key not in self._bytes:
             self._bytes[key] = 0
@@ -145,7 +154,10 @@ def _put_aside(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _watch_resizing(ledger: Ledger) -> None:
-    """Let the ledger know when a storage changes its size, as FSDP2 frees what it has gathered; no dispatch sees it."""
+    """Tell the ledger when a storage changes its size.
+
+    FSDP2 frees gathered parameters in this way, which no dispatch mode sees.
+    """
     resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 
     def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
@@ -156,87 +168,100 @@ def _watch_resizing(ledger: Ledger) -> None:
     torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
 
 
-def prepared(tuning: Tuning, compute: Compute) -> Qwen:
-    """The model as fine-tuning prepares it, on meta and sharded."""
+def build_model(tuning: Tuning, compute: Compute) -> Qwen:
+    """Return the model as fine-tuning prepares it, on meta and sharded."""
     model: Qwen = on_meta(tuning.shape, compute)
     model.put_aside = _put_aside
     cast_matrices(model, compute.dtype if tuning.lora else MASTER)
     if tuning.lora:
         add_adapters(model, tuning.lora)
-    model.checkpoints, model.offloads = tuning.checkpoint_activations, tuning.offloads
+    model.checkpoints = tuning.checkpoint_activations
+    model.offloads = tuning.offloads
     parallel.shard(model, model.shard_groups(), compute, tuning.shard)
     return model
 
 
-def optimizers_of(model: Qwen, compute: Compute) -> Optimizers:
-    """The optimizers of fine-tuning; their memory does not depend on the rate."""
+def build_optimizers(model: Qwen, compute: Compute) -> Optimizers:
+    """Return the optimizers of fine-tuning; their memory does not depend on the rate."""
     return Optimizers(
         model, model.parameter_roles(), model.config.n_embd, OneRate(1e-4), 1.0, compute.dtype
     )
 
 
 def take_step(tuning: Tuning, model: Qwen, optimizers: Optimizers) -> None:
-    """One step over tokens that do not matter; the gradients stay."""
+    """Run one step over tokens that do not matter; the gradients stay."""
     passes = 2 if tuning.several_passes else 1
     for number in range(passes):
         parallel.sync_gradients(model, number == passes - 1)
         tokens = torch.zeros((tuning.rows, tuning.shape.sequence_len), dtype=torch.long)
-        model(tokens, tokens.clone(), "sum", context=Packed(tokens.clone())).backward()
+        context = Packed(tokens.clone())
+        model(tokens, tokens.clone(), "sum", context=context).backward()
     optimizers.step()
 
 
 def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
-    """Run a step without data, beside the moments that AdamW has from its first step on, and count."""
-    gc.collect()  # what an earlier model has left
-    start, model = ledger.now, prepared(tuning, compute)
+    """Run a step without data, and count its memory with the moments of AdamW."""
+    gc.collect()  # the tensors of an earlier model
+    start = ledger.now
+    model = build_model(tuning, compute)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.to_empty(device="cpu")
-        optimizers = optimizers_of(model, compute)
+        optimizers = build_optimizers(model, compute)
         optimizers.state()
-        held, ledger.peak = ledger.now, 0
+        state = ledger.now
+        ledger.peak = 0
         model.train()
         take_step(tuning, model, optimizers)
-    return Memory(held - start, ledger.peak - start)
+    return Memory(state - start, ledger.peak - start)
 
 
-def of_all_layers(tuning: Tuning, compute: Compute) -> Memory:
-    """What count() says of a model, from two shallower ones where it is deep: every layer of a kind adds as much."""
+def count_all_layers(tuning: Tuning, compute: Compute) -> Memory:
+    """Return the memory of a step of the whole model.
+
+    A deep model is extrapolated from two shallow ones, because every period of layers adds the same
+    number of bytes.
+    """
     compute = replace(
-        compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=Operations()
+        compute,
+        world_size=tuning.ranks,
+        dtype=DTYPES[tuning.dtype],
+        operations=Operations(),
     )
     if tuning.ranks > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        torch.distributed.init_process_group(
-            "fake", store=FakeStore(), rank=0, world_size=tuning.ranks
-        )
-    layers, period = tuning.shape.n_layer, len(tuning.shape.layers)
-    few = -(-SHALLOW // period) * period
-    more = few + max(few // 2 // period, 1) * period
+        store = FakeStore()
+        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=tuning.ranks)
+    layers = tuning.shape.n_layer
+    period = len(tuning.shape.layers)
+    shallow_layers = math.ceil(SHALLOW / period) * period
+    deeper_layers = shallow_layers + max(shallow_layers // 2 // period, 1) * period
     ledger = Ledger()
     _watch_resizing(ledger)
-    if layers <= more or layers % period:
+    if layers <= deeper_layers or layers % period:
         return count(tuning, compute, ledger)
-    less, deeper = (
-        count(replace(tuning, shape=replace(tuning.shape, n_layer=n)), compute, ledger)
-        for n in (few, more)
+    shallow = count(_with_layers(tuning, shallow_layers), compute, ledger)
+    deeper = count(_with_layers(tuning, deeper_layers), compute, ledger)
+    factor = (layers - deeper_layers) / (deeper_layers - shallow_layers)
+    return Memory(
+        state=deeper.state + round(factor * (deeper.state - shallow.state)),
+        peak=deeper.peak + round(factor * (deeper.peak - shallow.peak)),
     )
-    left = (layers - more) / (more - few)
-    held, peak = (
-        value + round(left * (value - before))
-        for before, value in ((less.held, deeper.held), (less.peak, deeper.peak))
-    )
-    return Memory(held, peak)
+
+
+def _with_layers(tuning: Tuning, layers: int) -> Tuning:
+    return replace(tuning, shape=replace(tuning.shape, n_layer=layers))
 
 
 def main() -> None:
-    """Count what the first argument asks for, and print the result as JSON."""
+    """Count the memory of the step in the first argument, and print it as JSON."""
     task = json.loads(sys.argv[1])
-    lora = task["lora"] and LoraConfig(
-        **{**task["lora"], "targets": tuple(task["lora"]["targets"])}
-    )
-    tuning = Tuning(**{**task, "shape": QwenConfig(**task["shape"]), "lora": lora})
-    print(json.dumps(asdict(of_all_layers(tuning, device.compute_init("cpu")))))
+    task["shape"] = QwenConfig(**task["shape"])
+    if task["lora"]:
+        task["lora"]["targets"] = tuple(task["lora"]["targets"])
+        task["lora"] = LoraConfig(**task["lora"])
+    memory = count_all_layers(Tuning(**task), device.compute_init("cpu"))
+    print(json.dumps(asdict(memory)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run of a depth on some cards takes: rows of a pass, tokens a second, hours, memory, disk."""
+"""Plans a run of pretraining: rows of a pass, tokens a second, hours, memory, disk."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,21 @@ from nanochat.train import schedule, sizes
 from nanochat.train.fit import disk
 
 RATIO = 12.0  # tokens for each scaling parameter, as base_train has it
-# Tokens of a step that a preset of speedrun.sh fixes, by depth, and the numbers of cards it takes.
-PRESET_TOKENS, PRESET_RANKS = {12: 262_144}, (1, 2, 4, 8, 16)
+# Tokens of a step that a preset of speedrun.sh fixes, by depth, and the numbers of cards that the
+# preset takes.
+PRESET_TOKENS = {12: 262_144}
+PRESET_RANKS = (1, 2, 4, 8, 16)
 
-# How far a prediction may be off, in percent. published.py compares the roofline with five runs; the rest is judgement.
+# How far a prediction may be off, in percent. published.py compares the roofline with five runs;
+# the rest is judgement.
 OF_PUBLISHED = 15  # cards and programs that somebody has timed
-OF_COUNTED = (
-    25  # programs of this project, whose bytes were counted and whose kernels nobody has timed
-)
-BETWEEN_SERVERS = 15  # more, as no run on several servers was published
+OF_COUNTED = 25  # programs of this project, counted in bytes but not timed
+BETWEEN_SERVERS = 15  # in addition, since no run on several servers was published
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run. What depends on speed is None where no speed is known."""
+    """One run. Figures that depend on speed are None where no speed is known."""
 
     size: Size
     ranks: int
@@ -37,31 +38,35 @@ class Plan:
     disk: float  # bytes of a whole speedrun, at most
     step: Step | None
     mfu: float | None
-    within: int  # percent
+    within: int  # percent by which the prediction may be off
 
     @property
     def hours(self) -> float | None:
         """Hours of pretraining, without evaluation and saving."""
-        return None if self.step is None else self.tokens / self.step.tokens_per_second / 3600
+        if self.step is None:
+            return None
+        return self.tokens / self.step.tokens_per_second / 3600
 
 
 def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
-    """Percent by which a prediction may be off."""
+    """Return the percent by which a prediction may be off."""
     within = OF_PUBLISHED if measured else OF_COUNTED
-    return within + (BETWEEN_SERVERS if ranks > rates.server else 0)
+    if ranks > rates.server:
+        within += BETWEEN_SERVERS
+    return within
 
 
 def batch_of(size: Size, ranks: int) -> int:
-    """Tokens of a step: what the preset of a speedrun fixes, else what training would choose.
+    """Return the tokens of a step: those of the preset of speedrun.sh, or of training's own choice.
 
     The number is a multiple of one row on every card.
     """
-    if ranks in PRESET_RANKS and (fixed := PRESET_TOKENS.get(size.shape.n_layer)):
-        return fixed
+    depth = size.shape.n_layer
+    if ranks in PRESET_RANKS and depth in PRESET_TOKENS:
+        return PRESET_TOKENS[depth]
     unit = size.shape.sequence_len * ranks
-    tokens = schedule.batch_tokens(
-        RATIO * size.scaling, RATIO * schedule.REFERENCE_SCALING_PARAMETERS
-    )
+    reference_tokens = RATIO * schedule.REFERENCE_SCALING_PARAMETERS
+    tokens = schedule.batch_tokens(RATIO * size.scaling, reference_tokens)
     return max(round(tokens / unit), 1) * unit
 
 
@@ -74,38 +79,47 @@ def check_trains(chip: Chip) -> None:
 
 
 def plan_of(
-    size: Size, chip: Chip, ranks: int, batch: int, rates: Rates | None, measured: bool = False
+    size: Size,
+    chip: Chip,
+    ranks: int,
+    batch: int,
+    rates: Rates | None,
+    measured: bool = False,
 ) -> Plan:
-    """Plan a run on `ranks` cards with `batch` tokens a step. UserError if the cards cannot train or share the step.
+    """Plan a run on `ranks` cards with `batch` tokens a step.
 
-    Without `rates` the plan is by memory alone. `measured`: the rates come from the reader's own cards.
+    Without `rates` the plan is by memory alone. `measured` says that the rates come from your own
+    cards. UserError if the cards cannot train, or cannot share the step.
     """
     check_trains(chip)
     unit = size.shape.sequence_len * ranks
     if batch % unit or batch < unit:
         raise UserError(
-            f"total_batch_size must be a multiple of {unit:,} ({ranks} card(s) x {size.shape.sequence_len} tokens), "
-            f"got {batch:,}",
+            f"total_batch_size must be a multiple of {unit:,} ({ranks} card(s) x "
+            f"{size.shape.sequence_len} tokens), got {batch:,}",
             exit_code=2,
         )
-    fit = sizes.rows_that_fit(chip.memory_gib * 2**30, size.shape, size.parameters)
-    rows = min(fit, batch // unit)
-    while batch // unit % rows:
+    fitting_rows = sizes.rows_that_fit(chip.memory_gib * 2**30, size.shape, size.parameters)
+    rows_of_card = batch // unit  # of a step
+    rows = min(fitting_rows, rows_of_card)
+    while rows_of_card % rows:
         rows -= 1
-    passes, tokens = batch // unit // rows, RATIO * size.scaling
+    passes = rows_of_card // rows
+    tokens = RATIO * size.scaling
     shards = min(ranks, rates.server) if rates else ranks
-    step = mfu = None
+    step = None
+    mfu = None
     if rates is not None:
         step = step_of(size, rows, passes, ranks, rates, program_of(chip.name))
         if chip.tflops:
             mfu = step.tokens_per_second * size.flops_per_token / (ranks * chip.tflops * 1e12)
     return Plan(
-        size,
-        ranks,
-        fit,
-        rows,
-        passes,
-        tokens,
+        size=size,
+        ranks=ranks,
+        rows_that_fit=fitting_rows,
+        rows=rows,
+        passes=passes,
+        tokens=tokens,
         memory=sizes.memory_of(rows, size.shape, size.parameters, shards),
         disk=disk.of_speedrun(size.shape.n_layer, tokens, size.saved, size.shape.vocab_size),
         step=step,

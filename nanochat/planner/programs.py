@@ -1,7 +1,8 @@
-"""How this project computes its model on each kind of card, in bytes and operators.
+"""Programs: the bytes and operators that this project's code costs on each kind of card.
 
-Bytes and operators were counted, on tensors without data and on the emulated card; dev/LOG.md has the table and the
-commands. After a change of the kernels count again and put the figures here: nothing else depends on them.
+Bytes and operators were counted, on tensors without data and on the emulated card; dev/LOG.md has
+the table and the commands. After a change of the kernels, count again and put the figures here:
+nothing else depends on them.
 """
 
 from collections.abc import Mapping
@@ -26,8 +27,8 @@ FUSED = Program(
     pass_operators=101,
     step_operators=225,
 )
-# What --kernels plain uses: torch's own operators, one after the other. Counted for upstream's model, without pairs and
-# offset keys: the published runs train that.
+# What --kernels plain uses: torch's own operators, one after the other. Counted for upstream's
+# model, without pairs and offset keys: the published runs train that.
 PLAIN = Program(
     Traffic(
         stream=774,
@@ -43,12 +44,14 @@ PLAIN = Program(
     pass_operators=152,
     step_operators=1130,
 )
-# Cards without fused attention: blocks of matmuls, whose scores go through memory. Counted at 2,048 tokens a row.
+# Cards without fused attention: blocks of matmuls, whose scores go through memory. Counted at 2,048
+# tokens a row.
 CHUNKED = replace(
     FUSED, traffic=replace(FUSED.traffic, stream=2070), layer_operators=259, pass_operators=122
 )
-# torch.compile: every element-wise chain reads and writes its tensors once. Counted by hand: 40 bytes forward and 85
-# backward for each token, layer and channel, and 16 for each logit; graphs replace most launches.
+# torch.compile: every element-wise chain reads and writes its tensors once. Counted by hand: 40
+# bytes forward and 85 backward for each token, layer and channel, and 16 for each logit; graphs
+# replace most launches.
 COMPILED = Program(
     Traffic(
         stream=125, ends=100, logits=16, head=0, matrix=18, table=8, matrix_step=60, table_step=32
@@ -57,11 +60,11 @@ COMPILED = Program(
     pass_operators=20,
     step_operators=100,
 )
-OF_CARD: Mapping[str, Program] = MappingProxyType(
+PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {"910A": CHUNKED, "A100": COMPILED, "H100": COMPILED, "H200": COMPILED}
 )
 
 
 def program_of(chip: str) -> Program:
-    """How the project computes on a kind of card by default."""
-    return OF_CARD.get(chip, FUSED)
+    """Return the program that runs on a kind of card by default."""
+    return PROGRAMS.get(chip, FUSED)

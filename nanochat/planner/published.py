@@ -1,8 +1,9 @@
-"""The runs that others have published, and what the roofline says of them.
+"""Pretraining runs that others have published, and what the roofline predicts for them.
 
-Every run is described by what its code does: upstream's code runs compiled; the two ports run operator by operator and
-attend to everything. In the 910C runs fp32 weights meet bf16 activations without autocast, so that two of three matmuls
-run in fp32 (commit 60b5530 of that port; aclnnMm promotes mixed formats).
+Every run is described by what its code does: upstream's code runs compiled; the two ports run
+operator by operator and attend to everything. In the 910C runs fp32 weights meet bf16 activations
+without autocast, so that two of three matmuls run in fp32 (commit 60b5530 of that port; aclnnMm
+promotes mixed formats).
 """
 
 import math
@@ -12,23 +13,23 @@ from nanochat import device
 from nanochat.planner.cards import SHAPES, rates_of
 from nanochat.planner.programs import COMPILED, PLAIN
 from nanochat.planner.roofline import step_of
-from nanochat.planner.work import Program, Traffic, size_of
+from nanochat.planner.work import Program, Size, Traffic, size_of
 from nanochat.platforms.base import Chip
 
-# The constants that were chosen to meet these runs. The others were measured by others or counted here, by hand for
-# compiled code and for fp8; the shares of attention and the cost of a launch are estimates.
+# The constants that were chosen to meet these runs. The others were measured by others or counted
+# here, by hand for compiled code and for fp8; the shares of attention and the cost of a launch are
+# estimates.
 FITTED = ("SHAPES",)
-EIGHT_BITS = (
-    1402.6e12  # FLOP/s of the best fp8 matmul on an H100, from the table that RATINGS cites
-)
-QUANTIZED = (
-    120.0  # bytes for each token, layer and channel: 18 tensors a layer scaled and cast to 8 bits
-)
+# FLOP/s of the best fp8 matmul on an H100, from the table that RATINGS cites.
+EIGHT_BITS = 1402.6e12
+# Bytes for each token, layer and channel: 18 tensors a layer are scaled and cast to 8 bits.
+QUANTIZED = 120.0
+VOCABULARY = 32_768
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: what was trained on what, and the tokens per second that follow from its report."""
+    """A published run: what was trained on what, and the tokens per second that it reports."""
 
     who: str
     depth: int
@@ -48,30 +49,34 @@ class Run:
         """The kind of card."""
         return next(chip for chip in device.planned() if chip.name == self.card)
 
+    @property
+    def size(self) -> Size:
+        """The size of upstream's model of this depth."""
+        return size_of(self.depth, VOCABULARY, self.pattern, upstream=True)
+
     def predicted(self) -> float:
-        """Tokens per second by the roofline."""
+        """Return the tokens per second that the roofline predicts."""
         rates = rates_of(self.chip)
         assert rates is not None, self.card
-        rates = replace(rates, matmul=SHAPES * EIGHT_BITS) if self.eight_bits else rates
-        size = size_of(self.depth, 32_768, self.pattern, upstream=True)
-        return step_of(
-            size, self.rows, self.passes, self.ranks, rates, self.program
-        ).tokens_per_second
+        if self.eight_bits:
+            rates = replace(rates, matmul=SHAPES * EIGHT_BITS)
+        step = step_of(self.size, self.rows, self.passes, self.ranks, rates, self.program)
+        return step.tokens_per_second
 
     def mfu(self, tokens_per_second: float) -> float:
-        """The share of the 16-bit peak, with the FLOPs that the run's own code counts."""
-        flops = (
-            self.flops or size_of(self.depth, 32_768, self.pattern, upstream=True).flops_per_token
-        )
-        return tokens_per_second * flops / (self.ranks * self.chip.tflops * 1e12)
+        """Return the share of the 16-bit peak, with the FLOPs that the run's own code counts."""
+        flops = self.flops or self.size.flops_per_token
+        peak = self.ranks * self.chip.tflops * 1e12
+        return tokens_per_second * flops / peak
 
     @property
     def off(self) -> float:
-        """How far the prediction is off, as a share of what was published."""
+        """The relative error of the prediction."""
         return self.predicted() / self.tokens_per_second - 1
 
 
-# 8 bytes for a matrix entry and 4 for a table entry go through the links; a table is about half of the parameters.
+# 8 bytes for a matrix entry and 4 for a table entry go through the links; a table is about half of
+# the parameters.
 PORT = replace(
     PLAIN,
     traffic=Traffic(
@@ -92,67 +97,68 @@ QUANTIZING = replace(
 
 RUNS = (
     Run(
-        "liujin99",
-        24,
-        "910B3",
-        8,
-        8,
-        8,
-        PORT,
-        9.5 * 729_810_240 / (13.8 * 3600),
-        "README: 13.8 h at ratio 9.5",
+        who="liujin99",
+        depth=24,
+        card="910B3",
+        ranks=8,
+        rows=8,
+        passes=8,
+        program=PORT,
+        tokens_per_second=9.5 * 729_810_240 / (13.8 * 3600),
+        source="README: 13.8 h at ratio 9.5",
     ),
     Run(
-        "leideng",
-        20,
-        "910C",
-        16,
-        8,
-        4,
-        MIXED,
-        8_703_180_800 / (494.05 * 60),
-        "report: 8,300 steps, 494.05 min",
-        "L",
+        who="leideng",
+        depth=20,
+        card="910C",
+        ranks=16,
+        rows=8,
+        passes=4,
+        program=MIXED,
+        tokens_per_second=8_703_180_800 / (494.05 * 60),
+        source="report: 8,300 steps, 494.05 min",
+        pattern="L",
     ),
     Run(
-        "leideng",
-        32,
-        "910C",
-        16,
-        4,
-        16,
-        MIXED,
-        35_651_584_000 / (6096.86 * 60),
-        "report: 17,000 steps, 6,097 min",
-        "L",
+        who="leideng",
+        depth=32,
+        card="910C",
+        ranks=16,
+        rows=4,
+        passes=16,
+        program=MIXED,
+        tokens_per_second=35_651_584_000 / (6096.86 * 60),
+        source="report: 17,000 steps, 6,097 min",
+        pattern="L",
     ),
     Run(
-        "upstream",
-        24,
-        "H100",
-        8,
-        16,
-        2,
-        HALF,
-        16704 * 2**19 / 10949.5,
-        "LEADERBOARD run 1, bf16: 10,949 s",
+        who="upstream",
+        depth=24,
+        card="H100",
+        ranks=8,
+        rows=16,
+        passes=2,
+        program=HALF,
+        tokens_per_second=16704 * 2**19 / 10949.5,
+        source="LEADERBOARD run 1, bf16: 10,949 s",
         flops=4.330784e19 / (16704 * 2**19),
     ),
     Run(
-        "upstream",
-        24,
-        "H100",
-        8,
-        16,
-        4,
-        QUANTIZING,
-        5568 * 2**20 / 5940,
-        "LEADERBOARD run 6, fp8: 1.65 h",
+        who="upstream",
+        depth=24,
+        card="H100",
+        ranks=8,
+        rows=16,
+        passes=4,
+        program=QUANTIZING,
+        tokens_per_second=5568 * 2**20 / 5940,
+        source="LEADERBOARD run 6, fp8: 1.65 h",
         eight_bits=True,
     ),
 )
 
 
 def spread() -> float:
-    """The root mean square of the relative errors."""
-    return math.sqrt(sum(run.off**2 for run in RUNS) / len(RUNS))
+    """Return the root mean square of the relative errors."""
+    squares = [run.off**2 for run in RUNS]
+    return math.sqrt(sum(squares) / len(squares))

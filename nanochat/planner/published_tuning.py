@@ -1,4 +1,4 @@
-"""The memory of fine-tuning runs that others have published, and the forecast for the same runs here."""
+"""Compares the memory of fine-tuning runs that others have published with the forecast for them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +64,10 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A published run with an adapter of rank 8, one row of 2,048 tokens and activations computed again. Unsloth moves
-    the inputs of layers to the host's memory, so its runs are forecast like that."""
+    """A published run with an adapter of rank 8, rows of 2,048 tokens and recomputed activations.
+
+    Unsloth moves the inputs of layers to the host's memory, so its runs are forecast in that way.
+    """
 
     who: str
     model: str
@@ -74,21 +76,22 @@ class Run:
     gigabytes: float  # of each card
 
     def forecast(self) -> float:
-        """Gigabytes of each card here."""
+        """Return the forecast gigabytes of each card."""
         tuning = Tuning(
             SHAPES[self.model],
             LoraConfig(),
-            1,
-            True,
-            True,
-            self.who == UNSLOTH,
-            self.shard,
-            self.ranks,
+            rows=1,
+            several_passes=True,
+            checkpoint_activations=True,
+            offload_activations=self.who == UNSLOTH,
+            shard=self.shard,
+            ranks=self.ranks,
         )
         return forecast(tuning).peak / 1e9
 
 
-SWIFT, UNSLOTH = "ms-swift, 910B3", "Unsloth, bf16"
+SWIFT = "ms-swift, 910B3"
+UNSLOTH = "Unsloth, bf16"
 RUNS = (
     Run(SWIFT, "Qwen1.5-7B", 1, "none", 28),
     Run(SWIFT, "Qwen1.5-7B", 4, "none", 22),
@@ -109,9 +112,8 @@ RUNS = (
 
 def print_published() -> None:
     """Print a line for each run as soon as its memory is forecast."""
-    print(
-        f"{'published by':<18}{'model':<15}{'cards':>6}{'--shard':>9}{'theirs, GB':>12}{'here, GB':>10}"
-    )
+    run_columns = f"{'published by':<18}{'model':<15}{'cards':>6}{'--shard':>9}"
+    print(f"{run_columns}{'theirs, GB':>12}{'here, GB':>10}")
     for run in RUNS:
         name = f"{run.who:<18}{run.model:<15}{run.ranks:>6}{run.shard:>9}"
         print(f"{name}{run.gigabytes:>12.0f}{run.forecast():>10.1f}", flush=True)

@@ -1,8 +1,9 @@
-"""How long a step takes: the work of work.py at the rates of cards.py.
+"""Predicts how long a step takes: the work of work.py at the rates of cards.py.
 
-A pass multiplies, attends and moves memory one after the other on the card, while the host launches operators; the
-slower of the two decides. The optimizer and the exchange between cards come after the last pass. Nothing is assumed to
-overlap but launches and computing, so several cards may do a little better.
+A pass multiplies, attends and moves memory one after the other on the card, while the host launches
+operators; the slower of the two decides. The optimizer and the exchange between cards come after
+the last pass. Only launches and computing are assumed to overlap, so several cards may be a little
+faster.
 """
 
 import math
@@ -59,12 +60,13 @@ class Step:
 
 
 def pass_of(size: Size, rows: int, rates: Rates, program: Program) -> Pass:
-    """A pass of `rows` rows on one card."""
+    """Return the seconds of a pass over `rows` rows on one card."""
     tokens = rows * size.shape.sequence_len
-    matmul = tokens * matmul_flops(size)
     operators = program.layer_operators * size.shape.n_layer + program.pass_operators
+    # Some matmuls of a program run in fp32.
+    seconds_per_flop = (1 - program.full) / rates.matmul + program.full / rates.full
     return Pass(
-        matmul=matmul * ((1 - program.full) / rates.matmul + program.full / rates.full),
+        matmul=tokens * matmul_flops(size) * seconds_per_flop,
         attention=tokens * attention_flops(size, program.shortest) / rates.attention,
         vector=program.traffic.of_pass(size, tokens) / rates.vector,
         host=operators * rates.launch,
@@ -72,40 +74,44 @@ def pass_of(size: Size, rows: int, rates: Rates, program: Program) -> Pass:
 
 
 def exchange(size: Size, ranks: int, rates: Rates, program: Program) -> float:
-    """Seconds of the collectives of a step.
+    """Return the seconds of the collectives of a step.
 
-    The cards of a server share one copy of the model. Between servers only gradients are summed, and the matrices that
-    Muon has orthogonalized are gathered; each card sends its share of both.
+    The cards of a server share one copy of the model. Between servers only gradients are summed,
+    and the matrices that Muon has orthogonalized are gathered; each card sends its share of both.
     """
     shards = min(ranks, rates.server)
     servers = math.ceil(ranks / shards)
-    within = (
-        (shards - 1)
-        / shards
-        * (program.sent * size.parameters + program.muon_sent * size.matrices / shards)
-    )
-    between = (servers - 1) / servers * (8 * size.parameters + 2 * size.matrices) / shards
-    return within / rates.link + between / rates.network
+    bytes_within = program.sent * size.parameters + program.muon_sent * size.matrices / shards
+    bytes_within *= (shards - 1) / shards
+    bytes_between = (8 * size.parameters + 2 * size.matrices) / shards
+    bytes_between *= (servers - 1) / servers
+    return bytes_within / rates.link + bytes_between / rates.network
 
 
-def step_of(size: Size, rows: int, passes: int, ranks: int, rates: Rates, program: Program) -> Step:
-    """A step of `passes` passes of `rows` rows on each of `ranks` cards."""
+def step_of(
+    size: Size,
+    rows: int,
+    passes: int,
+    ranks: int,
+    rates: Rates,
+    program: Program,
+) -> Step:
+    """Return the seconds of a step of `passes` passes over `rows` rows on each of `ranks` cards."""
     shards = min(ranks, rates.server)
-    computed = (
-        muon_flops(size) / ranks / rates.matmul
-        + program.traffic.of_step(size) / shards / rates.vector
-    )
+    matmul = muon_flops(size) / ranks / rates.matmul
+    vector = program.traffic.of_step(size) / shards / rates.vector
+    host = program.step_operators * rates.launch
     return Step(
         one_pass=pass_of(size, rows, rates, program),
         passes=passes,
-        optimizer=max(computed, program.step_operators * rates.launch),
+        optimizer=max(matmul + vector, host),
         exchange=exchange(size, ranks, rates, program),
         tokens=passes * rows * ranks * size.shape.sequence_len,
     )
 
 
 def least_rows(size: Size, rates: Rates, program: Program) -> int:
-    """The fewest rows, a power of two, with which a pass is compute-bound."""
+    """Return the smallest power of two of rows with which a pass is compute-bound."""
     rows = 1
     while not pass_of(size, rows, rates, program).compute_bound:
         rows *= 2

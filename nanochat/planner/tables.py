@@ -1,4 +1,4 @@
-"""Markdown tables of plans, for people."""
+"""Writes tables of plans and of published runs as Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,33 +12,45 @@ from nanochat.train import sizes
 DEPTHS = (12, 16, 20, 24, 32)
 CARDS = (1, 8, 16, 32, 64, 128)
 VOCABULARIES = (32_768, 65_536)
+PLAN_HEAD = (
+    "chip",
+    "cards",
+    "depth",
+    "rows",
+    "predicted tokens/s",
+    "MFU",
+    "hours",
+    "GiB a card",
+    "GB of disk",
+)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines)
+    """Return a Markdown table."""
+    ruler = ["---"] * len(head)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows))
 
 
 def rounded(value: float) -> str:
-    """A prediction in three digits at most: more would say more than is known."""
-    digits = len(f"{value:.0f}") - 3
-    return f"{round(value, -digits) if digits > 0 else value:,.0f}"
+    """Return a prediction with three significant digits: more would claim more than is known."""
+    excess = len(f"{value:.0f}") - 3
+    if excess > 0:
+        value = round(value, -excess)
+    return f"{value:,.0f}"
 
 
 def cells(plan: Plan, chip: Chip) -> list[str]:
-    """What a row of the table of plans says of one run."""
+    """Return the cells of one run in the table of plans."""
+    memory = f"{plan.memory / 2**30:.0f}"
+    disk = f"{plan.disk / 1e9:,.0f}"
+    unknown = ["-", "-", "-"]
     if plan.memory > chip.memory_gib * 2**30:
-        return ["does not fit", *["-"] * 3, f"{plan.memory / 2**30:.0f}", f"{plan.disk / 1e9:,.0f}"]
-    speed = ["-", "-", "-"]
-    if plan.step is not None and plan.hours is not None:
-        mfu = "-" if plan.mfu is None else f"{100 * plan.mfu:.0f} %"
-        speed = [
-            f"{rounded(plan.step.tokens_per_second)} ± {plan.within} %",
-            mfu,
-            f"{plan.hours:,.1f}",
-        ]
-    return [str(plan.rows), *speed, f"{plan.memory / 2**30:.0f}", f"{plan.disk / 1e9:,.0f}"]
+        return ["does not fit", *unknown, memory, disk]
+    if plan.step is None or plan.hours is None:
+        return [str(plan.rows), *unknown, memory, disk]
+    speed = f"{rounded(plan.step.tokens_per_second)} ± {plan.within} %"
+    mfu = "-" if plan.mfu is None else f"{100 * plan.mfu:.0f} %"
+    return [str(plan.rows), speed, mfu, f"{plan.hours:,.1f}", memory, disk]
 
 
 def of_plans(
@@ -48,71 +60,64 @@ def of_plans(
     vocab_size: int,
     measured: dict[str, Rates],
 ) -> str:
-    """Every run of some depths on some cards. `measured` has the rates of chips that were measured, by name."""
+    """Return a table of every depth on every number of cards.
+
+    `measured` has the rates of chips that were measured, by name.
+    """
     rows = []
     for chip in chips:
         rates = measured.get(chip.name) or rates_of(chip)
+        is_measured = chip.name in measured
         for ranks in cards:
             for depth in depths:
                 size = size_of(depth, vocab_size)
-                plan = plan_of(
-                    size, chip, ranks, batch_of(size, ranks), rates, chip.name in measured
-                )
+                batch = batch_of(size, ranks)
+                plan = plan_of(size, chip, ranks, batch, rates, is_measured)
                 rows.append([chip.name, str(ranks), f"d{depth}", *cells(plan, chip)])
-    return markdown(
-        [
-            "chip",
-            "cards",
-            "depth",
-            "rows",
-            "predicted tokens/s",
-            "MFU",
-            "hours",
-            "GiB a card",
-            "GB of disk",
-        ],
-        rows,
-    )
+    return markdown(PLAN_HEAD, rows)
 
 
-def of_rows(chips: Iterable[Chip], depths: Iterable[int], vocabularies: Sequence[int]) -> str:
-    """For each chip: how many rows of a pass its memory holds, for each vocabulary."""
-    depths, rows = tuple(depths), []
+def of_rows(
+    chips: Iterable[Chip],
+    depths: Iterable[int],
+    vocabularies: Sequence[int],
+) -> str:
+    """Return a table of how many rows of a pass fit each chip, for each vocabulary."""
+    depths = tuple(depths)
+    rows = []
     for chip in chips:
-        found = []
+        row = [chip.name, f"{chip.memory_gib:g}"]
         for depth in depths:
-            models = (size_of(depth, vocab_size) for vocab_size in vocabularies)
-            fit = (
-                sizes.rows_that_fit(chip.memory_gib * 2**30, size.shape, size.parameters)
-                for size in models
-            )
-            found.append(" / ".join(map(str, fit)))
-        rows.append([chip.name, f"{chip.memory_gib:g}", *found])
+            fitting_rows = []
+            for vocab_size in vocabularies:
+                size = size_of(depth, vocab_size)
+                memory = chip.memory_gib * 2**30
+                count = sizes.rows_that_fit(memory, size.shape, size.parameters)
+                fitting_rows.append(str(count))
+            row.append(" / ".join(fitting_rows))
+        rows.append(row)
     return markdown(["chip", "GiB", *(f"d{depth}" for depth in depths)], rows)
 
 
 def of_published() -> str:
-    """What the roofline says of the runs that others have published."""
-    rows = [
-        [
-            run.who,
-            f"d{run.depth}",
-            f"{run.ranks} x {run.card}",
-            rounded(run.tokens_per_second),
-            f"{100 * run.mfu(run.tokens_per_second):.1f} %",
-            rounded(run.predicted()),
-            f"{100 * run.mfu(run.predicted()):.1f} %",
-            f"{100 * run.off:+.1f} %",
-        ]
-        for run in RUNS
-    ]
+    """Return a table of published runs beside the predictions of the roofline."""
+    rows = []
+    for run in RUNS:
+        predicted = run.predicted()
+        row = [run.who, f"d{run.depth}", f"{run.ranks} x {run.card}"]
+        for tokens_per_second in (run.tokens_per_second, predicted):
+            row.append(rounded(tokens_per_second))
+            row.append(f"{100 * run.mfu(tokens_per_second):.1f} %")
+        row.append(f"{100 * run.off:+.1f} %")
+        rows.append(row)
     table = markdown(
         ["who", "depth", "cards", "published tokens/s", "MFU", "predicted tokens/s", "MFU", "off"],
         rows,
     )
     fitted = f"{len(FITTED)} constant was" if len(FITTED) == 1 else f"{len(FITTED)} constants were"
     return (
-        f"{table}\n\n{fitted} fitted to these {len(RUNS)} runs; the root mean square of the errors is "
-        f"{100 * spread():.0f} %.\nBy judgement, predictions name ± {OF_PUBLISHED} % for cards that were measured, "
-        f"± {OF_COUNTED} % for others, and {BETWEEN_SERVERS} % more between servers."
+        f"{table}\n\n{fitted} fitted to these {len(RUNS)} runs; the root mean square of the errors "
+        f"is {100 * spread():.0f} %.\nBy judgement, predictions name ± {OF_PUBLISHED} % for cards "
+        f"that were measured, ± {OF_COUNTED} % for others, and {BETWEEN_SERVERS} % more between "
+        "servers."
     )

@@ -1,4 +1,4 @@
-"""Whether fine-tuning fits a card's memory, and the nearest setting that does."""
+"""Checks whether fine-tuning fits the memory of a card, and finds the nearest setting that does."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ from nanochat.runtime.progress import amount
 from nanochat.train.fit.memory import SHARE, reachable
 
 SHORTEST = 256  # tokens of a row; the search for a setting that fits goes no lower
-# A step whose rough upper bound stays below this share of the memory is not forecast, which takes seconds.
-PLAIN = 0.5
-ROUGH = (
-    80  # bytes for each token, layer and channel, twice what the largest of the known models takes
-)
+# A step whose rough upper bound stays below this share of the memory is not forecast, which takes
+# seconds.
+SURE_SHARE = 0.5
+# Bytes for each token, layer and channel: twice those of the largest published family.
+ROUGH_BYTES = 80
 
 
 def flags_of(tuning: Tuning) -> str:
-    """The flags of scripts.finetune that say what a tuning says, as far as its memory depends on them."""
+    """Return the flags of scripts.finetune that decide the memory of a tuning."""
     flags = [f"--device_batch_size={tuning.rows}", f"--max_length={tuning.shape.sequence_len}"]
     if tuning.lora is None:
         flags.append("--lora_rank=0")
@@ -39,10 +39,11 @@ def flags_of(tuning: Tuning) -> str:
 
 
 def remedies(tuning: Tuning) -> Iterator[Tuning]:
-    """Settings that take less memory, each less than the one before; what changes the result of training comes last.
+    """Yield settings that take less memory, each less than the setting before.
 
-    Fewer rows in a pass and activations computed again only take time; then the ranks share the parameters; then rows
-    are shorter, and at last an adapter is trained instead of every parameter.
+    Settings that change the result of training come last. Fewer rows in a pass and activations
+    computed again only take time; then the ranks share the parameters; then rows become shorter,
+    and at last an adapter is trained instead of every parameter.
     """
     while tuning.rows > 1:
         tuning = replace(tuning, rows=tuning.rows // 2, several_passes=True)
@@ -57,37 +58,45 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
         tuning = replace(tuning, shard="full")
         yield tuning
     while tuning.shape.sequence_len >= 2 * SHORTEST:
-        tuning = replace(
-            tuning, shape=replace(tuning.shape, sequence_len=tuning.shape.sequence_len // 2)
-        )
+        half = tuning.shape.sequence_len // 2
+        tuning = replace(tuning, shape=replace(tuning.shape, sequence_len=half))
         yield tuning
     if tuning.lora is None:
         yield replace(tuning, lora=LoraConfig())
 
 
 def nearest(
-    tuning: Tuning, budget: float, of: Callable[[Tuning], Memory] = forecast
+    tuning: Tuning,
+    budget: float,
+    memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> Tuning | None:
-    """The first of the remedies that fits into `budget` bytes; None if none does."""
-    return next((less for less in remedies(tuning) if of(less).peak <= budget), None)
+    """Return the first of the remedies that fits into `budget` bytes, or None."""
+    for remedy in remedies(tuning):
+        if memory_of(remedy).peak <= budget:
+            return remedy
+    return None
 
 
 def refusal(
-    tuning: Tuning, memory: Memory, budget: float, of: Callable[[Tuning], Memory] = forecast
+    tuning: Tuning,
+    memory: Memory,
+    budget: float,
+    memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> UserError:
-    """The error for a step that does not fit, with the nearest setting that does."""
-    fits = nearest(tuning, budget, of)
-    if fits is None:
+    """Return the error for a step that does not fit, with the nearest setting that does."""
+    remedy = nearest(tuning, budget, memory_of)
+    if remedy is None:
         next_step = tr(
-            "No setting of one row and {tokens} tokens fits: take a smaller model, or more cards with "
-            "--shard=full.",
+            "No setting of one row and {tokens} tokens fits: take a smaller model, or more cards "
+            "with --shard=full.",
             tokens=SHORTEST,
         )
     else:
-        next_step = tr("The nearest setting that fits: {flags}", flags=flags_of(fits))
+        next_step = tr("The nearest setting that fits: {flags}", flags=flags_of(remedy))
     return UserError(
         tr(
-            "a step of fine-tuning would take {peak} of each card, and {budget} are there ({flags}). {next_step}",
+            "a step of fine-tuning would take {peak} of each card, and {budget} are there "
+            "({flags}). {next_step}",
             peak=amount(memory.peak, "B"),
             budget=amount(budget, "B"),
             flags=flags_of(tuning),
@@ -98,66 +107,84 @@ def refusal(
 
 
 def _surely_fits(tuning: Tuning, model: Qwen, budget: float) -> bool:
-    """Whether a rough upper bound settles that a step fits: the state, the activations and the logits of a chunk."""
-    c, tokens = tuning.shape, tuning.rows * tuning.shape.sequence_len
+    """Return whether a rough upper bound of the memory already shows that a step fits.
+
+    The bound adds up the state, the activations and the logits of a chunk.
+    """
+    shape = tuning.shape
     trained = sum(parameter.numel() for _, parameter in parallel.trained(model))
     frozen = model.parameter_counts()["total"] - trained
-    widest = max(c.n_embd, c.n_hidden / 2)
-    bound = (
-        24 * trained + 4 * frozen + ROUGH * tokens * c.n_layer * widest + 12 * 1024 * c.vocab_size
-    )
-    return bound < PLAIN * budget
+    tokens = tuning.rows * shape.sequence_len
+    width = max(shape.n_embd, shape.n_hidden / 2)
+    state = 24 * trained + 4 * frozen
+    activations = ROUGH_BYTES * tokens * shape.n_layer * width
+    logits = 12 * 1024 * shape.vocab_size
+    return state + activations + logits < SURE_SHARE * budget
 
 
 def check_fits(
-    tuning: Tuning, model: Qwen, compute: Compute, of: Callable[[Tuning], Memory] = forecast
+    tuning: Tuning,
+    model: Qwen,
+    compute: Compute,
+    memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> None:
-    """UserError, before any weights are loaded, if a step would not fit the memory of a card; it names the nearest
-    setting that does. Every rank must call this. The model may still be on meta."""
-    shared = (
-        parallel.ranks_per_host(compute) if compute.platform.is_host else 1
-    )  # ranks in one memory
-    there = parallel.least(
-        int(reachable(compute) / shared), compute
-    )  # other processes may hold more of one card
-    budget = SHARE * there
+    """UserError, before any weights are loaded, if a step would not fit the memory of a card.
+
+    The error names the nearest setting that fits. Every rank must call this. The model may still be
+    on meta.
+    """
+    ranks_in_memory = parallel.ranks_per_host(compute) if compute.platform.is_host else 1
+    # Other processes may use more of one card than of another.
+    available = parallel.least(int(reachable(compute) / ranks_in_memory), compute)
+    budget = SHARE * available
     if _surely_fits(tuning, model, budget):
         return
-    refused: UserError | None = None
+    error: UserError | None = None
     if compute.main:  # forecasts are processes that take seconds, and are the same for every rank
-        refused = _refused(tuning, budget, there, of)
-    if not parallel.agree(int(refused is None), compute):
-        raise refused or UserError(
+        error = _forecast_error(tuning, budget, available, memory_of)
+    if not parallel.agree(int(error is None), compute):
+        raise error or UserError(
             "the step does not fit the memory; rank 0 says what would", exit_code=2
         )
 
 
-def _refused(
-    tuning: Tuning, budget: float, there: int, of: Callable[[Tuning], Memory]
+def _forecast_error(
+    tuning: Tuning,
+    budget: float,
+    available: int,
+    memory_of: Callable[[Tuning], Memory],
 ) -> UserError | None:
-    """The error for a step that does not fit, or None, having logged what the step takes."""
+    """Return the error for a step that does not fit; otherwise log its memory and return None."""
     try:
-        memory = of(tuning)
-    except UserError as failure:  # the step itself will tell whether it fits
+        memory = memory_of(tuning)
+    except UserError as failure:  # the step itself will show whether it fits
         warn(str(failure))
         return None
     if memory.peak > budget:
-        return refusal(tuning, memory, budget, of)
+        return refusal(tuning, memory, budget, memory_of)
+    peak = amount(memory.peak, "B")
+    state = amount(memory.state, "B")
     log(
-        f"memory: {amount(memory.peak, 'B')} of each card's {amount(there, 'B')} (forecast); weights, masters and "
-        f"moments are {amount(memory.held, 'B')} of that"
+        f"memory: {peak} of each card's {amount(available, 'B')} (forecast); weights, masters and "
+        f"moments are {state} of that"
     )
     return None
 
 
 def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
-    """Print the flags of a step of fine-tuning, and on standard error what it takes. UserError if it does not fit."""
-    memory, there = forecast(tuning), chip.memory_gib * 2**30
-    if memory.peak > SHARE * there:
-        raise refusal(tuning, memory, SHARE * there)
-    words = (
-        f"{chip.name} x {tuning.ranks}: a step of {name} takes {amount(memory.peak, 'B')} of each card's "
-        f"{amount(there, 'B')}; weights, masters and moments are {amount(memory.held, 'B')} of that"
+    """Print the flags of a step of fine-tuning and, on standard error, its memory.
+
+    UserError if the step does not fit.
+    """
+    memory = forecast(tuning)
+    capacity = chip.memory_gib * 2**30
+    if memory.peak > SHARE * capacity:
+        raise refusal(tuning, memory, SHARE * capacity)
+    peak = amount(memory.peak, "B")
+    state = amount(memory.state, "B")
+    print(
+        f"{chip.name} x {tuning.ranks}: a step of {name} takes {peak} of each card's "
+        f"{amount(capacity, 'B')}; weights, masters and moments are {state} of that",
+        file=sys.stderr,
     )
-    print(words, file=sys.stderr)
     print(flags_of(tuning))

@@ -1,9 +1,11 @@
-"""What a step asks of each card: FLOPs, bytes through memory, bytes to other cards, and operators.
+"""The work of a step on each card: FLOPs, bytes of memory and of links, and operators.
 
-Matmuls and attention follow from the shape of the model. The bytes that element-wise operators move follow from how the
-model is computed; a Traffic has them by what they grow with. dev/LOG.md says how they were counted.
+Matmuls and attention follow from the shape of the model. The bytes that element-wise operators move
+follow from how the model is computed; a Traffic has them by what they grow with. dev/LOG.md says
+how they were counted.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +19,7 @@ from nanochat.train.sizes import table_rows
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a model, and what follows from it."""
+    """The shape of a model and the figures that follow from it."""
 
     shape: GPTConfig
     flops_per_token: int
@@ -35,31 +37,44 @@ class Size:
 
 @cache
 def size_of(
-    depth: int, vocab_size: int, window_pattern: str = "SSSL", upstream: bool = False
+    depth: int,
+    vocab_size: int,
+    window_pattern: str = "SSSL",
+    upstream: bool = False,
 ) -> Size:
-    """The model of a depth with upstream's context of 2,048, as base_train makes it, or as upstream does."""
+    """Return the size of the model of a depth with upstream's context of 2,048 tokens.
+
+    The model is that of base_train or, with `upstream`, that of upstream.
+    """
     if depth < 1 or vocab_size < 1:
         raise UserError(
             f"depth and vocab_size must be at least 1, got {depth} and {vocab_size}", exit_code=2
         )
-    head = 128 if depth >= 8 else 64
-    dim = -(-depth * 64 // head) * head
-    pairs, offset = (0, 0) if upstream else (table_rows("auto", vocab_size), depth)
+    head_dim = 128 if depth >= 8 else 64
+    heads = math.ceil(depth * 64 / head_dim)
     shape = GPTConfig(
-        2048, vocab_size, depth, dim // head, dim // head, dim, window_pattern, pairs, offset
+        sequence_len=2048,
+        vocab_size=vocab_size,
+        n_layer=depth,
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=heads * head_dim,
+        window_pattern=window_pattern,
+        bigram_rows=0 if upstream else table_rows("auto", vocab_size),
+        offset_layers=0 if upstream else depth,
     )
     with torch.device("meta"):
         model = GPT(shape)
     counts = model.parameter_counts()
     tables = sum(counts.get(role, 0) for role in ("embedding", "value_embedding", "bigram"))
     return Size(
-        shape,
-        model.flops_per_token(),
-        counts["matrix"],
-        tables,
-        counts["total"],
-        counts["scaling"],
-        saved_bytes(model, Rates()),
+        shape=shape,
+        flops_per_token=model.flops_per_token(),
+        matrices=counts["matrix"],
+        tables=tables,
+        parameters=counts["total"],
+        scaling=counts["scaling"],
+        saved=saved_bytes(model, Rates()),
     )
 
 
@@ -70,21 +85,23 @@ class Traffic:
     stream: float  # for each token, layer and channel
     ends: float  # for each token and channel, before the first layer and after the last
     logits: float  # for each token and entry of the vocabulary
-    head: float  # for each token and entry of the head: its gradient, which is added up over chunks of tokens
+    # for each token and entry of the head: its gradient, which is added up over chunks of tokens
+    head: float
     matrix: float  # for each entry of a matrix, in each pass: casts, and gradients added up
     table: float  # for each entry of an embedding table, in each pass
     matrix_step: float  # for each entry of a matrix, in each step: the optimizer
     table_step: float  # for each entry of a table, in each step
 
     def of_pass(self, size: Size, tokens: int) -> float:
-        """Bytes of one pass over `tokens` tokens."""
+        """Return the bytes of one pass over `tokens` tokens."""
         shape = size.shape
         channels = (self.stream * shape.n_layer + self.ends) * shape.n_embd
-        a_token = channels + self.logits * shape.padded_vocab + self.head * size.head
-        return tokens * a_token + self.matrix * size.scaling + self.table * size.tables
+        per_token = channels + self.logits * shape.padded_vocab + self.head * size.head
+        weights = self.matrix * size.scaling + self.table * size.tables
+        return tokens * per_token + weights
 
     def of_step(self, size: Size) -> float:
-        """Bytes of the optimizer for the whole model; ranks share them."""
+        """Return the bytes that the optimizer moves for the whole model; ranks share them."""
         return self.matrix_step * size.matrices + self.table_step * (size.tables + size.head)
 
 
@@ -97,33 +114,39 @@ class Program:
     pass_operators: float  # launched in one pass, outside of the layers
     step_operators: float  # launched by the optimizer
     sent: float = 6.0  # bytes for each parameter that a card sends in a step: 2 gathered, 4 reduced
-    muon_sent: float = (
-        4.0  # bytes for each matrix entry that its owner exchanges in a step: momentum and update
-    )
-    shortest: int = (
-        0  # attention computes at least this many keys before its own, whatever the window
-    )
+    # Bytes for each matrix entry that its owner exchanges in a step: momentum and update.
+    muon_sent: float = 4.0
+    shortest: int = 0  # keys that attention computes for a query even if the window is smaller
     full: float = 0.0  # the share of the matmuls that runs in fp32
 
 
 def keys(size: Size, shortest: int = 0) -> float:
-    """How many keys a query sees on average, summed over the layers. A causal window of W of T shows W - W^2 / 2T."""
+    """Return how many keys a query sees on average, summed over the layers.
+
+    A causal window of W of T tokens shows W - W^2 / 2T keys.
+    """
     length = size.shape.sequence_len
-    seen = (min(max(window, shortest), length) for window in size.shape.windows)
-    return sum(window - window**2 / (2 * length) for window in seen)
+    windows = [min(max(window, shortest), length) for window in size.shape.windows]
+    return sum(window - window**2 / (2 * length) for window in windows)
 
 
 def attention_flops(size: Size, shortest: int = 0) -> float:
-    """FLOPs of attention for a token: two matmuls forward, and five backward, which computes the scores again."""
+    """Return the FLOPs of attention for a token.
+
+    There are two matmuls forward, and five backward, which computes the scores again.
+    """
     return 14 * size.shape.n_embd * keys(size, shortest)
 
 
 def matmul_flops(size: Size) -> float:
-    """FLOPs of the matrices for a token, forward and backward."""
+    """Return the FLOPs of the matrices for a token, forward and backward."""
     return 6.0 * size.scaling
 
 
 def muon_flops(size: Size) -> float:
-    """FLOPs of orthogonalizing all matrices in a step: five times two products of each with its Gram matrix."""
+    """Return the FLOPs of orthogonalizing all matrices in a step.
+
+    That is five times two products of each matrix with its Gram matrix.
+    """
     dim = size.shape.n_embd
     return size.shape.n_layer * 5 * (4 * 6 + 2 * 18) * float(dim) ** 3

@@ -1,10 +1,9 @@
-"""The report: every stage writes a section, and `generate` makes report.md, report.html and
-report.json from them.
+"""Makes report.md, report.html and report.json from the sections that the stages write.
 
-python -m nanochat.report generate # make the report from the sections of the stages that have run
-python -m nanochat.report show # print the summary table python -m nanochat.report reset # delete
-all sections, before a run from scratch python -m nanochat.report compare ~/runs/english
-both=~/runs/chinese # two base folders, the second under a name
+python -m nanochat.report generate    # make the report of the stages that have run
+python -m nanochat.report show        # print the summary table
+python -m nanochat.report reset       # delete all sections, before a run from scratch
+python -m nanochat.report compare ~/runs/english both=~/runs/chinese    # two base folders
 """
 
 import shutil
@@ -107,8 +106,8 @@ class Config:
         Literal["generate", "show", "compare", "reset", "begin", "finished"], tyro.conf.Positional
     ] = "generate"
     """generate writes the report; show prints its summary table;
-    compare puts several runs side by side; reset deletes the report and all sections;
-    begin deletes the costs of runs other than --key;
+    compare puts several runs side by side;
+    reset deletes the report and all sections; begin deletes the costs of runs other than --key;
     finished exits with 0 if run --key is finished, else with 3."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """With compare: base folders or report.json files of two or more finished runs,

@@ -1,6 +1,4 @@
-"""Compares runs: their measures side by side, the settings that differ, and their curves in one
-picture.
-"""
+"""Compares runs: measures side by side, settings that differ, and curves in one picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,9 +162,7 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a row for every setting of a stage, and every fact of the host, that is not the same
-    in all runs.
-    """
+    """Return a row for every setting, and every fact of the host, that differs between runs."""
     rows = []
     for key in HOST_FACTS:
         facts = [cell(run.report["environment"].get(key, "")) for run in runs]
@@ -189,9 +185,7 @@ def _differs(values: Sequence[str]) -> bool:
 
 
 def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Return a picture of the curves of every training stage that two or more runs have, by file
-    name.
-    """
+    """Return the curves of every training stage that two or more runs have, by file name."""
     pictures = {}
     for stage in COLUMNS:
         sections = {run.name: run.training(stage) for run in runs}

@@ -1,4 +1,4 @@
-"""Turns a report into one HTML file that opens without a network: style and pictures are inside it."""
+"""Turns a report into one HTML file that opens without a network, with style and pictures inside."""
 
 import base64
 import html

@@ -1,4 +1,4 @@
-"""Reads and writes samples.jsonl: replies of the checkpoints of a stage, one JSON object per line."""
+"""Reads and writes samples.jsonl: what the checkpoints of a stage replied, a JSON object per line."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ class Sample:
 
 
 def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
-    """Add samples to the file of a stage; they replace earlier samples of the same step and source."""
+    """Add samples to the file of a stage, in place of earlier ones of the same step and source."""
     new = list(samples)
     replaced = {(sample.step, sample.source) for sample in new}
     samples = []
@@ -36,9 +36,7 @@ def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
 
 
 def forget_samples(folder: Path, step: int) -> None:
-    """Drop the samples of later steps than `step` from the file of a stage that runs these steps
-    again.
-    """
+    """Drop the samples of steps after `step`, which the stage runs again."""
     samples = read_samples(folder)
     remaining = [sample for sample in samples if sample.step <= step]
     if len(remaining) < len(samples):
@@ -51,7 +49,7 @@ def _write(folder: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Return the samples of a stage, earlier steps first. A line that holds no sample is skipped."""
+    """Return the samples of a stage, earlier steps first. Lines without a sample are skipped."""
     path = folder / "samples.jsonl"
     try:
         check_regular(path, MAX_BYTES)

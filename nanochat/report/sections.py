@@ -176,9 +176,7 @@ def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
 
 
 def _tags(sections: Sections, newest: str) -> dict[str, str]:
-    """Return the tag of every stage of the run of the section `newest`: its ancestors and its
-    descendants.
-    """
+    """Return the tags of the ancestors and descendants of the section `newest`, by stage."""
     stage = newest.partition("_")[0]
     tag = sections[newest]["tag"]
     tags = {stage: tag}
@@ -199,9 +197,7 @@ def _tags(sections: Sections, newest: str) -> dict[str, str]:
 
 
 def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Drop stages whose corpus is not that of the stage they started from, and the stages after
-    these.
-    """
+    """Drop stages with another corpus than the stage they started from, and their descendants."""
     remaining = dict(sections)
     dropped: set[str] = set()
     for stage in ("mid", "sft", "rl"):

@@ -1,6 +1,4 @@
-"""Collects the figures of a run: its host, its table of measures by stage, and the figures to
-quote.
-"""
+"""Collects the figures of a run: its host, its table of measures, and the figures to quote."""
 
 import datetime
 import os
@@ -88,9 +86,7 @@ def table(sections: Sections) -> Table:
 
 
 def _add_validation(rows: Table, sections: Sections) -> None:
-    """Add the last validation of every training stage: a row for each, since each has a text of its
-    own.
-    """
+    """Add the last validation of every training stage, in rows of their own: the texts differ."""
     for stage, text in VALIDATION_TEXTS.items():
         section = sections.get(f"{stage}_train", {})
         if stage == "mid" and section.get("settings", {}).get("answers_only"):
@@ -104,9 +100,7 @@ def _add_validation(rows: Table, sections: Sections) -> None:
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
-    """Add the bits per byte of the same texts after every stage, which show what later stages have
-    forgotten.
-    """
+    """Add the bits per byte of the same texts after every stage, which show forgetting."""
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
     for stage in ("base", *later):
         section = sections.get(f"{stage}_loss", {})
@@ -122,9 +116,7 @@ def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def summary(sections: Sections, costs: Costs) -> dict[str, Any]:
-    """Return the figures to quote: the accuracies after SFT, as fractions, and the costs of the
-    whole run.
-    """
+    """Return the figures to quote: accuracies after SFT, as fractions, and the costs of the run."""
     tasks = sections.get("sft_eval", {}).get("tasks", {})
     figures = {name: score["accuracy"] for name, score in tasks.items()}
     rl_tasks = sections.get("rl_eval", {}).get("tasks", {})

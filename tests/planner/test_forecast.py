@@ -13,7 +13,14 @@ from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute, compute_init, local
 from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.planner.forecast import Memory, Tuning, forecast, optimizers_of, prepared, take_step
+from nanochat.planner.forecast import (
+    Memory,
+    Tuning,
+    build_model,
+    build_optimizers,
+    forecast,
+    take_step,
+)
 from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 from tests.support.ranks import run_ranks
@@ -35,12 +42,12 @@ def out_of_sight(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 def measured(tuning: Tuning, compute: Compute) -> Memory:
     """Bytes of such a step on real tensors, by the allocations that torch's profiler records."""
     compute = replace(compute, dtype=DTYPES[tuning.dtype], operations=Operations())
-    model = prepared(tuning, compute)
+    model = build_model(tuning, compute)
     model.put_aside = out_of_sight
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)
-    optimizers = optimizers_of(model, compute)
+    optimizers = build_optimizers(model, compute)
 
     def step() -> None:
         take_step(tuning, model, optimizers)
@@ -71,7 +78,7 @@ def measured(tuning: Tuning, compute: Compute) -> Memory:
 def test_one_rank_takes_what_was_forecast(shape: QwenConfig, changes: dict) -> None:
     tuning = Tuning(shape, rows=2, **changes)
     told, real = forecast(tuning), measured(tuning, compute_init("cpu"))
-    assert abs(told.held / real.held - 1) < 0.02
+    assert abs(told.state / real.state - 1) < 0.02
     assert abs(told.peak / real.peak - 1) < 0.1, (told, real)
 
 

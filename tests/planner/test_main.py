@@ -113,7 +113,7 @@ def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:
     by_memory = plan_of(size_of(12, 32768), chip, 8, 262144, rates)
     assert by_memory.rows == 16
     assert (by_memory.step, by_memory.hours, by_memory.mfu) == (None, None, None)
-    words = command.told(by_memory, chip, rates, source)
+    words = command.explain(by_memory, chip, rates, source)
     assert "SoC 999 x 8: 64 rows fit 64 GiB; planned by memory alone, because no peak of this chip is known" in words
     assert tables.cells(by_memory, chip)[1:4] == ["-", "-", "-"]
 
@@ -132,7 +132,7 @@ def test_a_measured_chip_without_a_known_peak_has_a_speed_but_no_mfu() -> None:
     rates, source = command.rates_for(chip, calibration.Bench(**{**vars(BENCH), "chip": "SoC 999"}))
     measured = plan_of(size_of(12, 32768), chip, 8, 262144, rates, measured=True)
     assert measured.step is not None and measured.mfu is None
-    assert "tokens/s, unknown peak, " in command.told(measured, chip, rates, source)
+    assert "tokens/s, unknown peak, " in command.explain(measured, chip, rates, source)
 
 
 def test_the_table_has_every_chip_that_trains_and_says_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from nanochat import device
 from nanochat.planner.cards import RATINGS, SHAPES, rates_of
-from nanochat.planner.programs import COMPILED, FUSED, OF_CARD, PLAIN, program_of
+from nanochat.planner.programs import COMPILED, FUSED, PLAIN, PROGRAMS, program_of
 from nanochat.planner.roofline import exchange, least_rows, pass_of, step_of
 from nanochat.planner.work import attention_flops, keys, matmul_flops, muon_flops, size_of
 from tests.planner.support import SLOW, Kind
@@ -88,7 +88,7 @@ def test_the_least_rows_are_the_first_that_keep_the_card_busy(launch: float) -> 
 
 def test_every_chip_with_a_peak_has_a_rating_and_no_program_is_named_in_vain() -> None:
     assert {chip.name for chip in device.planned() if chip.trains} == set(RATINGS)
-    assert set(OF_CARD) <= set(RATINGS)
+    assert set(PROGRAMS) <= set(RATINGS)
     assert program_of("910B3") is FUSED and program_of("H100") is COMPILED
 
 

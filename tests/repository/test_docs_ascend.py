@@ -151,7 +151,7 @@ def test_every_refusal_can_be_looked_up_by_its_words(name: str) -> None:
         device.port_words("29500").partition(";")[0],
         ascend_environment.prepare_loading("2.13", both).partition(",")[0],
         versions.resolve("8.0.0").refusal[0].partition(":")[0],
-        versions.asked("2.1.0").refusal[0].partition(":")[0],
+        versions.pick_named("2.1.0").refusal[0].partition(":")[0],
     ]
     assert [words for words in said if not words or words not in text] == []
 

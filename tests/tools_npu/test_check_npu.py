@@ -16,6 +16,7 @@ import check_npu
 from nanochat.planner import calibration
 from tests.support.ascend_hosts import make_host, smi_table
 from tools_npu import device_checks, environment, host, host_checks, lines, numerics, setup
+from tools_npu.device_checks import RankResult
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -129,7 +130,7 @@ def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(check_npu, "ROOT", tmp_path)
     monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: None)
     assert check_npu.python_with_torch() == ""
-    (line,) = check_npu.device_lines("", setup.Found(None, None, [], []), {}, False, tmp_path / "log")
+    (line,) = check_npu.device_lines("", "", {}, False, tmp_path / "log")
     assert (line.status, line.name, line.remedy) == (FAIL, "torch", "bash setup_ascend.sh")
     own = tmp_path / ".venv/bin/python"
     own.parent.mkdir(parents=True)
@@ -149,7 +150,7 @@ def test_a_healthy_host_passes(tmp_path: Path) -> None:
         "ASCEND_ROOT_PREFIX": str(made.root), "HOME": str(tmp_path), "PATH": fake_smi(tmp_path / "bin", smi_table(2)),
         "ASCEND_HOME_PATH": str(made.home), "ASCEND_OPP_PATH": str(made.home / "opp"),
     }  # fmt: skip
-    found = list(host_checks.all_of(setup.look(env), env, "2.9.0"))
+    found = list(host_checks.all_of(setup.take_inventory(env), env, "2.9.0"))
     named = by_name(found)
     assert [line.name for line in found if line.status == FAIL] == []
     for name in ("driver", "cann", "variables of CANN", "cards", "npu-smi", "topology", "visible cards", "variables"):
@@ -190,11 +191,11 @@ def test_permission_refused_by_the_driver_names_the_group(tmp_path: Path) -> Non
     (tmp_path / "npu-smi").write_text("#!/bin/bash\necho 'dcmi init failed, ret is -8005'\nexit 1\n")
     (tmp_path / "npu-smi").chmod(0o755)
     (line,) = host_checks.smi({"PATH": f"{tmp_path}:/bin:/usr/bin"}, True)
-    assert line.status == FAIL and "usermod -aG HwHiAiUser" in line.do("en")
+    assert line.status == FAIL and "usermod -aG HwHiAiUser" in line.remedy_in("en")
 
 
 def test_device_files_without_permission_fail() -> None:
-    shut = setup.Found(None, None, [host.Device("/dev/davinci0", False)], [host.Device("/dev/hisi_hdc", True)])
+    shut = setup.Inventory(None, None, [host.Device("/dev/davinci0", False)], [host.Device("/dev/hisi_hdc", True)])
     named = by_name(list(host_checks.permissions(shut, {})))
     assert named["permissions"].status == FAIL and "/dev/davinci0" in named["permissions"].english
     assert named["device files"].status == FAIL and "davinci_manager" in named["device files"].english
@@ -212,7 +213,7 @@ def test_device_files_without_permission_fail() -> None:
     ],
 )
 def test_ranks_are_compared_with_visible_cards(variables: dict[str, str], name: str, status: str) -> None:
-    found = setup.Found(None, None, [host.Device(f"/dev/davinci{n}", True) for n in range(2)], [])
+    found = setup.Inventory(None, None, [host.Device(f"/dev/davinci{n}", True) for n in range(2)], [])
     assert by_name(list(host_checks.launch(found, variables)))[name].status == status
 
 
@@ -225,8 +226,7 @@ def from_fake_child(tmp_path: Path, script: str) -> list[Line]:
         f"#!/bin/bash\ntell() {{ eval \"echo '$1' >&$3\"; }}\npipe=$3\n{script}\n".replace("&$3", "&$pipe")
     )
     python.chmod(0o755)
-    nothing = setup.Found(None, None, [], [])
-    return list(check_npu.device_lines(str(python), nothing, dict(os.environ), False, tmp_path / "log"))
+    return list(check_npu.device_lines(str(python), "", dict(os.environ), False, tmp_path / "log"))
 
 
 def test_a_crash_in_a_check_is_a_finding_with_its_name(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_crash_in_a_check_is_a_finding_with_its_name(tmp_path: Path) -> None:
     )
     assert [(line.name, line.status) for line in found] == [("torch", PASS), ("rotary", FAIL)]
     assert "ended with code -11. EZ9999: inner error" in found[1].english
-    assert str(tmp_path / "log") in found[1].do("zh")
+    assert str(tmp_path / "log") in found[1].remedy_in("zh")
 
 
 def test_a_check_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_why_torch_npu_does_not_load_is_named(
     assert device_checks.load(told, "9.0.0") == ""
     line = told.lines[-1]
     assert (line.name, line.status) == ("torch_npu", FAIL)
-    assert words in line.english and remedy in line.do("en") and raised in line.english
+    assert words in line.english and remedy in line.remedy_in("en") and raised in line.english
 
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,9 +326,10 @@ def test_an_operation_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert numerics.norm(torch.bfloat16) == float("inf")
 
 
-def answers(**changes: object) -> list[tuple[int, int, str, str]]:
-    rank = {"wrong": [], "gb_per_s": 20.0, **changes}
-    return [(0, 0, json.dumps({"wrong": [], "gb_per_s": 21.0}), ""), (1, 0, "noise\n" + json.dumps(rank), "")]
+def answers(**changes: object) -> list[RankResult]:
+    first = {"wrong": [], "gb_per_s": 21.0}
+    second = {"wrong": [], "gb_per_s": 20.0, **changes}
+    return [RankResult(0, 0, json.dumps(first), ""), RankResult(1, 0, "noise\n" + json.dumps(second), "")]
 
 
 def test_collectives_are_judged_one_by_one() -> None:
@@ -344,12 +345,12 @@ def test_collectives_are_judged_one_by_one() -> None:
 
 def test_a_rank_that_fails_is_explained_by_its_error_code(capsys: pytest.CaptureFixture[str]) -> None:
     told = Told()
-    broken = (1, 1, "", "Traceback\nRuntimeError: EI0019: port 60000 has been bound")
+    broken = RankResult(1, 1, "", "Traceback\nRuntimeError: EI0019: port 60000 has been bound")
     device_checks.report_collectives(told, [answers()[0], broken], 2)
     (line,) = told.lines
     assert (
         line.status == FAIL
-        and all("HCCL_IF_BASE_PORT=" in line.do(language) for language in ("en", "zh"))
+        and all("HCCL_IF_BASE_PORT=" in line.remedy_in(language) for language in ("en", "zh"))
         and "rank 1" in line.english
     )
 

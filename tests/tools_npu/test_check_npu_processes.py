@@ -24,7 +24,7 @@ def trainer(tmp_path: Path) -> subprocess.Popen[bytes]:
 
 
 def test_your_training_processes_are_listed_and_ended_by_id(trainer: subprocess.Popen[bytes]) -> None:
-    listed = {process.pid: process for process in processes.own({})}
+    listed = {process.pid: process for process in processes.list_own({})}
     assert "-m scripts.base_train" in listed[trainer.pid].command
     assert os.getpid() not in listed and os.getppid() not in listed
     said: list[str] = []
@@ -63,7 +63,7 @@ def test_a_process_that_holds_a_card_open_is_found_by_the_card(tmp_path: Path) -
     assert holder.stdout and holder.stdout.readline() == b"up\n"
     try:
         held = [host.Holder(3, 0, holder.pid, "", 100), host.Holder(3, 1, holder.pid, "", 20)]
-        found = {process.pid: process for process in processes.own({"ASCEND_ROOT_PREFIX": str(tmp_path)}, held)}
+        found = {process.pid: process for process in processes.list_own({"ASCEND_ROOT_PREFIX": str(tmp_path)}, held)}
         assert found[holder.pid].cards == ("davinci3",)
         assert found[holder.pid].used_mb == 120
         assert 0 <= found[holder.pid].minutes < 10
@@ -79,7 +79,12 @@ def test_a_launcher_and_its_ranks_are_one_job_and_another_job_is_not_named_with_
         fields = ["S", str(parent), *["0"] * 30]
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (python) {' '.join(fields)}")
         (tmp_path / str(pid) / "cmdline").write_text("python\0-m\0scripts.base_train\0")
-    assert {process.pid: process.job for process in processes.own({}, (), tmp_path)} == {10: 10, 11: 10, 12: 10, 20: 20}
+    assert {process.pid: process.job for process in processes.list_own({}, (), tmp_path)} == {
+        10: 10,
+        11: 10,
+        12: 10,
+        20: 20,
+    }
 
 
 def test_the_list_is_printed_with_the_command_that_ends(trainer: subprocess.Popen[bytes], tmp_path: Path) -> None:

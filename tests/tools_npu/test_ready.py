@@ -44,7 +44,11 @@ def test_the_files_that_name_the_links_of_a_950_server_are_checked(tmp_path: Pat
     root_info = tmp_path / "etc/hccl_rootinfo.json"
     root_info.mkdir(parents=True)  # docker makes a folder of a file that the host does not have
     (line,) = host_checks.links_of_new_servers(env)
-    assert line.status == FAIL and "cannot be read" in line.english and "-v /etc/hccl_rootinfo.json" in line.do("en")
+    assert (
+        line.status == FAIL
+        and "cannot be read" in line.english
+        and "-v /etc/hccl_rootinfo.json" in line.remedy_in("en")
+    )
     root_info.rmdir()
     for text, status in (("{", FAIL), ('{"topo_file_path": "/gone.json"}', FAIL),
                          ('{"topo_file_path": "/links.json"}', PASS)):  # fmt: skip

@@ -46,7 +46,7 @@ def test_the_choice_of_a_pair_is_explained_with_the_others_that_fit() -> None:
     assert "2.11.0, 2.10.0.post4, 2.9.0.post6, 2.7.1.post8 fit too" in english
     assert "vllm-ascend, ms-swift and LLaMA-Factory use 2.10.0.post4" in english
     assert "2.10.0.post4" in chinese and "--torch-npu" in chinese
-    named = versions.explain("9.1.0", versions.asked("2.10.0.post4"), named=True)
+    named = versions.explain("9.1.0", versions.pick_named("2.10.0.post4"), named=True)
     assert named[0] == "CANN 9.1.0 -> torch_npu 2.10.0.post4 -> torch 2.10.0, as you asked"
     assert versions.explain("9.3.0", versions.resolve("9.3.0"), named=False)[0].endswith("torch 2.14.0")
 
@@ -141,7 +141,7 @@ def test_harmful_variables_are_found(
 
 def test_the_exported_variables_pass_the_lint() -> None:
     for torch_npu in ("2.7.1", "2.13.0"):
-        exported = {variable.name: variable.value for variable in environment.wanted(torch_npu)}
+        exported = {variable.name: variable.value for variable in environment.exported_variables(torch_npu)}
         assert environment.lint(exported, torch_npu) == []
 
 
@@ -328,3 +328,16 @@ def test_the_scripts_that_start_on_any_python_parse_on_3_8(path: Path) -> None:
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert future or not functions, "without it, Python 3.8 evaluates annotations such as `str | None`"
+
+
+# These four run in processes of their own, with the Python of the project.
+PROJECT_PYTHON = {"bench.py", "collectives.py", "device_checks.py", "numerics.py"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in OLD_PYTHON if path.name not in PROJECT_PYTHON], ids=lambda path: path.name
+)
+def test_the_scripts_that_start_on_any_python_call_no_string_method_of_3_9(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not names & {"removeprefix", "removesuffix"}
