@@ -100,7 +100,7 @@ class Room:
 def colour(floor: int, tone: tuple[float, float]) -> str:
     """The colour of a floor as #rrggbb: sand on the ground, green above it, blue under the roof."""
     hue = (38 + 190 * floor / (len(FLOORS) - 1)) / 360
-    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, *tone))
+    red, green, blue = (round(255 * channel) for channel in colorsys.hls_to_rgb(hue, *tone))
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
@@ -193,21 +193,22 @@ def draw_room(
     The chips and the size stand beside the name where the floor is `compact`, else at the bottom of the room.
     """
     x, y, width, height = box
-    left, right = x + PADDING, x + width - PADDING
+    text_x = x + PADDING
+    right = x + width - PADDING
     fill = colour(floor, theme.fill) if room.files else "none"
     edge = colour(floor, theme.edge)
     chips_top = y + height - CHIP - 8
-    chips_left = left
+    chips_left = text_x
     if compact:
         chips_top = y + 9
-        chips_left = left + round(len(room.label) * NAME * LETTER) + 2 * GAP
+        chips_left = text_x + round(len(room.label) * NAME * LETTER) + 2 * GAP
     shapes = [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{fill}" '
         f'stroke="{edge}"/>',
-        text(left, y + 22, room.label, NAME, theme.text, ' font-weight="700"'),
+        text(text_x, y + 22, room.label, NAME, theme.text, ' font-weight="700"'),
     ]
     for number, (line, shade) in enumerate(small_text(room, width, theme)):
-        shapes.append(text(left, y + 41 + LINE * number, line, SMALL, shade))
+        shapes.append(text(text_x, y + 41 + LINE * number, line, SMALL, shade))
     for number, used in enumerate(room.uses):
         shapes.append(chip(chips_left + number * (CHIP + 3), chips_top, used, theme))
     size = f"{room.lines:,} lines"

@@ -264,26 +264,27 @@ def compare(before: Path, after: Path) -> int:
         if not (after / path.name).exists():
             print(f"{path.stem}: not recorded in {after}")
             continue
-        left, right = (
-            json.loads((folder / path.name).read_text(encoding="utf-8"))
-            for folder in (before, after)
-        )
-        problem = difference(left, right)
+        problem = difference(read_record(path), read_record(after / path.name))
         different += bool(problem)
         print(f"{path.stem}: {problem or 'identical'}")
     return different
 
 
-def difference(left: dict[str, Any], right: dict[str, Any]) -> str:
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the figures and the replies of a case."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return what differs between two records: the first step, and the most that each figure differs by.
 
     The text is empty if nothing differs.
     """
-    if len(left["figures"]) != len(right["figures"]):
-        return f"{len(left['figures'])} and {len(right['figures'])} lines"
+    if len(before["figures"]) != len(after["figures"]):
+        return f"{len(before['figures'])} and {len(after['figures'])} lines"
     largest_gaps: dict[str, float] = {}
     words: list[str] = []
-    for a, b in zip(left["figures"], right["figures"], strict=True):
+    for a, b in zip(before["figures"], after["figures"], strict=True):
         for key in sorted(a.keys() | b.keys()):
             if a.get(key) == b.get(key):
                 continue
@@ -292,9 +293,9 @@ def difference(left: dict[str, Any], right: dict[str, Any]) -> str:
             gap = abs(a.get(key, math.inf) - b.get(key, math.inf))
             largest_gaps[key] = max(largest_gaps.get(key, 0.0), gap)
     words += [f"{key} by at most {gap:.2e}" for key, gap in largest_gaps.items()]
-    for prompt, reply in left["replies"].items():
+    for prompt, reply in before["replies"].items():
         # Records of before 2026-11-27 have every line that chat_cli printed.
-        if reply_in(reply) != reply_in(right["replies"].get(prompt, "")):
+        if reply_in(reply) != reply_in(after["replies"].get(prompt, "")):
             words.append(f"another reply to {prompt!r}")
     return ", ".join(words)
 

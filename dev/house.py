@@ -68,8 +68,18 @@ def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def sources(*folders: str) -> dict[str, str]:
     """Return the path and the text of every Python file below some folders of the repository."""
-    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
-    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    text_of: dict[str, str] = {}
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            path = file.relative_to(ROOT).as_posix()
+            text_of[path] = file.read_text(encoding="utf-8")
+    return text_of
+
+
+def imported_room(name: str) -> str:
+    """Return the room that a dotted name is in; empty for names outside of the package."""
+    package, _, inner = name.partition(".")
+    return inner.split(".")[0] if package == PACKAGE else ""
 
 
 def arrows(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
@@ -80,10 +90,10 @@ def arrows(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
             continue
         room = room_of(path)
         for _, name in imports(path, ast.parse(text)):
-            package, _, inner = name.partition(".")
-            target = inner.split(".")[0]
-            if package == PACKAGE and target and target != room:
-                counts[room, target] = counts.get((room, target), 0) + 1
+            target = imported_room(name)
+            if target not in ("", room):
+                arrow = (room, target)
+                counts[arrow] = counts.get(arrow, 0) + 1
     return counts
 
 
@@ -97,9 +107,13 @@ def imported_files(files: Mapping[str, str]) -> dict[str, set[str]]:
     path_of = {module_of(path): path for path in files}
     targets: dict[str, set[str]] = {}
     for path, text in files.items():
-        names = {name for _, name in imports(path, ast.parse(text))}
-        names |= {name.rpartition(".")[0] for name in names}  # `a.b.f` may be a function of a.b
-        targets[path] = {path_of[name] for name in names if name in path_of} - {path}
+        targets[path] = set()
+        for _, name in imports(path, ast.parse(text)):
+            parent = name.rpartition(".")[0]  # `a.b.f` may be a function of a.b
+            for module in (name, parent):
+                target = path_of.get(module, path)
+                if target != path:
+                    targets[path].add(target)
     return targets
 
 
@@ -152,12 +166,10 @@ def measure() -> House:
 def main() -> None:
     """Print the figures."""
     house = measure()
-    rooms = {room for pair in house.arrows for room in pair}
+    rooms = {room for arrow in house.arrows for room in arrow}
     upwards = sum(FLOOR[target] >= FLOOR[room] for room, target in house.arrows)
-    print(
-        f"rooms: {len(rooms)}, arrows: {len(house.arrows)}, arrows that point up: {upwards}, "
-        f"circles: {len(house.circles)}"
-    )
+    print(f"rooms: {len(rooms)}, arrows: {len(house.arrows)}, arrows that point up: {upwards}")
+    print(f"circles: {len(house.circles)}")
     for folder, count in house.entries.items():
         limit = MOST_ENTRIES_AT_THE_TOP if folder == PACKAGE else MOST_ENTRIES
         print(f"{folder}: {count} entries (at most {limit})")

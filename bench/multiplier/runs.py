@@ -87,11 +87,12 @@ class Result:
 # --- what decides a run ----------------------------------------------------------------------------
 
 
-def code_hash(folder: Path, parts: Iterable[str]) -> str:
+def code_hash(folder: Path, sources: Iterable[str]) -> str:
     """Return a hash of source files, and of all sources in folders."""
     digest = hashlib.sha256()
-    for part in parts:
-        for path in [folder / part, *sorted((folder / part).rglob("*"))]:
+    for source in sources:
+        root = folder / source
+        for path in [root, *sorted(root.rglob("*"))]:
             if path.suffix in SOURCES:
                 digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -166,7 +167,7 @@ class Runs:
 
     def train(self, run: Run, saved_state: Path) -> Result:
         """Train a run from its start, or from where it was saved."""
-        ends = {round(run.steps * part / MEASUREMENTS) for part in range(1, MEASUREMENTS + 1)}
+        ends = {round(run.steps * number / MEASUREMENTS) for number in range(1, MEASUREMENTS + 1)}
         saves = set(range(SAVE_EVERY, run.steps, SAVE_EVERY))
         result = Result(settings_of(run, self.upstream))
         with training(run.entry.variant, run.plan, self.upstream) as process:

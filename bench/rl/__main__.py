@@ -69,8 +69,9 @@ def main(cfg: Config) -> None:
         measured = measure(sides, quick_steps if cfg.quick else cfg.steps)
         for name, seconds in measured.items():
             total = sum(seconds.values())
+            speed = shape.tokens / total
             cells = "".join(f"{seconds[column]:>10.3f}" for column in COLUMNS)
-            log(f"{shape.name:<8}{name:<8}{cells}{total:>14.3f}{shape.tokens / total:>14,.0f}")
+            log(f"{shape.name:<8}{name:<8}{cells}{total:>14.3f}{speed:>14,.0f}")
             rounded = {column: round(value, 4) for column, value in seconds.items()}
             result[f"{shape.name} {name}"] = rounded
     print(json.dumps(result))
