@@ -175,7 +175,12 @@ class Engine:
                 2,
             )
 
-    def submit_samples(self, prompt: Sequence[int], sampling: Sampling, samples: int) -> list[int]:
+    def submit_samples(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        samples: int,
+    ) -> list[int]:
         """Queue `samples` requests with one prompt, which is read once, and return their numbers.
 
         The first reply is the one that submit() would give; the others have seeds of their own.
@@ -378,7 +383,8 @@ class Engine:
             uniform(request.random) if samples else 0.0
             for request, samples in zip(requests, sampled, strict=True)
         ]
-        adjust = adjuster([request.history for request in requests], masks)
+        histories = [request.history for request in requests]
+        adjust = adjuster(histories, masks) if masks or any(histories) else None
         choice = choose(
             logits,
             [request.sampling for request in requests],
@@ -404,7 +410,12 @@ class Engine:
 
     # --- tokens and endings ----------------------------------------------------------------------
 
-    def _accept(self, request: Request, choice: Choice, row: int) -> list[Event]:
+    def _accept(
+        self,
+        request: Request,
+        choice: Choice,
+        row: int,
+    ) -> list[Event]:
         """Add a sampled token to a reply, and the calculator's answer if the token closes a
         call."""
         token = choice.tokens[row]
@@ -442,7 +453,10 @@ class Engine:
         return replace(event, finish=finish, matched=matched, parts=parts)
 
     def _ending(
-        self, request: Request, token: int, may_stop: bool
+        self,
+        request: Request,
+        token: int,
+        may_stop: bool,
     ) -> tuple[Finish | None, int | None]:
         """Return why a reply ends with a token, if it does, and the token if that is a stop
         token."""
@@ -460,12 +474,20 @@ class Engine:
         return None, None
 
 
-def sample_settings(sampling: Sampling, prompt: Sequence[int], number: int) -> Sampling:
+def sample_settings(
+    sampling: Sampling,
+    prompt: Sequence[int],
+    number: int,
+) -> Sampling:
     """Return the settings of one sample of a prompt, with a seed that depends on nothing else."""
     return replace(sampling, seed=sample_seeds(sampling.seed, prompt, [number])[0])
 
 
-def sample_seeds(seed: int, prompt: Sequence[int], numbers: Iterable[int]) -> list[int]:
+def sample_seeds(
+    seed: int,
+    prompt: Sequence[int],
+    numbers: Iterable[int],
+) -> list[int]:
     """Return the seeds of samples of a prompt, by their numbers."""
     mark = zlib.crc32(array("q", prompt).tobytes())
     return [random.Random(f"{seed}/{number}/{mark}").getrandbits(63) for number in numbers]

@@ -44,12 +44,14 @@ class Config(ModelFlags):
     """Chat with a trained model in the terminal."""
 
     adapter: Path | None = None
-    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it; it is merged."""
+    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it;
+    it is merged."""
     prompt: Annotated[str | None, arg(aliases=["-p"])] = None
-    """Answer this prompt and exit. Default: chat interactively, or answer the text that comes through a pipe."""
+    """Answer this prompt and exit. Default: chat interactively,
+    or answer the text that comes through a pipe."""
     url: str = ""
-    """Chat with the server at this address, such as http://127.0.0.1:8000, instead of loading a model.
-    Any server that speaks OpenAI's format will do."""
+    """Chat with the server at this address, such as http://127.0.0.1:8000,
+    instead of loading a model. Any server that speaks OpenAI's format will do."""
     api_key: str = ""
     """Key for the server of --url. Default: the value of NANOCHAT_API_KEY."""
     system: str = ""
@@ -58,16 +60,20 @@ class Config(ModelFlags):
     """Randomness of the replies: 0 always takes the likeliest token. Raise it for more variety.
     auto: 1 for a TinyWorld model, else 0.6; with --url, the server's default."""
     top_k: Annotated[int | Literal["auto"], arg(aliases=["-k"])] = "auto"
-    """Sample from the k likeliest tokens; 0 samples from all. auto: 50, or the default of the server of --url."""
+    """Sample from the k likeliest tokens; 0 samples from all. auto: 50,
+    or the default of the server of --url."""
     min_p: float | Literal["auto"] = "auto"
-    """Never draw a token less likely than this share of the likeliest, 0 to 1; 0 draws from all of top_k.
-    auto: 0.5 for a TinyWorld model, else 0; with --url, the server's default."""
+    """Never draw a token less likely than this share of the likeliest, 0 to 1;
+    0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0; with --url,
+    the server's default."""
     max_tokens: Annotated[int | Literal["auto"], arg(aliases=["-m"])] = "auto"
-    """Longest reply, in tokens. auto: 512; with --url, the server's default, but at most half of its context."""
+    """Longest reply, in tokens. auto: 512; with --url, the server's default,
+    but at most half of its context."""
     seed: int = 42
     """Random seed. The same seed and the same messages give the same replies."""
     lang: Literal["auto", "en", "zh"] = "auto"
-    """Language of this program's own messages. auto: the language of the terminal (LC_ALL, LC_MESSAGES, LANG)."""
+    """Language of this program's own messages. auto: the language of the terminal (LC_ALL,
+    LC_MESSAGES, LANG)."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = (
         "auto"
     )
@@ -76,7 +82,9 @@ class Config(ModelFlags):
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
-TOP_K, MAX_TOKENS = 50, 512  # of a model that is loaded here, where the flags are auto
+# Of a model that is loaded here, where the flags are auto.
+TOP_K = 50
+MAX_TOKENS = 512
 SMOKE = "smoke"  # the tag of what `speedrun.sh --preset smoke` trains; the page knows it too
 
 
@@ -90,44 +98,41 @@ class Chat:
     lang: str
     out: TextIO
     notes: TextIO
-    messages: list[Message] = field(
-        default_factory=list
-    )  # whole exchanges, perhaps after a system message
+    # Whole exchanges, perhaps after a system message.
+    messages: list[Message] = field(default_factory=list)
     replies: int = 0
     server: Remote | None = None
-    # The settings that the user gave. A server is told only these; its own defaults hold for the others.
-    asked: set[str] = field(default_factory=set)
+    # The settings that the user changed. A server hears only of these; its own defaults hold for
+    # the others.
+    changed: set[str] = field(default_factory=set)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the next reply, as the commands take them: top_k 0 means all tokens. None is a default that
-        the server does not tell."""
-        given = self.sampling
-        numbers: dict[str, Any] = {name: getattr(given, name) for name in SETTINGS} | {
-            "top_k": given.top_k or 0
-        }
+        """The settings of the next reply, as the commands take them: top_k 0 means all tokens. None
+        is a default that the server does not tell."""
+        settings: dict[str, Any] = {name: getattr(self.sampling, name) for name in SETTINGS}
+        settings["top_k"] = self.sampling.top_k or 0
         if self.server is None:
-            return numbers
-        return self.server.settings({name: numbers[name] for name in self.asked})
+            return settings
+        return self.server.settings({name: settings[name] for name in self.changed})
 
     def note_settings(self, name: str) -> None:
         """Print a text that shows the settings of the next reply."""
-        unsaid = TEXTS[self.lang]["unsaid"]
-        settings = {key: unsaid if value is None else value for key, value in self.settings.items()}
-        self.note(
-            name,
-            **{
-                key: f"{value:g}" if isinstance(value, float) else value
-                for key, value in settings.items()
-            },
-        )
-        self.note_most()
+        shown: dict[str, Any] = {}
+        for key, value in self.settings.items():
+            if value is None:
+                value = TEXTS[self.lang]["unsaid"]
+            shown[key] = f"{value:g}" if isinstance(value, float) else value
+        self.note(name, **shown)
+        self.note_longest()
 
-    def note_most(self) -> None:
+    def note_longest(self) -> None:
         """Say so if the server's context has no room for replies as long as the user asked for."""
-        most = self.settings["max_tokens"]
-        if self.server and "max_tokens" in self.asked and most < self.sampling.max_tokens:
-            self.note("most", most=most, context=self.server.context)
+        longest = self.settings["max_tokens"]
+        if self.server is None or "max_tokens" not in self.changed:
+            return
+        if longest < self.sampling.max_tokens:
+            self.note("most", most=longest, context=self.server.context)
 
     def note(self, name: str, **values: Any) -> None:
         """Print one of TEXTS to the notes."""
@@ -142,18 +147,19 @@ class Chat:
 
 
 def prompt_tokens(chat: Chat, question: str) -> list[int]:
-    """The tokens of the chat and the question, without the first exchanges if they no longer fit."""
-    tokenizer, length = chat.loaded.tokenizer, chat.engine.length
+    """Return the tokens of the chat and the question, without the first exchanges if they no longer
+    fit."""
+    tokenizer = chat.loaded.tokenizer
+    length = chat.engine.length
     if chat.loaded.stage == "base":
         return [tokenizer.bos, *tokenizer.encode(question)]
     head = instructions(chat.messages)
     turns = [*chat.messages[len(head) :], user(question)]
-    room = length - min(
-        chat.sampling.max_tokens, length // 4
-    )  # the rest is the least room for a reply
+    least_reply = length // 4  # the least room for a reply
+    room = length - min(chat.sampling.max_tokens, least_reply)
     for forgotten in range(0, len(turns), 2):
-        seen = Conversation((*head, *turns[forgotten:]))
-        tokens = tokenizer.render_prompt(seen)
+        visible = Conversation((*head, *turns[forgotten:]))
+        tokens = tokenizer.render_prompt(visible)
         if len(tokens) <= room or forgotten == len(turns) - 1:
             break
     if forgotten:
@@ -162,43 +168,48 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
 
 
 def show(part: Part, chat: Chat, call: str) -> str:
-    """Print a part of a reply. A calculator call waits for its answer: return the call that waits, or an empty text."""
+    """Print a part of a reply. A calculator call waits for its answer: return the call that waits,
+    or an empty text."""
     if part.kind == "python":
         return part.text
     if part.kind == "text":
         print(harmless(part.text), end="", file=chat.out, flush=True)
         return call
-    answered = dim(harmless(f"[{call} = {part.text}]"), chat.notes)
+    calculation = harmless(f"[{call} = {part.text}]")
+    end = "" if chat.notes is chat.out else "\n"
     chat.out.flush()
-    print(answered, end="" if chat.notes is chat.out else "\n", file=chat.notes, flush=True)
+    print(dim(calculation, chat.notes), end=end, file=chat.notes, flush=True)
     return ""
 
 
 def reply(chat: Chat, question: str) -> bool:
-    """Answer a question word by word, and add question and reply to the chat. False if Ctrl-C stopped the reply.
+    """Answer a question word by word, and add question and reply to the chat. False if Ctrl-C
+    stopped the reply.
 
     UserError if the question does not fit into the context, or if the model is broken; the chat
     then stays unchanged.
     """
     if chat.server:
         return reply_of_server(chat, chat.server, question)
+    engine = chat.engine
     prompt = prompt_tokens(chat, question)
-    request = chat.engine.submit(
-        prompt, replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
-    )
-    stream, call = TextStream(chat.loaded.tokenizer), ""
+    sampling = replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
+    number = engine.submit(prompt, sampling)
+    stream = TextStream(chat.loaded.tokenizer)
+    call = ""
     tokens: list[int] = []
-    finish, start = None, time.monotonic()
+    finish = None
+    start = time.monotonic()
     with stoppable() as stopped:
-        while chat.engine.busy and not stopped():
-            for event in chat.engine.step():
+        while engine.busy and not stopped():
+            for event in engine.step():
                 if event.broken:
                     raise UserError(BROKEN)
                 tokens.append(event.token)
                 finish = event.finish
                 for part in stream.push(event.token):
                     call = show(part, chat, call)
-        chat.engine.cancel(request)
+        engine.cancel(number)
     for part in stream.flush():
         call = show(part, chat, call)
     print(file=chat.out, flush=True)
@@ -207,41 +218,52 @@ def reply(chat: Chat, question: str) -> bool:
     if parts:
         chat.messages += [user(question), assistant(*parts)]
         chat.replies += 1
-    if ended := {None: "stopped", "length": "length", "stop": "" if parts else "empty"}[finish]:
-        chat.note(ended)
-    used, context = len(prompt) + len(tokens), chat.engine.length
+    note_ending(chat, finish, bool(parts))
     chat.note(
         "speed",
         tokens=len(tokens),
         rate=len(tokens) / max(seconds, 1e-6),
-        used=used,
-        context=context,
+        used=len(prompt) + len(tokens),
+        context=engine.length,
     )
     return finish is not None
 
 
+def note_ending(
+    chat: Chat,
+    finish: str | None,
+    has_parts: bool,
+) -> None:
+    """Say so if a reply was stopped or cut off, or is empty."""
+    if finish is None:
+        chat.note("stopped")
+    elif finish == "length":
+        chat.note("length")
+    elif not has_parts:
+        chat.note("empty")
+
+
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
-    """What reply() does where a server answers."""
-    asked, parts, call, start = [*chat.messages, user(question)], [], "", time.monotonic()
-    settings = {
-        name: value
-        for name, value in chat.settings.items()
-        if name in chat.asked or name == "max_tokens"
-    }
-    settings["seed"] = chat.sampling.seed + chat.replies
+    """Do what reply() does where a server answers."""
+    messages = [*chat.messages, user(question)]
+    settings = {"seed": chat.sampling.seed + chat.replies}
+    for name, value in chat.settings.items():
+        if name in chat.changed or name == "max_tokens":
+            settings[name] = value
+    parts: list[Part] = []
+    call = ""
+    start = time.monotonic()
     with stoppable() as stopped:
-        for part in server.reply(asked, settings, stopped):
+        for part in server.reply(messages, settings, stopped):
             parts.append(part)
             call = show(part, chat, call)
     print(file=chat.out, flush=True)
+    seconds = time.monotonic() - start
     if parts:
-        chat.messages = [*asked, assistant(*parts)]
+        chat.messages = [*messages, assistant(*parts)]
         chat.replies += 1
-    if ended := {None: "stopped", "length": "length"}.get(server.finish, "" if parts else "empty"):
-        chat.note(ended)
-    chat.note(
-        "rate", tokens=server.tokens, rate=server.tokens / max(time.monotonic() - start, 1e-6)
-    )
+    note_ending(chat, server.finish, bool(parts))
+    chat.note("rate", tokens=server.tokens, rate=server.tokens / max(seconds, 1e-6))
     return server.finish is not None
 
 
@@ -249,55 +271,61 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
 
 
 def command(chat: Chat, line: str) -> bool:
-    """Carry out a line that begins with /. False if the line ends the chat. UserError if the command is wrong."""
-    name, _, rest = line.partition(" ")
-    rest = rest.strip()
+    """Carry out a line that begins with /. False if the line ends the chat. UserError if the
+    command is wrong."""
+    name, _, argument = line.partition(" ")
+    argument = argument.strip()
     if name in ("/quit", "/exit"):
         return False
     if name == "/help":
         chat.note_settings("help")
-    elif name in ("/new", "/system"):
-        given = [system(rest)] if rest else []
-        chat.messages = instructions(chat.messages) if name == "/new" else given
+    elif name == "/new":
+        chat.messages = instructions(chat.messages)
+        chat.note("new")
+    elif name == "/system":
+        chat.messages = [system(argument)] if argument else []
         chat.note("new")
     elif name in ("/temp", "/topk", "/max"):
-        set_number(chat, name, rest)
+        set_number(chat, name, argument)
     elif name in ("/save", "/load"):
-        use_file(chat, name, rest)
+        use_file(chat, name, argument)
     else:
         raise UserError(TEXTS[chat.lang]["unknown"].format(command=name))
     return True
 
 
-def use_file(chat: Chat, name: str, given: str) -> None:
+def use_file(chat: Chat, name: str, argument: str) -> None:
     """Save the chat to a file, or load a chat from a file and continue it."""
-    if not given:
-        raise UserError(TEXTS[chat.lang]["file"].format(command=name))
+    texts = TEXTS[chat.lang]
+    if not argument:
+        raise UserError(texts["file"].format(command=name))
     try:
-        path = Path(given).expanduser()
+        path = Path(argument).expanduser()
     except RuntimeError:  # such a user does not exist, or has no home folder
-        raise UserError(TEXTS[chat.lang]["home"].format(command=name, given=given)) from None
+        raise UserError(texts["home"].format(command=name, given=argument)) from None
     if name == "/save":
         write_transcript(path, chat.messages)
+        chat.note("saved", count=len(chat.messages), path=path)
     else:
         chat.messages = read_transcript(path)
-    chat.note("saved" if name == "/save" else "loaded", count=len(chat.messages), path=path)
+        chat.note("loaded", count=len(chat.messages), path=path)
 
 
-def set_number(chat: Chat, name: str, given: str) -> None:
+def set_number(chat: Chat, name: str, argument: str) -> None:
     """Change a sampling setting and print all of them; without a number, only print them."""
     changes: dict[str, Any] = {}
     try:
-        if name == "/temp" and given:
-            changes["temperature"] = float(given)
-        elif name == "/topk" and given:
-            changes["top_k"] = int(given) or None
-        elif given:
-            changes["max_tokens"] = int(given)
+        if name == "/temp" and argument:
+            changes["temperature"] = float(argument)
+        elif name == "/topk" and argument:
+            changes["top_k"] = int(argument) or None
+        elif argument:
+            changes["max_tokens"] = int(argument)
     except ValueError:
-        raise UserError(TEXTS[chat.lang]["number"].format(command=name, given=given)) from None
+        text = TEXTS[chat.lang]["number"]
+        raise UserError(text.format(command=name, given=argument)) from None
     chat.sampling = replace(chat.sampling, **changes)
-    chat.asked |= changes.keys()  # only now, since a value out of range is refused above
+    chat.changed |= changes.keys()  # only now, since a value out of range is refused above
     chat.note_settings("set")
 
 
@@ -307,9 +335,9 @@ def set_number(chat: Chat, name: str, given: str) -> None:
 def converse(chat: Chat) -> None:
     """Chat until /quit or the end of input."""
     path = base_dir() / "chat_history"
-    with history(path) as unkept, keyboard() as ask:
-        if unkept:
-            chat.note("unkept", path=path, why=unkept)
+    with history(path) as problem, keyboard() as ask:
+        if problem:
+            chat.note("unkept", path=path, why=problem)
         chat.note("hello")
         while True:
             try:
@@ -332,7 +360,7 @@ def converse(chat: Chat) -> None:
 
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
-    """Load the model, and print which one it is and how it samples."""
+    """Load the model, or reach the server, and print which model it is and how it samples."""
     drawing = chat_drawing(None, cfg.temperature, cfg.min_p)
     # This checks the flags before the model loads.
     top_k = TOP_K if cfg.top_k == "auto" else cfg.top_k
@@ -340,37 +368,53 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
     sampling = Sampling(
         drawing.temperature, top_k or None, max_tokens, cfg.seed, min_p=drawing.min_p
     )
-    messages = [system(cfg.system)] if cfg.system.strip() else []
+    lang = language(cfg.lang)
+    chat = Chat(None, None, sampling, lang, sys.stdout, notes)
+    if cfg.system.strip():
+        chat.messages.append(system(cfg.system))
     if cfg.url:
-        server = Remote(cfg.url, cfg.api_key or os.environ.get("NANOCHAT_API_KEY", ""))
-        asked = {name for name in SETTINGS if getattr(cfg, name) != "auto"}
-        chat = Chat(
-            None, None, sampling, language(cfg.lang), sys.stdout, notes, messages, 0, server, asked
-        )
-        chat.note("server", model=harmless(server.model), url=server.url)
-        chat.note_most()
-        return chat
-    with contextlib.redirect_stdout(notes):  # standard output is for replies
+        open_server(cfg, chat)
+    else:
+        open_model(cfg, chat)
+    return chat
+
+
+def open_server(cfg: Config, chat: Chat) -> None:
+    """Let a server answer the chat."""
+    api_key = cfg.api_key or os.environ.get("NANOCHAT_API_KEY", "")
+    chat.server = Remote(cfg.url, api_key)
+    chat.changed = {name for name in SETTINGS if getattr(cfg, name) != "auto"}
+    chat.note("server", model=harmless(chat.server.model), url=chat.server.url)
+    chat.note_longest()
+
+
+def open_model(cfg: Config, chat: Chat) -> None:
+    """Load the model that answers the chat."""
+    with contextlib.redirect_stdout(chat.notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
         chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
     loaded = chosen.loaded
-    engine = Engine(
-        loaded.model, loaded.tokenizer, slots=1, length=chosen.context, graphs=chosen.captures
+    chat.loaded = loaded
+    chat.engine = Engine(
+        loaded.model,
+        loaded.tokenizer,
+        slots=1,
+        length=chosen.context,
+        graphs=chosen.captures,
     )
     drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
-    sampling = replace(sampling, temperature=drawing.temperature, min_p=drawing.min_p)
-    chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes, messages)
+    chat.sampling = replace(chat.sampling, temperature=drawing.temperature, min_p=drawing.min_p)
     chat.note(
         "model",
         stage=loaded.stage,
         tag=harmless(loaded.tag),
         step=loaded.step,
-        context=engine.length,
+        context=chosen.context,
     )
     if chosen.latest:
         chat.note("latest", saved=chosen.latest)
-    if chosen.others:
-        chat.note("others", flags=harmless(" | ".join(chosen.others)))
+    if chosen.other_models:
+        chat.note("others", flags=harmless(" | ".join(chosen.other_models)))
     chat.note(
         "drawing",
         temperature=drawing.temperature,
@@ -381,7 +425,6 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
         chat.note("base")
     if loaded.tag == SMOKE:
         chat.note("smoke")
-    return chat
 
 
 def main(cfg: Config) -> None:

@@ -1,18 +1,18 @@
 """Chat with a trained model in the browser, or through an OpenAI-compatible API.
 
-python -m scripts.chat_web                      # the model that was trained last, at http://127.0.0.1:8000
-python -m scripts.chat_web -i sft -g d20        # stage sft of the model with tag d20
-python -m scripts.chat_web --host 0.0.0.0 --api_key SECRET    # other machines can use it too, with this key
-python -m scripts.chat_web --headless           # the API without the page
+python -m scripts.chat_web                           # the last model, at http://127.0.0.1:8000
+python -m scripts.chat_web -i sft -g d20             # stage sft of the model with tag d20
+python -m scripts.chat_web --host 0.0.0.0 --api_key SECRET    # for other machines, with this key
+python -m scripts.chat_web --headless                # the API without the page
 python -m scripts.chat_web -i rl -g d4 --also sft/d4          # two models, which a request names
-python -m scripts.chat_web --model ./Qwen3-0.6B --adapter pip=./pip --adapter poet=./poet    # one base, two adapters
-python -m scripts.chat_web --runs               # training seen live at /runs, also before a model is trained
+python -m scripts.chat_web --model ./Qwen3-0.6B --adapter pip=./pip    # a model and its adapter
+python -m scripts.chat_web --runs                    # training seen live at /runs, without a model
 """
 
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import chat_drawing
+from nanochat.serve.app import create_app, create_runs_app
 from nanochat.serve.chosen import (
     Chosen,
     ModelFlags,
@@ -34,19 +35,18 @@ from nanochat.serve.chosen import (
     cache_sizes,
     choose,
     choose_also,
-    hold_adapters,
+    load_adapters,
     names_adapter,
 )
 from nanochat.serve.cli.terminal import harmless
 from nanochat.serve.connections import Caps
-from nanochat.serve.hosted import Announced, Loadable
 from nanochat.serve.listening import App, serve
-from nanochat.serve.server import Settings, create_app, create_runs_app
+from nanochat.serve.models import Announced, Loadable
+from nanochat.serve.server import Settings
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
-FEW_UPDATES = (
-    100  # a model of fewer, over all stages, has not learned its corpus; the smoke preset's has 43
-)
+# A model of fewer updates, over all stages, has not learned its corpus; the smoke preset's has 43.
+FEW_UPDATES = 100
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,29 @@ class Config(ModelFlags):
     """Chat with a trained model in the browser."""
 
     adapter: UseAppendAction[tuple[str, ...]] = ()
-    """Adapter (LoRA) for the model of --model, as NAME=FOLDER or FOLDER; scripts.finetune or peft wrote the folder.
-    Repeat the flag for several: all share the model's memory and slots. The first answers requests that name no model.
-    """
+    """Adapter (LoRA) for the model of --model, as NAME=FOLDER or FOLDER;
+    scripts.finetune or peft wrote the folder. Repeat the flag for several:
+    all share the model's memory and slots. The first answers requests that name no model."""
     also: tuple[str, ...] = ()
     """Further models to serve: STAGE/TAG such as sft/d4, STAGE/TAG/STEP, or NAME=FOLDER.
-    A folder holds a published model, or an adapter as with --adapter. Each model has its own memory and slots."""
+    A folder holds a published model, or an adapter as with --adapter.
+    Each model has its own memory and slots."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
-    """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto: 1 for a TinyWorld model, else 0.6.
-    A request may set its own."""
+    """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto:
+    1 for a TinyWorld model, else 0.6. A request may set its own."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Sample from the k likeliest tokens; 0 samples from all. A request may set its own."""
     min_p: float | Literal["auto"] = "auto"
-    """Never draw a token less likely than this share of the likeliest, 0 to 1; 0 draws from all of top_k.
-    auto: 0.5 for a TinyWorld model, else 0. A request may set its own."""
+    """Never draw a token less likely than this share of the likeliest, 0 to 1;
+    0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0.
+    A request may set its own."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
     """Longest answer, in tokens. A request may set its own."""
     num_gpus: Annotated[int, arg(aliases=["-n"])] = 1
     """Number of devices. Must be 1: one model on one device answers many chats at once."""
     slots: int = 32
-    """Chats to answer at the same time; further chats wait. Lower it if the device runs out of memory."""
+    """Chats to answer at the same time; further chats wait.
+    Lower it if the device runs out of memory."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = (
         "auto"
     )
@@ -85,29 +88,34 @@ class Config(ModelFlags):
     port: Annotated[int, arg(aliases=["-p"])] = 8000
     """Port to listen on; 0 takes any free port."""
     api_key: str = ""
-    """Key that clients must send, as Authorization: Bearer KEY. Default: the value of NANOCHAT_API_KEY.
-    It has only printable ASCII characters, without spaces, since browsers cannot send others.
-    Other users of this machine can see a flag, but not the variable. Without either, no key is needed."""
+    """Key that clients must send, as Authorization: Bearer KEY. Default:
+    the value of NANOCHAT_API_KEY. It has only printable ASCII characters, without spaces,
+    since browsers cannot send others. Other users of this machine can see a flag,
+    but not the variable. Without either, no key is needed."""
     per_address: int = 0
-    """Requests that one address may have at the same time; more get status 429. 0 sets no such limit.
-    Addresses take turns in any case. Leave it at 0 behind a proxy, which is one address."""
+    """Requests that one address may have at the same time; more get status 429.
+    0 sets no such limit. Addresses take turns in any case. Leave it at 0 behind a proxy,
+    which is one address."""
     headless: bool = False
     """Serve the API without the web page."""
     runs: bool = False
     """Show the training runs at /runs: curves and samples, updated while a training writes them.
     If no model is trained yet, the server shows only the runs."""
     runs_only: bool = False
-    """Show the training runs and load no model. Use it on the machine that trains, which needs its memory for that."""
+    """Show the training runs and load no model. Use it on the machine that trains,
+    which needs its memory for that."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further host names under which browsers reach this server, such as the name of a proxy in front of it."""
+    """Further host names under which browsers reach this server,
+    such as the name of a proxy in front of it."""
 
 
 def check(cfg: Config) -> None:
     """Raise UserError (code 2) for settings out of range."""
     if cfg.num_gpus != 1:
         raise UserError(
-            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs on one device, where each model answers "
-            f"{cfg.slots} chats at once. To use more devices, start one server per device, each with its own --port.",
+            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs on one device, where each "
+            f"model answers {cfg.slots} chats at once. To use more devices, start one server per "
+            "device, each with its own --port.",
             exit_code=2,
         )
     limits = {
@@ -136,15 +144,17 @@ def check(cfg: Config) -> None:
 
 
 def check_key(cfg: Config) -> None:
-    """Raise UserError (code 2) for a key that a browser or another client could not send in a header."""
-    for place, letter in enumerate(key_of(cfg), 1):
+    """Raise UserError (code 2) for a key that a browser or another client could not send in a
+    header."""
+    for position, letter in enumerate(key_of(cfg), 1):
         if not "!" <= letter <= "~":
             text = tr(
-                "the key of {source} must have only printable ASCII characters, without spaces, got {letter} at place "
+                "the key of {source} must have only printable ASCII characters, without spaces, "
+                "got {letter} at place "
                 "{place}: choose a key of English letters, digits and signs",
                 source="--api_key" if cfg.api_key else KEY_VARIABLE,
                 letter=repr(letter),
-                place=place,
+                place=position,
             )
             raise UserError(text, exit_code=2)
 
@@ -167,7 +177,7 @@ def only_runs(cfg: Config) -> bool:
 
 
 def key_of(cfg: Config) -> str:
-    """The key that clients must send; empty if they need none."""
+    """Return the key that clients must send; empty if they need none."""
     return cfg.api_key or os.environ.get(KEY_VARIABLE, "")
 
 
@@ -175,12 +185,17 @@ def key_of(cfg: Config) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the port before the model loads, so that a port in use fails at once. UserError says what to do."""
+    """Open the port before the model loads, so that a port in use fails at once. UserError says
+    what to do."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as failure:
-        text = f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave it out for 127.0.0.1"
+        text = (
+            f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave "
+            "it out for 127.0.0.1"
+        )
         raise UserError(text) from None
+    family, _, _, _, address = infos[0]
     try:
         return _bound(family, address)
     except OSError as failure:
@@ -193,7 +208,8 @@ def listen(host: str, port: int) -> socket.socket:
             )
         elif failure.errno == errno.EACCES:
             text = tr(
-                "port {port} needs administrator rights: use a port from 1024 on, such as --port 8000",
+                "port {port} needs administrator rights: use a port from 1024 on, such as --port "
+                "8000",
                 port=port,
             )
         elif failure.errno == errno.EADDRNOTAVAIL:
@@ -206,6 +222,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _bound(family: int, address: tuple) -> socket.socket:
+    """Return a socket that listens at an address. OSError if that is not possible."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -218,11 +235,11 @@ def _bound(family: int, address: tuple) -> socket.socket:
 
 
 def _free_ports(family: int, address: tuple) -> Iterator[int]:
-    """Free ports, starting just above the wanted one."""
-    host, port, *rest = address
+    """Yield free ports, starting just above the one in use."""
+    host, port, *scope = address
     for other in (*range(port + 1, min(port + 100, 65535)), 0):
         try:
-            with _bound(family, (host, other, *rest)) as listener:
+            with _bound(family, (host, other, *scope)) as listener:
                 yield listener.getsockname()[1]
         except OSError:
             continue
@@ -234,14 +251,11 @@ def is_local(host: str) -> bool:
 
 
 def addresses(listener: socket.socket, host: str) -> list[str]:
-    """The addresses to open in a browser."""
+    """Return the addresses to open in a browser."""
     port = listener.getsockname()[1]
-    everywhere = host in ("0.0.0.0", "::", "")
-    names = (
-        ["127.0.0.1", socket.gethostname()]
-        if everywhere
-        else [f"[{host}]" if ":" in host else host]
-    )
+    names = [f"[{host}]" if ":" in host else host]
+    if host in ("0.0.0.0", "::", ""):  # every address of this machine
+        names = ["127.0.0.1", socket.gethostname()]
     return [f"http://{name}:{port}" for name in names]
 
 
@@ -249,7 +263,8 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 
 
 def about(chosen: Chosen) -> dict[str, Any]:
-    """What the page tells its visitors of the model, besides its name: data, size, knowledge, and the other models."""
+    """Return what the page tells its visitors of the model, besides its name: data, size,
+    knowledge, and the other models."""
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows
     if knows is not None and updates(chosen.loaded.meta) < FEW_UPDATES:
@@ -258,14 +273,18 @@ def about(chosen: Chosen) -> dict[str, Any]:
         "corpus": corpus,
         "parameters": chosen.parameters,
         "knows": knows,
-        "others": chosen.others,
+        "others": chosen.other_models,
     }
 
 
 def loadable(
-    name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None
+    name: str,
+    chosen: Chosen,
+    cfg: Config,
+    adapters: Adapters | None = None,
 ) -> tuple[Loadable, Drawing]:
-    """A chosen model with an engine, as the server takes it, and how it draws words. The engine holds `adapters`."""
+    """Return a chosen model with an engine, as the server takes it, and how it draws words. The
+    engine holds `adapters`."""
     loaded = chosen.loaded
     drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
     announced = Announced(
@@ -291,14 +310,18 @@ def loadable(
 
 
 def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
-    """The base with an adapter that its engine holds under a name."""
-    told = base.announced
-    tag, about = f"{told.tag} + {folder.name}", {**told.about, "parent": told.model}
-    return replace(base, announced=replace(told, model=name, tag=tag, about=about), adapter=name)
+    """Return the base with an adapter that its engine holds under a name."""
+    announced = replace(
+        base.announced,
+        model=name,
+        tag=f"{base.announced.tag} + {folder.name}",
+        about={**base.announced.about, "parent": base.announced.model},
+    )
+    return replace(base, announced=announced, adapter=name)
 
 
 def settings_of(cfg: Config) -> Settings:
-    """The server's settings, from the flags."""
+    """Return the server's settings, from the flags."""
     return Settings(
         per_address=cfg.per_address,
         api_key=key_of(cfg),
@@ -313,69 +336,99 @@ def settings_of(cfg: Config) -> Settings:
 
 
 def hosts_of(cfg: Config) -> tuple[str, ...]:
-    """The host names that the server answers to."""
+    """Return the host names that the server answers to."""
     return (cfg.host, socket.gethostname(), *cfg.allowed_hosts)
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
-    """The models that the flags name, loaded, the default one first. UserError if one cannot be served."""
-    also = [words for words in cfg.also if not names_adapter(words)]
-    folders = adapter_folders(
-        [*cfg.adapter, *(words for words in cfg.also if words not in also)], cfg.model
-    )
+    """Load the models that the flags name, the default one first. UserError if one cannot be
+    served."""
+    also = [value for value in cfg.also if not names_adapter(value)]
+    also_adapters = [value for value in cfg.also if names_adapter(value)]
+    folders = adapter_folders([*cfg.adapter, *also_adapters], cfg.model)
     if cfg.graphs and also:
         raise UserError(
-            "--graphs serves one model and its adapters: leave out --graphs, or the models of --also",
+            "--graphs serves one model and its adapters: leave out --graphs, or the models of "
+            "--also",
             2,
         )
     if also:  # the threads of several models would disturb a capture
         cfg = replace(cfg, graphs=False)
     first = choose(cfg, cfg.dtype, compute)
+    chosen = named_models(cfg, first, also, folders, compute)
+    adapters = load_adapters(first, folders, compute)
+    sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
+    models: list[Loadable] = []
+    for (name, model), size in zip(chosen.items(), sizes, strict=True):
+        served, drawing = loadable(name, model, cfg, adapters if model is first else None)
+        models.append(served)
+        shown_name = harmless(name) if cfg.also or folders else ""
+        log_model(model, cfg.slots, size, drawing, shown_name)
+    adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
+    for model in adapted:
+        tag = harmless(model.announced.tag)
+        log(f"适配器 / adapter: {tag}, in the API {harmless(model.announced.model)}")
+    if first.other_models and not cfg.also:
+        log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.other_models))}")
+    # The adapters of --adapter come before their base, those of --also behind it.
+    count = len(cfg.adapter)
+    return [*adapted[:count], models[0], *adapted[count:], *models[1:]]
+
+
+def named_models(
+    cfg: Config,
+    first: Chosen,
+    also: list[str],
+    folders: Mapping[str, Path],
+    compute: Compute,
+) -> dict[str, Chosen]:
+    """Return the first model and those of --also by their names in the API. UserError if a name is
+    taken."""
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
     if name in folders:
         raise UserError(
-            f"an adapter would have the name of its base, {name}: give it another one, as NAME=FOLDER",
+            f"an adapter would have the name of its base, {name}: give it another one, as "
+            "NAME=FOLDER",
             2,
         )
     chosen = {name: first}
-    for words in also:
-        name, further = choose_also(words, cfg, cfg.dtype, compute)
+    for value in also:
+        name, further = choose_also(value, cfg, cfg.dtype, compute)
         if name in chosen or name in folders:
             raise UserError(
-                f"--also {words} names a model that is served already, as {name}: leave it out", 2
+                f"--also {value} names a model that is served already, as {name}: leave it out", 2
             )
         chosen[name] = further
-    adapters = hold_adapters(first, folders, compute)
-    sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
-    models: list[Loadable] = []
-    for (name, each), size in zip(chosen.items(), sizes, strict=True):
-        model, drawing = loadable(name, each, cfg, adapters if each is first else None)
-        models.append(model)
-        tag, tokens = harmless(each.loaded.tag), f"context of {model.engine.length} tokens"
-        called = f", in the API {harmless(name)}" if cfg.also or folders else ""
-        log(
-            f"模型 / model: stage {each.loaded.stage}, tag {tag}, step {each.loaded.step}, {tokens}{called}"
-        )
-        log(
-            f"缓存 / cache: {cfg.slots} slots x {model.engine.length:,} tokens, up to {size / 1e9:.2g} GB"
-        )
-        if each.latest:
-            log(f"这是最近训练的模型 / this is the model that was trained last: {each.latest}")
-        numbers = f"温度 / temperature {drawing.temperature:g}, min-p {drawing.min_p:g}"
-        log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
-    adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
-    for model in adapted:
-        log(
-            f"适配器 / adapter: {harmless(model.announced.tag)}, in the API {harmless(model.announced.model)}"
-        )
-    if first.others and not cfg.also:
-        log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.others))}")
-    asked = len(cfg.adapter)  # these come before their base, those of --also behind it
-    return [*adapted[:asked], models[0], *adapted[asked:], *models[1:]]
+    return chosen
 
 
-def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
+def log_model(
+    chosen: Chosen,
+    slots: int,
+    size: int,
+    drawing: Drawing,
+    name: str,
+) -> None:
+    """Log which model is served, with the bytes of its cache; `name` is its name in the API, if
+    clients need it."""
+    loaded = chosen.loaded
+    api = f", in the API {name}" if name else ""
+    model = f"stage {loaded.stage}, tag {harmless(loaded.tag)}, step {loaded.step}"
+    log(f"模型 / model: {model}, context of {chosen.context} tokens{api}")
+    gigabytes = size / 1e9
+    log(f"缓存 / cache: {slots} slots x {chosen.context:,} tokens, up to {gigabytes:.2g} GB")
+    if chosen.latest:
+        log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")
+    numbers = f"温度 / temperature {drawing.temperature:g}, min-p {drawing.min_p:g}"
+    log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
+
+
+def chat_web(
+    cfg: Config,
+    compute: Compute,
+    listener: socket.socket,
+) -> None:
     """Load the models and serve them until Ctrl-C."""
     serve_until_stopped(cfg, create_app(models_of(cfg, compute), settings_of(cfg)), listener)
 
@@ -390,13 +443,18 @@ def show_runs(cfg: Config, listener: socket.socket) -> None:
     serve_until_stopped(cfg, create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg)), listener)
 
 
-def serve_until_stopped(cfg: Config, app: App, listener: socket.socket) -> None:
+def serve_until_stopped(
+    cfg: Config,
+    app: App,
+    listener: socket.socket,
+) -> None:
     """Say where the server can be reached, and serve."""
     if not is_local(cfg.host) and not key_of(cfg):
-        what = "see the training runs" if not app.threads else "use the model"
+        action = "use the model" if app.threads else "see the training runs"
         warn(
-            f"--host {cfg.host} lets everyone who can reach this machine {what}, without a key, and all messages "
-            "travel unencrypted. To ask for a key, set --api_key. To serve only this machine, leave --host out"
+            f"--host {cfg.host} lets everyone who can reach this machine {action}, without a key, "
+            "and all messages travel unencrypted. To ask for a key, set --api_key. To serve only "
+            "this machine, leave --host out"
         )
     for address in addresses(listener, cfg.host):
         if cfg.headless:

@@ -123,7 +123,12 @@ class Adapters:
             mask=mask.to(self._device, non_blocking=True),
         )
 
-    def _halves(self, name: str, matrix: Linear, adapters: Sequence[Adapter]) -> "_Halves":
+    def _halves(
+        self,
+        name: str,
+        matrix: Linear,
+        adapters: Sequence[Adapter],
+    ) -> "_Halves":
         """Return what all adapters have for one matrix; zeros where one has nothing."""
         first = torch.zeros(self._count, self._rank, matrix.in_features, dtype=self._dtype)
         second = torch.zeros(self._count, self._rank, matrix.out_features, dtype=self._dtype)

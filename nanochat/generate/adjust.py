@@ -81,17 +81,16 @@ class History:
 def adjuster(
     histories: Sequence[History | None],
     masks: Mapping[int, bytes],
-) -> Callable[[Tensor], None] | None:
-    """Return a function that changes logits (B, V) in place, or None if nothing is to be changed.
+) -> Callable[[Tensor], None]:
+    """Return a function that changes logits (B, V) in place.
 
-    `histories` are those of the rows, and `masks` the masks of the rows that have a grammar.
+    `histories` are those of the rows, None where a row has no penalties or biases. `masks` are the
+    masks of the rows that have a grammar.
     """
     by_row: dict[int, History] = {}
     for row, history in enumerate(histories):
         if history is not None:
             by_row[row] = history
-    if not by_row and not masks:
-        return None
 
     def adjust(logits: Tensor) -> None:
         if by_row:

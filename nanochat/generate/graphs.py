@@ -33,7 +33,11 @@ class DecodeGraphs:
     the next step."""
 
     def __init__(
-        self, model: Model, cache: Cache, platform: Platform, adapters: Adapters | None = None
+        self,
+        model: Model,
+        cache: Cache,
+        platform: Platform,
+        adapters: Adapters | None = None,
     ):
         """`platform` captures and replays graphs. `adapters` are the LoRA adapters that requests
         may select."""
@@ -54,7 +58,10 @@ class DecodeGraphs:
         return list(self._graphs)
 
     def step(
-        self, tokens: Sequence[int], cached: Sequence[int], numbers: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        cached: Sequence[int],
+        numbers: Sequence[int],
     ) -> Tensor | None:  # (B, V) fp32
         """Feed a token to each of the first B slots, and return the logits of the tokens after
         them.

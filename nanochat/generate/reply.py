@@ -247,7 +247,10 @@ class StoppedReply:
         self._text = StopText(stops)
 
     def push(
-        self, token: int, last: bool, armed: bool = True
+        self,
+        token: int,
+        last: bool,
+        armed: bool = True,
     ) -> tuple[tuple[Part, ...], str | None]:
         """Add a token; return the parts that can be shown and the stop string if the text has
         reached one.

@@ -112,9 +112,10 @@ class Sampling:
             )
         if self.max_tokens < 1:
             raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}", exit_code=2)
-        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MOST_ALTERNATIVES:
+        count = self.prompt_logprobs
+        if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
             raise UserError(
-                f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {self.prompt_logprobs}",
+                f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {count}",
                 exit_code=2,
             )
 
@@ -162,7 +163,12 @@ class Sampling:
         return min(self.top_k or vocabulary, vocabulary)
 
 
-def check_request(prompt: Sequence[int], sampling: Sampling, length: int, vocabulary: int) -> None:
+def check_request(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    length: int,
+    vocabulary: int,
+) -> None:
     """Raise UserError if a model cannot answer a prompt within `length` tokens for prompt and reply
     together.
 
@@ -183,7 +189,11 @@ def check_request(prompt: Sequence[int], sampling: Sampling, length: int, vocabu
     check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], vocabulary)
 
 
-def check_tokens(name: str, tokens: Collection[int], vocabulary: int) -> None:
+def check_tokens(
+    name: str,
+    tokens: Collection[int],
+    vocabulary: int,
+) -> None:
     """Raise UserError if a token is not in a vocabulary of so many tokens."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):
         return
@@ -340,7 +350,10 @@ class _Likelihood:
     """The log-probabilities of tokens at temperature 1. Make it before the logits are changed."""
 
     def __init__(
-        self, logits: Tensor, log_totals: LogTotals | None, all_tokens: bool = False
+        self,
+        logits: Tensor,
+        log_totals: LogTotals | None,
+        all_tokens: bool = False,
     ):  # (R, V)
         """`all_tokens`: all of `rows` are needed, or logits of tokens that may be chosen will
         change."""
@@ -358,7 +371,11 @@ class _Likelihood:
         return values if self._totals is None else values - self._totals[rows]
 
 
-def _fetch(choice: Tensor, likelihood: _Likelihood, count: int) -> Choice:
+def _fetch(
+    choice: Tensor,
+    likelihood: _Likelihood,
+    count: int,
+) -> Choice:
     """Bring the chosen tokens, and `count` alternatives of each row, to the host in one copy."""
     logprobs = likelihood.of(choice)
     if not count:
@@ -378,11 +395,15 @@ def _fetch(choice: Tensor, likelihood: _Likelihood, count: int) -> Choice:
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[list, list]:  # shapes alike
     """Copy tokens and fp32 log-probabilities to the host; as bits of integers they need one
     copy."""
-    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu()
-    return both[0].tolist(), both[1].view(torch.float32).tolist()
+    bits = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu()
+    return bits[0].tolist(), bits[1].view(torch.float32).tolist()
 
 
-def _leave_out_unlikely(logits: Tensor, settings: Tensor, samplings: Sequence[Sampling]) -> None:
+def _leave_out_unlikely(
+    logits: Tensor,
+    settings: Tensor,
+    samplings: Sequence[Sampling],
+) -> None:
     """Apply each row's min_p: hide tokens whose probability is too small a share of the likeliest
     token's."""
     shares = [sampling.min_p for sampling in samplings]

@@ -172,14 +172,26 @@ class Slots:
         usable = self.cache.cuts_anywhere or length >= first_saved
         return usable and length >= request.cached + MIN_PREFIX
 
-    def _copy_prefix(self, source: int, target: int, request: Request, length: int) -> None:
+    def _copy_prefix(
+        self,
+        source: int,
+        target: int,
+        request: Request,
+        length: int,
+    ) -> None:
         """Give a request's slot the first tokens of another slot."""
         donor = self.requests[source]
         assert donor is not None
         self.cache.copy(source, target, length)
         self._cut(target, request, donor, length)
 
-    def _cut(self, slot: int, request: Request, donor: Request, length: int) -> None:
+    def _cut(
+        self,
+        slot: int,
+        request: Request,
+        donor: Request,
+        length: int,
+    ) -> None:
         """Cut a slot with the donor's tokens down to the first `length` of them, which the request
         reuses."""
         if length != donor.cached:

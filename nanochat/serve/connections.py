@@ -1,9 +1,11 @@
-"""Connections of the chat server: bounds their number, their memory, and how long each may keep the server waiting.
+"""Connections of the chat server: bounds their number, their memory, and how long each may keep the
+server waiting.
 
-A connection is in one of two states. Either the client waits for the server: this has no deadline here, because the
-queue of chats bounds it. Or the server waits for the client: to ask, to finish its headers or body, or to read what
-was sent. Every such wait has a deadline. When the server runs out of room, it closes the connection that has kept it
-waiting longest, so that a new client always finds a place.
+A connection is in one of two states. Either the client waits for the server: this has no deadline
+here, because the queue of chats bounds it. Or the server waits for the client: to ask, to finish
+its headers or body, or to read what was sent. Every such wait has a deadline. When the server runs
+out of room, it closes the connection that has kept it waiting longest, so that a new client always
+finds a place.
 """
 
 import asyncio
@@ -27,22 +29,21 @@ from nanochat.serve.routes.fields import ApiError
 
 HEADER_BYTES = 16 * 1024  # a browser with many cookies sends a few kilobytes
 BODY_PIECES = 1024  # chunks or packets of one body: 256 kB in packets of 1,460 bytes are 180
-SWALLOWED_BYTES = (
-    1 << 20
-)  # what a client may still send of a body that was refused, so that it reads the answer
-SOCKET_BYTES = (
-    64 * 1024
-)  # each way, in the kernel; its default grows to some megabytes for a client that does not read
+# What a client may still send of a body that was refused, so that it reads the answer.
+SWALLOWED_BYTES = 1 << 20
+# Each way, in the kernel; its default grows to some megabytes for a client that does not read.
+SOCKET_BYTES = 64 * 1024
 WARNING_SECONDS = 60  # least time between two lines in the log about the same thing
 
-# What the server waits for: a request, the rest of its headers, the rest of its body, that the client reads what was
-# sent, or that the client hears of a refusal before the connection closes.
+# What the server waits for: a request, the rest of its headers, the rest of its body, that the
+# client reads what was sent, or that the client hears of a refusal before the connection closes.
 Wait = Literal["idle", "headers", "body", "read", "leave"]
 
 
 @dataclass(frozen=True)
 class Caps:
-    """Bounds on connections. The seconds are how long a client may keep the server waiting, by what it waits for."""
+    """Bounds on connections. The seconds are how long a client may keep the server waiting, by what
+    it waits for."""
 
     idle: float = 30  # longer than clients keep unused connections, so that they close first
     headers: float = 10  # headers fit into a few packets
@@ -51,16 +52,15 @@ class Caps:
     leave: float = 2
     connections: int = 1024
     per_address: int = 512  # a proxy in front of this server is one address
-    unfinished_bytes: int = (
-        16 << 20
-    )  # of all requests that are not complete: 64 of the largest bodies
-    unread: int = (
-        64  # answers that wait for their client to read; each may be as long as the context
-    )
+    # Of all requests that are not complete: 64 of the largest bodies.
+    unfinished_bytes: int = 16 << 20
+    # Answers that wait for their client to read; each may be as long as the context.
+    unread: int = 64
 
 
 class Seldom:
-    """Warns about each thing at most every WARNING_SECONDS: the log must not grow as fast as someone can attack."""
+    """Warns about each thing at most every WARNING_SECONDS: the log must not grow as fast as
+    someone can attack."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -74,19 +74,22 @@ class Seldom:
 
 
 def neighbour(host: str) -> str:
-    """What counts as one address: an IPv4 address, or the /64 network that one IPv6 customer has."""
+    """Return what counts as one address: an IPv4 address, or the /64 network that one IPv6 customer
+    has."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-        return str(mapped) if mapped else str(ipaddress.ip_network((address, 64), strict=False))
-    return host
+    if not isinstance(address, ipaddress.IPv6Address):
+        return host
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class Connections:
-    """All open connections: which of them keep the server waiting, and what their unfinished requests hold."""
+    """All open connections: which of them keep the server waiting, and what their unfinished
+    requests hold."""
 
     def __init__(self, caps: Caps):
         self.caps = caps
@@ -96,11 +99,13 @@ class Connections:
         self.unfinished = 0  # bytes of requests that are not complete
 
     def admit(self, new: "Connection") -> bool:
-        """Count a new connection, and close older ones if there are too many. False if nothing could be closed."""
+        """Count a new connection, and close older ones if there are too many. False if nothing
+        could be closed."""
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
             self.seldom.warn(
-                f"an address has {self.caps.per_address} connections, the most it may: older ones close"
+                f"an address has {self.caps.per_address} connections, the most it may: older ones "
+                "close"
             )
             if not self.make_room(new.address):
                 return False
@@ -120,30 +125,38 @@ class Connections:
         return False
 
     def wait(self, connection: "Connection", wait: Wait) -> None:
-        """Note that a connection begins to keep the server waiting; drop the oldest if too many do not read."""
+        """Note that a connection begins to keep the server waiting; drop the oldest if too many do
+        not read."""
         self.waiting[connection] = None
-        unread = [other for other in self.waiting if other.wait == "read"] if wait == "read" else []
+        if wait != "read":
+            return
+        unread = [other for other in self.waiting if other.wait == "read"]
         if len(unread) > self.caps.unread:
             self.seldom.warn(
-                f"{self.caps.unread} clients do not read their answers, the most that may: older ones close"
+                f"{self.caps.unread} clients do not read their answers, the most that may: older "
+                "ones close"
             )
             unread[0].drop()
 
     def hold(self, connection: "Connection", count: int) -> None:
-        """Note how many bytes the unfinished request of a connection holds; refuse the oldest if all hold too many."""
-        self.unfinished += count - connection.held
-        connection.held = count
+        """Note how many bytes the unfinished request of a connection holds; refuse the oldest if
+        all hold too many."""
+        self.unfinished += count - connection.unfinished
+        connection.unfinished = count
         while self.unfinished > self.caps.unfinished_bytes:
-            oldest = next((other for other in self.waiting if other.held), connection)
+            oldest = next((other for other in self.waiting if other.unfinished), connection)
             self.seldom.warn("unfinished requests hold too much memory: the oldest are refused")
-            text = "the server receives too many requests: try again in 2 seconds, and send the body without a pause"
+            text = (
+                "the server receives too many requests: try again in 2 seconds, and send the body "
+                "without a pause"
+            )
             oldest.refuse(ApiError(429, "too_many_bodies", text, retry_after=2))
 
     def forget(self, connection: "Connection") -> None:
         """Give back what a connection held."""
         self.waiting.pop(connection, None)
-        self.unfinished -= connection.held
-        connection.held = 0
+        self.unfinished -= connection.unfinished
+        connection.unfinished = 0
         self.per_address[connection.address] -= 1
         if not self.per_address[connection.address]:
             del self.per_address[connection.address]
@@ -152,8 +165,9 @@ class Connections:
 class Requests(h11.Connection):
     """Reads requests, and refuses two things that h11 accepts.
 
-    A request with both Content-Length and Transfer-Encoding means different things to different programs on its way. A
-    body of single bytes costs a thousand times the work of a body in one piece.
+    A request with both Content-Length and Transfer-Encoding means different things to different
+    programs on its way. A body of single bytes costs a thousand times the work of a body in one
+    piece.
     """
 
     def __init__(self) -> None:
@@ -161,11 +175,12 @@ class Requests(h11.Connection):
         self._pieces = 0
 
     def next_event(self) -> Any:
-        """The next event, or h11.RemoteProtocolError."""
+        """Return the next event, or raise h11.RemoteProtocolError."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0
-            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+            names = {name for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names:
                 raise h11.RemoteProtocolError(
                     "send either Content-Length or Transfer-Encoding, not both"
                 )
@@ -179,7 +194,8 @@ class Requests(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with deadlines. It closes after a refusal that came before the end of the body."""
+    """uvicorn's connection with deadlines. It closes after a refusal that came before the end of
+    the body."""
 
     def __init__(
         self,
@@ -192,7 +208,7 @@ class Connection(H11Protocol):
         self.conn = Requests()
         self.all = connections
         self.address = ""
-        self.held = 0  # bytes of a request that is not complete
+        self.unfinished = 0  # bytes of a request that is not complete
         self.leaving = False
         self._gone = False
         self._swallowed = 0
@@ -204,25 +220,17 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, unless there is no room for another connection."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(
-            high=0
-        )  # so that writing is paused exactly while something is unsent
+        # So that writing is paused exactly while something is unsent.
+        transport.set_write_buffer_limits(high=0)
         self.address = neighbour(self.client[0] if self.client else "")
         if self.all.admit(self):
             self._look()
-        else:
-            self.all.forget(self)
-            self._gone = True
-            self.refuse(
-                ApiError(
-                    503,
-                    "too_many_connections",
-                    "too many connections are in use: try again later",
-                    None,
-                    2,
-                )
-            )
-            self.transport.close()
+            return
+        self.all.forget(self)
+        self._gone = True
+        text = "too many connections are in use: try again later"
+        self.refuse(ApiError(503, "too_many_connections", text, retry_after=2))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
@@ -250,7 +258,8 @@ class Connection(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request. If the client still sends the body of this one, close instead."""
+        """Wait for the next request. If the client still sends the body of this one, close
+        instead."""
         if self.conn.their_state is h11.SEND_BODY:
             self._close_politely()
         else:
@@ -276,33 +285,37 @@ class Connection(H11Protocol):
     # --- deadlines -------------------------------------------------------------------------------
 
     def _waits_for(self) -> Wait | None:
-        """What the server waits for the client to do; None while the client waits for the server."""
+        """Return what the server waits for the client to do; None while the client waits for the
+        server."""
         if self.flow.write_paused:
             return "read"
         if self.leaving:
             return "leave"
         if self.cycle is None or self.cycle.response_complete:
-            return "headers" if self.held else "idle"
+            return "headers" if self.unfinished else "idle"
         return "body" if self.cycle.more_body else None
 
     def _look(self, received: int = 0) -> None:
-        """Note what the server waits for now; a new wait has a new deadline. `received` bytes have just arrived."""
+        """Note what the server waits for now; a new wait has a new deadline. `received` bytes have
+        just arrived."""
         if self._gone:
             return
         wait = self._waits_for()
         if received and not self.leaving:
-            partial = self.conn.their_state is h11.SEND_BODY or (wait in ("idle", "headers"))
-            self.all.hold(self, self.held + received if partial else 0)
+            complete = self.conn.their_state is not h11.SEND_BODY
+            if wait in ("idle", "headers"):
+                complete = False
+            self.all.hold(self, 0 if complete else self.unfinished + received)
             wait = self._waits_for()
         if wait == self.wait or self._gone:
             return
-        self._rest()
+        self._end_wait()
         self.wait = wait
         if wait:
             self._timer = self.loop.call_later(getattr(self.all.caps, wait), self._late)
             self.all.wait(self, wait)
 
-    def _rest(self) -> None:
+    def _end_wait(self) -> None:
         """Forget the present wait and its deadline."""
         self.all.waiting.pop(self, None)
         if self._timer:
@@ -311,7 +324,10 @@ class Connection(H11Protocol):
     def _late(self) -> None:
         """Close a connection whose client has not done in time what the server waits for."""
         if self.wait in ("headers", "body"):
-            text = f"the {self.wait} of the request took too long: send the request again, without a pause"
+            text = (
+                f"the {self.wait} of the request took too long: send the request again, without a "
+                "pause"
+            )
             self.refuse(ApiError(408, "request_timeout", text))
         else:
             self.drop()
@@ -322,16 +338,16 @@ class Connection(H11Protocol):
         """Close at once, whatever is under way. The kernel forgets what the client has not read."""
         if self.flow.write_paused:
             reset = struct.pack("ii", 1, 0)  # linger for 0 seconds
-            self.transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, reset
-            )
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         self._leave()
         self.transport.abort()
 
     def _leave(self) -> None:
+        """Give back what the connection held, once."""
         if not self._gone:
             self._gone = True
-            self._rest()
+            self._end_wait()
             self.all.forget(self)
 
     def refuse(self, refusal: ApiError) -> None:
@@ -341,11 +357,14 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(refusal.body).encode()
-            headers = [("content-type", "application/json"), ("connection", "close")]
-            headers += [("content-length", str(len(body))), *refusal.headers.items()]
-            head = h11.Response(
-                status_code=refusal.status, headers=headers, reason=STATUS_PHRASES[refusal.status]
-            )
+            headers = [
+                ("content-type", "application/json"),
+                ("connection", "close"),
+                ("content-length", str(len(body))),
+                *refusal.headers.items(),
+            ]
+            reason = STATUS_PHRASES[refusal.status]
+            head = h11.Response(status_code=refusal.status, headers=headers, reason=reason)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self._close_politely()
@@ -353,7 +372,8 @@ class Connection(H11Protocol):
     def _close_politely(self) -> None:
         """Send what is unsent and the end of the stream, and keep the socket for a moment.
 
-        A socket that closes with unread data resets the connection, and the client may lose the answer.
+        A socket that closes with unread data resets the connection, and the client may lose the
+        answer.
         """
         self.leaving = True
         self._unset_keepalive_if_required()

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from nanochat.common import UserError
-from nanochat.serve.line import Line
+from nanochat.serve.waiting import Line
 
 
 class EngineEvent(Protocol):
-    """One token of a request. `finish` is the reason why the reply ended, on the last token only."""
+    """One token of a request. `finish` is the reason why the reply ended, on the last token
+    only."""
 
     @property
     def request(self) -> int: ...
@@ -22,8 +23,10 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-# An address may fill one in so many slots with replies under schemas, alone and where others came a short while ago.
-SHARE_ALONE, SHARE_BESIDE_OTHERS = 2, 8
+# An address may fill one in so many slots with replies under schemas: alone, and where others came
+# a short while ago.
+SHARE_ALONE = 2
+SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0
 NEWS_SECONDS = 0.02  # least time between two deliveries: too short for a reader to notice
 
@@ -50,18 +53,26 @@ class StepEngine(Protocol[E_co]):
 
 
 class Ticket(Generic[E]):
-    """What one client asked for: requests to the engine, and the queue in which the events of the replies come back."""
+    """The requests of one client to the engine, and the queue in which the events of the replies
+    come back."""
 
     def __init__(
-        self, requests: Sequence[tuple[list[int], Any]], owner: str = "", holds: object = None
+        self,
+        requests: Sequence[tuple[list[int], Any]],
+        owner: str = "",
+        automaton: object = None,
     ):
-        """Each request is a prompt and its sampling settings. `owner` is the address of the client. `holds` is what
-        the engine needs for the requests, such as the automaton of their schema: the ticket keeps it alive."""
+        """Each request is a prompt and its sampling settings. `owner` is the address of the client.
+
+        `automaton` is that of the requests' schema, which the ticket keeps alive for the engine;
+        None without a schema.
+        """
         self.requests = requests
         self.owner = owner
-        self.holds = holds
-        self.submitted = 0  # how many of the requests the engine has had; only its thread changes this and the next
-        self.running: dict[int, int] = {}  # the engine's request number -> the place in `requests`
+        self.automaton = automaton
+        # Only the engine's thread changes the next two.
+        self.submitted = 0  # how many of the requests the engine has had
+        self.running: dict[int, int] = {}  # the engine's request number -> the index in `requests`
         self.unfinished = len(requests)  # only the event loop uses this
         self._news: asyncio.Queue[tuple[int, E] | Exception] = asyncio.Queue()
 
@@ -80,7 +91,8 @@ class Ticket(Generic[E]):
         self._news.put_nowait(news)
 
     async def events(self) -> list[tuple[int, E]]:
-        """Wait for news; return all events since the last call, at least one, each with the place of its request.
+        """Wait for news; return all events since the last call, at least one, each with the index
+        of its request.
 
         Raises what the engine raised.
         """
@@ -102,27 +114,28 @@ class Displaced(Exception):
 class EngineThread(Generic[E]):
     """Owns the engine: no other thread touches it. Call the public methods on the event loop.
 
-    Commands enter through a queue that the thread empties before every step. Tickets wait in a line; when the engine
-    has a free slot, the thread hands it one request of the address whose turn it is. One callback delivers the events
-    of all tickets, at most every NEWS_SECONDS: Python runs one thread at a time, so the engine stands still while the
-    loop sends a piece, and fewer deliveries leave it more time. The loop never waits for the model, and the model never
-    waits for a client.
+    Commands enter through a queue that the thread empties before every step. Tickets wait in a
+    line; when the engine has a free slot, the thread hands it one request of the address whose turn
+    it is. One callback delivers the events of all tickets, at most every NEWS_SECONDS: Python runs
+    one thread at a time, so the engine stands still while the loop sends a piece, and fewer
+    deliveries leave it more time. The loop never waits for the model, and the model never waits for
+    a client.
     """
 
     def __init__(self, engine: StepEngine[E], waiting: int):
         """`waiting` tickets may wait beyond the ones that have a slot."""
-        self.slots = self.free_slots = engine.free_slots
+        self.slots = engine.free_slots
+        self.free_slots = self.slots
         self.tickets: set[Ticket[E]] = set()  # submitted; neither released nor at their end
         self.line: Line[Ticket[E]] = Line()
         self._engine = engine
-        self._most = self.slots + waiting
+        self._limit = self.slots + waiting  # of tickets
         self._inbox: queue.SimpleQueue[Ticket[E] | Literal["look", "stop"]] = queue.SimpleQueue()
         # Only the engine thread uses the next four.
         self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
         self._news: list[tuple[Ticket[E], tuple[int, E] | Exception]] = []  # not delivered yet
-        self._begun: dict[
-            str, float
-        ] = {}  # address -> when its latest reply began, by the monotonic clock
+        # Address -> when its latest reply began, by the monotonic clock.
+        self._begun: dict[str, float] = {}
         self._published = 0.0  # time of the last delivery, by the monotonic clock
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,17 +157,19 @@ class EngineThread(Generic[E]):
 
     def full(self, owner: str = "") -> bool:
         """Whether a ticket of an address would be refused because too many wait."""
-        return len(self.tickets) >= self._most and not self.line.yields_to(owner)
+        return len(self.tickets) >= self._limit and not self.line.yields_to(owner)
 
     def submit(self, ticket: Ticket[E]) -> None:
-        """Queue a ticket; the caller must release it. Raises asyncio.QueueFull if too many tickets wait already.
+        """Queue a ticket; the caller must release it. Raises asyncio.QueueFull if too many tickets
+        wait already.
 
-        When too many wait, the address with most waiting tickets loses its newest one, which hears Displaced. The end
-        of a reply gives its place to another ticket, even if its client never reads it.
+        When too many wait, the address with most waiting tickets loses its newest one, which hears
+        Displaced. The end of a reply gives its place to another ticket, even if its client never
+        reads it.
         """
         if self.full(ticket.owner):
             raise asyncio.QueueFull
-        if len(self.tickets) >= self._most:
+        if len(self.tickets) >= self._limit:
             loser = self.line.give_way(ticket.owner)
             if loser is None:  # it has begun a moment ago
                 raise asyncio.QueueFull
@@ -178,28 +193,36 @@ class EngineThread(Generic[E]):
     # --- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Carry out commands, hand requests to the engine and step it, until the thread must
+        end."""
         while self._obey():
             self._fill()
             try:
                 events = self._engine.step()
-            except (
-                Exception
-            ) as failure:  # the edge of the thread: fail the chats in flight, keep serving new ones
+            except Exception as failure:
+                # The edge of the thread: fail the chats in flight, keep serving new ones.
                 traceback.print_exc()
-                for ticket in {*self._running.values()}:
+                for ticket in set(self._running.values()):
                     self._drop(ticket, failure)
             else:
                 for event in events:
-                    ticket = self._running[event.request]
-                    self._news.append((ticket, (ticket.running[event.request], event)))
-                    if event.finish is not None:
-                        del self._running[event.request], ticket.running[event.request]
+                    self._note(event)
             self.free_slots = self._engine.free_slots
             if time.monotonic() - self._published >= NEWS_SECONDS:
                 self._publish()
 
+    def _note(self, event: E) -> None:
+        """Put an event among the news of its ticket."""
+        ticket = self._running[event.request]
+        index = ticket.running[event.request]
+        self._news.append((ticket, (index, event)))
+        if event.finish is not None:
+            del self._running[event.request]
+            del ticket.running[event.request]
+
     def _obey(self) -> bool:
-        """Carry out all commands; wait for one if there is nothing to compute. False if the thread must end."""
+        """Carry out all commands; wait for one if there is nothing to compute. False if the thread
+        must end."""
         while not self._inbox.empty() or not (self._engine.busy or len(self.line)):
             if self._inbox.empty():
                 self._publish()  # before it waits: a cancel may have left news undelivered
@@ -213,18 +236,22 @@ class EngineThread(Generic[E]):
 
     def _fill(self) -> None:
         """Hand the engine as many requests as it has slots, each time one of the next address."""
-        while len(self._running) < self.slots and (ticket := self.line.next(self._may_begin)):
+        while len(self._running) < self.slots:
+            ticket = self.line.next(self._may_begin)
+            if ticket is None:
+                return
             prompt, sampling = ticket.requests[ticket.submitted]
             try:
                 number = self._engine.submit(prompt, sampling)
-            except Exception as failure:
-                if not isinstance(
-                    failure, UserError
-                ):  # the edge of the thread, as in _run; else a client's mistake
-                    traceback.print_exc()
+            except UserError as mistake:
+                self._drop(ticket, mistake)
+                continue
+            except Exception as failure:  # the edge of the thread, as in _run
+                traceback.print_exc()
                 self._drop(ticket, failure)
                 continue
-            self._running[number], ticket.running[number] = ticket, ticket.submitted
+            self._running[number] = ticket
+            ticket.running[number] = ticket.submitted
             self._remember(ticket.owner)
             ticket.submitted += 1
             self.line.done_with(ticket)
@@ -233,27 +260,30 @@ class EngineThread(Generic[E]):
         """Note that a reply of an address begins now, and forget addresses that came long ago."""
         now = time.monotonic()
         self._begun[owner] = now
-        if len(self._begun) > 2 * self.slots:
-            self._begun = {
-                name: begun for name, begun in self._begun.items() if begun > now - RECENT_SECONDS
-            }
+        if len(self._begun) <= 2 * self.slots:
+            return
+        recent = now - RECENT_SECONDS
+        self._begun = {name: begun for name, begun in self._begun.items() if begun > recent}
 
     def _may_begin(self, ticket: Ticket[E]) -> bool:
-        """Whether a ticket may have a slot: replies under schemas of one address leave slots to other addresses.
+        """Whether a ticket may have a slot: replies under schemas of one address leave slots to
+        other addresses.
 
-        Their masks can cost so much that a chat of another address would wait for minutes until one of them ends.
+        Their masks can cost so much that a chat of another address would wait for minutes until one
+        of them ends.
         """
-        if ticket.holds is None:
+        if ticket.automaton is None:
             return True
+        share = SHARE_BESIDE_OTHERS if self._others_came(ticket.owner) else SHARE_ALONE
+        running = 0
+        for other in self._running.values():
+            running += other.automaton is not None and other.owner == ticket.owner
+        return running < max(self.slots // share, 1)
+
+    def _others_came(self, owner: str) -> bool:
+        """Whether a reply of another address began a short while ago."""
         recent = time.monotonic() - RECENT_SECONDS
-        others = any(
-            owner != ticket.owner and begun > recent for owner, begun in self._begun.items()
-        )
-        running = sum(
-            other.holds is not None and other.owner == ticket.owner
-            for other in self._running.values()
-        )
-        return running < max(self.slots // (SHARE_BESIDE_OTHERS if others else SHARE_ALONE), 1)
+        return any(name != owner and begun > recent for name, begun in self._begun.items())
 
     def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:
         """Cancel what the engine has of a ticket; with a failure, tell the client of it."""
@@ -266,14 +296,18 @@ class EngineThread(Generic[E]):
             self._news.append((ticket, failure))
 
     def _publish(self) -> None:
+        """Let the event loop deliver the news."""
         assert self._loop is not None
         if self._news:
             self._loop.call_soon_threadsafe(self._deliver, self._news)
-            self._news, self._published = [], time.monotonic()
+            self._news = []
+            self._published = time.monotonic()
 
     # --- on the loop -----------------------------------------------------------------------------
 
     def _deliver(self, news: "Sequence[tuple[Ticket[E], tuple[int, E] | Exception]]") -> None:
+        """Put news into the queues of their tickets; a ticket whose replies have all ended frees
+        its place."""
         for ticket, item in news:
             ticket.tell(item)
             if isinstance(item, Exception):

@@ -1,7 +1,11 @@
-"""Runs the chat server on a listening socket: accepts connections, and stops in order."""
+"""The server's door: accepts connections, checks the name and the key of every request, and stops
+in order."""
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import ipaddress
 import logging
 import os
 import signal
@@ -12,12 +16,13 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.common import warn
-from nanochat.engine import Event
+from nanochat.generate.reply import Event
 from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
 from nanochat.serve.engine_thread import EngineThread
+from nanochat.serve.routes.answers import error
 from nanochat.serve.routes.fields import ApiError
 
 DRAIN_SECONDS = 3  # time that answers under way get to end when the server stops
@@ -26,11 +31,121 @@ BACKLOG = 2048  # connections that the kernel completes before the server accept
 ACCEPTED_AT_ONCE = 16  # then others get a turn; until that turn, these are not counted
 OWN_FILES = 128  # open files for everything but connections: the model, the log, the device
 FULL_SECONDS = 0.1  # pause of accepting when the process may open no more files
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src "
+        "'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+# --- who may ask ---------------------------------------------------------------------------------
+
+
+def host_allowed(host: str, names: tuple[str, ...]) -> bool:
+    """Whether a Host header names this server: an IP address, localhost, or one of `names`.
+
+    If another site points its own name at this address (DNS rebinding), the header holds that
+    site's name.
+    """
+    name, _, port = host.rpartition(":")
+    if not port.isdigit():
+        name = host
+    name = name.removeprefix("[").removesuffix("]").lower()
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return name == "localhost" or name in map(str.lower, names)
+
+
+def needs_key(path: str) -> bool:
+    """Whether a path is only for clients with the key: all but the pages, which hold no secret, and
+    /health."""
+    return path not in ("/", "/runs", "/health") and not path.startswith("/assets/")
+
+
+def digest(text: bytes) -> bytes:
+    """Return what stands for a key in comparisons, so that keys of any length take equally long."""
+    return hashlib.sha256(text).digest()
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """Return the first header of a name, or nothing."""
+    for header, value in scope["headers"]:
+        if header == name:
+            return value
+    return b""
+
+
+class Guard:
+    """Checks Host header and key of every request, and adds the safety headers to every
+    response."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: tuple[str, ...],
+        api_key: str = "",
+    ):
+        """Without an `api_key`, clients need none."""
+        self.app = app
+        self.hosts = hosts
+        self._key = digest(api_key.encode()) if api_key else None
+        self._safety_headers = [
+            (name.lower().encode(), value.encode()) for name, value in HEADERS.items()
+        ]
+
+    def _authorized(self, scope: Scope) -> bool:
+        """Whether a request has the right key, or needs none."""
+        if self._key is None or not needs_key(scope["path"]):
+            return True
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        same = hmac.compare_digest(digest(key.strip()), self._key)
+        return same and scheme.lower() == b"bearer"
+
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message["headers"], *self._safety_headers]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        host = _header(scope, b"host").decode("latin-1")
+        if not host_allowed(host, self.hosts):
+            text = (
+                "this server does not answer to this Host name: to allow it, start the server with "
+                "--allowed_hosts NAME"
+            )
+            await error(ApiError(403, "host_not_allowed", text))(scope, receive, guarded)
+        elif not self._authorized(scope):
+            text = (
+                "this server needs its key: send the header Authorization: Bearer KEY, with the "
+                "key of --api_key"
+            )
+            refusal = error(ApiError(401, "invalid_api_key", text))
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            await refusal(scope, receive, guarded)
+        else:
+            await self.app(scope, receive, guarded)
+
+
+# --- connections ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class App:
-    """The web application, the engine threads that work for it, and the bounds on its connections."""
+    """The web application, the engine threads that work for it, and the bounds on its
+    connections."""
 
     asgi: ASGIApp
     threads: Sequence[EngineThread[Event]]
@@ -58,10 +173,11 @@ def affordable(caps: Caps) -> Caps:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without access log, server header or websockets; it ends the answers under way before it shuts down.
+    """uvicorn without access log, server header or websockets; it ends the answers under way before
+    it shuts down.
 
-    The server accepts connections itself: asyncio's own loop, when the process may open no more files, goes on trying
-    and logs a traceback for each of some thousand attempts in a second.
+    The server accepts connections itself: asyncio's own loop, when the process may open no more
+    files, goes on trying and logs a traceback for each of some thousand attempts in a second.
     """
 
     def __init__(self, app: App):
@@ -74,8 +190,8 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,  # else any local client names its own address, in X-Forwarded-For
-            timeout_graceful_shutdown=2
-            * DRAIN_SECONDS,  # some clients never read the end of their answer
+            # Some clients never read the end of their answer.
+            timeout_graceful_shutdown=2 * DRAIN_SECONDS,
         )
         super().__init__(config)
         self.threads = app.threads
@@ -98,11 +214,7 @@ class Server(uvicorn.Server):
             try:
                 for _ in range(ACCEPTED_AT_ONCE):
                     accepted, _ = await loop.sock_accept(listener)
-                    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-                        accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
-                    # Without this, a kept connection waits 40 ms between the head and the body of every answer. asyncio
-                    # sets it only on sockets that name their protocol, which accepted ones do not.
-                    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    _set_options(accepted)
                     task = loop.create_task(self._open(accepted))
                     opening.add(task)
                     task.add_done_callback(opening.discard)
@@ -117,23 +229,27 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(FULL_SECONDS)
 
     async def _open(self, accepted: socket.socket) -> None:
-        loop, state = asyncio.get_running_loop(), self.lifespan.state
+        """Answer a connection."""
+        loop = asyncio.get_running_loop()
+        state = self.lifespan.state
+
+        def connection() -> Connection:
+            return Connection(self.config, self.server_state, state, self.connections)
+
         with contextlib.suppress(OSError):
-            await loop.connect_accepted_socket(
-                lambda: Connection(self.config, self.server_state, state, self.connections),
-                accepted,
-            )
+            await loop.connect_accepted_socket(connection, accepted)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop, on a signal."""
         super().handle_exit(sig, frame)
         # Python waits for every thread that works, and no thread can be ended from outside.
-        last = threading.Timer(STOP_SECONDS, _end)
-        last.daemon = True
-        last.start()
+        timer = threading.Timer(STOP_SECONDS, _end)
+        timer.daemon = True
+        timer.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server ends them.
+        """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server
+        ends them.
 
         One line tells how many answers uvicorn cancelled because their clients do not read them.
         """
@@ -151,8 +267,17 @@ class Server(uvicorn.Server):
         try:
             await super().shutdown(sockets)
         finally:
-            for each in ending:
-                each.cancel()
+            for timer in ending:
+                timer.cancel()
+
+
+def _set_options(accepted: socket.socket) -> None:
+    """Bound the kernel's buffers of a connection, and let it send without a pause."""
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
+    # Without this, a connection in use waits 40 ms between the head and the body of every answer.
+    # asyncio sets it only on sockets that name their protocol, which accepted ones do not.
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
@@ -168,9 +293,7 @@ def _end() -> None:
 def serve(app: App, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     raise_open_files()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # uvicorn raises them again at its end; ignored, that end is normal
+    # uvicorn raises them again at its end; ignored, that end is normal.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     Server(app).run(sockets=[listener])

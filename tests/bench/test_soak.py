@@ -13,7 +13,7 @@ from bench.serve.http import percentile, within
 from bench.serve.rude import CONDUCTS, large_prompt
 from bench.serve.soak import Config, Requests, Served, growth, main, soak
 from nanochat.common import UserError
-from nanochat.serve.routes.intake import BODY_BYTES
+from nanochat.serve.server import BODY_BYTES
 from tests.support.fake_engine import FakeEngine, running
 
 

@@ -28,10 +28,11 @@ from nanochat.common import UserError, parse
 from nanochat.device import compute_init
 from nanochat.generate.sampling import Sampling
 from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters
+from nanochat.serve.app import create_app
 from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps
-from nanochat.serve.hosted import Loadable
-from nanochat.serve.server import Settings, create_app
+from nanochat.serve.models import Loadable
+from nanochat.serve.server import Settings
 from scripts.chat_web import (
     Config,
     about,

@@ -21,7 +21,7 @@ from nanochat.serve.chosen import (
     cache_sizes,
     choose,
     choose_also,
-    hold_adapters,
+    load_adapters,
     names_adapter,
 )
 from tests.support.qwens import write_folder
@@ -50,7 +50,12 @@ def logits(choice: chosen.Chosen) -> torch.Tensor:
 
 def test_a_published_model_is_served_as_it_is_or_with_its_adapter(folder: Path) -> None:
     plain = choose(ModelFlags(model=folder), "auto", on_cpu())
-    assert (plain.loaded.stage, plain.loaded.tag, plain.context, plain.others) == ("published", "Qwen-tiny", 256, [])
+    assert (plain.loaded.stage, plain.loaded.tag, plain.context, plain.other_models) == (
+        "published",
+        "Qwen-tiny",
+        256,
+        [],
+    )
     mine = choose(ModelFlags(model=folder), "auto", on_cpu(), folder.parent / "mine")
     assert mine.loaded.tag == "Qwen-tiny + mine"
     other = load_qwen(folder, on_cpu())
@@ -130,8 +135,8 @@ def test_adapters_have_the_names_that_they_are_given_or_those_of_their_folders(f
     assert found == {"mine": mine, "pip": mine} and list(found) == ["mine", "pip"]
     assert names_adapter(f"pip={mine}") and not names_adapter(f"pip={folder}") and not names_adapter("sft/d4")
     first = choose(ModelFlags(model=folder), "auto", on_cpu())
-    assert hold_adapters(first, {}, on_cpu()) is None
-    adapters = hold_adapters(first, found, on_cpu())
+    assert load_adapters(first, {}, on_cpu()) is None
+    adapters = load_adapters(first, found, on_cpu())
     assert adapters is not None and adapters.names == ["mine", "pip"]
     merged = choose(ModelFlags(model=folder), "auto", on_cpu(), mine)
     with adapters.rows([1]):
@@ -184,10 +189,10 @@ def test_an_adapter_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, c
     save_file(values, mine / "adapter_model.safetensors")
     first = choose(ModelFlags(model=folder), "auto", on_cpu())
     if said is None:  # a target that this base does not have, as peft too accepts
-        hold_adapters(first, {"mine": mine}, on_cpu())
+        load_adapters(first, {"mine": mine}, on_cpu())
         return
     with pytest.raises(UserError, match=said):
-        hold_adapters(first, {"mine": mine}, on_cpu())
+        load_adapters(first, {"mine": mine}, on_cpu())
 
 
 def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_folder: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from nanochat.serve.guard import needs_key
-from nanochat.serve.hosted import Loadable
-from nanochat.serve.server import create_app
+from nanochat.serve.app import create_app
+from nanochat.serve.listening import needs_key
+from nanochat.serve.models import Loadable
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running
 
 KEY = "sk-密钥-1"

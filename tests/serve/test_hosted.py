@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from nanochat.common import UserError
-from nanochat.serve.hosted import Announced, Loadable
-from nanochat.serve.server import create_app
+from nanochat.serve.app import create_app
+from nanochat.serve.models import Announced, Loadable
 from tests.support.fake_engine import CHAT, SETTINGS, ByteTokenizer, FakeEngine, ask, eventually, running
 
 OTHER = Announced(model="nanochat-rl-d4", stage="rl", tag="d4", step=20, temperature=0.0, max_tokens=7)

@@ -108,8 +108,8 @@ def test_a_client_that_leaves_before_it_is_accepted_is_nothing_to_report(
 STUCK = """
 import socket, sys, time
 from nanochat.serve import listening
-from nanochat.serve.hosted import Loadable
-from nanochat.serve.server import create_app
+from nanochat.serve.models import Loadable
+from nanochat.serve.app import create_app
 from tests.support.fake_engine import SETTINGS, FakeEngine
 listening.STOP_SECONDS = 1.0
 engine = FakeEngine()

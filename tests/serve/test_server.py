@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.serve.guard import HEADERS, host_allowed
-from nanochat.serve.routes.intake import BODY_BYTES
-from nanochat.serve.server import ASSETS
+from nanochat.serve.app import ASSETS
+from nanochat.serve.listening import HEADERS, host_allowed
+from nanochat.serve.server import BODY_BYTES
 from tests.support.fake_engine import CHAT, ByteTokenizer, FakeEngine, ask, eventually, running
 from tests.support.raw_client import connect, head, post, until_closed
 

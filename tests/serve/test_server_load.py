@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.serve import listening, server
-from nanochat.serve.hosted import Loadable
+from nanochat.serve import app as web_app
+from nanochat.serve import listening
+from nanochat.serve.models import Loadable
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, eventually, running
 from tests.support.raw_client import connect, post
 
@@ -206,7 +207,7 @@ def test_client_that_never_sends_its_body_holds_nothing(gated):
 def test_stopped_server_lets_answers_end_and_then_ends_them(capfd, monkeypatch):
     monkeypatch.setattr(listening, "DRAIN_SECONDS", 0.2)
     engine = FakeEngine(REPLIES, slots=2, gated=True)
-    app = server.create_app([Loadable(engine, engine.tokenizer, SETTINGS)], SETTINGS)  # type: ignore[arg-type]
+    app = web_app.create_app([Loadable(engine, engine.tokenizer, SETTINGS)], SETTINGS)  # type: ignore[arg-type]
     http_server = listening.Server(app)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(http_server.serve(sockets=[listener])))

@@ -11,8 +11,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from nanochat.data.conversation import Part
 from nanochat.report.samples import Sample, keep_samples
-from nanochat.serve.hosted import Announced, Loadable
-from nanochat.serve.server import create_runs_app
+from nanochat.serve.app import create_runs_app
+from nanochat.serve.models import Announced, Loadable
 from tests.serve.test_web_runs import write
 from tests.support.browsing import finished, send, visit
 from tests.support.fake_engine import ABOUT, FakeEngine, running, serving

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from nanochat.serve.server import ASSETS, PAGES, assets
+from nanochat.serve.app import ASSETS, PAGES, assets
 from tests.support.browsing import REPLIES, answers, finished, send, visit, wait_until_free
 from tests.support.fake_engine import FakeEngine, running
 

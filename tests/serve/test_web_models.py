@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import expect
 
-from nanochat.serve.hosted import Announced, Loadable
+from nanochat.serve.models import Announced, Loadable
 from tests.support.browsing import answers, finished, send, visit
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from nanochat.serve.hosted import Announced, Loadable
+from nanochat.serve.models import Announced, Loadable
 from tests.support.browsing import answers, finished, send, visit
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, eventually, running
 

@@ -11,8 +11,8 @@ from playwright.sync_api import Page, expect
 
 from nanochat.report.samples import Sample, keep_samples
 from nanochat.runtime.trackers.jsonl import Jsonl, describe_run
+from nanochat.serve.app import create_runs_app
 from nanochat.serve.runs import routes
-from nanochat.serve.server import create_runs_app
 from tests.support.browsing import visit
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running, serving
 from tests.train.test_stage import begun, go

@@ -12,9 +12,10 @@ from typing import Any
 from nanochat.data.conversation import Conversation, Part
 from nanochat.engine import Event
 from nanochat.generate.sampling import Sampling
-from nanochat.serve.hosted import Announced, Loadable
+from nanochat.serve.app import create_app
 from nanochat.serve.listening import App, Server
-from nanochat.serve.server import Settings, create_app
+from nanochat.serve.models import Announced, Loadable
+from nanochat.serve.server import Settings
 from nanochat.tokenizer import ROLES, Rendered
 
 CHAT = "/v1/chat/completions"

@@ -281,11 +281,15 @@ class _Vocabulary:
 
 
 def allowed_rows(
-    masks: Sequence[bytes], vocabulary: int, device: torch.device
+    masks: Sequence[bytes],
+    vocabulary: int,
+    device: torch.device,
 ) -> Tensor:  # (n, V) bool
     """Return the bits of Grammar.allowed() of several rows as one boolean for each token."""
-    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1)
-    bits = packed.to(device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)
+    joined = bytearray(b"".join(masks))
+    packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    bits = packed.to(device)[:, :, None] >> shifts
     return (bits & 1).flatten(1)[:, :vocabulary].bool()
 
 

@@ -12,19 +12,17 @@ import requests
 from nanochat.common import UserError
 from nanochat.data.conversation import Message, Part
 
-CONNECT_SECONDS, READ_SECONDS = 10, 600  # a busy server may take minutes to its first token
-SETTINGS = (
-    "temperature",
-    "min_p",
-    "top_k",
-    "max_tokens",
-)  # what the user may set; our server tells its defaults
+CONNECT_SECONDS = 10
+READ_SECONDS = 600  # a busy server may take minutes to its first token
+# What the user may set; our server tells its defaults.
+SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
 LOOK_SECONDS = 0.1  # how often a reply under way looks whether it was stopped
 
 
 class Remote:
-    """A server and its first model. After a reply, `finish` and `tokens` say how it ended and how long it was."""
+    """A server and its first model. After a reply, `finish` and `tokens` say how it ended and how
+    long it was."""
 
     def __init__(self, url: str, api_key: str):
         """UserError if no such server answers at the URL, with or without /v1 at its end."""
@@ -44,51 +42,44 @@ class Remote:
                 f"{self.url} names no model: give --url the address of an OpenAI-compatible server"
             ) from None
         self._ours = model.get("owned_by") == "nanochat"  # then it takes the fields of NOT_OPENAI
-        told = model.get("defaults") if self._ours else None
-        told = told if isinstance(told, dict) else {}
-        self._defaults = {
-            name: told[name] for name in SETTINGS if isinstance(told.get(name), int | float)
-        }
+        self._defaults = _defaults(model) if self._ours else {}
         context = model.get("context_length")
         self.context = context if self._ours and isinstance(context, int) else None  # in tokens
         self.finish: str | None = None
         self.tokens = 0
 
-    def settings(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The SETTINGS of a reply: those that the user asked for, else the server's defaults, or None where the server
-        does not tell its default.
+    def settings(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the SETTINGS of a reply: `flags`, which the user asked for, else the server's
+        defaults, or None where the server does not tell its default.
 
-        Our server refuses a reply for which its context has no room. So a reply has at most three quarters of the
-        context if the user asked for a length, and half of it otherwise, as on the page: the rest is for the chat.
+        Our server refuses a reply for which its context has no room. So a reply has at most three
+        quarters of the context if the user asked for a length, and half of it otherwise, as on the
+        page: the rest is for the chat.
         """
-        settings = {**dict.fromkeys(SETTINGS), **self._defaults, **asked}
+        settings = {**dict.fromkeys(SETTINGS), **self._defaults, **flags}
         if self.context and settings["max_tokens"]:
-            for_chat = self.context // 4 if "max_tokens" in asked else -(-self.context // 2)
-            settings["max_tokens"] = max(1, min(settings["max_tokens"], self.context - for_chat))
+            for_chat = self.context - self.context // 2
+            if "max_tokens" in flags:
+                for_chat = self.context // 4
+            room = self.context - for_chat
+            settings["max_tokens"] = max(1, min(settings["max_tokens"], room))
         return settings
 
     def reply(
-        self, messages: Sequence[Message], settings: dict[str, Any], stopped: Callable[[], bool]
+        self,
+        messages: Sequence[Message],
+        settings: dict[str, Any],
+        stopped: Callable[[], bool],
     ) -> Iterator[Part]:
-        """The parts of a reply while it streams, until `stopped` says so. UserError if the server refuses."""
-        self.finish, self.tokens = None, 0
-        body: dict[str, Any] = {
-            "model": self.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        given = {name: value for name, value in settings.items() if value is not None}
-        body |= {
-            name: value for name, value in given.items() if self._ours or name not in NOT_OPENAI
-        }
-        body |= {"truncation": "auto"} if self._ours else {}
-        body["messages"] = [
-            {"role": message.role, "content": _text(message)} for message in messages
-        ]
+        """Yield the parts of a reply while it streams, until `stopped` says so. UserError if the
+        server refuses."""
+        self.finish = None
+        self.tokens = 0
+        body = self._body(messages, settings)
         lines: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
         response = self._send("POST", "chat/completions", body)
         # A read cannot be interrupted, so another thread reads.
-        threading.Thread(target=_read, args=(response, lines), daemon=True).start()
+        threading.Thread(target=_queue_lines, args=(response, lines), daemon=True).start()
         try:
             while not stopped():
                 try:
@@ -104,14 +95,31 @@ class Remote:
                 if line.startswith(b"data:"):
                     yield from self._parts(line[5:])
         finally:
-            with contextlib.suppress(
-                OSError, ValueError, RuntimeError
-            ):  # the stream may have ended already
-                response.raw.shutdown()  # ends the other thread's read; close() alone would wait for it
+            # The stream may have ended already.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                # Ends the other thread's read; close() alone would wait for it.
+                response.raw.shutdown()
             response.close()
 
+    def _body(self, messages: Sequence[Message], settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of a request for a streamed reply."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for name, value in settings.items():
+            if value is not None and (self._ours or name not in NOT_OPENAI):
+                body[name] = value
+        if self._ours:
+            body["truncation"] = "auto"
+        body["messages"] = [
+            {"role": message.role, "content": _text(message)} for message in messages
+        ]
+        return body
+
     def _parts(self, data: bytes) -> Iterator[Part]:
-        """The parts of one event."""
+        """Yield the parts of one event."""
         try:
             value = json.loads(data)
             if "error" in value:
@@ -120,17 +128,23 @@ class Remote:
             for choice in value["choices"]:
                 self.finish = choice.get("finish_reason") or self.finish
                 delta = choice.get("delta") or {}
-                if call := delta.get("tool"):  # our server's calculator
+                call = delta.get("tool")  # of our server's calculator
+                if call:
                     yield Part("python", call["expression"])
                     yield Part("python_output", call["result"] or "")
-                if text := delta.get("content"):
-                    yield Part("text", text)
+                if delta.get("content"):
+                    yield Part("text", delta["content"])
         except UserError:  # a ValueError too, whose text is the server's own
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise UserError(f"{self.url} sent what is no chat completion: check --url") from failure
 
-    def _send(self, method: str, path: str, body: Any = None) -> requests.Response:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+    ) -> requests.Response:
         timeout = (CONNECT_SECONDS, READ_SECONDS)
         try:
             response = requests.request(
@@ -142,7 +156,10 @@ class Remote:
                 timeout=timeout,
             )
         except (requests.RequestException, UnicodeError) as failure:
-            text = f"no server answers at {self.url} ({type(failure).__name__}): start one there, or correct --url"
+            text = (
+                f"no server answers at {self.url} ({type(failure).__name__}): start one there, or "
+                "correct --url"
+            )
             raise UserError(text) from failure
         if response.status_code == 401:
             raise UserError(f"{self.url} does not take this key: give the right one with --api_key")
@@ -165,7 +182,7 @@ class Remote:
             ) from failure
 
 
-def _read(
+def _queue_lines(
     response: requests.Response, lines: "queue.SimpleQueue[bytes | Exception | None]"
 ) -> None:
     """Put the lines of a response into a queue, then None; a failure ends them."""
@@ -177,6 +194,17 @@ def _read(
         lines.put(failure)
 
 
+def _defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults that our server tells of a model."""
+    defaults = model.get("defaults")
+    if not isinstance(defaults, dict):
+        return {}
+    return {
+        name: defaults[name] for name in SETTINGS if isinstance(defaults.get(name), int | float)
+    }
+
+
 def _text(message: Message) -> str:
-    """The words of a message; what it calculated where it has no words, because servers refuse an empty message."""
+    """Return the words of a message; what it calculated where it has no words, because servers
+    refuse an empty message."""
     return message.text or " ".join(part.text for part in message.parts)

@@ -1,4 +1,5 @@
-"""Input and output of a chat in a terminal: reads what the user types, handles Ctrl-C, and shows text safely."""
+"""Input and output of a chat in a terminal: reads what the user types, handles Ctrl-C, and shows
+text safely."""
 
 import codecs
 import contextlib
@@ -25,36 +26,36 @@ LINE_EDITOR = (
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def language(asked: str) -> str:
-    """en or zh: the language asked for, or, for auto, the language of the terminal's locale."""
-    return common.language() if asked == "auto" else asked
+def language(flag: str) -> str:
+    """Return en or zh: what the flag says, or, for auto, the language of the terminal's locale."""
+    return common.language() if flag == "auto" else flag
 
 
 # --- what is shown -------------------------------------------------------------------------------
 
 
 def harmless(text: str) -> str:
-    """Replace control characters in a model's text: a reply must not be able to control the terminal."""
+    """Replace control characters in a model's text: a reply must not be able to control the
+    terminal."""
     return CONTROL.sub("\ufffd", text)
 
 
 def dim(text: str, stream: TextIO) -> str:
     """Text in grey if the stream shows colours, else unchanged."""
-    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if plain else f"\033[2m{text}\033[0m"
+    if not stream.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return text if os.environ.get("TERM") == "dumb" else f"\033[2m{text}\033[0m"
 
 
 def take_any_text() -> None:
     """Let standard input and output carry any text, whatever the locale says."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal without UTF-8 shows ? for unknown characters
-    if (
-        isinstance(sys.stdin, io.TextIOWrapper)
-        and codecs.lookup(sys.stdin.encoding).name == "ascii"
-    ):
+            # A terminal without UTF-8 shows ? for unknown characters.
+            stream.reconfigure(errors="replace")
+    if not isinstance(sys.stdin, io.TextIOWrapper):
+        return
+    if codecs.lookup(sys.stdin.encoding).name == "ascii":
         sys.stdin.reconfigure(encoding="utf-8")  # what a keyboard sends, whatever the locale says
 
 
@@ -74,7 +75,8 @@ def ask() -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[], str]]:
-    """Give ask(). Inside this block Ctrl-C raises KeyboardInterrupt only in ask(), and only once per call.
+    """Yield ask(). Inside this block Ctrl-C raises KeyboardInterrupt only in ask(), and only once
+    per call.
 
     So holding the keys a moment too long neither ends the chat nor stops the next answer.
     """
@@ -86,7 +88,7 @@ def keyboard() -> Iterator[Callable[[], str]]:
             asking = False
             raise KeyboardInterrupt
 
-    def asked() -> str:
+    def ask_once() -> str:
         nonlocal asking
         asking = True
         try:
@@ -96,14 +98,15 @@ def keyboard() -> Iterator[Callable[[], str]]:
 
     before = signal.signal(signal.SIGINT, press)
     try:
-        yield asked
+        yield ask_once
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Give a function that tells whether Ctrl-C was pressed: the first never interrupts a pass, a second raises."""
+    """Yield a function that tells whether Ctrl-C was pressed: the first never interrupts a pass, a
+    second raises."""
     presses = 0
 
     def press(number: int, frame: Any) -> None:
@@ -121,10 +124,12 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def utf8() -> Iterator[None]:
-    """Inside this block the line editor reads UTF-8 even if the terminal's locale is C or is not installed.
+    """Inside this block the line editor reads UTF-8 even if the terminal's locale is C or is not
+    installed.
 
-    Without it the editor takes each byte of a Chinese character for a key pressed with Alt, and lists files or recalls
-    old lines. The editor looks at the environment for each line, so the environment is what changes.
+    Without it the editor takes each byte of a Chinese character for a key pressed with Alt, and
+    lists files or recalls old lines. The editor looks at the environment for each line, so the
+    environment is what changes.
     """
     name = "LC_ALL" if os.environ.get("LC_ALL") else "LC_CTYPE"
     before = os.environ.get(name)
@@ -139,10 +144,10 @@ def utf8() -> Iterator[None]:
 
 
 def _ascii_only() -> bool:
-    return not _installed("") or locale.nl_langinfo(locale.CODESET) in (
-        "ANSI_X3.4-1968",
-        "US-ASCII",
-    )
+    """Whether the terminal's locale is not installed or has only ASCII characters."""
+    if not _installed(""):
+        return True
+    return locale.nl_langinfo(locale.CODESET) in ("ANSI_X3.4-1968", "US-ASCII")
 
 
 def _installed(name: str) -> bool:
@@ -156,13 +161,15 @@ def _installed(name: str) -> bool:
 
 @contextlib.contextmanager
 def history(path: Path) -> Iterator[str]:
-    """Inside this block the arrow keys recall earlier lines and chats. Only the user may read the history file.
+    """Inside this block the arrow keys recall earlier lines and chats. Only the user may read the
+    history file.
 
-    Gives why the lines cannot be kept for the next chat, or "".
+    Yields the reason if the lines cannot be saved for the next chat, else "".
     """
     with utf8():
         try:
-            import readline  # here, because the import changes input(), and Windows does not have it
+            # Here, because the import changes input(), and Windows does not have it.
+            import readline
         except ImportError:
             yield "this Python has no readline"
             return
@@ -173,14 +180,14 @@ def history(path: Path) -> Iterator[str]:
         try:
             yield problem
         finally:
-            with contextlib.suppress(
-                OSError
-            ):  # a folder that became full or read-only does not end a chat in error
+            # A folder that became full or read-only does not end a chat in error.
+            with contextlib.suppress(OSError):
                 readline.write_history_file(path)
 
 
 def _read_history(readline: Any, path: Path) -> str:
-    """Read the history file, and create it if it is missing; why it cannot be written, or ""."""
+    """Read the history file, creating it if needed. Return the reason if it is not writable, else
+    ""."""
     problem = ""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))

@@ -7,9 +7,10 @@ TEXTS = {
         "latest": "this is the model that was trained last, at {saved}",
         "others": "other models, newest first: {flags}",
         "drawing": "temperature {temperature:g}, min-p {min_p:g}: {reason}",
-        "base": "this is a base model, which has not learned to chat: it continues the text that you type",
-        "smoke": "the smoke preset trained this model for a few steps to test the installation: it can answer nothing. "
-        "Train one that answers with: bash speedrun.sh",
+        "base": "this is a base model, which has not learned to chat: it continues the text that "
+        "you type",
+        "smoke": "the smoke preset trained this model for a few steps to test the installation: it "
+        "can answer nothing. Train one that answers with: bash speedrun.sh",
         "hello": "/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat",
         "help": """/help         show this list
 /new          start a new chat; the instructions stay
@@ -24,22 +25,27 @@ TEXTS = {
         "new": "started a new chat",
         "set": "temperature: {temperature}; top-k: {top_k}; longest reply in tokens: {max_tokens}",
         "unsaid": "the server's default",
-        "most": "a reply has at most {most} tokens here, because the server's context of {context} tokens must "
+        "most": "a reply has at most {most} tokens here, because the server's context of {context} "
+        "tokens must "
         "also hold the chat",
         "number": "{command} needs a number, got {given!r}: type {command} 1, for example",
         "file": "{command} needs a file name: type {command} chat.json, for example",
-        "home": "there is no home folder for {given}: type another path, such as {command} ./chat.json",
+        "home": "there is no home folder for {given}: type another path, such as {command} "
+        "./chat.json",
         "saved": "saved {count} messages to {path}",
         "loaded": "loaded {count} messages from {path}",
-        "unknown": "there is no command {command}: see /help. To send a text that begins with /, put a space first",
+        "unknown": "there is no command {command}: see /help. To send a text that begins with /, "
+        "put a space first",
         "forgotten": "the context is full: the model no longer sees the first {count} messages",
-        "length": "the reply was cut off at its length limit: /max N sets another limit, /new makes room",
+        "length": "the reply was cut off at its length limit: /max N sets another limit, /new "
+        "makes room",
         "stopped": "stopped",
         "empty": "the model said nothing",
         "speed": "{tokens} tokens, {rate:.0f} tokens/s, context {used} of {context}",
         "rate": "{tokens} tokens, {rate:.0f} tokens/s",
         "bye": "Ctrl-D or /quit ends the chat",
-        "unkept": "what you type will not be there in the next chat: {path} cannot be written ({why})",
+        "unkept": "what you type will not be there in the next chat: {path} cannot be written "
+        "({why})",
     },
     "zh": {
         "model": "模型：阶段 {stage}，标签 {tag}，第 {step} 步，上下文 {context} 个词元",

@@ -11,16 +11,17 @@ FORMAT = "nanochat-chat"
 
 
 def instructions(messages: list[Message]) -> list[Message]:
-    """The system message at the start of a chat, if there is one."""
+    """Return the system message at the start of a chat, if there is one."""
     return [message for message in messages[:1] if message.role == "system"]
 
 
 def write_transcript(path: Path, messages: list[Message]) -> None:
-    """Write a chat as JSON: role and text of every message, and also the parts of replies with calculator calls.
+    """Write a chat as JSON: role and text of every message, and also the parts of replies with
+    calculator calls.
 
     UserError if the file cannot be written.
     """
-    written = []
+    entries = []
     for message in messages:
         # A flag may hold bytes that are not UTF-8, which Python reads as halves of surrogate pairs.
         entry: dict[str, Any] = {"role": message.role, "content": replace_surrogates(message.text)}
@@ -28,9 +29,9 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
             entry["parts"] = [
                 {"kind": part.kind, "text": replace_surrogates(part.text)} for part in message.parts
             ]
-        written.append(entry)
+        entries.append(entry)
     try:
-        write_json(path, {"format": FORMAT, "version": 1, "messages": written})
+        write_json(path, {"format": FORMAT, "version": 1, "messages": entries})
     except (OSError, ValueError) as failure:  # ValueError: the path holds a null byte
         reason = failure.strerror if isinstance(failure, OSError) else failure
         raise UserError(
@@ -39,9 +40,11 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
 
 
 def read_transcript(path: Path) -> list[Message]:
-    """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of whole exchanges.
+    """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of
+    whole exchanges.
 
-    U+FFFD replaces each half of a surrogate pair. UserError if the file cannot be read or is not a chat.
+    U+FFFD replaces each half of a surrogate pair. UserError if the file cannot be read or is not a
+    chat.
     """
     try:
         messages = [_read_message(entry) for entry in read_json(path)["messages"]]
@@ -51,23 +54,26 @@ def read_transcript(path: Path) -> list[Message]:
         ) from failure
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise UserError(
-            f'{path} is not a chat: name a JSON file of the form {{"messages": [{{"role": "user", "content": "..."}}, '
+            f"{path} is not a chat: name a JSON file of the form "
+            f'{{"messages": [{{"role": "user", "content": "..."}}, '
             f'{{"role": "assistant", "content": "..."}}]}}'
         ) from failure
     turns = [message.role for message in messages[len(instructions(messages)) :]]
     if turns != ["user", "assistant"] * (len(turns) // 2):
         raise UserError(
-            f"{path} is not a chat that can be continued: after an optional system message, user and assistant must "
-            f"take turns, and the assistant must come last, got {', '.join(turns)}. Correct the file, or name another"
+            f"{path} is not a chat that can be continued: after an optional system message, user "
+            "and assistant must take turns, and the assistant must come last, got "
+            f"{', '.join(turns)}. Correct the file, or name another"
         )
     return messages
 
 
 def _read_message(entry: dict[str, Any]) -> Message:
-    parts = entry.get("parts") or [{"kind": "text", "text": entry["content"]}]
-    read = tuple(Part(part["kind"], replace_surrogates(part["text"])) for part in parts)
-    if entry["role"] not in ("system", "user", "assistant") or not all(
-        part.kind in ("text", "python", "python_output") for part in read
-    ):
+    """Return the message of an entry. ValueError for a role or a kind of part that no chat has."""
+    items = entry.get("parts") or [{"kind": "text", "text": entry["content"]}]
+    parts = tuple(Part(item["kind"], replace_surrogates(item["text"])) for item in items)
+    if entry["role"] not in ("system", "user", "assistant"):
         raise ValueError(entry["role"])
-    return Message(entry["role"], read)
+    if any(part.kind not in ("text", "python", "python_output") for part in parts):
+        raise ValueError(entry["role"])
+    return Message(entry["role"], parts)

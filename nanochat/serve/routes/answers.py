@@ -1,24 +1,228 @@
-"""Answers to requests: replies that stream or come whole, and errors. A client that leaves ends its answer."""
+"""Answers to requests, as all routes share them: a reply while it grows, and the bytes that a
+client gets.
+
+Choice follows the engine's events of one reply, Reply collects its text and calls, a Writer puts
+them into the format of its route, and Answer sends them, streamed or whole. A client that leaves
+ends its answer.
+"""
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from nanochat.common import UserError
-from nanochat.engine import Event
-from nanochat.generate.reply import BROKEN
+from nanochat.data.conversation import Part
+from nanochat.generate.reply import BROKEN, Alternatives, Event, Scored, TextStream
+from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import TOO_COMPLEX
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
+from nanochat.serve.models import Metrics, Watch
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.metrics import Metrics, Watch
+from nanochat.serve.routes.tools import NONE, CallText, Tools
+from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
+ScoredTokens = Literal["text", "all"]
+LEAST = -9999.0  # what OpenAI sends for a token that cannot come; JSON has no minus infinity
+DONE = b"data: [DONE]\n\n"
 QUEUE_FULL = "as many requests are waiting as may wait: try again in 2 seconds"
+
+
+# --- one reply while it grows --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token of a reply's text, with the natural log of its probability and the likeliest tokens
+    at its place."""
+
+    token: int
+    logprob: float
+    alternatives: Alternatives
+
+
+class Choice:
+    """Follows the events of one request to the engine."""
+
+    def __init__(self, tokenizer: Tokenizer, scored: ScoredTokens | None):
+        """`scored` says which tokens scores() returns: those of the text, or all, marks and
+        calculator calls too."""
+        self._stream = TextStream(tokenizer)
+        self._tokenizer = tokenizer
+        self._scored = scored
+        # Tokens with the position of each in the text, in bytes.
+        self._pending: list[tuple[int, TokenScore]] = []
+        self._written = 0  # bytes that the model wrote
+        self._shown = 0  # bytes that the client may see
+        self.tokens = 0
+        self.reused = 0  # tokens of the prompt that were not read again
+        self.prompt_scores: tuple[Scored, ...] = ()
+        self.finish: str | None = None
+        self._cut = False
+
+    def add(self, event: Event) -> list[Part]:
+        """Follow an event; return what can be shown now."""
+        if self._scored:
+            self._score(event)
+        parts = self._stream.push(event.token)
+        if event.finish is not None:
+            parts += self._stream.flush()
+        if event.parts is not None:
+            # The engine looks for stop strings, and holds back what may begin one.
+            parts = list(event.parts)
+        for part in parts:
+            if self._scored == "all" or part.kind == "text":
+                self._shown += len(part.text.encode())
+        self.tokens += 1
+        self.reused += event.reused
+        self.prompt_scores = tuple(event.prompt_scores) or self.prompt_scores
+        self.finish = event.finish
+        self._cut = isinstance(event.matched, str)
+        return parts
+
+    def _score(self, event: Event) -> None:
+        """Note the log-probability of a token, if scores() returns it."""
+        mark = self._stream.is_mark(event.token)
+        in_text = not mark and not event.forced and self._stream.kind == "text"
+        if not in_text and self._scored != "all":
+            return
+        score = TokenScore(event.token, event.logprob, event.alternatives)
+        self._pending.append((self._written, score))
+        if not mark:
+            self._written += len(self._tokenizer.decode_bytes([event.token]))
+
+    def scores(self) -> list[TokenScore]:
+        """Return the tokens of the text that was shown since the last call; none of what a stop
+        string cut off."""
+        ready = sum(position < self._shown for position, _ in self._pending)
+        if self.finish is not None and not self._cut:
+            ready = len(self._pending)
+        scores = [score for _, score in self._pending[:ready]]
+        self._pending = self._pending[ready:]
+        return scores
+
+
+class Reply:
+    """Collects a reply while it grows: takes parts from the engine and returns deltas to send.
+
+    Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result},
+    which extends OpenAI's format and which other clients ignore; `result` is null if the reply
+    ended before the answer. A call of one of the client's tools goes into `tool_calls`.
+    """
+
+    def __init__(self, tools: Tools = NONE) -> None:
+        self.tool_calls: list[dict[str, Any]] = []
+        self._calls = CallText(tools) if tools.parameters else None
+        self.parts: list[dict[str, Any]] = []
+        self._expression: str | None = None  # the calculator call that still waits for its result
+
+    @property
+    def text(self) -> str:
+        """The text so far, without calculator calls."""
+        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message that the client may send back later, with `parts` if it has
+        calculator calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if any(part["type"] == "tool" for part in self.parts):
+            message["parts"] = self.parts
+        if self.tool_calls:
+            message |= {"tool_calls": self.tool_calls, "content": self.text or None}
+        return message
+
+    def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
+        """Add what the model said; return the deltas to send."""
+        deltas: list[dict[str, Any]] = []
+        for part in parts:
+            if part.kind == "python_output":
+                deltas += self._end_calculation(part.text)
+                continue
+            deltas += self._end_calculation(None)
+            if part.kind == "python":
+                self._expression = part.text
+            elif self._calls:
+                self._add_items(self._calls.push(part.text), deltas)
+            else:
+                self._add_items([part.text], deltas)
+        return deltas
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the deltas of what is held back: a calculator call without a result, and what
+        might have become a call."""
+        deltas = self._end_calculation(None)
+        if self._calls:
+            self._add_items(self._calls.push("", last=True), deltas)
+        return deltas
+
+    def _add_items(
+        self, items: Sequence[str | dict[str, Any]], deltas: list[dict[str, Any]]
+    ) -> None:
+        """Add texts and calls to the reply and to the deltas."""
+        for item in items:
+            if isinstance(item, dict):
+                call = {"index": len(self.tool_calls), **item}
+                deltas.append({"tool_calls": [call]})
+                self.tool_calls.append(item)
+                continue
+            add_text(self.parts, item)
+            if deltas and "content" in deltas[-1]:
+                deltas[-1]["content"] += item
+            else:
+                deltas.append({"content": item})
+
+    def _end_calculation(self, result: str | None) -> list[dict[str, Any]]:
+        """End the calculator call that waits for its result, if there is one; return its delta."""
+        if self._expression is None:
+            return []
+        call = {"expression": self._expression, "result": result}
+        self._expression = None
+        self.parts.append({"type": "tool", **call})
+        return [{"tool": call}]
+
+
+def add_text(parts: list[dict[str, Any]], text: str) -> None:
+    """Add text behind the parts of a reply."""
+    if parts and parts[-1]["type"] == "text":
+        parts[-1]["text"] += text
+    else:
+        parts.append({"type": "text", "text": text})
+
+
+def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:
+    """Return token counts under OpenAI's names; `cached` is how many tokens of prompts were not
+    read again."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": reply,
+        "total_tokens": prompt + reply,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can hold it."""
+    return max(logprob, LEAST)
+
+
+def spelling(token: int, tokenizer: Tokenizer) -> str:
+    """Return the text of a token; bytes:\\xe4\\xbd where it is no whole text, so that no two tokens
+    look the same."""
+    raw = tokenizer.decode_bytes([token])
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+# --- writers -------------------------------------------------------------------------------------
 
 
 class Writer(Protocol):
@@ -31,7 +235,7 @@ class Writer(Protocol):
         ...
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow events, each with the place of its reply; return what a stream sends of them."""
+        """Consume events, each with the index of its reply; return the bytes to stream for them."""
         ...
 
     def closing(self) -> bytes:
@@ -47,23 +251,27 @@ class Writer(Protocol):
         ...
 
 
+class Work(NamedTuple):
+    """A request's requests to the engine, and the writer of its answer, which gets the answer's
+    id."""
+
+    requests: list[tuple[list[int], Sampling]]
+    writer: Callable[[str], Writer]
+
+
 def error(refusal: ApiError) -> JSONResponse:
-    """A refusal as OpenAI's error JSON."""
+    """Return a refusal as OpenAI's error JSON."""
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """A server-sent event that carries a JSON value."""
-    head = b"" if name is None else f"event: {name}\n".encode()
-    return (
-        head
-        + b"data: "
-        + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-        + b"\n\n"
-    )
+    """Return a server-sent event that carries a JSON value."""
+    head = "" if name is None else f"event: {name}\n"
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"{head}data: {text}\n\n".encode()
 
 
-DONE = b"data: [DONE]\n\n"
+# --- sending -------------------------------------------------------------------------------------
 
 
 async def _left(receive: Receive) -> None:
@@ -74,7 +282,8 @@ async def _left(receive: Receive) -> None:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Run `work` and return its result; cancel it and return None as soon as the client leaves."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -97,19 +306,30 @@ class Answer(Response):
     ):
         """`start` is when the request came, by the monotonic clock."""
         super().__init__()
-        self.thread, self.ticket, self.writer = thread, ticket, writer
-        self.watch = Watch(metrics, [len(prompt) for prompt, _ in ticket.requests], start)
+        self.thread = thread
+        self.ticket = ticket
+        self.writer = writer
+        prompt_lengths = [len(prompt) for prompt, _ in ticket.requests]
+        self.watch = Watch(metrics, prompt_lengths, start)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         try:
-            work = self._stream(send) if self.writer.stream else self._whole(scope, receive, send)
-            await while_connected(receive, work)
+            if self.writer.stream:
+                await while_connected(receive, self._stream(send))
+            else:
+                await while_connected(receive, self._send_at_once(scope, receive, send))
         finally:
             self.thread.release(self.ticket)
             self.watch.end()
 
     async def _news(self) -> list[tuple[int, Event]]:
-        """The events of the next delivery. Raises ApiError if the engine fails or the model is broken."""
+        """Return the events of the next delivery. Raises ApiError if the engine fails or the model
+        is broken."""
         try:
             news = await self.ticket.events()
         except ApiError:
@@ -118,9 +338,7 @@ class Answer(Response):
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
         except UserError as refusal:
             raise ApiError(400, "invalid_request", str(refusal)) from refusal
-        except (
-            Exception
-        ) as failure:  # an edge of the process: the engine thread has logged the traceback
+        except Exception as failure:  # an edge of the process: the thread has logged the traceback
             text = f"the engine failed with {type(failure).__name__}: the server's log says why"
             raise ApiError(500, "engine_failed", text) from failure
         if any(event.broken for _, event in news):
@@ -130,16 +348,24 @@ class Answer(Response):
             raise ApiError(400, "schema_too_complex", TOO_COMPLEX)
         return news
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_at_once(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Send the answer when all replies have ended."""
         try:
             while not self.watch.done:
-                self.writer.add(await self._news())
+                news = await self._news()
+                self.writer.add(news)
             response = JSONResponse(self.writer.body())
         except ApiError as failure:
             response = error(failure)
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
+        """Send the answer as server-sent events while the replies grow."""
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"x-accel-buffering", b"no"),
@@ -148,7 +374,8 @@ class Answer(Response):
         await _send(send, self.writer.opening())
         try:
             while not self.watch.done:
-                await _send(send, self.writer.add(await self._news()))
+                news = await self._news()
+                await _send(send, self.writer.add(news))
             await _send(send, self.writer.closing())
         except ApiError as failure:
             await _send(send, self.writer.failure(failure))

@@ -1,38 +1,45 @@
-"""POST /v1/chat/completions: reads chats in OpenAI's format, and writes replies as its clients expect them."""
+"""POST /v1/chat/completions: reads chats in OpenAI's format, and writes replies as clients expect
+them."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.conversation import Conversation, Message, Part
-from nanochat.engine import Event
-from nanochat.serve.routes.answers import DONE, event
-from nanochat.serve.routes.choices import Choice, Reply, Said, count_usage, finite, spelling
+from nanochat.generate.reply import Event
+from nanochat.serve.routes.answers import (
+    DONE,
+    Choice,
+    Reply,
+    TokenScore,
+    Work,
+    count_usage,
+    event,
+    finite,
+    spelling,
+)
 from nanochat.serve.routes.fields import (
+    READ,
     ApiError,
+    Defaults,
     Limits,
+    ReplySettings,
+    alternatives,
+    check_scores,
     flag,
     integer,
     invalid,
     read_fields,
+    read_format,
+    read_settings,
     truncates,
 )
-from nanochat.serve.routes.intake import Work, make_prompt
-from nanochat.serve.routes.messages import alternating, read_conversation
-from nanochat.serve.routes.sampling import (
-    READ,
-    Defaults,
-    Wanted,
-    alternatives,
-    check_scores,
-    read_format,
-    read_wanted,
-)
+from nanochat.serve.routes.messages import alternating, make_prompt, read_conversation
 from nanochat.serve.routes.tools import Tools, only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
 
-KNOWN = READ | {
+FIELDS = READ | {
     "messages",
     "max_tokens",
     "max_completion_tokens",
@@ -56,68 +63,97 @@ class ChatRequest:
     """A checked request."""
 
     conversation: Conversation
-    wanted: Wanted
+    settings: ReplySettings
     truncate: bool  # drop the oldest exchanges when the whole chat does not fit
     logprobs: bool
     tools: Tools
     continued: bool = False  # the last message is the beginning of the reply
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """The prompt as requests to the engine, and the writer of the replies. ApiError 400 if it does not fit."""
-        wanted = self.wanted
-        chat, begun = self.conversation, []
+        """Return the prompt as requests to the engine, and the writer of the replies.
+
+        ApiError 400 if the prompt does not fit.
+        """
+        settings = self.settings
+        chat = self.conversation
+        beginning: list[int] = []  # of the reply
         if self.continued:
             plain = alternating(chat)
-            chat, begun = plain.prompt, reply_tokens(plain.messages[-1], tokenizer)
-        room = limits.context - len(begun)
-        prompt, dropped = make_prompt(chat, wanted.max_tokens, self.truncate, tokenizer, room)
-        prompt = [*prompt, *begun]
-        requests = wanted.requests(prompt, limits.context)
+            chat = plain.prompt
+            beginning = reply_tokens(plain.messages[-1], tokenizer)
+        room = limits.context - len(beginning)
+        prompt, dropped = make_prompt(chat, settings.max_tokens, self.truncate, tokenizer, room)
+        prompt = [*prompt, *beginning]
+        requests = settings.requests(prompt, limits.context)
         if self.logprobs:
-            longest = sum(sampling.max_tokens for _, sampling in requests)
-            check_scores(longest * (1 + wanted.sampling.logprobs), "n, max_tokens or top_logprobs")
+            tokens = sum(sampling.max_tokens for _, sampling in requests)
+            scores = tokens * (1 + settings.sampling.logprobs)
+            check_scores(scores, "n, max_tokens or top_logprobs")
 
         def writer(number: str) -> ChatWriter:
-            envelope = Envelope(f"chatcmpl-{number}", int(time.time()), limits.model, dropped)
+            created = int(time.time())
+            envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
             return ChatWriter(envelope, self, len(prompt), tokenizer)
 
         return Work(requests, writer)
 
 
-def read_chat(value: Any, limits: Limits, defaults: Defaults) -> ChatRequest:
+def read_chat(
+    value: Any,
+    limits: Limits,
+    defaults: Defaults,
+) -> ChatRequest:
     """Check a decoded body. ApiError (400, or 404 for an unknown model) that names the field."""
-    fields = read_fields(value, limits, KNOWN, NEUTRAL)
-    longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    logprobs, top = flag(fields, "logprobs"), alternatives(fields, "top_logprobs")
-    if top and not logprobs:
+    fields = read_fields(value, limits, FIELDS, NEUTRAL)
+    logprobs = flag(fields, "logprobs")
+    top_logprobs = alternatives(fields, "top_logprobs")
+    if top_logprobs and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     flag(fields, "parallel_tool_calls")
     tools = read_tools(fields)
-    schema = only_schema(tools, read_format(fields.get("response_format"), "response_format"))
-    wanted = read_wanted(
+    response_format = read_format(fields.get("response_format"), "response_format")
+    schema = only_schema(tools, response_format)
+    length_field = "max_tokens"
+    if "max_completion_tokens" in fields:
+        length_field = "max_completion_tokens"
+    max_tokens = integer(fields, length_field, 1, limits.context)
+    settings = read_settings(
         fields,
         limits,
         defaults,
-        integer(fields, longest, 1, limits.context),
+        max_tokens,
         schema=schema,
-        logprobs=top or 0,
+        logprobs=top_logprobs or 0,
     )
     continued = flag(fields, "continue_final_message")
     if flag(fields, "add_generation_prompt", not continued) == continued:
         text = "add_generation_prompt must be the opposite of continue_final_message, or left out"
         raise invalid(text, "add_generation_prompt")
     conversation = read_conversation(fields.get("messages"), tools.instructions, continued)
-    return ChatRequest(conversation, wanted, truncates(fields), logprobs, tools, continued)
+    return ChatRequest(
+        conversation,
+        settings,
+        truncates(fields),
+        logprobs,
+        tools,
+        continued,
+    )
 
 
 def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a reply without the mark that ends it, so that the model continues it."""
-    found: list[int] = []
+    """Return the tokens of a reply without the mark that ends it, so that the model continues
+    it."""
+    roles = {"python": "python", "python_output": "output"}
+    tokens: list[int] = []
     for part in message.parts:
-        kind = {"python": "python", "python_output": "output"}.get(part.kind)
-        marks = [[tokenizer.special(f"{kind}_{side}")] if kind else [] for side in ("start", "end")]
-        found += [*marks[0], *tokenizer.encode(part.text), *marks[1]]
-    return found
+        text = tokenizer.encode(part.text)
+        role = roles.get(part.kind)
+        if role is not None:
+            start = tokenizer.special(f"{role}_start")
+            end = tokenizer.special(f"{role}_end")
+            text = [start, *text, end]
+        tokens += text
+    return tokens
 
 
 # --- replies -------------------------------------------------------------------------------------
@@ -127,7 +163,8 @@ def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
 class Envelope:
     """The fields that every piece of one answer repeats; `created` is in seconds since 1970.
 
-    `truncated` is how many of the oldest messages the model did not see, which the client allowed (truncation: auto).
+    `truncated` is how many of the oldest messages the model did not see, which the client allowed
+    (truncation: auto).
     """
 
     id: str
@@ -136,7 +173,10 @@ class Envelope:
     truncated: int = 0
 
     def body(
-        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
+        self,
+        kind: str,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """An object of the API with some choices."""
         body = {
@@ -156,122 +196,142 @@ class Envelope:
 class ChatWriter:
     """Writes the replies to one chat."""
 
-    def __init__(self, envelope: Envelope, asked: ChatRequest, prompt: int, tokenizer: Tokenizer):
-        """`prompt` is the length of the prompt in tokens."""
-        self._envelope, self._asked, self._prompt, self._tokenizer = (
-            envelope,
-            asked,
-            prompt,
-            tokenizer,
-        )
-        count = asked.wanted.n
+    def __init__(
+        self,
+        envelope: Envelope,
+        request: ChatRequest,
+        prompt_length: int,
+        tokenizer: Tokenizer,
+    ):
+        self._envelope = envelope
+        self._request = request
+        self._prompt_length = prompt_length
+        self._tokenizer = tokenizer
+        count = request.settings.n
         self._choices = [
-            Choice(tokenizer, "text" if asked.logprobs else None) for _ in range(count)
+            Choice(tokenizer, "text" if request.logprobs else None) for _ in range(count)
         ]
-        self._replies = [Reply(asked.tools) for _ in range(count)]
+        self._replies = [Reply(request.tools) for _ in range(count)]
         self._scores: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-        self.stream = asked.wanted.stream
+        self.stream = request.settings.stream
 
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts so far. The prompt counts once, however many replies there are."""
         tokens = sum(choice.tokens for choice in self._choices)
-        return count_usage(self._prompt, tokens, self._choices[0].reused)
+        return count_usage(self._prompt_length, tokens, self._choices[0].reused)
 
     def opening(self) -> bytes:
         """The role of each reply."""
         role = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(place, role) for place in range(len(self._choices)))
+        return b"".join(self._chunk(index, role) for index in range(len(self._choices)))
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow events; return the chunks of what they add."""
-        gathered: dict[int, list[Part]] = {}
-        for place, item in news:
-            gathered.setdefault(place, []).extend(self._choices[place].add(item))
+        """Consume events; return the chunks of what they add."""
+        parts_by_reply: dict[int, list[Part]] = {}
+        for index, token_event in news:
+            parts = self._choices[index].add(token_event)
+            parts_by_reply.setdefault(index, []).extend(parts)
         sent = b""
-        for place, parts in gathered.items():
-            choice, reply = self._choices[place], self._replies[place]
-            deltas = reply.add(parts) + (reply.end() if choice.finish else [])
-            scores = [self._score(said) for said in choice.scores()]
-            self._scores[place] += scores
+        for index, parts in parts_by_reply.items():
+            deltas = self._replies[index].add(parts)
+            if self._choices[index].finish:
+                deltas += self._replies[index].end()
+            scores = [self._score(score) for score in self._choices[index].scores()]
+            self._scores[index] += scores
             if self.stream:
-                sent += self._chunks(place, deltas, scores)
+                sent += self._chunks(index, deltas, scores)
         return sent
 
     def closing(self) -> bytes:
-        """The usage, if the client wants it alone, and the end of the stream."""
-        alone = self._asked.wanted.include_usage
-        usage = (
-            event(self._envelope.body("chat.completion.chunk", [], self.usage)) if alone else b""
-        )
-        return usage + DONE
+        """Return the usage, if the client wants it alone, and the end of the stream."""
+        if not self._request.settings.include_usage:
+            return DONE
+        usage = self._envelope.body("chat.completion.chunk", [], self.usage)
+        return event(usage) + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
-        """The error, and the end of the stream."""
+        """Return the error, and the end of the stream."""
         return event(refusal.body) + DONE
 
     def body(self) -> dict[str, Any]:
-        """The whole answer. A reply with calculator calls has `parts`, which the client may send back later."""
+        """Return the whole answer.
+
+        A reply with calculator calls has `parts`, which the client may send back later.
+        """
         choices = []
-        for place, reply in enumerate(self._replies):
-            logprobs = (
-                {"content": self._scores[place], "refusal": None} if self._asked.logprobs else None
-            )
-            choices.append(
-                {
-                    "index": place,
-                    "message": reply.message,
-                    "logprobs": logprobs,
-                    "finish_reason": self._end(place),
-                }
-            )
+        for index, reply in enumerate(self._replies):
+            logprobs = None
+            if self._request.logprobs:
+                logprobs = {"content": self._scores[index], "refusal": None}
+            choice = {
+                "index": index,
+                "message": reply.message,
+                "logprobs": logprobs,
+                "finish_reason": self._finish_reason(index),
+            }
+            choices.append(choice)
         return self._envelope.body("chat.completion", choices, self.usage)
 
-    def _end(self, place: int) -> str | None:
-        """Why a reply ended, in OpenAI's words."""
-        finish = self._choices[place].finish
-        return "tool_calls" if finish == "stop" and self._replies[place].tool_calls else finish
+    def _finish_reason(self, index: int) -> str | None:
+        """Return why a reply ended, in OpenAI's words."""
+        finish = self._choices[index].finish
+        if finish == "stop" and self._replies[index].tool_calls:
+            return "tool_calls"
+        return finish
 
     def _chunks(
-        self, place: int, deltas: list[dict[str, Any]], scores: list[dict[str, Any]]
+        self,
+        index: int,
+        deltas: list[dict[str, Any]],
+        scores: list[dict[str, Any]],
     ) -> bytes:
-        """The chunks of one reply. Scores go with the first; the last says why the reply ended."""
+        """Return the chunks of one reply. Scores go with the first; the last says why the reply
+        ended."""
+        if scores and not deltas:
+            deltas = [{"content": ""}]
         sent = b""
-        for delta in deltas or [{"content": ""}] * bool(scores):
-            sent += self._chunk(place, delta, scores=scores)
+        for delta in deltas:
+            sent += self._chunk(index, delta, scores=scores)
             scores = []
-        if self._choices[place].finish:
-            last = (
-                all(choice.finish for choice in self._choices)
-                and not self._asked.wanted.include_usage
-            )
-            sent += self._chunk(place, {}, self._end(place), usage=self.usage if last else None)
+        if self._choices[index].finish:
+            ended = all(choice.finish for choice in self._choices)
+            usage = None
+            if ended and not self._request.settings.include_usage:
+                usage = self.usage
+            sent += self._chunk(index, {}, self._finish_reason(index), usage=usage)
         return sent
 
     def _chunk(
         self,
-        place: int,
+        index: int,
         delta: dict[str, Any],
         finish: str | None = None,
-        scores: Iterable[dict[str, Any]] = (),
+        scores: Sequence[dict[str, Any]] = (),
         usage: dict[str, Any] | None = None,
     ) -> bytes:
-        scores = [*scores]
-        logprobs = {"content": scores, "refusal": None} if scores else None
-        if (
-            self._asked.wanted.continuous_usage
-            and finish is None
-            and any(c.tokens for c in self._choices)
-        ):
+        """Return one chunk of a reply."""
+        begun = any(choice.tokens for choice in self._choices)
+        if self._request.settings.continuous_usage and finish is None and begun:
             usage = self.usage
-        choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        logprobs = {"content": list(scores), "refusal": None} if scores else None
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
         return event(self._envelope.body("chat.completion.chunk", [choice], usage))
 
-    def _score(self, said: Said) -> dict[str, Any]:
-        """A token as OpenAI describes it, with the likeliest tokens at its place."""
-        top = [self._named(token, logprob) for token, logprob in said.alternatives]
-        return {**self._named(said.token, said.logprob), "top_logprobs": top}
+    def _score(self, score: TokenScore) -> dict[str, Any]:
+        """Return a token as OpenAI describes it, with the likeliest tokens at its position."""
+        alternatives = [self._token(token, logprob) for token, logprob in score.alternatives]
+        return {**self._token(score.token, score.logprob), "top_logprobs": alternatives}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = [*self._tokenizer.decode_bytes([token])]
-        return {"token": spelling(token, self._tokenizer), "logprob": finite(logprob), "bytes": raw}
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return a token with its log-probability and its bytes."""
+        return {
+            "token": spelling(token, self._tokenizer),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.decode_bytes([token])),
+        }

@@ -1,15 +1,51 @@
-"""Reads the fields of a request body, and refuses them as OpenAI does: an error that names the field and the rule."""
+"""Reads the fields of a request body, and refuses them as OpenAI does: an error that names the
+field and the rule.
 
+The second half translates the fields that generating routes share into the engine's Sampling: it is
+the one place that knows both sets of names.
+"""
+
+import json
 import math
+import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from nanochat.common import UserError
+from nanochat.engine import MOST_SAMPLES, sample_settings
+from nanochat.generate.sampling import (
+    LONGEST_STOP,
+    MOST_ALTERNATIVES,
+    MOST_BIAS,
+    MOST_BIASES,
+    MOST_STOPS,
+    Sampling,
+)
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Fields that clients send for their own records; they change no answer.
 IGNORED = frozenset(
     {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"}
 )
+# OpenAI's fields that every generating route reads, and the ones that vLLM adds.
+OPENAI = {
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "n",
+}
+VLLM = {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"}
+READ = frozenset(OPENAI | VLLM | {"response_format", "stream", "stream_options"})
+LARGEST_SEED = 2**63 - 1
+# Log-probabilities that one answer may list, those of alternatives too. Each takes up to 600 bytes
+# before it is sent, so one answer takes at most 160 MB. A reply of 4,096 tokens with 20
+# alternatives has 86,016 of them.
+MOST_SCORES = 1 << 18
 
 
 class ApiError(Exception):
@@ -33,63 +69,84 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error JSON."""
-        kind = ERROR_TYPES.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": str(self),
+            "type": ERROR_TYPES.get(self.status, default),
+            "param": self.param,
+            "code": self.code,
         }
+        return {"error": error}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for: the name of the model, its context and its vocabulary, both in tokens."""
+    """What a request may ask for: the name of the model, its context and its vocabulary, both in
+    tokens."""
 
     model: str
     context: int
     vocabulary: int
 
 
-def read_fields(
-    value: Any, limits: Limits, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
-) -> dict[str, Any]:
-    """The fields of a decoded body without those that are null.
+@dataclass(frozen=True)
+class Defaults:
+    """What the server uses where a request leaves the choice to it."""
 
-    `neutral` names fields for features that the route lacks, with the values that change nothing. ApiError 400 for
-    any other value of such a field and for a field that is not known, and 404 for another model.
+    temperature: float
+    min_p: float
+    top_k: int  # 0 samples from the whole vocabulary
+    max_tokens: int
+
+
+# --- one field -----------------------------------------------------------------------------------
+
+
+def read_fields(
+    value: Any,
+    limits: Limits,
+    names: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+) -> dict[str, Any]:
+    """Return the fields of a decoded body without those that are null.
+
+    `names` are the fields that the route reads. `neutral` names fields for features that the route
+    lacks, with the values that change nothing. ApiError 400 for any other value of such a field and
+    for a field without a meaning, and 404 for another model.
     """
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object, got " + kind(value))
-    fields = {
-        name: given for name, given in value.items() if given is not None and name not in IGNORED
-    }
-    for name, given in fields.items():
+    fields: dict[str, Any] = {}
+    for name, content in value.items():
+        if content is not None and name not in IGNORED:
+            fields[name] = content
+    for name, content in fields.items():
         if name in neutral:
-            if given not in neutral[name]:
+            if content not in neutral[name]:
                 text = f"this route does not support {name}: leave {name} out"
                 raise ApiError(400, "unsupported_parameter", text, name)
-        elif name not in known and name != "model":
+        elif name not in names and name != "model":
             text = f"there is no parameter {name[:80]!r}: check the spelling, or leave it out"
             raise ApiError(400, "unknown_parameter", text, name[:80])
-    model = fields.get("model", limits.model)
-    if model != limits.model:
+    if fields.get("model", limits.model) != limits.model:
         text = f"this server has only the model {limits.model!r}: ask for that, or leave model out"
         raise ApiError(404, "model_not_found", text, "model")
     return fields
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """The refusal of a value."""
+    """Return the refusal of a value."""
     return ApiError(400, "invalid_value", message, param)
 
 
-def missing(name: str, what: str) -> ApiError:
-    """The refusal of a request without a field that it needs; `what` says what to send."""
-    return ApiError(400, "missing_required_parameter", f"{name} is required: send {what}", name)
+def missing(name: str, advice: str) -> ApiError:
+    """Return the refusal of a request without a field that it needs; `advice` says what to send."""
+    return ApiError(400, "missing_required_parameter", f"{name} is required: send {advice}", name)
 
 
 def kind(value: Any) -> str:
-    """The type of a JSON value in words. The value itself may be private and is not repeated."""
+    """Return the type of a JSON value in words. The value itself may be private and is not
+    repeated."""
     names = {
         dict: "an object",
         list: "a list",
@@ -100,40 +157,56 @@ def kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    """A number from `low` to `high`; None if the field is absent."""
+def number(
+    fields: Mapping[str, Any],
+    name: str,
+    low: float,
+    high: float,
+) -> float | None:
+    """Return a number from `low` to `high`; None if the field is absent."""
     value = fields.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise invalid(f"{name} must be a number from {low} to {high}, got {kind(value)}", name)
     if not low <= value <= high:  # also false for NaN
-        got = (
-            f"{value:g}"
-            if isinstance(value, float) and math.isfinite(value)
-            else "a number out of range"
-        )
-        raise invalid(f"{name} must be from {low} to {high}, got {got}", name)
+        shown = "a number out of range"
+        if isinstance(value, float) and math.isfinite(value):
+            shown = f"{value:g}"
+        raise invalid(f"{name} must be from {low} to {high}, got {shown}", name)
     return float(value)
 
 
-def integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    """A whole number from `low` to `high`; None if the field is absent."""
+def integer(
+    fields: Mapping[str, Any],
+    name: str,
+    low: int,
+    high: int,
+) -> int | None:
+    """Return a whole number from `low` to `high`; None if the field is absent."""
     value = fields.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(
-            f"{name} must be a whole number from {low} to {high}, got {kind(value)}", name
-        )
+        text = f"{name} must be a whole number from {low} to {high}, got {kind(value)}"
+        raise invalid(text, name)
     if not low <= value <= high:
-        got = value if abs(value) < 1e18 else "a number out of range"
-        raise invalid(f"{name} must be from {low} to {high}, got {got}", name)
+        text = f"{name} must be from {low} to {high}, got {_shown(value)}"
+        raise invalid(text, name)
     return value
 
 
-def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false; `default` if the field is absent."""
+def _shown(value: int) -> int | str:
+    """Return a number for an error message, unless it has too many digits."""
+    return value if abs(value) < 1e18 else "a number out of range"
+
+
+def flag(
+    fields: Mapping[str, Any],
+    name: str,
+    default: bool = False,
+) -> bool:
+    """Return true or false; `default` if the field is absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise invalid(f"{name} must be true or false, got {kind(value)}", name)
@@ -149,7 +222,7 @@ def truncates(fields: Mapping[str, Any]) -> bool:
 
 
 def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object; empty if the field is absent."""
+    """Return an object; empty if the field is absent."""
     value = fields.get(name, {})
     if not isinstance(value, dict):
         raise invalid(f"{name} must be an object, got {kind(value)}", name)
@@ -158,20 +231,187 @@ def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def is_tokens(value: Any) -> bool:
     """Whether a value is a list of whole numbers."""
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) for item in value
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+def token_ids(value: Any, name: str, limits: Limits) -> list[int]:
+    """Return a list of tokens of the vocabulary. ApiError 400 for anything else."""
+    if not is_tokens(value):
+        raise invalid(f"{name} must be a list of token ids, got {kind(value)}", name)
+    for token in value:
+        if not 0 <= token < limits.vocabulary:
+            last = limits.vocabulary - 1
+            text = f"{name} holds token {_shown(token)}: the model's tokens go from 0 to {last:,}"
+            raise invalid(text, name)
+    return value
+
+
+# --- settings of replies -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplySettings:
+    """How a request wants its replies: the settings of each, how many, and how they are sent."""
+
+    sampling: Sampling  # max_tokens is the server's default where the request has none
+    max_tokens: int | None  # as the request has it
+    n: int
+    stream: bool
+    include_usage: bool  # send a last chunk that holds only the usage
+    continuous_usage: bool  # send the usage so far in every chunk
+
+    def requests(self, prompt: list[int], context: int) -> list[tuple[list[int], Sampling]]:
+        """Return the engine's requests for one prompt: n replies, none longer than the context has
+        room for."""
+        room = context - len(prompt)
+        max_tokens = max(1, min(self.sampling.max_tokens, room))
+        first = replace(self.sampling, max_tokens=max_tokens)
+        requests = [(prompt, first)]
+        for sample in range(1, self.n):
+            requests.append((prompt, sample_settings(first, prompt, sample)))
+        return requests
+
+
+def read_settings(
+    fields: Mapping[str, Any],
+    limits: Limits,
+    defaults: Defaults,
+    max_tokens: int | None,
+    **more: Any,
+) -> ReplySettings:
+    """Check the fields of READ. `more` is what only one route has, under Sampling's names. ApiError
+    400."""
+    options = mapping(fields, "stream_options")
+
+    def number_or(
+        name: str,
+        low: float,
+        high: float,
+        default: float,
+    ) -> float:
+        value = number(fields, name, low, high)
+        return default if value is None else value
+
+    top_k = integer(fields, "top_k", 0, limits.vocabulary)
+    if top_k is None:
+        top_k = defaults.top_k
+    seed = integer(fields, "seed", 0, LARGEST_SEED)
+    settings: dict[str, Any] = {
+        "temperature": number_or("temperature", 0, 2, defaults.temperature),
+        "top_k": top_k or None,
+        "max_tokens": max_tokens or defaults.max_tokens,
+        "seed": secrets.randbits(31) if seed is None else seed,
+        "top_p": number_or("top_p", 1e-6, 1, 1.0),
+        "min_p": number_or("min_p", 0, 1, defaults.min_p),
+        "repetition_penalty": number_or("repetition_penalty", 0.001, 1000, 1.0),
+        "presence_penalty": number_or("presence_penalty", -2, 2, 0.0),
+        "frequency_penalty": number_or("frequency_penalty", -2, 2, 0.0),
+        "logit_bias": _biases(fields, limits),
+        "stop": _stops(fields),
+        "stop_tokens": _stop_tokens(fields, limits),
+        "min_tokens": integer(fields, "min_tokens", 0, limits.context) or 0,
+        "ignore_eos": flag(fields, "ignore_eos"),
+        "schema": read_format(fields.get("response_format"), "response_format"),
+        **more,
+    }
+    try:
+        sampling = Sampling(**settings)
+    except UserError as refusal:  # fields that do not fit together
+        raise ApiError(400, "invalid_value", str(refusal)) from None
+    return ReplySettings(
+        sampling=sampling,
+        max_tokens=max_tokens,
+        n=integer(fields, "n", 1, MOST_SAMPLES) or 1,
+        stream=flag(fields, "stream"),
+        include_usage=flag(options, "include_usage"),
+        continuous_usage=flag(options, "continuous_usage_stats"),
     )
 
 
-def tokens(value: Any, name: str, limits: Limits) -> list[int]:
-    """A list of tokens of the vocabulary. ApiError 400 for anything else."""
-    if not is_tokens(value):
-        raise invalid(f"{name} must be a list of token ids, got {kind(value)}", name)
-    wrong = next((token for token in value if not 0 <= token < limits.vocabulary), None)
-    if wrong is not None:
-        got = wrong if abs(wrong) < 1e18 else "a number out of range"
-        raise invalid(
-            f"{name} holds token {got}: the model's tokens go from 0 to {limits.vocabulary - 1:,}",
-            name,
+def read_format(value: Any, name: str) -> str | None:
+    """Return the JSON schema, as text, that a response_format asks for; None where the reply is
+    free text."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise invalid(f"{name} must be an object, got {kind(value)}", name)
+    format_type = value.get("type")
+    if format_type == "text":
+        return None
+    if format_type == "json_object":
+        return '{"type": "object"}'
+    if format_type != "json_schema":
+        raise invalid(f'{name}.type must be "text", "json_object" or "json_schema"', f"{name}.type")
+    inner = value.get("json_schema", value)  # the responses route has the schema beside the type
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        raise invalid(f"{name} must hold a JSON schema, an object under the name schema", name)
+    return json.dumps(schema)
+
+
+def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
+    """Return how many likeliest tokens a request wants to see beside each token; None if the field
+    is absent."""
+    return integer(fields, name, 0, MOST_ALTERNATIVES)
+
+
+def check_scores(scores: int, lower: str) -> None:
+    """Bound the answer before the engine starts: ApiError 400 for more than MOST_SCORES
+    log-probabilities.
+
+    `scores` is the product of replies, tokens and alternatives; `lower` names the fields to lower.
+    """
+    if scores > MOST_SCORES:
+        text = (
+            f"an answer may list at most {MOST_SCORES:,} log-probabilities (replies x tokens x "
+            f"likeliest tokens, with the token itself), and this one would list {scores:,}: lower "
+            f"{lower}"
         )
-    return value
+        raise ApiError(400, "too_many_logprobs", text, "logprobs")
+
+
+def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stop strings of a request."""
+    value = fields.get("stop", [])
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise invalid(f"stop must be a string or a list of strings, got {kind(value)}", "stop")
+    if len(stops) > MOST_STOPS:
+        text = f"stop may hold at most {MOST_STOPS} strings, got {len(stops):,}: send fewer"
+        raise invalid(text, "stop")
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
+            raise invalid(f"stop must hold strings of 1 to {LONGEST_STOP} characters", "stop")
+    return tuple(stops)
+
+
+def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
+    """Return the stop tokens of a request."""
+    name = "stop_token_ids"
+    stops = token_ids(fields.get(name, []), name, limits)
+    if len(stops) > MOST_STOPS:
+        text = f"{name} may hold at most {MOST_STOPS} tokens, got {len(stops):,}: send fewer"
+        raise invalid(text, name)
+    return tuple(stops)
+
+
+def _biases(fields: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, float], ...]:
+    """Return the tokens of logit_bias, each with its bias."""
+    values = mapping(fields, "logit_bias")
+    if len(values) > MOST_BIASES:
+        text = f"logit_bias may hold at most {MOST_BIASES:,} tokens, got {len(values):,}"
+        raise invalid(text, "logit_bias")
+    biases = []
+    for token, value in values.items():
+        digits = token.isascii() and token.isdigit() and len(token) < 12
+        if not digits or int(token) >= limits.vocabulary:
+            last = limits.vocabulary - 1
+            text = f"logit_bias must map token ids to numbers: tokens go from 0 to {last:,}"
+            raise invalid(text, "logit_bias")
+        bias = number({"logit_bias": value}, "logit_bias", -MOST_BIAS, MOST_BIAS)
+        if bias is None:
+            raise invalid("logit_bias must map token ids to numbers, got null", "logit_bias")
+        biases.append((int(token), bias))
+    return tuple(biases)

@@ -1,11 +1,16 @@
-"""Reads the messages of a request into a conversation: texts, our calculator's calls, and calls of a client's tools."""
+"""Reads the messages of a request into a conversation, and makes the prompt that fits the context.
+
+A message may hold texts, our calculator's calls, and calls of a client's tools.
+"""
 
 import itertools
 from typing import Any
 
+from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Message, Part, Role, system, user
 from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
 from nanochat.serve.routes.tools import written_calls, written_result
+from nanochat.tokenizer import Tokenizer
 
 MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other clients waiting
 MOST_PARTS = 4000  # of all messages together
@@ -17,210 +22,206 @@ SPEAKERS: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "user",
 }
-
-TEXTS = (
-    "text",
-    "input_text",
-    "output_text",
-)  # types of parts that are text; the last two in the responses format
+# Types of parts that are text; the last two in the responses format.
+TEXTS = ("text", "input_text", "output_text")
 
 
-def read_conversation(given: Any, instructions: str = "", continued: bool = False) -> Conversation:
-    """The conversation of a list of messages, in any order that OpenAI takes. ApiError 400.
+# --- reading -------------------------------------------------------------------------------------
 
-    The assistant speaks last in a chat whose last reply is to be `continued`. Results of tools count as the user's, and
-    those that follow each other are one message. An empty system message counts as none, and an empty reply is a turn,
-    because a model may say nothing. `instructions` go in front of the system message.
+
+def read_conversation(
+    items: Any,
+    instructions: str = "",
+    continued: bool = False,
+) -> Conversation:
+    """Return the conversation of a list of messages, in any order that OpenAI takes. ApiError 400.
+
+    The assistant speaks last in a chat whose last reply is to be `continued`. Results of tools
+    count as the user's, and those that follow each other are one message. An empty system message
+    counts as none, and an empty reply is a turn, because a model may say nothing. `instructions` go
+    in front of the system message.
     """
-    if given is None:
-        raise missing("messages", "a list of {role, content}")
-    if not isinstance(given, list):
-        raise invalid("messages must be a list of {role, content}, got " + kind(given), "messages")
-    none = ApiError(
-        400, "empty_prompt", "messages must hold at least one user message, got none", "messages"
-    )
-    if not given:
-        raise none
-    if len(given) > MOST_MESSAGES:
-        text = f"there may be at most {MOST_MESSAGES:,} messages, got {len(given):,}: leave out the oldest"
-        raise ApiError(400, "too_many_messages", text, "messages")
-    if (parts := sum(map(_count, given))) > MOST_PARTS:
-        text = f"all messages together may have at most {MOST_PARTS:,} parts, got {parts:,}: leave out the oldest messages"
-        raise ApiError(400, "too_many_messages", text, "messages")
-    messages = _joined([_message(item, f"messages[{i}]") for i, item in enumerate(given)], given)
-    messages = [message for message in messages if message.role != "system" or message.text.strip()]
+    items = _checked_items(items)
+    messages = [_message(item, f"messages[{i}]") for i, item in enumerate(items)]
+    messages = [
+        message
+        for message in _joined(messages, items)
+        if message.role != "system" or message.text.strip()
+    ]
     if not messages:
-        raise none
-    last = f"messages[{len(given) - 1}].role"
+        raise _no_messages()
+    last = f"messages[{len(items) - 1}].role"
     if continued and messages[-1].role != "assistant":
-        text = "continue_final_message needs a reply to continue: the last message must have the role assistant"
-        raise invalid(text, last)
-    if not continued and given[-1].get("tool_calls"):
-        raise invalid(
-            "calls need their results: the last message must have the role user or tool", last
+        text = (
+            "continue_final_message needs a reply to continue: the last message must have the role "
+            "assistant"
         )
-    return instructed(Conversation(tuple(messages)), instructions)
+        raise invalid(text, last)
+    if not continued and items[-1].get("tool_calls"):
+        text = "calls need their results: the last message must have the role user or tool"
+        raise invalid(text, last)
+    return with_instructions(Conversation(tuple(messages)), instructions)
 
 
-def _joined(messages: list[Message], given: list[Any]) -> list[Message]:
-    """The messages, with results and calls joined to their neighbours.
+def _checked_items(items: Any) -> list[Any]:
+    """Return the list of messages, not too long and not empty. ApiError 400."""
+    if items is None:
+        raise missing("messages", "a list of {role, content}")
+    if not isinstance(items, list):
+        raise invalid("messages must be a list of {role, content}, got " + kind(items), "messages")
+    if not items:
+        raise _no_messages()
+    if len(items) > MOST_MESSAGES:
+        text = (
+            f"there may be at most {MOST_MESSAGES:,} messages, got {len(items):,}: leave out the "
+            "oldest"
+        )
+        raise ApiError(400, "too_many_messages", text, "messages")
+    parts = sum(map(_part_count, items))
+    if parts > MOST_PARTS:
+        text = (
+            f"all messages together may have at most {MOST_PARTS:,} parts, got {parts:,}: leave "
+            "out the oldest messages"
+        )
+        raise ApiError(400, "too_many_messages", text, "messages")
+    return items
 
-    A result of a tool joins the result, or the user's turn, before or after it, and a call joins what
-    the assistant said or called before it.
+
+def _no_messages() -> ApiError:
+    text = "messages must hold at least one user message, got none"
+    return ApiError(400, "empty_prompt", text, "messages")
+
+
+def _part_count(item: Any) -> int:
+    """Return how many parts a message has, before it is checked."""
+    if not isinstance(item, dict):
+        return 0
+    lists = (item.get("content"), item.get("parts"))
+    return sum(len(parts) for parts in lists if isinstance(parts, list))
+
+
+def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
+    """Return the messages, with results and calls joined to their neighbours.
+
+    A result of a tool joins the result, or the user's turn, before or after it, and a call joins
+    what the assistant said or called before it.
     """
     joined: list[Message] = []
     for i, message in enumerate(messages):
-        both = (given[i - 1], given[i]) if i else ()
-        if given[i]["role"] == "tool" and (
-            i == 0 or given[i - 1]["role"] not in ("assistant", "tool")
-        ):
-            raise invalid(
-                f"messages[{i}] is the result of a tool: put it after the call",
-                f"messages[{i}].role",
-            )
-        if (
-            joined
-            and message.role == "user" == joined[-1].role
-            and any(item["role"] == "tool" for item in both)
-        ):
-            joined[-1] = Message("user", (Part("text", f"{joined[-1].text}\n{message.text}"),))
-        elif (
-            joined
-            and message.role == "assistant" == joined[-1].role
-            and any(item.get("tool_calls") for item in both)
-        ):
-            joined[-1] = Message("assistant", _together(*joined[-1].parts, *message.parts))
+        _check_result(items, i)
+        if not joined or joined[-1].role != message.role:
+            joined.append(message)
+            continue
+        earlier = joined[-1]
+        neighbours = items[i - 1 : i + 1]
+        has_result = any(item["role"] == "tool" for item in neighbours)
+        has_call = any(item.get("tool_calls") for item in neighbours)
+        if message.role == "user" and has_result:
+            text = f"{earlier.text}\n{message.text}"
+            joined[-1] = Message("user", (Part("text", text),))
+        elif message.role == "assistant" and has_call:
+            joined[-1] = Message("assistant", _merge_texts(*earlier.parts, *message.parts))
         else:
             joined.append(message)
     return joined
 
 
-def alternating(conversation: Conversation) -> Conversation:
-    """The chat in the order of training data: one system message, then user and assistant in turn.
-
-    A blank line joins all system messages, and messages of one role that follow each other. An empty
-    turn of the user stands before a greeting of the assistant. A chat of nothing but system messages
-    becomes a question.
-    """
-    orders = "\n\n".join(
-        message.text for message in conversation.messages if message.role == "system"
-    )
-    turns: list[Message] = []
-    for message in conversation.messages:
-        if message.role == "system":
-            continue
-        if turns and turns[-1].role == message.role:
-            space = (Part("text", "\n\n"),) if turns[-1].parts and message.parts else ()
-            turns[-1] = Message(message.role, _together(*turns[-1].parts, *space, *message.parts))
-        else:
-            turns.append(message)
-    if not turns:
-        return Conversation((user(orders),))
-    greeted = (user(""),) if turns[0].role == "assistant" else ()
-    return Conversation((*((system(orders),) if orders else ()), *greeted, *turns))
-
-
-def instructed(conversation: Conversation, instructions: str) -> Conversation:
-    """A conversation with instructions in front of its system message."""
-    messages = conversation.messages
-    if not instructions:
-        return conversation
-    own = messages[: messages[0].role == "system"]
-    text = "\n\n".join([instructions, *(message.text for message in own)])
-    return Conversation((system(text), *messages[len(own) :]))
-
-
-def _count(item: Any) -> int:
-    """How many parts a message has, before it is checked."""
-    lists = [item.get(name) for name in ("content", "parts")] if isinstance(item, dict) else []
-    return sum(len(some) for some in lists if isinstance(some, list))
+def _check_result(items: list[Any], i: int) -> None:
+    """Raise ApiError 400 for the result of a tool without a call before it."""
+    if items[i]["role"] != "tool":
+        return
+    if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
+        text = f"messages[{i}] is the result of a tool: put it after the call"
+        raise invalid(text, f"messages[{i}].role")
 
 
 def _message(item: Any, name: str) -> Message:
+    """Return one message. `name` names it in errors. ApiError 400."""
     if not isinstance(item, dict):
         raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
     role = item.get("role")
     if not isinstance(role, str) or role not in SPEAKERS:
-        got = repr(role[:80]) if isinstance(role, str) else kind(role)
-        raise invalid(
-            f"{name}.role must be system, user, assistant or tool, got {got}", f"{name}.role"
-        )
+        shown = repr(role[:80]) if isinstance(role, str) else kind(role)
+        text = f"{name}.role must be system, user, assistant or tool, got {shown}"
+        raise invalid(text, f"{name}.role")
     if role == "assistant":
-        parts = _said(item, name)
-    elif role == "tool":
-        parts = (Part("text", written_result(text_of(item.get("content"), f"{name}.content"))),)
-    else:
-        parts = (Part("text", text_of(item.get("content"), f"{name}.content")),)
-    if role == "user" and not parts[0].text.strip():
-        text = f"{name} is empty: every message of the user must hold some text"
-        raise ApiError(400, "empty_prompt", text, f"{name}.content")
-    return Message(SPEAKERS[role], parts)
+        return Message("assistant", _assistant_parts(item, name))
+    text = text_of(item.get("content"), f"{name}.content")
+    if role == "user" and not text.strip():
+        refusal = f"{name} is empty: every message of the user must hold some text"
+        raise ApiError(400, "empty_prompt", refusal, f"{name}.content")
+    if role == "tool":
+        text = written_result(text)
+    return Message(SPEAKERS[role], (Part("text", text),))
 
 
-def _said(item: dict[str, Any], name: str) -> tuple[Part, ...]:
-    """What an assistant message holds: text or parts, then the calls of a client's tools."""
-    calls, content = item.get("tool_calls"), item.get("content")
+def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
+    """Return what an assistant message holds: text or parts, then the calls of a client's tools."""
+    calls = item.get("tool_calls")
+    content = item.get("content")
     if item.get("parts") is not None:
         parts = _parts(item["parts"], f"{name}.parts")
+    elif calls and content is None:
+        parts = (Part("text", ""),)
     else:
-        parts = (
-            Part("text", "" if calls and content is None else text_of(content, f"{name}.content")),
-        )
-    return (
-        _together(*parts, Part("text", written_calls(calls, f"{name}.tool_calls")))
-        if calls
-        else parts
-    )
+        parts = (Part("text", text_of(content, f"{name}.content")),)
+    if not calls:
+        return parts
+    return _merge_texts(*parts, Part("text", written_calls(calls, f"{name}.tool_calls")))
 
 
-def _together(*parts: Part) -> tuple[Part, ...]:
-    """Parts, of which texts next to each other are one: a token of the model may reach over the border between them."""
-    joined: list[Part] = []
-    for text, some in itertools.groupby(parts, lambda part: part.kind == "text"):
-        run = [*some]
-        joined += [Part("text", "".join(part.text for part in run))] if text else run
-    return tuple(joined)
+def _merge_texts(*parts: Part) -> tuple[Part, ...]:
+    """Return parts with neighbouring texts joined: a token of the model may reach over the border
+    between them."""
+    merged: list[Part] = []
+    for is_text, group in itertools.groupby(parts, lambda part: part.kind == "text"):
+        if is_text:
+            merged.append(Part("text", "".join(part.text for part in group)))
+        else:
+            merged += group
+    return tuple(merged)
 
 
 def text_of(content: Any, name: str) -> str:
-    """The text of a message: a string, or a list of text parts, which some clients send."""
+    """Return the text of a message: a string, or a list of text parts, which some clients send."""
     if isinstance(content, list):
-        for part in content:
-            texts = (
-                isinstance(part, dict)
-                and part.get("type") in TEXTS
-                and isinstance(part.get("text"), str)
-            )
-            if not texts:
-                raise invalid(f"{name} may hold only text parts, {{type: text, text}}", name)
+        if not all(map(_is_text, content)):
+            raise invalid(f"{name} may hold only text parts, {{type: text, text}}", name)
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise invalid(f"{name} must be a string or a list of text parts, got {kind(content)}", name)
     return content
 
 
+def _is_text(part: Any) -> bool:
+    """Whether a part of a content is a text."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") in TEXTS and isinstance(part.get("text"), str)
+
+
 def _parts(value: Any, name: str) -> tuple[Part, ...]:
-    """The parts of an assistant message with calculator calls, in the form in which `Reply.parts` sent them."""
+    """Return the parts of an assistant message with calculator calls, in the form in which
+    Reply.parts sent them."""
     parts: list[Part] = []
     for item in value if isinstance(value, list) else [value]:
-        tool = item.get("expression") if isinstance(item, dict) else None
-        text = item.get("text") if isinstance(item, dict) else None
-        if isinstance(tool, str) and item.get("type") == "tool":
-            parts.append(Part("python", tool))
-            if isinstance(item.get("result"), str):
-                parts.append(Part("python_output", item["result"]))
-        elif isinstance(text, str) and item.get("type") == "text":
+        fields = item if isinstance(item, dict) else {}
+        expression = fields.get("expression")
+        text = fields.get("text")
+        if isinstance(expression, str) and fields.get("type") == "tool":
+            parts.append(Part("python", expression))
+            if isinstance(fields.get("result"), str):
+                parts.append(Part("python_output", fields["result"]))
+        elif isinstance(text, str) and fields.get("type") == "text":
             parts.append(Part("text", text))
         else:
-            raise invalid(
-                f"{name} may hold only {{type: text, text}} and {{type: tool, expression, result}}",
-                name,
-            )
+            rule = "may hold only {type: text, text} and {type: tool, expression, result}"
+            raise invalid(f"{name} {rule}", name)
     return tuple(parts)
 
 
-def written(message: Message) -> dict[str, Any]:
-    """A message as a request gives it: what read_conversation reads as this message."""
+def as_request(message: Message) -> dict[str, Any]:
+    """Return a message as a request has it: read_conversation reads this as the same message."""
     if message.role != "assistant":
         return {"role": message.role, "content": message.text}
     parts: list[dict[str, Any]] = []
@@ -232,3 +233,154 @@ def written(message: Message) -> dict[str, Any]:
         else:
             parts[-1]["result"] = part.text  # the call stands before it
     return {"role": "assistant", "parts": parts}
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def alternating(conversation: Conversation) -> Conversation:
+    """Return the chat in the order of training data: one system message, then user and assistant in
+    turn.
+
+    A blank line joins all system messages, and messages of one role that follow each other. An
+    empty turn of the user stands before a greeting of the assistant. A chat of nothing but system
+    messages becomes a question.
+    """
+    instructions: list[str] = []
+    turns: list[Message] = []
+    for message in conversation.messages:
+        if message.role == "system":
+            instructions.append(message.text)
+        elif turns and turns[-1].role == message.role:
+            earlier = turns[-1].parts
+            blank_line = (Part("text", "\n\n"),) if earlier and message.parts else ()
+            parts = _merge_texts(*earlier, *blank_line, *message.parts)
+            turns[-1] = Message(message.role, parts)
+        else:
+            turns.append(message)
+    text = "\n\n".join(instructions)
+    if not turns:
+        return Conversation((user(text),))
+    head = [system(text)] if text else []
+    if turns[0].role == "assistant":
+        head.append(user(""))
+    return Conversation((*head, *turns))
+
+
+def with_instructions(conversation: Conversation, instructions: str) -> Conversation:
+    """Return a conversation with instructions in front of its system message."""
+    messages = conversation.messages
+    if not instructions:
+        return conversation
+    texts = [instructions]
+    if messages[0].role == "system":
+        texts.append(messages[0].text)
+        messages = messages[1:]
+    return Conversation((system("\n\n".join(texts)), *messages))
+
+
+def answerable(conversation: Conversation) -> Conversation:
+    """Return the chat in the order of training data, with an empty last turn of the user if the
+    assistant spoke last."""
+    plain = alternating(conversation)
+    if plain.messages[-1].role != "assistant":
+        return plain
+    return Conversation((*plain.messages, user("")))
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def render_chat(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    field: str = "messages",
+) -> list[int]:
+    """Return the tokens of a chat and of what opens the reply. ApiError 400 if a template refuses
+    the chat.
+
+    Only a published model's template may have a place for messages in another order than training
+    data's.
+    """
+    plain = answerable(conversation)
+    try:
+        if plain != conversation:
+            tokens = tokenizer.render_as_sent(conversation)
+            if tokens is not None:
+                return tokens
+        return tokenizer.render_prompt(plain)
+    except UserError:  # its text names the folder of the model
+        text = (
+            f"the chat template of this model refuses {field}: send other messages, or ask "
+            "/v1/completions"
+        )
+        raise ApiError(400, "invalid_value", text, field) from None
+
+
+def make_prompt(
+    conversation: Conversation,
+    max_tokens: int | None,
+    truncate: bool,
+    tokenizer: Tokenizer,
+    context: int,
+    field: str = "messages",
+) -> tuple[list[int], int]:
+    """Return the tokens of the prompt, and how many of the oldest messages were dropped to make it
+    fit.
+
+    Messages are dropped only with `truncate`. ApiError 400 if the prompt, together with
+    `max_tokens`, the length of the answer that the request asks for, exceeds the context; it names
+    the `field` that the messages came in.
+    """
+    reply_length = max_tokens or 1
+    room = context - reply_length
+    messages = answerable(conversation).messages
+    if messages != conversation.messages:
+        prompt = render_chat(conversation, tokenizer, field)
+        if len(prompt) <= room:
+            return prompt, 0
+    head = messages[: messages[0].role == "system"]
+    turns = messages[len(head) :]
+
+    def render_without(dropped: int) -> list[int]:
+        return render_chat(Conversation((*head, *turns[dropped:])), tokenizer, field)
+
+    dropped = 0
+    if truncate:
+        newest = len(render_without(len(turns) - 1))
+        dropped = _dropped_turns(turns, newest, room, tokenizer)
+    prompt = render_without(dropped)
+    # A template may merge the system message with the first turn, which makes the prompt longer.
+    while truncate and len(prompt) > room and dropped < len(turns) - 1:
+        dropped += 2
+        prompt = render_without(dropped)
+    if len(prompt) <= room:
+        return prompt, dropped
+    reason = "which leaves no room for an answer"
+    if max_tokens:
+        reason = f"and max_tokens asks for {reply_length} more"
+    text = (
+        f"the model's context holds {context} tokens; the messages have {len(prompt)}, {reason}: "
+        "shorten the chat"
+    )
+    raise ApiError(400, "context_length_exceeded", text, field)
+
+
+def _dropped_turns(
+    turns: tuple[Message, ...],
+    length: int,
+    room: int,
+    tokenizer: Tokenizer,
+) -> int:
+    """Return how many of the oldest turns must be dropped, whose last one alone has a prompt of
+    `length` tokens.
+
+    Exchanges are rendered from the end, each once, no further than the context reaches.
+    """
+    dropped = len(turns) - 1
+    while dropped and length <= room:
+        exchange = Conversation(turns[dropped - 2 : dropped])
+        length += len(tokenizer.render(exchange).ids) - 1
+        if length <= room:
+            dropped -= 2
+    return dropped

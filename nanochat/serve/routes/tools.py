@@ -1,7 +1,8 @@
 """A client's tools: how the model hears of them, and how its calls go back to the client.
 
-The models write calls as Qwen's do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Where the client wants a
-call for certain, a JSON schema keeps the whole reply to one. Our own calculator has marks of its own and is not here.
+The models write calls as Qwen's do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Where
+the client wants a call for certain, a JSON schema keeps the whole reply to one. Our own calculator
+has marks of its own and is not here.
 """
 
 import json
@@ -16,10 +17,13 @@ from nanochat.serve.routes.fields import invalid, kind
 
 MOST_TOOLS = 64
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 INSTRUCTIONS = (
-    "You may call functions to answer. Their signatures are in <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
-    'To call a function, write its name and arguments as JSON: {open}{{"name": ..., "arguments": {{...}}}}{close}'
+    "You may call functions to answer. Their signatures are in <tools></tools>:\n"
+    "<tools>\n{tools}\n</tools>\n"
+    "To call a function, write its name and arguments as JSON: "
+    '{open}{{"name": ..., "arguments": {{...}}}}{close}'
 )
 
 
@@ -53,127 +57,139 @@ NONE = Tools({}, "", ())
 
 
 def _documents(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """JSON schemas that mean inside another schema what they mean alone: name -> schema.
+    """Return JSON schemas, by name, that mean inside another schema what they mean alone.
 
-    A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so every
-    schema gets a `$id` here. A schema keeps its own `$id`, which its references may name, unless two
-    schemas share it. `$schema` is left out: drafts before 2019-09 ignore a `$id` beside a `$ref`, and
-    draft 4 has no `$id`.
+    A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so
+    every schema gets a `$id` here. A schema keeps its own `$id`, which its references may name,
+    unless two schemas share it. `$schema` is left out: drafts before 2019-09 ignore a `$id` beside
+    a `$ref`, and draft 4 has no `$id`.
     """
-    own = Counter(str(schema.get("$id")) for schema in parameters.values())
+    uses = Counter(str(schema.get("$id")) for schema in parameters.values())
     documents = {}
     for name, schema in parameters.items():
         address = schema.get("$id")
-        unique = isinstance(address, str) and own[address] == 1 and not address.startswith("#")
-        rest = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
-        documents[name] = {"$id": address if unique else f"tool:{name}", **rest}
+        if not isinstance(address, str) or uses[address] > 1 or address.startswith("#"):
+            address = f"tool:{name}"
+        document = {"$id": address}
+        for key, value in schema.items():
+            if key not in ("$id", "$schema"):
+                document[key] = value
+        documents[name] = document
     return documents
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
-    """The tools of a request. ApiError 400 where they are not functions as OpenAI describes them."""
-    given = fields.get("tools", [])
-    if not isinstance(given, list):
-        raise invalid("tools must be a list of functions, got " + kind(given), "tools")
-    if len(given) > MOST_TOOLS:
-        raise invalid(
-            f"there may be at most {MOST_TOOLS} tools, got {len(given):,}: send fewer", "tools"
-        )
-    functions = [_function(item, f"tools[{i}]") for i, item in enumerate(given)]
-    parameters = {
-        function["name"]: function.get("parameters", {"type": "object"}) for function in functions
-    }
+    """Return the tools of a request. ApiError 400 where they are not functions as OpenAI describes
+    them."""
+    items = fields.get("tools", [])
+    if not isinstance(items, list):
+        raise invalid("tools must be a list of functions, got " + kind(items), "tools")
+    if len(items) > MOST_TOOLS:
+        text = f"there may be at most {MOST_TOOLS} tools, got {len(items):,}: send fewer"
+        raise invalid(text, "tools")
+    functions = [_function(item, f"tools[{i}]") for i, item in enumerate(items)]
+    parameters: dict[str, Any] = {}
+    for function in functions:
+        parameters[function["name"]] = function.get("parameters", {"type": "object"})
     choice = fields.get("tool_choice", "auto" if functions else "none")
     if choice == "none":
         return NONE
-    if isinstance(choice, dict):
-        inner = choice.get("function", choice)
-        name = inner.get("name") if isinstance(inner, dict) else None
-        if not isinstance(name, str) or name not in parameters:
-            raise invalid(
-                "tool_choice names a function that is not in tools: name one of them", "tool_choice"
-            )
-        forced: tuple[str, ...] = (name,)
-    elif choice in ("auto", "required"):
-        forced = tuple(parameters) if choice == "required" else ()
-    else:
-        raise invalid(
-            'tool_choice must be "none", "auto", "required" or a function of tools', "tool_choice"
-        )
+    forced = _forced(choice, parameters)
     if not functions:
         raise invalid(
             "tool_choice needs tools: send a list of functions, or leave tool_choice out",
             "tool_choice",
         )
-    listed = "\n".join(
-        json.dumps({"type": "function", "function": item}, ensure_ascii=False) for item in functions
-    )
-    return Tools(parameters, INSTRUCTIONS.format(tools=listed, open=OPEN, close=CLOSE), forced)
+    lines = []
+    for function in functions:
+        tool = {"type": "function", "function": function}
+        lines.append(json.dumps(tool, ensure_ascii=False))
+    instructions = INSTRUCTIONS.format(tools="\n".join(lines), open=OPEN, close=CLOSE)
+    return Tools(parameters, instructions, forced)
 
 
-def only_schema(tools: Tools, wanted: str | None) -> str | None:
-    """The JSON schema that holds a reply: that of the call that it must be, or the one that the request asks for.
+def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the functions of which a tool_choice demands one; none if the model is free. ApiError
+    400."""
+    if choice == "auto":
+        return ()
+    if choice == "required":
+        return tuple(parameters)
+    if not isinstance(choice, dict):
+        raise invalid(
+            'tool_choice must be "none", "auto", "required" or a function of tools', "tool_choice"
+        )
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in parameters:
+        raise invalid(
+            "tool_choice names a function that is not in tools: name one of them", "tool_choice"
+        )
+    return (name,)
+
+
+def only_schema(tools: Tools, schema: str | None) -> str | None:
+    """Return the JSON schema that holds a reply: that of the call that it must be, or the request's
+    own.
 
     ApiError 400 where there are both.
     """
-    if tools.schema and wanted:
+    call_schema = tools.schema
+    if call_schema and schema:
         raise invalid(
             "a reply that must be a call has no format of its own: leave one of them out",
             "tool_choice",
         )
-    return tools.schema or wanted
+    return call_schema or schema
 
 
 def _function(item: Any, name: str) -> dict[str, Any]:
+    """Return a tool's name, description and parameters. `name` names the tool in errors. ApiError
+    400."""
     if not isinstance(item, dict) or item.get("type") != "function":
-        text = "{type: function, function: {name, parameters}}, or for /v1/responses {type: function, name, parameters}"
-        raise invalid(f"{name} must be a function: {text}", name)
-    function = item.get(
-        "function", item
-    )  # the responses route has name and parameters beside the type
-    place = f"{name}.function" if "function" in item else name
-    called = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(called, str) or not NAME.fullmatch(called):
-        raise invalid(f"{place}.name must have 1 to 64 letters, digits, _ . or -", f"{place}.name")
+        form = (
+            "{type: function, function: {name, parameters}}, or for /v1/responses {type: "
+            "function, name, parameters}"
+        )
+        raise invalid(f"{name} must be a function: {form}", name)
+    # The responses route has name and parameters beside the type.
+    function = item.get("function", item)
+    if "function" in item:
+        name = f"{name}.function"
+    function_name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function_name, str) or not NAME.fullmatch(function_name):
+        raise invalid(f"{name}.name must have 1 to 64 letters, digits, _ . or -", f"{name}.name")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise invalid(
-            f"{place}.parameters must be a JSON schema, got {kind(parameters)}",
-            f"{place}.parameters",
-        )
-    return {
-        key: function[key]
-        for key in ("name", "description", "parameters")
-        if function.get(key) is not None
-    }
+        text = f"{name}.parameters must be a JSON schema, got {kind(parameters)}"
+        raise invalid(text, f"{name}.parameters")
+    keys = ("name", "description", "parameters")
+    return {key: function[key] for key in keys if function.get(key) is not None}
 
 
 # --- messages of earlier turns -------------------------------------------------------------------
 
 
 def written_calls(calls: Any, name: str) -> str:
-    """The calls of an assistant message, as the model wrote them. ApiError 400."""
+    """Return the calls of an assistant message, as the model wrote them. ApiError 400."""
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
     texts = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        called, arguments = (
-            (function.get("name"), function.get("arguments"))
-            if isinstance(function, dict)
-            else (None, None)
-        )
-        if not isinstance(called, str) or not isinstance(arguments, str):
-            text = (
-                f"{name}[{i}] must be a call: {{id, type: function, function: {{name, arguments}}}}"
-            )
-            raise invalid(text, f"{name}[{i}]")
-        texts.append(f'{OPEN}{{"name": {json.dumps(called)}, "arguments": {arguments}}}{CLOSE}')
+        fields = function if isinstance(function, dict) else {}
+        function_name = fields.get("name")
+        arguments = fields.get("arguments")
+        if not isinstance(function_name, str) or not isinstance(arguments, str):
+            form = "{id, type: function, function: {name, arguments}}"
+            raise invalid(f"{name}[{i}] must be a call: {form}", f"{name}[{i}]")
+        text = f'{{"name": {json.dumps(function_name)}, "arguments": {arguments}}}'
+        texts.append(f"{OPEN}{text}{CLOSE}")
     return "".join(texts)
 
 
 def written_result(text: str) -> str:
-    """The result of a call, as the model reads it."""
+    """Return the result of a call, as the model reads it."""
     return f"<tool_response>{text}</tool_response>"
 
 
@@ -181,56 +197,63 @@ def written_result(text: str) -> str:
 
 
 class CallText:
-    """Separates calls from the text of a reply while it streams. What may begin a call is held back."""
+    """Separates calls from the text of a reply while it streams. What may begin a call is held
+    back."""
 
     def __init__(self, tools: Tools):
         self._tools = tools
-        self._held = ""
+        self._withheld = ""
         self.calls = 0
 
     def push(self, text: str, last: bool = False) -> list[str | dict[str, Any]]:
-        """Add text, the end of the reply with `last`; return texts to show and calls in OpenAI's form."""
-        self._held += text
+        """Add text, the end of the reply with `last`; return texts to show and calls in OpenAI's
+        form."""
+        self._withheld += text
         if self._tools.forced:
-            return self._take(self._held) if last else []
-        found: list[str | dict[str, Any]] = []
-        while (start := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, start)
+            return [self._call(self._withheld) or self._withheld] if last else []
+        items: list[str | dict[str, Any]] = []
+        start = self._withheld.find(OPEN)
+        while start >= 0:
+            end = self._withheld.find(CLOSE, start)
             if end < 0:
                 break
-            found += [
-                self._held[:start],
-                *self._take(self._held[start + len(OPEN) : end], marked=True),
-            ]
-            self._held = self._held[end + len(CLOSE) :]
-        keep = 0 if last else self._beginning(start)
-        found.append(self._held[: len(self._held) - keep])
-        self._held = self._held[len(self._held) - keep :]
-        return [item for item in found if item]
+            content = self._withheld[start + len(OPEN) : end]
+            items.append(self._withheld[:start])
+            items.append(self._call(content) or f"{OPEN}{content}{CLOSE}")
+            self._withheld = self._withheld[end + len(CLOSE) :]
+            start = self._withheld.find(OPEN)
+        shown = len(self._withheld)
+        if not last:
+            shown -= self._open_beginning(start)
+        items.append(self._withheld[:shown])
+        self._withheld = self._withheld[shown:]
+        return [item for item in items if item]
 
-    def _beginning(self, start: int) -> int:
-        """How many characters at the end may be the beginning of a call; `start` is where an open call begins."""
+    def _open_beginning(self, start: int) -> int:
+        """Return how many characters at the end may be the beginning of a call; `start` is where an
+        open call begins."""
         if start >= 0:
-            return len(self._held) - start
-        longest = min(len(OPEN) - 1, len(self._held))
-        return next(
-            (count for count in range(longest, 0, -1) if OPEN.startswith(self._held[-count:])), 0
-        )
+            return len(self._withheld) - start
+        longest = min(len(OPEN) - 1, len(self._withheld))
+        for length in range(longest, 0, -1):
+            if OPEN.startswith(self._withheld[-length:]):
+                return length
+        return 0
 
-    def _take(self, text: str, marked: bool = False) -> list[str | dict[str, Any]]:
-        """The call that a text holds; the text itself if it is none."""
+    def _call(self, text: str) -> dict[str, Any] | None:
+        """Return the call that a text holds; None if it is none."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):
-            call = None
-        name = call.get("name") if isinstance(call, dict) else None
-        arguments = call.get("arguments") if isinstance(call, dict) else None
-        if (
-            not isinstance(name, str)
-            or name not in self._tools.parameters
-            or not isinstance(arguments, dict)
-        ):
-            return [f"{OPEN}{text}{CLOSE}" if marked else text]
+            return None
+        if not isinstance(call, dict):
+            return None
+        name = call.get("name")
+        arguments = call.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        if name not in self._tools.parameters:
+            return None
         self.calls += 1
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}]
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -1,1 +1,2 @@
-"""Training seen live: the runs under the base folder, their figures, and the routes that tell a browser of them."""
+"""Training seen live: the runs under the base folder, their figures, and the routes that tell a
+browser of them."""

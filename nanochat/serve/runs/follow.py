@@ -1,4 +1,5 @@
-"""Follows a metrics.jsonl while it is written: reads only what is new, and tolerates whatever the file holds."""
+"""Follows a metrics.jsonl while it is written: reads only what is new, and tolerates whatever the
+file holds."""
 
 import os
 import stat
@@ -15,16 +16,19 @@ HUGE = 1e300  # a sum of such values would overflow
 
 
 def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """The step of a line and its figures that are finite numbers; None if the line is none of a metrics.jsonl."""
+    """Return the step of a line and its figures that are finite numbers; None if the line is none
+    of a metrics.jsonl."""
     try:
-        found = parse_json(line)
+        entry = parse_json(line)
     except ValueError:
         return None
-    step = found.get("step") if isinstance(found, dict) else None
+    if not isinstance(entry, dict):
+        return None
+    step = entry.get("step")
     if type(step) is not int or not 0 <= step < MOST_STEPS:
         return None
     figures: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in entry.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and -HUGE < value < HUGE and len(name) <= LONGEST_NAME:  # NaN is not between
             figures[name] = float(value)
@@ -43,7 +47,8 @@ def open_regular(path: Path) -> int:
 class Follower:
     """Reads a metrics.jsonl into a table, piece by piece.
 
-    `done` and `size` count bytes of the file; `bad` counts the lines that were left out because they are not figures.
+    `done` and `size` count bytes of the file; `bad` counts the lines that were left out because
+    they are not figures.
     """
 
     def __init__(self, path: Path):
@@ -58,8 +63,8 @@ class Follower:
         self._skipping = False  # until the end of a line that is too long
 
     def read(self) -> None:
-        """Read the next piece; if the file was replaced or cut, as by a run that resumes, begin anew. OSError if the
-        file is gone or no regular file."""
+        """Read the next piece; if the file was replaced or cut, as by a run that resumes, begin
+        again. OSError if the file is gone or no regular file."""
         file = open_regular(self.path)
         try:
             about = os.fstat(file)
@@ -79,20 +84,25 @@ class Follower:
         return self.done < self.size
 
     def _take(self, data: bytes) -> None:
-        *lines, rest = (self._begun + data).split(b"\n")
+        """Take in the next bytes of the file."""
+        *lines, unfinished = (self._begun + data).split(b"\n")
         for line in lines:
             self._line(line)
-        self._begun = rest
-        if len(rest) > LONGEST_LINE:
+        self._begun = unfinished
+        if len(unfinished) > LONGEST_LINE:
             self.bad += not self._skipping
-            self._skipping, self._begun = True, b""
+            self._skipping = True
+            self._begun = b""
 
     def _line(self, line: bytes) -> None:
+        """Put the figures of a line into the table."""
         if self._skipping:
             self._skipping = False
-        elif line.strip():
-            found = figures_of(line) if len(line) <= LONGEST_LINE else None
-            if found is None:
-                self.bad += 1
-            else:
-                self.table.add(*found)
+            return
+        if not line.strip():
+            return
+        entry = figures_of(line) if len(line) <= LONGEST_LINE else None
+        if entry is None:
+            self.bad += 1
+        else:
+            self.table.add(*entry)

@@ -1,4 +1,5 @@
-"""The routes that tell a browser of the runs: which there are, what is new in their figures, and their samples."""
+"""The routes that tell a browser of the runs: which there are, what is new in their figures, and
+their samples."""
 
 import asyncio
 import hashlib
@@ -15,8 +16,8 @@ from fastapi import FastAPI, Request, Response
 from nanochat.report.samples import read_samples
 from nanochat.serve.routes.answers import while_connected
 from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.runs.describe import Describer, Run, find_runs
 from nanochat.serve.runs.follow import Follower
-from nanochat.serve.runs.found import Looker, Run, find_runs
 
 T = TypeVar("T")
 MOST_SHOWN = 8  # runs whose figures one request may ask for; the page has as many colours
@@ -26,13 +27,14 @@ FRESH_SECONDS = 0.5  # for which the list of runs is not made again
 
 
 class Runs:
-    """Answers with the runs under a base folder. Files are read in a thread of its own, one request at a time."""
+    """Answers with the runs under a base folder. Files are read in a thread of its own, one request
+    at a time."""
 
     def __init__(self, base: Path, chat: bool):
         """`chat` says whether the same server answers chats, which the page then links to."""
         self.base, self.chat = base, chat
         self._thread = ThreadPoolExecutor(1, "runs")
-        self._looker = Looker()
+        self._describer = Describer()
         self._followed: dict[str, Follower] = {}  # by key; the one asked for last stands last
         self._runs: dict[str, Run] = {}
         self._list: dict[str, Any] = {}
@@ -48,11 +50,13 @@ class Runs:
         self._thread.shutdown(wait=False)
 
     async def data(self, request: Request) -> Response:
-        """GET /runs/data?shown=KEY.EDITION.ROWS,...: the list of runs, and for those shown what their reader lacks.
+        """GET /runs/data?shown=KEY.EDITION.ROWS,...: the list of runs, and for those shown what
+        their reader lacks.
 
-        The answer has an ETag; with the same one in If-None-Match and nothing new, its status is 304 without a body.
+        The answer has an ETag; with the same one in If-None-Match and nothing new, its status is
+        304 without a body.
         """
-        shown = _wanted(request.query_params.get("shown", ""))
+        shown = _shown_runs(request.query_params.get("shown", ""))
         body = await while_connected(request.receive, self._run(lambda: self._data(shown)))
         if body is None:
             return Response()  # the client has left
@@ -63,8 +67,10 @@ class Runs:
 
     async def samples(self, request: Request, key: str) -> Response:
         """GET /runs/samples/KEY: what the checkpoints of a run said, the newest first."""
-        found = await while_connected(request.receive, self._run(lambda: self._samples(key)))
-        return Response() if found is None else Response(found, media_type="application/json")
+        body = await while_connected(request.receive, self._run(lambda: self._samples(key)))
+        if body is None:
+            return Response()  # the client has left
+        return Response(body, media_type="application/json")
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -72,12 +78,14 @@ class Runs:
     # --- in the thread ---------------------------------------------------------------------------
 
     def _refresh(self) -> None:
+        """List the runs again, unless they were listed a moment ago."""
         if time.monotonic() - self._listed_at < FRESH_SECONDS:
             return
         runs, older = find_runs(self.base)
         now = time.time()
-        described = [told for run in runs if (told := self._looker.describe(run, now)) is not None]
-        self._looker.forget(runs)
+        descriptions = [self._describer.describe(run, now) for run in runs]
+        described = [description for description in descriptions if description is not None]
+        self._describer.forget(runs)
         self._runs = {run.key: run for run in runs}
         self._list = {"runs": described, "older": older, "chat": self.chat}
         self._listed_at = time.monotonic()
@@ -85,15 +93,17 @@ class Runs:
     def _data(self, shown: dict[str, tuple[str, int]]) -> bytes:
         self._refresh()
         news: dict[str, Any] = {}
-        for key, (edition, known) in shown.items():
-            if (follower := self._follow(key)) is not None:
-                told = {
-                    "behind": follower.behind,
-                    "done": follower.done,
-                    "size": follower.size,
-                    "bad": follower.bad,
-                }
-                news[key] = {**follower.table.since(edition, known), **told}
+        for key, (edition, row_count) in shown.items():
+            follower = self._follow(key)
+            if follower is None:
+                continue
+            news[key] = {
+                **follower.table.since(edition, row_count),
+                "behind": follower.behind,
+                "done": follower.done,
+                "size": follower.size,
+                "bad": follower.bad,
+            }
         return _json({**self._list, "shown": news})
 
     def _follow(self, key: str) -> Follower | None:
@@ -116,43 +126,30 @@ class Runs:
         self._refresh()
         run = self._runs.get(key)
         if run is None:
-            raise ApiError(
-                404, "not_found", "there is no such run: /runs/data lists those that are there"
-            )
-        return _json(
-            {
-                "samples": [
-                    asdict(sample) for sample in read_samples(run.folder)[::-1][:MOST_SAMPLES]
-                ]
-            }
-        )
+            text = "there is no such run: /runs/data lists those that are there"
+            raise ApiError(404, "not_found", text)
+        newest = read_samples(run.folder)[::-1][:MOST_SAMPLES]
+        return _json({"samples": [asdict(sample) for sample in newest]})
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(
-        value, allow_nan=False
-    ).encode()  # as ASCII, since a file may hold half of a surrogate pair
+    """Return a value as JSON in ASCII, since a file may hold half of a surrogate pair."""
+    return json.dumps(value, allow_nan=False).encode()
 
 
-def _wanted(text: str) -> dict[str, tuple[str, int]]:
-    """The runs that a query asks for: the edition and the number of rows that the reader has of each."""
-    found: dict[str, tuple[str, int]] = {}
-    for part in text.split(",") if text else ():
-        key, _, rest = part.partition(".")
-        edition, _, rows = rest.partition(".")
-        if not key or (rows and not (rows.isascii() and rows.isdecimal() and len(rows) < 10)):
-            raise ApiError(
-                400,
-                "invalid_request",
-                "shown must be KEY.EDITION.ROWS, with commas between",
-                "shown",
-            )
-        found[key] = (edition, int(rows or 0))
-    if len(found) > MOST_SHOWN:
-        raise ApiError(
-            400,
-            "invalid_request",
-            f"shown may name {MOST_SHOWN} runs at most, got {len(found)}",
-            "shown",
-        )
-    return found
+def _shown_runs(text: str) -> dict[str, tuple[str, int]]:
+    """Return the runs that a query asks for: the edition and the number of rows that the reader has
+    of each."""
+    shown: dict[str, tuple[str, int]] = {}
+    for item in text.split(",") if text else ():
+        key, _, version = item.partition(".")
+        edition, _, rows = version.partition(".")
+        is_count = rows.isascii() and rows.isdecimal() and len(rows) < 10
+        if not key or (rows and not is_count):
+            rule = "shown must be KEY.EDITION.ROWS, with commas between"
+            raise ApiError(400, "invalid_request", rule, "shown")
+        shown[key] = (edition, int(rows or 0))
+    if len(shown) > MOST_SHOWN:
+        rule = f"shown may name {MOST_SHOWN} runs at most, got {len(shown)}"
+        raise ApiError(400, "invalid_request", rule, "shown")
+    return shown

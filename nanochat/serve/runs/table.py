@@ -21,7 +21,8 @@ class Cell:
     def join(self, other: "Cell") -> None:
         """Take in the values of another cell."""
         self.total += other.total
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.low = min(self.low, other.low)
+        self.high = max(self.high, other.high)
         self.count += other.count
 
 
@@ -52,16 +53,15 @@ def _rounded(value: float) -> float:
 class Table:
     """Rows of figures by step. When there are too many rows, each two become one.
 
-    A reader who knows the first n rows of an `edition` asks for rows from n - 1 on, since the last row may still grow;
-    a new edition replaces all rows.
+    A reader who has the first n rows of an `edition` asks for rows from n - 1 on, since the last
+    row may still grow; a new edition replaces all rows.
     """
 
     edition: str = field(default_factory=lambda: secrets.token_hex(6))
     rows: list[Row] = field(default_factory=list)
     width: int = 1  # lines that a full row holds
-    names: dict[str, None] = field(
-        default_factory=dict
-    )  # of the figures, in the order of their first values
+    # Of the figures, in the order of their first values.
+    names: dict[str, None] = field(default_factory=dict)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Take in a line. A line of an earlier step than the last is left out."""
@@ -70,42 +70,47 @@ class Table:
         for name in figures:
             if len(self.names) < MOST_FIGURES:
                 self.names.setdefault(name)
-        row = Row(
-            step,
-            1,
-            {name: Cell(one, one, one) for name, one in figures.items() if name in self.names},
-        )
-        if self.rows and (self.rows[-1].lines < self.width or self.rows[-1].step == step):
-            self.rows[-1].join(row)
-            return
+        cells = {}
+        for name, value in figures.items():
+            if name in self.names:
+                cells[name] = Cell(value, value, value)
+        row = Row(step, 1, cells)
+        if self.rows:
+            last = self.rows[-1]
+            if last.lines < self.width or last.step == step:
+                last.join(row)
+                return
         if len(self.rows) == MOST_ROWS:
             self._halve()
         self.rows.append(row)
 
     def _halve(self) -> None:
+        """Join each two rows into one."""
         for first, second in zip(self.rows[::2], self.rows[1::2], strict=True):
             first.join(second)
         self.rows = self.rows[::2]
         self.width *= 2
         self.edition = secrets.token_hex(6)
 
-    def since(self, edition: str, known: int) -> dict[str, Any]:
-        """What a reader lacks who knows `known` rows of an edition, as JSON.
+    def since(self, edition: str, row_count: int) -> dict[str, Any]:
+        """Return what a reader lacks who has `row_count` rows of an edition, as JSON.
 
-        `from` is the place of the first row given, and `width` the number of lines that a full row holds. `steps` has a
-        step for each row. `figures` has for each name the means of the rows, with null where a row has no value; where
-        rows hold several lines, `low` and `high` have the extremes.
+        `from` is the index of the first row that is sent, and `width` the number of lines that a
+        full row holds. `steps` has a step for each row. `figures` has for each name the means of
+        the rows, with null where a row has no value; where rows hold several lines, `low` and
+        `high` have the extremes.
         """
-        same = edition == self.edition and 0 < known <= len(self.rows)
-        first = known - 1 if same else 0
+        same = edition == self.edition and 0 < row_count <= len(self.rows)
+        first = row_count - 1 if same else 0
         rows = self.rows[first:]
         figures: dict[str, dict[str, list[float | None]]] = {}
         for name in self.names:
             cells = [row.cells.get(name) for row in rows]
-            figures[name] = {"mean": [cell and _rounded(cell.total / cell.count) for cell in cells]}
+            figure = {"mean": [cell and _rounded(cell.total / cell.count) for cell in cells]}
             if self.width > 1:
-                figures[name]["low"] = [cell and _rounded(cell.low) for cell in cells]
-                figures[name]["high"] = [cell and _rounded(cell.high) for cell in cells]
+                figure["low"] = [cell and _rounded(cell.low) for cell in cells]
+                figure["high"] = [cell and _rounded(cell.high) for cell in cells]
+            figures[name] = figure
         steps = [row.step for row in rows]
         return {
             "edition": self.edition,

@@ -88,7 +88,7 @@ def test_a_server_hears_only_what_the_user_set_and_its_own_defaults_are_shown():
         assert "temperature: 1; top-k: 9; longest reply in tokens: 128\n" in notes.getvalue()
         chat_cli.command(chat, "/help")
         assert "(now 1)" in notes.getvalue() and "(now 9)" in notes.getvalue() and "(now 128)" in notes.getvalue()
-        assert chat.asked == set()
+        assert chat.changed == set()
         chat_cli.command(chat, "/max 512")
         assert "at most 192 tokens here, because the server's context of 256 tokens" in notes.getvalue()
         chat_cli.command(chat, "/topk 7")

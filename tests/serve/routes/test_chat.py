@@ -12,8 +12,7 @@ from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import event
 from nanochat.serve.routes.chat import ChatRequest, read_chat
 from nanochat.serve.routes.completions import read_completion
-from nanochat.serve.routes.fields import ApiError, Limits
-from nanochat.serve.routes.sampling import Defaults
+from nanochat.serve.routes.fields import ApiError, Defaults, Limits
 from tests.support.fake_engine import ByteTokenizer
 
 LIMITS = Limits(model="nanochat-sft-d4", context=256, vocabulary=2048)
@@ -42,7 +41,7 @@ def test_too_many_messages_or_parts_are_refused_before_they_are_read():
 def test_plain_request_leaves_the_rest_to_the_server():
     asked = read_request({"messages": HELLO})
     assert asked.conversation.messages == (user("hello"),)
-    wanted, sampling = asked.wanted, asked.wanted.sampling
+    wanted, sampling = asked.settings, asked.settings.sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens, wanted.max_tokens) == (0.6, 50, 100, None)
     assert wanted.n == 1 and sampling.logprobs == 0 and sampling.schema is None
     assert not (wanted.stream or asked.truncate or wanted.include_usage or wanted.continuous_usage or asked.logprobs)
@@ -75,7 +74,7 @@ def test_everything_that_can_be_asked_is_read():
     }
     asked = read_request(body)
     assert asked.conversation.messages == (system("Be brief."), user("hello"))
-    wanted = asked.wanted
+    wanted = asked.settings
     assert wanted.sampling == Sampling(
         0.0, 5, 10, 7, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=1.0, frequency_penalty=-1.0,
         logit_bias=((5, -100.0), (6, 1.5)), stop=("\n",), stop_tokens=(7,), logprobs=4, schema='{"type": "array"}',

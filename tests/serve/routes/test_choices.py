@@ -5,8 +5,8 @@ import json
 import pytest
 
 from nanochat.data.conversation import Part, assistant
-from nanochat.serve.routes.choices import Reply
-from nanochat.serve.routes.messages import read_conversation, written
+from nanochat.serve.routes.answers import Reply
+from nanochat.serve.routes.messages import as_request, read_conversation
 
 HELLO = {"role": "user", "content": "hello"}
 CALL, RESULT = Part("python", "37*48"), Part("python_output", "1776")
@@ -46,4 +46,4 @@ def test_calculator_calls_can_be_sent_back_as_they_came():
     message = json.loads(json.dumps(reply.message))
     conversation = read_conversation([HELLO, message, HELLO])
     assert conversation.messages[1] == assistant("It is ", CALL, RESULT, "1776.")
-    assert written(conversation.messages[1]) == {"role": "assistant", "parts": message["parts"]}
+    assert as_request(conversation.messages[1]) == {"role": "assistant", "parts": message["parts"]}

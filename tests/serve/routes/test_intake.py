@@ -8,7 +8,9 @@ from fastapi import Request
 
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.intake import BODY_BYTES, AddressTurns, Turns, decode_json, make_prompt, read_body
+from nanochat.serve.routes.messages import make_prompt
+from nanochat.serve.server import BODY_BYTES, decode_json, read_body
+from nanochat.serve.waiting import ByAddress, SmallestFirst, Turns
 from tests.support.fake_engine import ByteTokenizer
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -72,11 +74,11 @@ def order(sizes: list[int], waiting: int, leaving: tuple[int, ...] = ()) -> tupl
     """The sizes that get their turn, in order, and those that are refused; the ones at `leaving` leave the queue."""
 
     async def main() -> tuple[list[int], list[int]]:
-        turns, done, refused = Turns(waiting), [], []
+        turns, done, refused = Turns(SmallestFirst(waiting)), [], []
 
         async def one(size: int) -> None:
             try:
-                async with turns.turn(size):
+                async with turns.turn(size=size):
                     await asyncio.sleep(0)
                     done.append(size)
             except asyncio.QueueFull:
@@ -99,6 +101,29 @@ def test_the_smallest_goes_first_and_equal_ones_in_the_order_of_arrival() -> Non
 def test_the_largest_is_refused_when_too_many_wait() -> None:
     done, refused = order([5, 9, 3, 7, 1], waiting=2)
     assert (done, sorted(refused)) == ([5, 1, 3], [7, 9])
+
+
+def test_a_request_that_has_left_the_queue_takes_no_place_in_it() -> None:
+    async def main() -> str:
+        turns = Turns(SmallestFirst(1))
+
+        async def wait() -> None:
+            async with turns.turn(size=1):
+                pass
+
+        async with turns.turn():
+            leaving = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            staying = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            another = asyncio.create_task(wait())  # equal in size, and later than the one that stays
+            await asyncio.gather(another, return_exceptions=True)
+        await staying
+        return type(another.exception()).__name__
+
+    assert asyncio.run(asyncio.wait_for(main(), 30)) == "QueueFull"
 
 
 def test_one_that_leaves_does_not_stop_the_others() -> None:
@@ -159,7 +184,7 @@ def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tupl
     """The arrivals that get their turn, in order, and those that are refused; each letter is an address."""
 
     async def main() -> tuple[str, str]:
-        turns, done, refused = AddressTurns(waiting), [], []
+        turns, done, refused = Turns(ByAddress(waiting)), [], []
 
         async def one(number: int, owner: str) -> None:
             try:

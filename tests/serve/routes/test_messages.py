@@ -8,8 +8,7 @@ import pytest
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
 from nanochat.serve.routes.fields import ApiError, Limits
-from nanochat.serve.routes.intake import make_prompt
-from nanochat.serve.routes.messages import read_conversation, written
+from nanochat.serve.routes.messages import as_request, make_prompt, read_conversation
 from nanochat.serve.routes.tokens import tokenize
 from nanochat.serve.routes.tools import read_tools
 from nanochat.tokenizer import ROLES
@@ -54,8 +53,8 @@ def test_special_tokens_that_a_client_spells_are_ordinary_text_in_every_place(ki
 
 def test_messages_that_are_written_down_are_read_as_the_same() -> None:
     read = read_conversation(messages("x"))
-    assert read_conversation([written(message) for message in read.messages]) == read
-    assert [message["role"] for message in map(written, read.messages)] == [
+    assert read_conversation([as_request(message) for message in read.messages]) == read
+    assert [message["role"] for message in map(as_request, read.messages)] == [
         "system", "user", "assistant", "user", "assistant", "user",
     ]  # fmt: skip
     assert isinstance(read, Conversation)
@@ -145,7 +144,7 @@ def test_an_empty_reply_is_an_empty_turn_and_an_empty_system_message_is_none(kin
     assert len(tokenizer.render_prompt(read)) > len(tokenizer.render_prompt(read_conversation([question])))
     prompt, dropped = make_prompt(read, 1, True, tokenizer, 4096)  # counts the tokens of each exchange
     assert (prompt, dropped) == (tokenizer.render_prompt(read), 0)
-    assert read_conversation([written(message) for message in read.messages]) == read
+    assert read_conversation([as_request(message) for message in read.messages]) == read
     assert read_conversation([{"role": "system", "content": " "}, *silent]) == read
     assert read_conversation([*silent[:2], {"role": "developer", "content": ""}, question]) == read
 

@@ -12,8 +12,8 @@ import pytest
 
 from nanochat.report.samples import Sample, keep_samples
 from nanochat.runtime.trackers.jsonl import Jsonl, describe_run
+from nanochat.serve.app import create_runs_app
 from nanochat.serve.runs import routes
-from nanochat.serve.server import create_runs_app
 from tests.support.fake_engine import SETTINGS, FakeEngine, running, serving
 
 DATA = "/runs/data"

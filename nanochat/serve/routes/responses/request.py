@@ -1,30 +1,44 @@
 """POST /v1/responses: checks a request, which may continue a response that is kept here."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.conversation import Conversation, Message
+from nanochat.serve.routes.answers import Work
 from nanochat.serve.routes.fields import (
+    ApiError,
+    Defaults,
     Limits,
     flag,
     integer,
     invalid,
     kind,
     mapping,
+    missing,
     read_fields,
+    read_format,
+    read_settings,
     truncates,
 )
-from nanochat.serve.routes.intake import Work, make_prompt
-from nanochat.serve.routes.messages import alternating, instructed, written
-from nanochat.serve.routes.responses.items import read_input
-from nanochat.serve.routes.responses.kept import Shelf
+from nanochat.serve.routes.messages import (
+    alternating,
+    as_request,
+    make_prompt,
+    read_conversation,
+    text_of,
+    with_instructions,
+)
+from nanochat.serve.routes.responses.store import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
-from nanochat.serve.routes.sampling import Defaults, read_format, read_wanted
 from nanochat.serve.routes.tools import only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
 
+ITEM_TYPES = "message, function_call or function_call_output"
+ECHOED = ("tools", "tool_choice", "parallel_tool_calls")
 SAMPLED = ("temperature", "top_p", "top_k", "seed", "stream")
-KNOWN = {
+FIELDS = {
     "input",
     "instructions",
     "max_output_tokens",
@@ -54,60 +68,178 @@ class ResponseRequest:
     shelf: Shelf | None  # where the response is kept; None: nowhere
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it does not fit."""
-        wanted, truncate = self.repeated.wanted, self.repeated.truncate
-        conversation = instructed(self.conversation, self.instructions)
+        """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it
+        does not fit."""
+        settings = self.repeated.settings
+        truncate = self.repeated.truncate
+        conversation = with_instructions(self.conversation, self.instructions)
         prompt, dropped = make_prompt(
-            conversation, wanted.max_tokens, truncate, tokenizer, limits.context, "input"
+            conversation,
+            settings.max_tokens,
+            truncate,
+            tokenizer,
+            limits.context,
+            "input",
         )
 
-        def keep(message: dict[str, Any], body: dict[str, Any]) -> None:
+        def store(message: dict[str, Any], body: dict[str, Any]) -> None:
             if self.shelf is not None:
-                self.shelf.keep(body["id"], [*map(written, self._from(dropped)), message], body)
+                messages = [as_request(message) for message in self._messages(dropped)]
+                self.shelf.keep(body["id"], [*messages, message], body)
 
         def writer(number: str) -> ResponseWriter:
-            return ResponseWriter(number, limits.model, self.repeated, len(prompt), tokenizer, keep)
+            length = len(prompt)
+            return ResponseWriter(number, limits.model, self.repeated, length, tokenizer, store)
 
-        return Work(wanted.requests(prompt, limits.context), writer)
+        return Work(settings.requests(prompt, limits.context), writer)
 
-    def _from(self, dropped: int) -> tuple[Message, ...]:
-        """The messages that the model read: a chat that is kept never outgrows the context, nor does a request that
-        continues it."""
-        messages = (alternating(self.conversation) if dropped else self.conversation).messages
+    def _messages(self, dropped: int) -> tuple[Message, ...]:
+        """Return the messages that the model read: a chat that is stored never outgrows the
+        context, nor does a request that continues it."""
+        conversation = self.conversation
+        if dropped:
+            conversation = alternating(conversation)
+        messages = conversation.messages
         head = int(messages[0].role == "system")
         return (*messages[:head], *messages[head + dropped :])
 
 
-def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) -> ResponseRequest:
-    """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an unknown model) that
-    names the field."""
-    fields = read_fields(value, limits, KNOWN, NEUTRAL)
+def read_response(
+    value: Any,
+    limits: Limits,
+    defaults: Defaults,
+    shelf: Shelf,
+) -> ResponseRequest:
+    """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an
+    unknown model) that names the field."""
+    fields = read_fields(value, limits, FIELDS, NEUTRAL)
     store = flag(value, "store", True)
-    instructions, previous = (
-        _text(fields, name) for name in ("instructions", "previous_response_id")
-    )
+    instructions = _text(fields, "instructions")
+    previous = _text(fields, "previous_response_id")
     flag(fields, "parallel_tool_calls")
     if not fields.get("tools") and fields.get("tool_choice") == "auto":
         del fields["tool_choice"]  # what clients send that have no tools
     tools = read_tools(fields)
-    longest = integer(fields, "max_output_tokens", 1, limits.context)
-    schema = only_schema(tools, read_format(mapping(fields, "text").get("format"), "text.format"))
+    max_tokens = integer(fields, "max_output_tokens", 1, limits.context)
+    text_format = mapping(fields, "text").get("format")
+    schema = only_schema(tools, read_format(text_format, "text.format"))
     sampled = {name: fields[name] for name in SAMPLED if name in fields}
-    wanted = read_wanted(sampled, limits, defaults, longest, schema=schema)
+    settings = read_settings(sampled, limits, defaults, max_tokens, schema=schema)
     earlier = [] if previous is None else shelf.messages(previous)
     conversation = read_input(fields.get("input"), earlier)
-    orders = "\n\n".join(filter(None, (tools.instructions, instructions)))
-    echoed = {
-        name: fields[name]
-        for name in ("tools", "tool_choice", "parallel_tool_calls")
-        if name in fields
-    }
-    repeated = Repeated(tools, wanted, instructions, truncates(fields), previous, store, echoed)
-    return ResponseRequest(conversation, orders, repeated, shelf if store else None)
+    texts = [text for text in (tools.instructions, instructions) if text]
+    repeated = Repeated(
+        tools=tools,
+        settings=settings,
+        instructions=instructions,
+        truncate=truncates(fields),
+        previous=previous,
+        store=store,
+        echoed={name: fields[name] for name in ECHOED if name in fields},
+    )
+    return ResponseRequest(conversation, "\n\n".join(texts), repeated, shelf if store else None)
 
 
 def _text(fields: dict[str, Any], name: str) -> str | None:
+    """Return a text; None if the field is absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise invalid(f"{name} must be a text, got {kind(value)}", name)
     return value
+
+
+# --- input ---------------------------------------------------------------------------------------
+
+
+def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
+    """Return the conversation of an input that follows the messages of an earlier response.
+    ApiError 400.
+
+    Items become messages of the chat format. The result of a call must name a call of the earlier
+    response or one that stands before the result.
+    """
+    if items is None:
+        raise missing("input", "a text or a list of items")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise invalid(f"input must be a text or a list of items, got {kind(items)}", "input")
+    call_ids: set[str] = set()
+    for message in earlier[-1:]:
+        call_ids |= {call["id"] for call in message.get("tool_calls", ())}
+    messages = []
+    for i, item in enumerate(items):
+        if isinstance(item, dict):
+            item = _message(item, f"input[{i}]", call_ids)
+        messages.append(item)
+    try:
+        return read_conversation([*earlier, *messages])
+    except ApiError as refusal:  # the field has another name on this route
+        text = _renamed(str(refusal), len(earlier))
+        param = refusal.param and _renamed(refusal.param, len(earlier))
+        raise ApiError(refusal.status, refusal.code, text, param) from None
+
+
+def _renamed(text: str, earlier: int) -> str:
+    """Return an error of the chat format under the names of this route; `earlier` messages are a
+    response's."""
+
+    def field(match: re.Match[str]) -> str:
+        number = int(match[1]) - earlier
+        return "previous_response_id" if number < 0 else f"input[{number}]{match[2] or ''}"
+
+    text = re.sub(r"messages\[(\d+)\](\.\w+)?", field, text)
+    return text.replace("messages", "input")
+
+
+def _message(
+    item: dict[str, Any],
+    name: str,
+    call_ids: set[str],
+) -> dict[str, Any]:
+    """Return the message of an item. The ids of calls join `call_ids`."""
+    item_type = item.get("type", "message")
+    if item_type == "function_call":
+        return _call_message(item, name, call_ids)
+    if item_type == "function_call_output":
+        return _result_message(item, name, call_ids)
+    if item_type != "message":
+        raise invalid(f"{name}.type must be {ITEM_TYPES}", f"{name}.type")
+    if item.get("role") == "tool":
+        text = f"{name} is a result without its call: send it as a function_call_output"
+        raise invalid(text, f"{name}.role")
+    return {key: item[key] for key in ("role", "content", "parts") if key in item}
+
+
+def _call_message(
+    item: dict[str, Any],
+    name: str,
+    call_ids: set[str],
+) -> dict[str, Any]:
+    """Return the message of a call."""
+    values = [item.get(key) for key in ("call_id", "name", "arguments")]
+    if not all(isinstance(value, str) for value in values):
+        form = "{type: function_call, call_id, name, arguments}"
+        raise invalid(f"{name} must be a call: {form}, all texts", name)
+    call_id, function, arguments = values
+    call_ids.add(str(call_id))
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": function, "arguments": arguments},
+    }
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _result_message(
+    item: dict[str, Any],
+    name: str,
+    call_ids: set[str],
+) -> dict[str, Any]:
+    """Return the message of a call's result."""
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str) or call_id not in call_ids:
+        text = f"{name}.call_id must be the call_id of a function_call before it"
+        raise invalid(text, f"{name}.call_id")
+    content = text_of(item.get("output"), f"{name}.output")
+    return {"role": "tool", "tool_call_id": call_id, "content": content}

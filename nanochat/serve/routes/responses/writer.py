@@ -5,17 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.engine import Event
-from nanochat.serve.routes.answers import event
-from nanochat.serve.routes.choices import Choice, Reply, add_text
-from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.sampling import Wanted
+from nanochat.data.conversation import Part
+from nanochat.generate.reply import Event
+from nanochat.serve.routes.answers import Choice, Reply, add_text, event
+from nanochat.serve.routes.fields import ApiError, ReplySettings
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
-Keep = Callable[
-    [dict[str, Any], dict[str, Any]], None
-]  # keeps a reply as a message, and its response
+# Stores a reply as a message, and its response.
+Store = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Repeated:
     """What a response repeats of its request, and the functions that the model may call."""
 
     tools: Tools
-    wanted: Wanted
+    settings: ReplySettings
     instructions: str | None
     truncate: bool
     previous: str | None  # the id of the response that this one continues
@@ -32,76 +30,78 @@ class Repeated:
 
 
 class ResponseWriter:
-    """Writes one reply. Its output holds a message for each run of text, and an item for each call of a function.
+    """Writes one reply. Its output holds a message for each run of text, and an item for each call
+    of a function.
 
-    A calculator call is in the message around it: {expression, result} in `parts` and, in a stream, in `tool` of an
-    event of the message's text. Both extend OpenAI's format.
+    A calculator call is in the message around it: {expression, result} in `parts` and, in a stream,
+    in `tool` of an event of the message's text. Both extend OpenAI's format.
     """
 
     def __init__(
         self,
         number: str,
         model: str,
-        asked: Repeated,
-        prompt: int,
+        repeated: Repeated,
+        prompt_length: int,
         tokenizer: Tokenizer,
-        keep: Keep,
+        store: Store,
     ):
-        """`prompt` is the length of the prompt in tokens."""
-        self._number, self._model, self._asked, self._prompt, self._keep = (
-            number,
-            model,
-            asked,
-            prompt,
-            keep,
-        )
+        """`prompt_length` is the length of the prompt in tokens."""
+        self._number = number
+        self._model = model
+        self._repeated = repeated
+        self._prompt_length = prompt_length
+        self._store = store
         self._created = int(time.time())
         self._choice = Choice(tokenizer, None)
-        self._reply = Reply(asked.tools)
+        self._reply = Reply(repeated.tools)
         self._items: list[dict[str, Any]] = []
-        self._open: list[dict[str, Any]] | None = (
-            None  # texts and calculator calls of the message that grows
-        )
+        # Texts and calculator calls of the message that grows.
+        self._open: list[dict[str, Any]] | None = None
         self._blank = ""  # text without a letter, which is no message unless more follows
         self._sent = 0  # events of the stream so far
-        self.stream = asked.wanted.stream
+        self.stream = repeated.settings.stream
 
     def opening(self) -> bytes:
         """The response without output."""
         response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
         """Follow events; return the events of what they add."""
-        deltas = self._reply.add([part for _, item in news for part in self._choice.add(item)])
+        parts: list[Part] = []
+        for _, token_event in news:
+            parts += self._choice.add(token_event)
+        deltas = self._reply.add(parts)
         if self._choice.finish:
             deltas += self._reply.end()
         return b"".join(map(self._follow, deltas))
 
     def closing(self) -> bytes:
         """The end of the last item, and the response, which is kept from now on."""
-        sent, body = self._end(), self.body()
+        sent = self._end()
+        body = self.body()
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
         return sent + self._event(kind, response=body)
 
     def failure(self, refusal: ApiError) -> bytes:
         """The response with its error."""
         error = {"code": refusal.code, "message": str(refusal)}
-        return self._event("response.failed", response={**self._response("failed"), "error": error})
+        response = {**self._response("failed"), "error": error}
+        return self._event("response.failed", response=response)
 
     def body(self) -> dict[str, Any]:
         """The whole response, which is kept from now on."""
         self._end()
         response = self._response(self._status)
         if self._status == "incomplete":
-            reasons = {"length": "max_output_tokens"}
-            response["incomplete_details"] = {
-                "reason": reasons.get(self._choice.finish or "", "content_filter")
-            }
+            reason = "content_filter"
+            if self._choice.finish == "length":
+                reason = "max_output_tokens"
+            response["incomplete_details"] = {"reason": reason}
         body = {**response, "output": self._items, "usage": self._usage}
-        self._keep(self._reply.message, body)
+        self._store(self._reply.message, body)
         return body
 
     # --- items -----------------------------------------------------------------------------------
@@ -110,7 +110,8 @@ class ResponseWriter:
         """Add a piece of the reply to the items; return its events."""
         if "tool_calls" in delta:
             return self._close("completed") + self._call(delta["tool_calls"][0])
-        text, tool = self._blank + delta.get("content", ""), delta.get("tool")
+        text = self._blank + delta.get("content", "")
+        tool = delta.get("tool")
         if self._open is None and tool is None and not text.strip():
             self._blank = text
             return b""
@@ -130,11 +131,10 @@ class ResponseWriter:
             "content": [],
         }
         self._items.append(item)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        sent = self._event("response.output_item.added", item=item) + self._event(
-            "response.content_part.added", **self._place, part=part
-        )
-        item["content"] = [part]
+        content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        sent = self._event("response.output_item.added", item=item)
+        sent += self._event("response.content_part.added", **self._position, part=content)
+        item["content"] = [content]
         return sent
 
     def _grow(self, text: str, tool: dict[str, Any] | None) -> bytes:
@@ -143,31 +143,32 @@ class ResponseWriter:
         if text:
             add_text(self._open, text)
             self._items[-1]["content"][0]["text"] += text
-        more = {} if tool is None else {"tool": tool}
+        fields = {**self._position, "delta": text, "logprobs": []}
         if tool is not None:
             self._open.append({"type": "tool", **tool})
-        return self._event(
-            "response.output_text.delta", **self._place, delta=text, logprobs=[], **more
-        )
+            fields["tool"] = tool
+        return self._event("response.output_text.delta", **fields)
 
     def _close(self, status: str) -> bytes:
         """End the open message, if there is one."""
         if self._open is None:
             return b""
-        item, parts = self._items[-1], self._open
-        item["status"], self._open = status, None
+        item = self._items[-1]
+        parts = self._open
+        self._open = None
+        item["status"] = status
         if any(part["type"] == "tool" for part in parts):
             item["parts"] = parts
-        (part,) = item["content"]
-        return (
-            self._event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
-            + self._event("response.content_part.done", **self._place, part=part)
-            + self._event("response.output_item.done", item=item)
-        )
+        (content,) = item["content"]
+        fields = {**self._position, "text": content["text"], "logprobs": []}
+        sent = self._event("response.output_text.done", **fields)
+        sent += self._event("response.content_part.done", **self._position, part=content)
+        return sent + self._event("response.output_item.done", item=item)
 
     def _call(self, call: dict[str, Any]) -> bytes:
         """Add a call of a function, which comes whole."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         item = {
             "id": self._id("fc"),
             "type": "function_call",
@@ -177,24 +178,24 @@ class ResponseWriter:
             "arguments": "",
         }
         self._items.append(item)
-        added = self._event("response.output_item.added", item=item)
+        sent = self._event("response.output_item.added", item=item)
         item |= {"status": "completed", "arguments": arguments}
-        place, self._blank = {"item_id": item["id"]}, ""
-        return (
-            added
-            + self._event("response.function_call_arguments.delta", **place, delta=arguments)
-            + self._event(
-                "response.function_call_arguments.done", **place, name=name, arguments=arguments
-            )
-            + self._event("response.output_item.done", item=item)
-        )
+        self._blank = ""
+        kind = "response.function_call_arguments"
+        item_id = item["id"]
+        sent += self._event(f"{kind}.delta", item_id=item_id, delta=arguments)
+        sent += self._event(f"{kind}.done", item_id=item_id, name=name, arguments=arguments)
+        return sent + self._event("response.output_item.done", item=item)
 
     def _end(self) -> bytes:
         """End the last message; a reply of nothing is an empty message."""
         sent = b""
         if not self._items:
-            text, self._blank = self._blank, ""
-            sent = self._begin() + (self._grow(text, None) if text else b"")
+            text = self._blank
+            self._blank = ""
+            sent = self._begin()
+            if text:
+                sent += self._grow(text, None)
         return sent + self._close(self._status)
 
     # --- objects ---------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class ResponseWriter:
         return "completed" if self._choice.finish == "stop" else "incomplete"
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "content_index": 0}
 
     def _id(self, kind: str) -> str:
@@ -212,17 +213,19 @@ class ResponseWriter:
 
     @property
     def _usage(self) -> dict[str, Any]:
-        tokens, cached = self._choice.tokens, self._choice.reused
+        tokens = self._choice.tokens
+        cached = self._choice.reused
         return {
-            "input_tokens": self._prompt,
+            "input_tokens": self._prompt_length,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self._prompt + tokens,
+            "total_tokens": self._prompt_length + tokens,
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, sampling = self._asked, self._asked.wanted.sampling
+        repeated = self._repeated
+        sampling = repeated.settings.sampling
         return {
             "id": f"resp_{self._number}",
             "object": "response",
@@ -232,19 +235,19 @@ class ResponseWriter:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.wanted.max_tokens,
+            "instructions": repeated.instructions,
+            "max_output_tokens": repeated.settings.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "tools": [],
             "tool_choice": "auto",
             "parallel_tool_calls": True,
             "metadata": {},
-            "previous_response_id": asked.previous,
-            "store": asked.store,
-            "truncation": "auto" if asked.truncate else "disabled",
+            "previous_response_id": repeated.previous,
+            "store": repeated.store,
+            "truncation": "auto" if repeated.truncate else "disabled",
             "usage": None,
-            **asked.echoed,
+            **repeated.echoed,
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:

@@ -4,7 +4,7 @@ import pytest
 
 from nanochat.data.conversation import Conversation, Part, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.responses.items import read_input
+from nanochat.serve.routes.responses.request import read_input
 
 QUESTION = {"role": "user", "content": "Rain?"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "北京"}'}

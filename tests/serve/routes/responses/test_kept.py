@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.responses.kept import Kept, Shelf
+from nanochat.serve.routes.responses.store import ResponseStore, Shelf
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "你好"}]
 
@@ -30,7 +30,7 @@ def kept_of(shelf: Shelf, *numbers: str) -> list[str]:
 
 
 def test_a_response_comes_back_with_its_chat_until_it_is_removed() -> None:
-    shelf = Kept().of("Bearer a")
+    shelf = ResponseStore().of("Bearer a")
     shelf.keep("r1", CHAT, {"id": "r1", "half": "\ud800"})
     assert shelf.messages("r1") == shelf.messages("r1") == CHAT
     assert shelf.response("r1") == shelf.response("r1", again=False) == {"id": "r1", "half": "\ud800"}
@@ -40,7 +40,7 @@ def test_a_response_comes_back_with_its_chat_until_it_is_removed() -> None:
 
 
 def test_another_key_finds_and_removes_nothing() -> None:
-    kept = Kept()
+    kept = ResponseStore()
     own, other = kept.of("Bearer a"), kept.of("Bearer b")
     own.keep("r1", CHAT, {"id": "r1"})
     for each in (other, kept.of(""), kept.of("\ud800")):
@@ -53,7 +53,7 @@ def test_another_key_finds_and_removes_nothing() -> None:
 
 
 def test_the_one_that_was_used_least_recently_goes_first() -> None:
-    shelf = Kept(most=3).of("")
+    shelf = ResponseStore(max_count=3).of("")
     for number in ("r1", "r2", "r3"):
         shelf.keep(number, CHAT, {"id": number})
     shelf.messages("r1")
@@ -63,7 +63,7 @@ def test_the_one_that_was_used_least_recently_goes_first() -> None:
 
 def test_all_together_never_hold_more_bytes_than_they_may() -> None:
     size = len(json.dumps(CHAT)) + len(json.dumps({"id": "r1"}))
-    shelf = Kept(most_bytes=3 * size).of("")
+    shelf = ResponseStore(max_bytes=3 * size).of("")
     for number in ("r1", "r2", "r3"):
         shelf.keep(number, CHAT, {"id": number})
     shelf.response("r1", again=False)
@@ -77,7 +77,7 @@ def test_all_together_never_hold_more_bytes_than_they_may() -> None:
 
 def test_what_is_not_used_for_a_while_is_gone() -> None:
     clock = Clock()
-    shelf = Kept(seconds=60, now=clock).of("")
+    shelf = ResponseStore(seconds=60, now=clock).of("")
     for number in ("r1", "r2"):
         shelf.keep(number, CHAT, {"id": number})
     clock.now = 50

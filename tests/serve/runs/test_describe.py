@@ -11,8 +11,8 @@ import pytest
 
 from nanochat.common import write_json
 from nanochat.runtime.trackers.jsonl import Jsonl, describe_run
-from nanochat.serve.runs import found
-from nanochat.serve.runs.found import TAIL_BYTES, Looker, Run, find_runs, tail
+from nanochat.serve.runs import describe
+from nanochat.serve.runs.describe import TAIL_BYTES, Describer, Run, find_runs, tail
 
 
 def lines(*steps: int, seconds: float = 2.0) -> str:
@@ -30,7 +30,7 @@ def write_run(base: Path, tag: str, text: str, place: str = "base", at: float = 
 
 
 def described(run: Run, now: float = 1001.0) -> dict[str, Any]:
-    told = Looker().describe(run, now)
+    told = Describer().describe(run, now)
     assert told is not None
     return told
 
@@ -49,7 +49,7 @@ def test_runs_of_all_stages_are_found_the_newest_first(tmp_path: Path) -> None:
 
 
 def test_the_list_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found, "MOST_RUNS", 2)
+    monkeypatch.setattr(describe, "MOST_RUNS", 2)
     for number in range(5):
         write_run(tmp_path, f"d{number}", lines(1), at=number)
     runs, older = find_runs(tmp_path)
@@ -141,8 +141,8 @@ def test_slow_steps_are_waited_for(tmp_path: Path) -> None:
 def test_what_changes_is_seen_and_what_does_not_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, looker, reads = write_run(tmp_path, "d4", lines(1), steps=9), Looker(), []
-    monkeypatch.setattr(found, "tail", lambda path: reads.append(path) or tail(path))
+    run, looker, reads = write_run(tmp_path, "d4", lines(1), steps=9), Describer(), []
+    monkeypatch.setattr(describe, "tail", lambda path: reads.append(path) or tail(path))
     for _ in range(3):
         looker.describe(run, 1.0)
     assert len(reads) == 1
@@ -188,4 +188,4 @@ def test_a_pipe_named_like_figures_is_no_run(tmp_path: Path) -> None:
     folder = tmp_path / "base_checkpoints" / "d4"
     folder.mkdir(parents=True)
     os.mkfifo(folder / "metrics.jsonl")
-    assert Looker().describe(Run("base", folder), 1.0) is None
+    assert Describer().describe(Run("base", folder), 1.0) is None

@@ -1,0 +1,211 @@
+"""Builds the web application: the routes of the API, the pages, and the files that the pages
+load."""
+
+import asyncio
+import contextlib
+import importlib.resources
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from nanochat.serve.connections import Caps
+from nanochat.serve.listening import App, Guard
+from nanochat.serve.models import Loadable
+from nanochat.serve.routes import tokens
+from nanochat.serve.routes.answers import error
+from nanochat.serve.routes.chat import read_chat
+from nanochat.serve.routes.completions import read_completion
+from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.runs.routes import Runs
+from nanochat.serve.server import ChatServer, Settings
+
+SCRIPTS = (
+    "about.js",
+    "app.js",
+    "client.js",
+    "sse.js",
+    "chats/check.js",
+    "chats/conversation.js",
+    "chats/exchange.js",
+    "chats/files.js",
+    "chats/kept.js",
+    "chats/pair.js",
+    "chats/panel.js",
+    "chats/store.js",
+    "chats/tree.js",
+    "language/i18n.js",
+    "language/names.js",
+    "language/phrases.js",
+    "language/words.js",
+    "reply/dom.js",
+    "reply/draw.js",
+    "reply/inline.js",
+    "reply/markdown.js",
+    "reply/saw.js",
+    "reply/tokens.js",
+    "reply/turn.js",
+    "runs/chart.js",
+    "runs/feed.js",
+    "runs/figures.js",
+    "runs/list.js",
+    "runs/runs.js",
+    "runs/samples.js",
+    "runs/words.js",
+    "settings/drawer.js",
+    "settings/values.js",
+)
+STYLES = (
+    "style.css",
+    "chats/panel.css",
+    "reply/markdown.css",
+    "reply/pair.css",
+    "reply/reply.css",
+    "runs/runs.css",
+    "settings/settings.css",
+)
+PAGES = ("index.html", "runs/index.html")
+ASSETS = {
+    **dict.fromkeys(SCRIPTS, "text/javascript"),
+    **dict.fromkeys(STYLES, "text/css"),
+    "favicon.svg": "image/svg+xml",
+}
+
+
+def assets() -> Mapping[str, bytes]:
+    """Return the files of the web pages, by name."""
+    folder = importlib.resources.files("nanochat.serve") / "web"
+    return {name: (folder / name).read_bytes() for name in (*PAGES, *ASSETS)}
+
+
+def create_app(models: Sequence[Loadable], settings: Settings) -> App:
+    """Build the web application. The engines' threads start and end with it."""
+    server = ChatServer(models, settings)
+    files = assets()
+    runs = None
+    if settings.runs is not None:
+        runs = Runs(settings.runs, chat=settings.page)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        for thread in server.models.threads:
+            thread.start()
+        yield
+        server.close()
+        if runs is not None:
+            runs.close()
+        await asyncio.gather(*(thread.stop() for thread in server.models.threads))
+
+    app = _application(lifespan)
+    if settings.page:
+        _add_pages(app, {"/": files["index.html"]}, files)
+    if runs is not None:
+        _add_pages(app, {"/runs": files["runs/index.html"]}, files)
+        runs.add_to(app)
+    _add_api(app, server)
+    guarded = Guard(app, settings.hosts, settings.api_key)
+    return App(guarded, server.models.threads, settings.caps)
+
+
+def _add_api(app: FastAPI, server: ChatServer) -> None:
+    """Add the routes of the API."""
+    app.add_api_route("/health", server.health)
+    app.add_api_route("/metrics", server.metrics_text)
+    app.add_api_route("/tokenizer_info", server.tokenizer_info)
+    app.add_api_route("/v1/models", server.list_models)
+    app.add_api_route("/v1/models/{name}", server.model)
+    posts = {
+        "/v1/chat/completions": server.generating(read_chat),
+        "/v1/completions": server.generating(read_completion),
+        "/v1/responses": server.respond,
+        "/tokenize": server.encoding(tokens.tokenize),
+        "/detokenize": server.encoding(tokens.detokenize),
+    }
+    for path, route in posts.items():
+        app.add_api_route(path, route, methods=["POST"])
+    app.add_api_route("/v1/responses/{number}", server.response)
+    app.add_api_route("/v1/responses/{number}", server.remove_response, methods=["DELETE"])
+
+
+def create_runs_app(
+    base: Path,
+    hosts: tuple[str, ...],
+    api_key: str,
+) -> App:
+    """Build an application without a model, whose only page shows the runs under a base folder."""
+    runs = Runs(base, chat=False)
+    files = assets()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        runs.close()
+
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    app = _application(lifespan)
+    _add_pages(app, dict.fromkeys(("/", "/runs"), files["runs/index.html"]), files)
+    runs.add_to(app)
+    app.add_api_route("/health", health)
+    return App(Guard(app, hosts, api_key), [], Caps())
+
+
+def _application(
+    lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]],
+) -> FastAPI:
+    """Return an application without routes, which answers errors with OpenAI's error JSON."""
+
+    async def refused(_: Request, failure: Exception) -> Response:
+        if isinstance(failure, ApiError):
+            # It refers to the request, and to itself: only a garbage collection would free it.
+            failure.__traceback__ = None
+        return error(_refusal(failure))
+
+    async def left(_: Request, failure: Exception) -> Response:
+        return Response()  # which nobody reads
+
+    # FastAPI's own documentation pages load scripts from the internet, which fails on a machine
+    # without a network.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, refused)
+    app.add_exception_handler(ClientDisconnect, left)
+    return app
+
+
+def _add_pages(
+    app: FastAPI,
+    pages: Mapping[str, bytes],
+    files: Mapping[str, bytes],
+) -> None:
+    """Add routes to pages, by path, and to the files that they load."""
+
+    async def asset(name: str) -> Response:
+        if name not in ASSETS:
+            raise ApiError(404, "not_found", "there is no such file: the page is at /")
+        return Response(files[name], media_type=ASSETS[name])
+
+    def page(content: bytes) -> Callable[[], Awaitable[Response]]:
+        async def answer() -> Response:
+            return Response(content, media_type="text/html")
+
+        return answer
+
+    for path, content in pages.items():
+        app.add_api_route(path, page(content))
+    app.add_api_route("/assets/{name:path}", asset)
+
+
+def _refusal(failure: Exception) -> ApiError:
+    """Return what a client hears about a failed request. The details of a fault in this server stay
+    in its log."""
+    if isinstance(failure, ApiError):
+        return failure
+    if isinstance(failure, HTTPException):
+        text = f"{failure.detail}: docs/chat.md lists the routes"
+        return ApiError(failure.status_code, "not_found", text)
+    return ApiError(500, "server_failed", "the server failed: its log says why")

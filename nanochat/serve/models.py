@@ -1,0 +1,341 @@
+"""A model that the server answers with: its engine in a thread of its own, its counters, and what
+the server says of it.
+
+GET /metrics tells the counters in Prometheus text under vLLM's names, so that dashboards made for
+vLLM fit.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Response
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+from nanochat.common import UserError
+from nanochat.engine import Engine
+from nanochat.generate.reply import Event
+from nanochat.serve.engine_thread import EngineThread
+from nanochat.serve.routes.fields import ApiError, Defaults, Limits
+from nanochat.tokenizer import Tokenizer
+
+F = TypeVar("F", Counter, Gauge, Histogram)
+
+# Upper bounds in seconds: to the first token, between tokens, and to the last one. A CPU takes up
+# to seconds for what a GPU does in milliseconds.
+FIRST = (
+    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+BETWEEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0),
+)
+TOTAL = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0),
+    *(10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0),
+)
+
+# --- counters ------------------------------------------------------------------------------------
+
+
+class Families:
+    """The metrics of one server: each name is registered once, with a value for every model."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._metrics: dict[str, Any] = {}
+
+    def get(
+        self,
+        kind: type[F],
+        name: str,
+        help_text: str,
+        labels: Sequence[str] = ("model_name",),
+        **options: Any,
+    ) -> F:
+        """Return the metric of a name, which is registered when it is asked for the first time."""
+        if name not in self._metrics:
+            self._metrics[name] = kind(
+                f"vllm:{name}", help_text, labels, registry=self._registry, **options
+            )
+        return self._metrics[name]  # type: ignore[no-any-return]
+
+    def response(self) -> Response:
+        """Return all metrics as text."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class Metrics:
+    """The counters of one model. All times are in seconds."""
+
+    def __init__(
+        self,
+        families: Families,
+        model: str,
+        thread: EngineThread[Event] | None,
+    ):
+        """`thread` is the one of the model's engine; None for an adapter, whose base tells how busy
+        the engine is."""
+        self._families = families
+        self._model = model
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens of replies.")
+        self.queries = self._counter(
+            "prefix_cache_queries", "Tokens of prompts that were looked up."
+        )
+        self.hits = self._counter(
+            "prefix_cache_hits", "Tokens of prompts that were not read again."
+        )
+        help_text = "Requests that ended, by the reason: stop, length, error or abort."
+        self._ended = families.get(
+            Counter, "request_success", help_text, ("model_name", "finished_reason")
+        )
+        self.first = self._histogram(
+            "time_to_first_token_seconds", "From request to first token.", FIRST
+        )
+        self.between = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of a reply.", BETWEEN
+        )
+        self.total = self._histogram(
+            "e2e_request_latency_seconds", "From request to last token.", TOTAL
+        )
+        if thread is None:
+            return
+        self._gauge(
+            "num_requests_running",
+            "Requests that the engine works on.",
+            lambda: thread.slots - thread.free_slots,
+        )
+        self._gauge(
+            "num_requests_waiting", "Requests that wait for a slot.", lambda: len(thread.line)
+        )
+        self._gauge(
+            "kv_cache_usage_perc",
+            "Share of the slots in use, 0 to 1.",
+            lambda: 1 - thread.free_slots / thread.slots,
+        )
+
+    def ended(self, reason: str) -> None:
+        """Count a request that ended."""
+        self._ended.labels(self._model, reason).inc()
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return self._families.get(Counter, name, help_text).labels(self._model)
+
+    def _gauge(
+        self,
+        name: str,
+        help_text: str,
+        value: Callable[[], float],
+    ) -> None:
+        self._families.get(Gauge, name, help_text).labels(self._model).set_function(value)
+
+    def _histogram(
+        self,
+        name: str,
+        help_text: str,
+        buckets: Sequence[float],
+    ) -> Histogram:
+        return self._families.get(Histogram, name, help_text, buckets=buckets).labels(self._model)
+
+
+class Watch:
+    """Times the replies of one request, and counts their tokens."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        prompts: Sequence[int],
+        start: float,
+    ):
+        """`prompts` are the lengths of the prompts in tokens; `start` is when the request came,
+        monotonic."""
+        self._metrics = metrics
+        self._prompts = prompts
+        self._start = start
+        self._last: dict[int, float] = {}  # index of a reply -> when its last token came
+        self._ended: dict[int, str] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether all replies have ended."""
+        return len(self._ended) == len(self._prompts)
+
+    def add(self, news: Sequence[tuple[int, Event]]) -> None:
+        """Follow the events of one delivery. The tokens of a reply that come together share the
+        time since the last."""
+        now = time.monotonic()
+        metrics = self._metrics
+        counts: dict[int, int] = {}
+        for index, event in news:
+            if index in self._last:
+                counts[index] = counts.get(index, 0) + 1
+            else:
+                self._last[index] = now
+                self._begin(index, event, now)
+            if event.finish is not None:
+                self._ended[index] = event.finish
+                metrics.ended(event.finish)
+                metrics.total.observe(now - self._start)
+        metrics.generation_tokens.inc(len(news))
+        for index, count in counts.items():
+            seconds = (now - self._last[index]) / count
+            for _ in range(count):
+                metrics.between.observe(seconds)
+            self._last[index] = now
+
+    def _begin(self, index: int, event: Event, now: float) -> None:
+        """Count the first token of a reply, and its prompt."""
+        metrics = self._metrics
+        metrics.first.observe(now - self._start)
+        metrics.prompt_tokens.inc(self._prompts[index])
+        metrics.queries.inc(self._prompts[index])
+        metrics.hits.inc(event.reused)
+
+    def end(self) -> None:
+        """Count replies that did not come to their end."""
+        for _ in range(len(self._prompts) - len(self._ended)):
+            self._metrics.ended("abort")
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What the server announces of a model, and the defaults of a request to it."""
+
+    model: str  # the name in the API, such as nanochat-sft-d4
+    stage: str
+    tag: str
+    step: int
+    temperature: float = 0.6
+    min_p: float = 0.0
+    top_k: int = 50  # 0 samples from the whole vocabulary
+    max_tokens: int = 512
+    # What else /v1/models says of the model, for the page.
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loadable:
+    """A model that is ready to be served: an engine, or one of its adapters. Several of these may
+    share an engine."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    announced: Announced
+    adapter: str = ""  # the name by which the engine knows the adapter; "": the model itself
+
+
+class Hosted:
+    """One model of the server. Adapters of a model share its slots and its line of waiting
+    requests."""
+
+    def __init__(
+        self,
+        loadable: Loadable,
+        thread: EngineThread[Event],
+        families: Families,
+    ):
+        """`thread` is the one of its engine; `families` are the server's metrics."""
+        engine = loadable.engine
+        announced = loadable.announced
+        self.name = announced.model
+        self.tokenizer = loadable.tokenizer
+        self.check = engine.check
+        self.schemas = engine.schemas
+        self.adapter = loadable.adapter
+        self.thread = thread
+        self.limits = Limits(self.name, engine.length, self.tokenizer.vocab_size)
+        self.defaults = Defaults(
+            announced.temperature,
+            announced.min_p,
+            announced.top_k,
+            announced.max_tokens,
+        )
+        self.metrics = Metrics(families, self.name, None if self.adapter else thread)
+        self._announced = announced
+        self._started = int(time.time())
+
+    def described(self) -> dict[str, Any]:
+        """Return the model as /v1/models lists it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "nanochat",
+            **self._announced.about,
+            "stage": self._announced.stage,
+            "tag": self._announced.tag,
+            "step": self._announced.step,
+            "context_length": self.limits.context,
+            "max_model_len": self.limits.context,
+            "vocab_size": self.limits.vocabulary,
+            "defaults": {
+                "temperature": self.defaults.temperature,
+                "min_p": self.defaults.min_p,
+                "top_k": self.defaults.top_k,
+                "max_tokens": self.defaults.max_tokens,
+            },
+            "capabilities": {
+                "system_message": self.tokenizer.takes_system,
+                "tools": self.tokenizer.takes_tools,
+            },
+        }
+
+
+class Models:
+    """All models of a server, the default one first."""
+
+    def __init__(self, loadables: Sequence[Loadable], waiting: int):
+        """UserError (code 2) if two models have one name."""
+        self.families = Families()
+        names = [loadable.announced.model for loadable in loadables]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(
+                    f"two models would have the name {name!r}: leave one out, or give it another "
+                    "name",
+                    2,
+                )
+        threads: dict[int, EngineThread[Event]] = {}  # by the id of the engine
+        self.all: list[Hosted] = []
+        for loadable in loadables:
+            key = id(loadable.engine)
+            if key not in threads:
+                threads[key] = EngineThread[Event](loadable.engine, waiting)
+            self.all.append(Hosted(loadable, threads[key], self.families))
+        self.threads = list(threads.values())  # of all engines
+        self.default = self.all[0]
+
+    def named(self, name: Any) -> Hosted:
+        """Return the model of a name; the default one for None. ApiError 404 if there is none of
+        this name."""
+        if name is None:
+            return self.default
+        for model in self.all:
+            if model.name == name:
+                return model
+        raise ApiError(404, "model_not_found", f"{self._offer()}, or leave model out", "model")
+
+    def of_body(self, value: Any) -> Hosted:
+        """Return the model that a decoded body asks for. ApiError 404 if there is none of this
+        name."""
+        return self.named(value.get("model") if isinstance(value, Mapping) else None)
+
+    def _offer(self) -> str:
+        """Return the names that a request may ask for, in words."""
+        names = ", ".join(repr(model.name) for model in self.all)
+        if len(self.all) > 1:
+            return f"this server has the models {names}: ask for one of these"
+        return f"this server has only the model {names}: ask for that"
