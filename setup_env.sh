@@ -166,7 +166,7 @@ pin_of() { # START FILE: prints the pin of a lock file that begins with START, a
 
 get_uv() { # sets INSTALLER to uv or pip
     local lock=$SETUP_VENV/uv.lock
-    pin_of 'uv==' requirements.lock >"$lock"
+    pin_of 'uv==' locks/requirements.lock >"$lock"
     if step uv "$SETUP_VENV/bin/python" -m pip install --disable-pip-version-check --require-hashes -r "$lock"; then
         INSTALLER=uv
     else
@@ -207,7 +207,7 @@ brings_cuda() { # VERSION: whether the index's plain torch for this machine requ
 install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itself requires a torch that indexes lack
     local torch=${NPU%%.post*} lock=$SETUP_VENV/pair.lock own=''
     # CANN's own operators import these packages at run time, and torch needs some of them.
-    install_lock "the packages that CANN imports" requirements-npu.lock
+    install_lock "the packages that CANN imports" locks/requirements-npu.lock
     if brings_cuda "$torch"; then
         if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then own=yes; else
             check_disk nvidia 8
@@ -215,8 +215,8 @@ install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itsel
             say "软件包索引里没有 torch $torch+cpu：普通版 torch 会带上 2 GB 用不到的 CUDA 软件包"
         fi
     fi
-    pin_of "torch-npu==$NPU " requirements-pairs.lock >"$lock"
-    if [ -z "$own" ]; then pin_of "torch==$torch " requirements-pairs.lock >>"$lock"; fi
+    pin_of "torch-npu==$NPU " locks/requirements-pairs.lock >"$lock"
+    if [ -z "$own" ]; then pin_of "torch==$torch " locks/requirements-pairs.lock >>"$lock"; fi
     local checked=(--require-hashes -r "$lock")
     if ! grep -q '^torch-npu' "$lock"; then
         checked=("torch_npu==$NPU")
@@ -243,7 +243,7 @@ build_rustbpe() {
         "$SETUP_VENV/bin/python" -c 'import rustbpe; rustbpe.Tokenizer()' >>"$SETUP_LOG" 2>&1
 }
 
-install_rustbpe() { # replaces the wheel of requirements.lock by the build of rustbpe/, which is faster
+install_rustbpe() { # replaces the wheel of locks/requirements.lock by the build of rustbpe/, which is faster
     if [ ! -f "$SETUP_ROOT/rustbpe/Cargo.toml" ]; then return; fi
     if ! command -v cargo >/dev/null; then
         say "no Rust toolchain (cargo): using the published rustbpe wheel, which is slower"
@@ -251,7 +251,7 @@ install_rustbpe() { # replaces the wheel of requirements.lock by the build of ru
     elif ! build_rustbpe; then
         say "rustbpe could not be built (details: $SETUP_LOG): using the published wheel, which is slower"
         say "rustbpe 编译失败（详情见 $SETUP_LOG）：使用已发布的安装包，速度较慢"
-        install_lock "rustbpe, the published wheel" requirements.lock
+        install_lock "rustbpe, the published wheel" locks/requirements.lock
     fi
 }
 
@@ -296,7 +296,7 @@ fingerprint() { # prints the inputs that determine the environment
     "$SETUP_VENV/bin/python" -c 'import sys; print("python", sys.version.split()[0])' 2>/dev/null || echo "python broken"
     if command -v cargo >/dev/null; then echo "cargo yes"; else echo "cargo no"; fi
     cd "$SETUP_ROOT" || return
-    files=$(find pyproject.toml setup_env.sh requirements*.lock rustbpe -name target -prune -o -type f \
+    files=$(find pyproject.toml setup_env.sh locks/*.lock rustbpe -name target -prune -o -type f \
         -not -name '*.so' -not -name '*.pyc' -print 2>/dev/null | LC_ALL=C sort)
     # shellcheck disable=SC2086  # the files of this repository have no spaces in their names
     cksum $files
@@ -378,17 +378,17 @@ setup_main() {
     stamp=$(fingerprint)
     hand_on_index
     get_uv
-    install_lock "packages" requirements.lock
-    if [ "$TORCH" = 1 ]; then install_lock "torch (2 GB of downloads, unless cached)" requirements-torch.lock; fi
+    install_lock "packages" locks/requirements.lock
+    if [ "$TORCH" = 1 ]; then install_lock "torch (2 GB of downloads, unless cached)" locks/requirements-torch.lock; fi
     if [ -n "$NPU" ]; then install_npu; fi
-    if [ "$DEV" = 1 ]; then install_lock "test tools" requirements-dev.lock; fi
+    if [ "$DEV" = 1 ]; then install_lock "test tools" locks/requirements-dev.lock; fi
     if ! install "nanochat" --no-deps --no-build-isolation --editable "$SETUP_ROOT"; then
         fail_with_log "nanochat itself could not be installed. Fix what the lines above say, then type the same command again." \
             "无法安装 nanochat 本身。请按上面的信息处理，然后再次输入同一条命令。"
     fi
     install_rustbpe
     # Last, because the other locks hold numpy 2.
-    if [ -n "$NPU" ] && [ "$NUMPY" = 1 ]; then install_lock "numpy 1, for this CANN" requirements-numpy1.lock; fi
+    if [ -n "$NPU" ] && [ "$NUMPY" = 1 ]; then install_lock "numpy 1, for this CANN" locks/requirements-numpy1.lock; fi
     check_imports
     check_compiler
     rm -rf "$SETUP_VENV/uv-cache"

@@ -58,6 +58,12 @@ LINE, CHIP = 16, 16  # height of a line of small text, width and height of a chi
 ROOF, LEGEND = 78, 56
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
+ABOUT = "The rooms of nanochat/ by floor, from the ground up, with the floors that each room imports from."
+LEGEND_LINES = (
+    "The coloured numbers of a room are the floors that it imports from: always lower ones.",
+    "A filled room is a folder, an outlined one a file. Sizes are rounded to hundreds of lines.",
+)
+
 
 @dataclass(frozen=True)
 class Theme:
@@ -95,48 +101,53 @@ class Room:
 def colour(floor: int, tone: tuple[float, float]) -> str:
     """The colour of a floor as #rrggbb: sand on the ground, green above it, blue under the roof."""
     hue = (38 + 190 * floor / (len(FLOORS) - 1)) / 360
-    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, *tone))
+    red, green, blue = (round(255 * channel) for channel in colorsys.hls_to_rgb(hue, *tone))
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
+def entry_name(entry: str) -> str:
+    """Return how the picture shows an entry of a folder: `cache` for cache.py, `parts/` for a folder."""
+    return entry.removesuffix(".py") if entry.endswith(".py") else f"{entry}/"
+
+
 def rooms() -> dict[str, Room]:
-    """The rooms of the house by name, as the code is today."""
+    """Return the rooms of the house by name, as the code is today."""
     files = sources(PACKAGE)
     pointing = arrows(files)
-    found = {}
+    house = {}
     for name, floor in FLOOR.items():
-        own = [path for path in files if path != f"{PACKAGE}/__init__.py" and room_of(path) == name]
-        lines = sum(files[path].count("\n") for path in own)
-        inside = {path.split("/")[2] for path in own if path.count("/") > 1}
-        inner = sorted(
-            f"{entry}/" if not entry.endswith(".py") else entry.removesuffix(".py")
-            for entry in inside
+        room_files = [
+            path for path in files if path != f"{PACKAGE}/__init__.py" and room_of(path) == name
+        ]
+        lines = sum(files[path].count("\n") for path in room_files)
+        inside = {path.split("/")[2] for path in room_files if path.count("/") > 1}
+        entries = sorted(entry_name(entry) for entry in inside if not entry.startswith("__"))
+        floors = {FLOOR[target] for room, target in pointing if room == name}
+        house[name] = Room(
+            label=f"{name}/" if inside else f"{name}.py",
+            purpose=PURPOSES.get(name, ""),
+            files=tuple(entries),
+            lines=max(100, round(lines, -2)),
+            uses=tuple(sorted(used for used in floors if used < floor)),
         )
-        used = {FLOOR[target] for room, target in pointing if room == name}
-        found[name] = Room(
-            f"{name}/" if inside else f"{name}.py",
-            PURPOSES.get(name, ""),
-            tuple(entry for entry in inner if not entry.startswith("__")),
-            max(100, round(lines, -2)),
-            tuple(sorted(number for number in used if number < floor)),
-        )
-    return found
+    return house
+
+
+def min_width(room: Room) -> int:
+    """Return how wide a room must be for its label and for its chips."""
+    label = len(room.label) * NAME * LETTER
+    bottom = len(room.uses) * (CHIP + 3) + 11 * SMALL * LETTER
+    return round(max(label, bottom)) + 2 * PADDING
 
 
 def widths(floor: list[Room], space: int) -> list[int]:
-    """How wide each room of a floor is: what its label and its chips need, and a share of the rest by its lines."""
-    least = [
-        round(
-            max(len(room.label) * NAME, len(room.uses) * (CHIP + 3) / LETTER + 11 * SMALL) * LETTER
-        )
-        + 2 * PADDING
-        for room in floor
-    ]
-    rest = space - sum(least) - GAP * (len(floor) - 1)
+    """Return how wide each room of a floor is: what it needs, and a share of the space by its lines."""
+    needed = [min_width(room) for room in floor]
+    spare = space - sum(needed) - GAP * (len(floor) - 1)
     total = sum(room.lines for room in floor)
-    shares = [rest * room.lines // total for room in floor]
-    shares[-1] += rest - sum(shares)
-    return [width + share for width, share in zip(least, shares, strict=True)]
+    shares = [spare * room.lines // total for room in floor]
+    shares[-1] += spare - sum(shares)
+    return [width + share for width, share in zip(needed, shares, strict=True)]
 
 
 def text(x: float, y: float, words: str, size: float, fill: str, more: str = "") -> str:
@@ -161,11 +172,12 @@ def chip(x: float, y: float, floor: int, theme: Theme) -> str:
     )
 
 
-def said(room: Room, width: int, theme: Theme) -> list[tuple[str, str]]:
-    """The small text of a room that is `width` wide, as lines with their colours: its purpose, then its files."""
+def small_text(room: Room, width: int, theme: Theme) -> list[tuple[str, str]]:
+    """Return the small text of a room of this width, as lines with their colours: its purpose, then its files."""
     letters = int((width - 2 * PADDING) / (SMALL * LETTER))
     purpose = [(line, theme.text) for line in wrap(room.purpose, letters)]
-    return [*purpose, *((line, theme.soft) for line in wrap(", ".join(room.files), letters))]
+    files = [(line, theme.soft) for line in wrap(", ".join(room.files), letters)]
+    return purpose + files
 
 
 def on_one_line(room: Room, width: int) -> bool:
@@ -177,50 +189,46 @@ def on_one_line(room: Room, width: int) -> bool:
 def draw_room(
     room: Room, floor: int, box: tuple[int, int, int, int], compact: bool, theme: Theme
 ) -> list[str]:
-    """A room at (x, y, width, height): its name, what it is for, the floors that it uses, and its size.
+    """Draw a room at (x, y, width, height): its name, what it is for, the floors that it uses, and its size.
 
     The chips and the size stand beside the name where the floor is `compact`, else at the bottom of the room.
     """
     x, y, width, height = box
+    text_x = x + PADDING
+    right = x + width - PADDING
     fill = colour(floor, theme.fill) if room.files else "none"
-    row = y + 9 if compact else y + height - CHIP - 8
-    first = x + PADDING + (round(len(room.label) * NAME * LETTER) + 2 * GAP if compact else 0)
-    return [
+    edge = colour(floor, theme.edge)
+    chips_top = y + height - CHIP - 8
+    chips_left = text_x
+    if compact:
+        chips_top = y + 9
+        chips_left = text_x + round(len(room.label) * NAME * LETTER) + 2 * GAP
+    shapes = [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{fill}" '
-        f'stroke="{colour(floor, theme.edge)}"/>',
-        text(x + PADDING, y + 22, room.label, NAME, theme.text, ' font-weight="700"'),
-        *(
-            text(x + PADDING, y + 41 + LINE * number, line, SMALL, shade)
-            for number, (line, shade) in enumerate(said(room, width, theme))
-        ),
-        *(
-            chip(first + number * (CHIP + 3), row, used, theme)
-            for number, used in enumerate(room.uses)
-        ),
-        text(
-            x + width - PADDING,
-            row + 12,
-            f"{room.lines:,} lines",
-            SMALL,
-            theme.soft,
-            ' text-anchor="end"',
-        ),
+        f'stroke="{edge}"/>',
+        text(text_x, y + 22, room.label, NAME, theme.text, ' font-weight="700"'),
     ]
+    for number, (line, shade) in enumerate(small_text(room, width, theme)):
+        shapes.append(text(text_x, y + 41 + LINE * number, line, SMALL, shade))
+    for number, used in enumerate(room.uses):
+        shapes.append(chip(chips_left + number * (CHIP + 3), chips_top, used, theme))
+    size = f"{room.lines:,} lines"
+    shapes.append(text(right, chips_top + 12, size, SMALL, theme.soft, ' text-anchor="end"'))
+    return shapes
 
 
 def draw_floor(number: int, floor: list[Room], top: int, theme: Theme) -> tuple[list[str], int]:
-    """The rooms of a floor from `top` down, and the height of the floor."""
+    """Draw the rooms of a floor from `top` down; return the shapes and the height of the floor."""
     placed = list(zip(floor, widths(floor, WIDTH - GUTTER - 1), strict=True))
     compact = all(on_one_line(room, width) for room, width in placed)
-    height = (36 if compact else 60) + LINE * max(
-        len(said(room, width, theme)) for room, width in placed
-    )
-    found = [chip(12, top + height // 2 - CHIP // 2, number, theme)]
+    lines = max(len(small_text(room, width, theme)) for room, width in placed)
+    height = (36 if compact else 60) + LINE * lines
+    shapes = [chip(12, top + height // 2 - CHIP // 2, number, theme)]
     x = GUTTER
     for room, width in placed:
-        found += draw_room(room, number, (x, top, width, height), compact, theme)
+        shapes += draw_room(room, number, (x, top, width, height), compact, theme)
         x += width + GAP
-    return found, height
+    return shapes, height
 
 
 def draw_roof(theme: Theme) -> list[str]:
@@ -239,35 +247,23 @@ def draw_roof(theme: Theme) -> list[str]:
 
 
 def draw(house: dict[str, Room], theme: Theme) -> str:
-    """The whole picture as SVG text, the same bytes for the same house."""
+    """Return the whole picture as SVG text, the same bytes for the same house."""
     body = draw_roof(theme)
     top = ROOF + GAP
     for number, names in reversed(list(enumerate(FLOORS))):
-        found, height = draw_floor(number, [house[name] for name in names], top, theme)
-        body += found
+        shapes, height = draw_floor(number, [house[name] for name in names], top, theme)
+        body += shapes
         top += height + GAP
     ground = f'<path d="M{GUTTER - 14} {top + 2}H{WIDTH}" stroke="{theme.line}" stroke-width="3"/>'
-    legend = [
-        "The coloured numbers of a room are the floors that it imports from: always lower ones.",
-        "A filled room is a folder, an outlined one a file. Sizes are rounded to hundreds of lines.",
-    ]
-    body += [
-        ground,
-        *(
-            text(GUTTER, top + 23 + 17 * n, line, SMALL, theme.soft)
-            for n, line in enumerate(legend)
-        ),
-    ]
-    about = "The rooms of nanochat/ by floor, from the ground up, with the floors that each room imports from."
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + LEGEND}" font-family="{FONT}" '
-            'role="img">',
-            f"<title>The floor plan of nanochat</title><desc>{about}</desc>",
-            *body,
-            "</svg>\n",
-        ]
+    body.append(ground)
+    for number, line in enumerate(LEGEND_LINES):
+        body.append(text(GUTTER, top + 23 + 17 * number, line, SMALL, theme.soft))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + LEGEND}" font-family="{FONT}" '
+        'role="img">'
     )
+    title = f"<title>The floor plan of nanochat</title><desc>{ABOUT}</desc>"
+    return "\n".join([head, title, *body, "</svg>\n"])
 
 
 def pictures() -> dict[Path, str]:
@@ -294,8 +290,8 @@ def main() -> None:
         "--check", action="store_true", help="write nothing; exit 1 if a picture is out of date"
     )
     if parser.parse_args().check:
-        if found := stale():
-            sys.exit(f"{', '.join(found)} no longer shows the code; run: python -m dev.floorplan")
+        if names := stale():
+            sys.exit(f"{', '.join(names)} no longer shows the code; run: python -m dev.floorplan")
         return
     for path, drawn in pictures().items():
         write_atomic(path, drawn)

@@ -10,6 +10,7 @@ and never between machines. `--only base sft` runs some cases; the cases that th
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -56,8 +57,9 @@ COMMANDS = {
         *TRAINED,
     ],
 }
-FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tune"}
-PARENTS = {"base": "", "mid": "base", "sft": "mid", "rl": "sft", "tune": ""}
+FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
+PASSED_ON = ("base", "mid", "sft")  # the cases that the next stage starts from
+ABOUT_THE_RUN = ("device:", "model:", "other models", "temperature ")  # lines of chat_cli
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,21 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
     parent: str = ""  # the tag of the model that the stage starts from
 
+    @property
+    def tag(self) -> str:
+        """The tag of the model that the run trains. A stage finds the model of the stage before by one tag."""
+        return "base" if self.name in PASSED_ON else self.name
+
 
 def cases() -> list[Case]:
-    """Every case, each after the cases that it starts from."""
-    result: list[Case] = []
+    """Return every case, each after the cases that it starts from."""
+    listed: list[Case] = []
     for stage in ("base", "mid", "sft", "rl"):
-        result.append(Case(stage, stage, parent="base"))
-        result.append(Case(f"{stage}-ranks", stage, ranks=2, parent="base"))
-        result.append(Case(f"{stage}-npu", stage, chip="910B3", parent="base"))
+        listed.append(Case(stage, stage, parent="base"))
+        listed.append(Case(f"{stage}-ranks", stage, ranks=2, parent="base"))
+        listed.append(Case(f"{stage}-npu", stage, chip="910B3", parent="base"))
     bf16 = {"NANOCHAT_DTYPE": "bfloat16"}
-    result += [
+    listed += [
         Case("base-plain", "base", ("--kernels=plain",)),
         Case("base-bf16", "base", environment={**bf16, "NANOCHAT_INT8": "0"}),
         Case("base-int8", "base", environment=bf16),
@@ -92,9 +99,9 @@ def cases() -> list[Case]:
         Case("rl-rows", "rl", ("--no_trees",), parent="base"),
     ]
     for family in ("qwen2", "qwen3", "qwen3.5"):
-        result.append(Case(f"lora-{family}", "tune", parent=family))
-        result.append(Case(f"full-{family}", "tune", ("--lora_rank=0",), parent=family))
-    result += [
+        listed.append(Case(f"lora-{family}", "tune", parent=family))
+        listed.append(Case(f"full-{family}", "tune", ("--lora_rank=0",), parent=family))
+    listed += [
         Case("lora-qwen3-bf16", "tune", environment=bf16, parent="qwen3"),
         Case("lora-qwen3-ranks", "tune", ranks=2, parent="qwen3"),
         Case("dpo-qwen3", "tune", ("--loss=dpo",), parent="qwen3"),
@@ -108,7 +115,7 @@ def cases() -> list[Case]:
             parent="qwen3",
         ),
     ]
-    return result
+    return listed
 
 
 class Recorder:
@@ -135,7 +142,7 @@ class Recorder:
         }
         if settings["NANOCHAT_DEVICE"] == "npu":
             del settings["NANOCHAT_DEVICE"]
-        done = subprocess.run(
+        ended = subprocess.run(
             [self.python, *words],
             cwd=self.tree,
             env=settings,
@@ -144,11 +151,11 @@ class Recorder:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        if done.returncode:
-            raise SystemExit(
-                f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}"
-            )
-        return done.stdout
+        if ended.returncode:
+            command = " ".join(words)
+            last_lines = ended.stdout[-3000:]
+            raise SystemExit(f"{command} ended with {ended.returncode}:\n{last_lines}")
+        return ended.stdout
 
     def prepare(self) -> None:
         """Make the corpus, its tokenizer and the random published models, unless they are there."""
@@ -186,105 +193,115 @@ class Recorder:
             lines = (json.dumps(record, ensure_ascii=False) for record in records)
             (self.folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
-    def record(self, case: Case) -> None:
-        """Run one case and write its figures, and the replies of its model, to NAME.json."""
-        module, *flags = COMMANDS[case.stage]
-        words = [*flags]
+    def stage_flags(self, case: Case) -> list[str]:
+        """Return the flags of a case: those of its stage, where it reads and writes, and its own."""
+        _, *flags = COMMANDS[case.stage]
         if case.stage == "tune":
             data = "pairs" if "--loss=dpo" in case.flags else "chats"
-            words += [f"--model={self.models / case.parent}", f"--data={self.folder / data}.jsonl"]
-            words.append(f"--out_tag={case.name}")
-        elif case.stage == "base":
-            words.append(f"--model_tag={case.name}")
-        else:
-            words += [f"--model_tag={case.parent}"]
-            if case.name != case.stage:
-                words.append(f"--out_tag={case.name}")
+            flags.append(f"--model={self.models / case.parent}")
+            flags.append(f"--data={self.folder / data}.jsonl")
+        elif case.stage != "base":
+            flags.append(f"--model_tag={case.parent}")
+        out = "model_tag" if case.stage == "base" else "out_tag"
+        flags.append(f"--{out}={case.tag}")
         if case.stage == "rl":
-            words.append(f"--problems={self.folder / 'problems'}.jsonl")
-        words += case.flags
+            flags.append(f"--problems={self.folder / 'problems'}.jsonl")
+        return [*flags, *case.flags]
+
+    def command(self, case: Case) -> list[str]:
+        """Return the words after `python` that run a case, on its ranks and its device."""
+        module = COMMANDS[case.stage][0]
+        words = ["-m", module, *self.stage_flags(case)]
         if case.ranks > 1:
-            start = [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={case.ranks}",
-            ]
-            command = [*start, "-m", module, "--", *words]
-        else:
-            command = ["-m", module, *words]
+            launcher = ["-m", "torch.distributed.run", "--standalone"]
+            ranks = f"--nproc_per_node={case.ranks}"
+            words = [*launcher, ranks, "-m", module, "--", *self.stage_flags(case)]
+        if case.chip:
+            emulator = ["-m", "tests.emulated_npu", "--chip", case.chip]
+            words = [*emulator, "--devices", str(case.ranks), "--", self.python, *words]
+        return words
+
+    def record(self, case: Case) -> None:
+        """Run one case and write its figures, and the replies of its model, to NAME.json."""
+        checkpoints = self.base / f"{FOLDERS[case.stage]}_checkpoints" / case.tag
+        shutil.rmtree(checkpoints, ignore_errors=True)
         environment = dict(case.environment)
         if case.chip:
             environment["NANOCHAT_DEVICE"] = "npu"
-            emulated = [
-                "-m",
-                "tests.emulated_npu",
-                "--chip",
-                case.chip,
-                "--devices",
-                str(case.ranks),
-            ]
-            command = [*emulated, "--", self.python, *command]
-        tag = case.parent if case.name == case.stage and case.stage != "base" else case.name
-        checkpoints = self.base / f"{FOLDERS[case.stage]}_checkpoints" / tag
-        shutil.rmtree(checkpoints, ignore_errors=True)
-        self.run(command, environment)
-        steps = [
-            json.loads(line) for line in (checkpoints / "metrics.jsonl").read_text().splitlines()
-        ]
-        figures = [{key: line[key] for key in ("step", *FIGURES) if key in line} for line in steps]
-        replies = {} if case.chip or case.ranks > 1 else self.replies(case, tag)
-        result = {"figures": figures, "replies": replies}
-        (self.folder / f"{case.name}.json").write_text(
-            json.dumps(result, ensure_ascii=False, indent=1)
-        )
+        self.run(self.command(case), environment)
+        metrics = (checkpoints / "metrics.jsonl").read_text(encoding="utf-8")
+        steps = [json.loads(line) for line in metrics.splitlines()]
+        figures = [{key: step[key] for key in ("step", *FIGURES) if key in step} for step in steps]
+        replies = {} if case.chip or case.ranks > 1 else self.replies(case)
+        content = {"figures": figures, "replies": replies}
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        (self.folder / f"{case.name}.json").write_text(text, encoding="utf-8")
         print(f"{case.name}: {len(figures)} lines, last loss {figures[-1].get('loss')}", flush=True)
 
-    def replies(self, case: Case, tag: str) -> dict[str, str]:
-        """The greedy replies of the model to the prompts."""
-        words = ["-m", "scripts.chat_cli", "-i", case.stage, "-g", tag, "-t", "0", "-m", "24", "-p"]
-        return {prompt: self.run([*words, prompt], case.environment) for prompt in PROMPTS}
+    def replies(self, case: Case) -> dict[str, str]:
+        """Return the greedy replies of the model to the prompts."""
+        chat = ["-m", "scripts.chat_cli", "-i", case.stage, "-g", case.tag, "-t", "0", "-m", "24"]
+        return {
+            prompt: reply_in(self.run([*chat, "-p", prompt], case.environment))
+            for prompt in PROMPTS
+        }
+
+
+def reply_in(output: str) -> str:
+    """Return the reply and its tool calls in what chat_cli printed, without the lines about device, models and speed."""
+    lines = [
+        line
+        for line in output.splitlines()
+        if not line.startswith(ABOUT_THE_RUN) and " tokens/s" not in line
+    ]
+    return "\n".join(lines)
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print a line for each case that both folders have. Returns the number of cases that differ."""
+    """Print a line for each case that was recorded before, and return how many cases differ."""
     different = 0
     for path in sorted(before.glob("*.json")):
         if not (after / path.name).exists():
             print(f"{path.stem}: not recorded in {after}")
             continue
-        left, right = (json.loads((folder / path.name).read_text()) for folder in (before, after))
-        problem = difference(left, right)
+        problem = difference(read_record(path), read_record(after / path.name))
         different += bool(problem)
         print(f"{path.stem}: {problem or 'identical'}")
     return different
 
 
-def difference(left: dict[str, Any], right: dict[str, Any]) -> str:
-    """What differs between two records: the first step, and the largest difference of each figure; "" if nothing."""
-    lines = list(zip(left["figures"], right["figures"], strict=False))
-    if len(left["figures"]) != len(right["figures"]):
-        return f"{len(left['figures'])} and {len(right['figures'])} lines"
-    largest: dict[str, float] = {}
-    first = None
-    for a, b in lines:
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the figures and the replies of a case."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return what differs between two records: the first step, and the most that each figure differs by.
+
+    The text is empty if nothing differs.
+    """
+    if len(before["figures"]) != len(after["figures"]):
+        return f"{len(before['figures'])} and {len(after['figures'])} lines"
+    largest_gaps: dict[str, float] = {}
+    words: list[str] = []
+    for a, b in zip(before["figures"], after["figures"], strict=True):
         for key in sorted(a.keys() | b.keys()):
-            if a.get(key) != b.get(key):
-                first = first or (a["step"], key)
-                gap = abs(a.get(key, float("inf")) - b.get(key, float("inf")))
-                largest[key] = max(largest.get(key, 0.0), gap)
-    words = [f"{key} by at most {gap:.2e}" for key, gap in largest.items()]
-    if first:
-        words.insert(0, f"differs from step {first[0]} ({first[1]})")
-    words += [
-        f"another reply to {prompt!r}"
-        for prompt, reply in left["replies"].items()
-        if right["replies"].get(prompt) != reply
-    ]
+            if a.get(key) == b.get(key):
+                continue
+            if not largest_gaps:
+                words.append(f"differs from step {a['step']} ({key})")
+            gap = abs(a.get(key, math.inf) - b.get(key, math.inf))
+            largest_gaps[key] = max(largest_gaps.get(key, 0.0), gap)
+    words += [f"{key} by at most {gap:.2e}" for key, gap in largest_gaps.items()]
+    for prompt, reply in before["replies"].items():
+        # Records of before 2026-11-27 have every line that chat_cli printed.
+        if reply_in(reply) != reply_in(after["replies"].get(prompt, "")):
+            words.append(f"another reply to {prompt!r}")
     return ", ".join(words)
 
 
 def main() -> int:
+    """Record or compare; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dev.goldens",
         description=__doc__,

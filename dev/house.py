@@ -1,4 +1,4 @@
-"""Measures the house: its floors, the arrows between its rooms, and how long and how well typed its files are.
+"""Measures the house: its floors, the arrows between its rooms, circles of files, and the sizes of files and folders.
 
 python -m dev.house
 
@@ -13,6 +13,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "nanochat"
+LATE_IMPORTS = ("import_module", "__import__")
 
 # From the ground up. A room is a folder or a file of nanochat/. It imports rooms of lower floors only.
 FLOORS = (
@@ -40,138 +41,139 @@ MEDIAN_LINES = 220
 
 
 def room_of(path: str) -> str:
-    """The room of a file: `data` for nanochat/data/bpe.py, `gpt` for nanochat/gpt.py."""
+    """Return the room of a file: `data` for nanochat/data/bpe.py, `gpt` for nanochat/gpt.py."""
     return path.split("/")[1].removesuffix(".py")
 
 
 def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every imported dotted name and its line, inside functions too, relative ones made absolute."""
+    """Yield the line and the dotted name of every import, inside functions too, relative ones made absolute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            for alias in node.names:
+                yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
+            module = node.module or ""
             if node.level:
-                base = ".".join([*path.split("/")[: -node.level], *base.split(".")]).rstrip(".")
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(
-            node.func, "attr", getattr(node.func, "id", "")
-        ) in (
-            "import_module",
-            "__import__",
-        ):
-            yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant))
+                package = path.split("/")[: -node.level]
+                module = ".".join([*package, *module.split(".")]).rstrip(".")
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+        elif isinstance(node, ast.Call):
+            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if function in LATE_IMPORTS:
+                for argument in node.args:
+                    if isinstance(argument, ast.Constant):
+                        yield node.lineno, argument.value
 
 
 def sources(*folders: str) -> dict[str, str]:
-    """Path and text of every Python file below some folders of the repository."""
-    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
-    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    """Return the path and the text of every Python file below some folders of the repository."""
+    text_of: dict[str, str] = {}
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            path = file.relative_to(ROOT).as_posix()
+            text_of[path] = file.read_text(encoding="utf-8")
+    return text_of
+
+
+def imported_room(name: str) -> str:
+    """Return the room that a dotted name is in; empty for names outside of the package."""
+    package, _, inner = name.partition(".")
+    return inner.split(".")[0] if package == PACKAGE else ""
 
 
 def arrows(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """(importing room, imported room) -> how many imports there are, between different rooms of the package."""
-    found: dict[tuple[str, str], int] = {}
+    """Return how many imports lead from one room of the package to another: (importing, imported) -> count."""
+    counts: dict[tuple[str, str], int] = {}
     for path, text in files.items():
         if path == f"{PACKAGE}/__init__.py":
             continue
+        room = room_of(path)
         for _, name in imports(path, ast.parse(text)):
-            package, _, rest = name.partition(".")
-            target = rest.split(".")[0]
-            if package == PACKAGE and target and target != room_of(path):
-                found[room_of(path), target] = found.get((room_of(path), target), 0) + 1
-    return found
+            target = imported_room(name)
+            if target not in ("", room):
+                arrow = (room, target)
+                counts[arrow] = counts.get(arrow, 0) + 1
+    return counts
+
+
+def module_of(path: str) -> str:
+    """Return the dotted name of a file."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_files(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the files that each file imports."""
+    path_of = {module_of(path): path for path in files}
+    targets: dict[str, set[str]] = {}
+    for path, text in files.items():
+        targets[path] = set()
+        for _, name in imports(path, ast.parse(text)):
+            parent = name.rpartition(".")[0]  # `a.b.f` may be a function of a.b
+            for module in (name, parent):
+                target = path_of.get(module, path)
+                if target != path:
+                    targets[path].add(target)
+    return targets
 
 
 def circles(files: Mapping[str, str]) -> list[list[str]]:
-    """Groups of files that import each other in a circle; empty in a house that stands."""
-    names = {
-        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files
-    }
-    needs: dict[str, set[str]] = {}
-    for path, text in files.items():
-        wanted = {name for _, name in imports(path, ast.parse(text))}
-        wanted |= {name.rpartition(".")[0] for name in wanted}
-        needs[path] = {names[name] for name in wanted if name in names} - {path}
-    found: list[list[str]] = []
-    done: set[str] = set()
+    """Return groups of files that import each other in a circle; empty in a house that stands."""
+    targets = imported_files(files)
+    groups: list[list[str]] = []
+    visited: set[str] = set()
 
     def visit(path: str, trail: list[str]) -> None:
         if path in trail:
-            found.append(trail[trail.index(path) :])
-        elif path not in done:
-            for target in sorted(needs[path]):
+            groups.append(trail[trail.index(path) :])
+        elif path not in visited:
+            for target in sorted(targets[path]):
                 visit(target, [*trail, path])
-            done.add(path)
+            visited.add(path)
 
-    for path in sorted(needs):
+    for path in sorted(targets):
         visit(path, [])
-    return found
+    return groups
 
 
 def entries(folder: Path) -> int:
-    """How many files and folders a folder shows, `__init__.py` and caches left out."""
-    return sum(
-        not path.name.startswith(("__init__", "__pycache__", ".")) for path in folder.iterdir()
-    )
-
-
-def typed(files: Mapping[str, str]) -> float:
-    """The share of function parameters that have a type, `self` and `cls` left out."""
-    total = named = 0
-    for text in files.values():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                counted = [argument for argument in every if argument.arg not in ("self", "cls")]
-                total += len(counted)
-                named += sum(argument.annotation is not None for argument in counted)
-    return named / max(total, 1)
+    """Return how many files and folders a folder shows, without `__init__.py` and caches."""
+    hidden = ("__init__", "__pycache__", ".")
+    return sum(not path.name.startswith(hidden) for path in folder.iterdir())
 
 
 @dataclass(frozen=True)
 class House:
     """What is measured of the package."""
 
-    entries: dict[str, int]
     arrows: dict[tuple[str, str], int]
     circles: list[list[str]]
-    typed: float
-    lines: list[int]
+    entries: dict[str, int]  # of each folder
+    median_lines: float  # of a file
 
 
 def measure() -> House:
     """Measure the repository that this file belongs to."""
     files = sources(PACKAGE)
     folders = sorted({(ROOT / path).parent for path in files})
-    return House(
-        {folder.relative_to(ROOT).as_posix(): entries(folder) for folder in folders},
-        arrows(files),
-        circles(files),
-        typed(files),
-        sorted(
-            text.count("\n") for path, text in files.items() if not path.endswith("__init__.py")
-        ),
-    )
+    entry_counts = {folder.relative_to(ROOT).as_posix(): entries(folder) for folder in folders}
+    line_counts = [
+        text.count("\n") for path, text in files.items() if not path.endswith("__init__.py")
+    ]
+    return House(arrows(files), circles(files), entry_counts, median(line_counts))
 
 
 def main() -> None:
     """Print the figures."""
     house = measure()
+    rooms = {room for arrow in house.arrows for room in arrow}
+    upwards = sum(FLOOR[target] >= FLOOR[room] for room, target in house.arrows)
+    print(f"rooms: {len(rooms)}, arrows: {len(house.arrows)}, arrows that point up: {upwards}")
+    print(f"circles: {len(house.circles)}")
     for folder, count in house.entries.items():
         limit = MOST_ENTRIES_AT_THE_TOP if folder == PACKAGE else MOST_ENTRIES
         print(f"{folder}: {count} entries (at most {limit})")
-    rooms = {room for pair in house.arrows for room in pair}
-    upwards = sum(FLOOR[target] >= FLOOR[room] for room, target in house.arrows)
-    print(
-        f"rooms: {len(rooms)}, arrows: {len(house.arrows)}, arrows that point up: {upwards}, "
-        f"circles: {len(house.circles)}"
-    )
-    print(f"typed parameters: {house.typed:.1%}")
-    print(
-        f"lines of a file: median {median(house.lines):.0f} (at most {MEDIAN_LINES}), most {house.lines[-1]} "
-        f"(at most {MOST_LINES})"
-    )
+    print(f"lines of a file: median {house.median_lines:.0f} (at most {MEDIAN_LINES})")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes the lock files from pyproject.toml. Run `bash dev/lock.sh`; add --upgrade to get newer versions.
+# Writes the lock files in locks/ from pyproject.toml. Run `bash dev/lock.sh`; add --upgrade to get newer versions.
 #
 # One resolution over all dependencies fixes the versions, so that the lock files agree with each other. Then each
 # file gets its packages with their hashes. The files hold for Python 3.10 and later on every platform, and name no index.
@@ -24,17 +24,17 @@ compile() {
 
 if [ "${1:-}" != --upgrade ]; then
     # Keep the locked versions as long as they fit.
-    sed '/--hash/d; s/ *\\$//' requirements.lock requirements-torch.lock requirements-npu.lock requirements-dev.lock | sort -u >"$all"
+    sed '/--hash/d; s/ *\\$//' locks/requirements{,-torch,-npu,-dev}.lock | sort -u >"$all"
 fi
 # What lm_eval needs only for metrics, tables and backends that no test uses.
 printf '%s\n' evaluate more-itertools pytablewriter rouge-score scikit-learn sqlitedict word2number >"$scratch/unused"
 compile pyproject.toml --group build --group torch --group npu --group dev --excludes "$scratch/unused" --output-file "$all"
 echo torch >"$scratch/torch"
 with_hashes=(--generate-hashes --constraints "$all" --output-file)
-compile pyproject.toml --group build --excludes "$scratch/torch" "${with_hashes[@]}" requirements.lock
-compile --group torch "${with_hashes[@]}" requirements-torch.lock
+compile pyproject.toml --group build --excludes "$scratch/torch" "${with_hashes[@]}" locks/requirements.lock
+compile --group torch "${with_hashes[@]}" locks/requirements-torch.lock
 printf '%s\n' filelock fsspec jinja2 networkx sympy typing-extensions >"$scratch/of_torch"
-compile "$scratch/of_torch" --group npu "${with_hashes[@]}" requirements-npu.lock
+compile "$scratch/of_torch" --group npu "${with_hashes[@]}" locks/requirements-npu.lock
 # CANN before 9.0 needs numpy 1 up to Python 3.12. Everything is resolved once more, so that what is kept fits numpy 1.
 # pyarrow does not declare that release 26 refuses numpy 1.
 printf "%s ; python_full_version < '3.13'\n" 'numpy<2' 'pyarrow<26' >"$scratch/numpy1"
@@ -42,8 +42,8 @@ grep -vE '^(numpy|pandas|pyarrow|scipy)==' "$all" >"$scratch/old"
 compile pyproject.toml --group build --group torch --group npu --group dev --excludes "$scratch/unused" \
     --constraints "$scratch/numpy1" --output-file "$scratch/old"
 printf "%s ; python_full_version < '3.13'\n" numpy pandas pyarrow scipy >"$scratch/of_numpy1"
-compile "$scratch/of_numpy1" --generate-hashes --constraints "$scratch/old" --output-file requirements-numpy1.lock
-compile --group dev --excludes "$scratch/torch" --excludes "$scratch/unused" "${with_hashes[@]}" requirements-dev.lock
+compile "$scratch/of_numpy1" --generate-hashes --constraints "$scratch/old" --output-file locks/requirements-numpy1.lock
+compile --group dev --excludes "$scratch/torch" --excludes "$scratch/unused" "${with_hashes[@]}" locks/requirements-dev.lock
 
 { # releases later than the table too, because --torch-npu may name one
     python -c 'from tools_npu.versions import NEWEST, TABLE; print(*(row.torch_npu for row in (*TABLE, NEWEST)), sep="\n")'
@@ -52,5 +52,5 @@ compile --group dev --excludes "$scratch/torch" --excludes "$scratch/unused" "${
     printf '%s\n' "torch-npu==$version" "torch==${version%%.post*}"
 done | sort -uV | while read -r pin; do
     uv pip compile --no-deps --no-header --no-annotate --quiet --generate-hashes - <<<"$pin" || echo "no index has $pin" >&2
-done >requirements-pairs.lock
-grep -c '==' requirements*.lock
+done >locks/requirements-pairs.lock
+grep -c '==' locks/*.lock

@@ -8,6 +8,7 @@ import argparse
 import ast
 import string
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import polib
@@ -17,48 +18,61 @@ CATALOGUE = ROOT / "nanochat" / "data" / "locale" / "zh" / "LC_MESSAGES" / "nano
 PACKAGES = ("nanochat", "scripts", "tasks")
 
 
+def source_files(root: Path) -> Iterator[Path]:
+    """Yield the files whose messages are translated."""
+    for package in PACKAGES:
+        yield from sorted((root / package).rglob("*.py"))
+
+
 def templates(root: Path = ROOT) -> dict[str, str]:
-    """Every English template in the code, and the file that has it."""
-    found: dict[str, str] = {}
-    for path in (path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))):
+    """Return every English template in the code, and the file that has it.
+
+    ValueError where a call of tr() has anything but a plain string.
+    """
+    file_of: dict[str, str] = {}
+    for path in source_files(root):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tr":
-                template = ast.literal_eval(
-                    node.args[0]
-                )  # ValueError for anything but a plain string
-                found.setdefault(template, path.relative_to(root).as_posix())
-    return found
+                template = ast.literal_eval(node.args[0])
+                file_of.setdefault(template, path.relative_to(root).as_posix())
+    return file_of
 
 
 def names(template: str) -> set[str]:
-    """The names of the values in a template."""
-    return {name for _, name, _, _ in string.Formatter().parse(template) if name}
+    """Return the names of the values in a template."""
+    fields = (name for _, name, _, _ in string.Formatter().parse(template))
+    return {name for name in fields if name}
 
 
-def problems(catalogue: polib.POFile, wanted: dict[str, str]) -> list[str]:
-    """What is wrong with a catalogue, in words."""
-    known = {entry.msgid: entry for entry in catalogue}
-    found = [
-        f"{where}: no entry for {text!r}" for text, where in wanted.items() if text not in known
-    ]
-    found += [f"no code has {text!r} any more" for text in known if text not in wanted]
-    for text, entry in known.items():
-        if not entry.msgstr:
-            found.append(f"no Chinese for {text!r}")
-        elif names(entry.msgstr) != names(text):
-            found.append(f"the Chinese of {text!r} has the values {sorted(names(entry.msgstr))}")
-    return found
+def problems(catalogue: polib.POFile, file_of: dict[str, str]) -> list[str]:
+    """Return what is wrong with a catalogue, in words."""
+    chinese_of = {entry.msgid: entry.msgstr for entry in catalogue}
+    lines = []
+    for template, file in file_of.items():
+        if template not in chinese_of:
+            lines.append(f"{file}: no entry for {template!r}")
+    for template, chinese in chinese_of.items():
+        if template not in file_of:
+            lines.append(f"no code has {template!r} any more")
+        if not chinese:
+            lines.append(f"no Chinese for {template!r}")
+        elif names(chinese) != names(template):
+            values = sorted(names(chinese))
+            lines.append(f"the Chinese of {template!r} has the values {values}")
+    return lines
 
 
-def update(file: Path, wanted: dict[str, str]) -> polib.POFile:
-    """Write both files with an entry for every message that is wanted, in the order of the code."""
-    old = {entry.msgid: entry.msgstr for entry in polib.pofile(str(file))} if file.exists() else {}
+def update(file: Path, file_of: dict[str, str]) -> polib.POFile:
+    """Write the catalogue, compiled too, with an entry for every template in the order of the code."""
+    chinese_of = {}
+    if file.exists():
+        chinese_of = {entry.msgid: entry.msgstr for entry in polib.pofile(str(file))}
     catalogue = polib.POFile(wrapwidth=120)
     catalogue.metadata = {"Content-Type": "text/plain; charset=UTF-8", "Language": "zh"}
-    for text, where in wanted.items():
-        catalogue.append(
-            polib.POEntry(msgid=text, msgstr=old.get(text, ""), occurrences=[(where, "")])
-        )
+    for template, source in file_of.items():
+        chinese = chinese_of.get(template, "")
+        entry = polib.POEntry(msgid=template, msgstr=chinese, occurrences=[(source, "")])
+        catalogue.append(entry)
     file.parent.mkdir(parents=True, exist_ok=True)
     catalogue.save(str(file))
     catalogue.save_as_mofile(str(file.with_suffix(".mo")))
@@ -66,20 +80,26 @@ def update(file: Path, wanted: dict[str, str]) -> polib.POFile:
 
 
 def main() -> int:
-    """Update, or only check."""
+    """Update the catalogue, or only check it; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--check", action="store_true", help="change nothing, and fail if anything is missing"
+        "--check",
+        action="store_true",
+        help="change nothing, and fail if anything is missing",
     )
-    check, wanted = parser.parse_args().check, templates()
-    catalogue = polib.pofile(str(CATALOGUE)) if check else update(CATALOGUE, wanted)
-    found = problems(catalogue, wanted)
-    if check and catalogue.to_binary() != CATALOGUE.with_suffix(".mo").read_bytes():
-        found.append(f"{CATALOGUE.with_suffix('.mo').name} is stale: python -m dev.messages")
-    print("\n".join(found) or f"{len(wanted)} messages, all in Chinese")
-    return 1 if found else 0
+    only_check = parser.parse_args().check
+    file_of = templates()
+    compiled = CATALOGUE.with_suffix(".mo")
+    if not only_check:
+        update(CATALOGUE, file_of)
+    catalogue = polib.pofile(str(CATALOGUE))
+    lines = problems(catalogue, file_of)
+    if only_check and catalogue.to_binary() != compiled.read_bytes():
+        lines.append(f"{compiled.name} is stale: python -m dev.messages")
+    print("\n".join(lines) or f"{len(file_of)} messages, all in Chinese")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

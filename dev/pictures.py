@@ -120,14 +120,14 @@ def serving(base: Path, *flags: str) -> Iterator[str]:
         stderr=subprocess.STDOUT,
         text=True,
     ) as server:
-        said = []
+        output = []
         try:
             for line in server.stdout or ():
-                said.append(line)
-                if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                    yield found[0]
+                output.append(line)
+                if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                    yield match[0]
                     return
-            sys.exit("the chat server did not start:\n" + "".join(said[-5:]))
+            sys.exit("the chat server did not start:\n" + "".join(output[-5:]))
         finally:
             server.terminate()
 
@@ -245,13 +245,13 @@ def metrics(base: Path, stage: str, tag: str | None) -> list[dict[str, Any]]:
 
 def smoothed(values: Sequence[float], share: float = 0.9) -> list[float]:
     """A running mean in which each value weighs 1 - share; the first values weigh alike, so it has no slow start."""
-    found: list[float] = []
+    means: list[float] = []
     mean = 0.0
     for number, value in enumerate(values):
         weight = max(1 - share, 1 / (number + 1))
         mean += weight * (value - mean)
-        found.append(mean)
-    return found
+        means.append(mean)
+    return means
 
 
 def plain(axes: Any, theme: Theme, title: str) -> None:
@@ -415,10 +415,10 @@ def tokenizer(file: Path) -> None:
         )
         places = range(len(bars), 0, -1)
         colours = [
-            theme.stages["base" if what.startswith("training") else "sft"] for what, _, _ in bars
+            theme.stages["base" if title.startswith("training") else "sft"] for title, _, _ in bars
         ]
         axes.barh(places, [times for _, _, times in bars], color=colours, height=0.62)
-        axes.set_yticks(places, [f"{what} vs {whom}" for what, whom, _ in bars])
+        axes.set_yticks(places, [f"{title} vs {whom}" for title, whom, _ in bars])
         for place, (_, _, times) in zip(places, bars, strict=True):
             axes.annotate(
                 f"{times:.1f}",
@@ -486,18 +486,18 @@ def main() -> None:
         choices=("chat", "compare", "curves", "runs", "tokenizer"),
         help="make this picture alone",
     )
-    asked = parser.parse_args()
-    base = asked.base.expanduser()
-    if asked.only in (None, "chat"):
-        chat(base, asked.tag)
-    if asked.only in (None, "compare"):
-        compare(base, asked.tag)
-    if asked.only in (None, "curves"):
-        curves(base, asked.tag)
-    if asked.only in (None, "runs"):
+    flags = parser.parse_args()
+    base = flags.base.expanduser()
+    if flags.only in (None, "chat"):
+        chat(base, flags.tag)
+    if flags.only in (None, "compare"):
+        compare(base, flags.tag)
+    if flags.only in (None, "curves"):
+        curves(base, flags.tag)
+    if flags.only in (None, "runs"):
         runs(base)
-    if asked.tokenizer and asked.only in (None, "tokenizer"):
-        tokenizer(asked.tokenizer)
+    if flags.tokenizer and flags.only in (None, "tokenizer"):
+        tokenizer(flags.tokenizer)
     print("\n".join(results(base)))
     if size() > MOST_BYTES:
         sys.exit(

@@ -8,7 +8,8 @@ release that tools_npu/versions.py does not know. Only the text of the wheels is
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tests.support.real_torch_npu import Package
 from tests.support.remote_wheels import NoNetwork, releases, text_of
@@ -16,67 +17,74 @@ from tests.support.torch_npu_uses import Use, problem, uses
 from tools_npu import versions
 
 
-def known() -> set[str]:
-    """Every release that the tables name."""
-    return {row.torch_npu for row in versions.TABLE} | {versions.OLDEST, *versions.LAST_PATCHES}
+def unlisted(names: Sequence[str]) -> list[str]:
+    """Return releases newer than the last patch of their minor that tools_npu/versions.py names."""
+    last_of_minor = {}
+    for name in versions.LAST_PATCHES:
+        last_of_minor[versions.release(name)[:2]] = versions.order(name)
+    oldest = ((0,), 0)
+    newer = []
+    for name in names:
+        minor = versions.release(name)[:2]
+        if versions.order(name) > last_of_minor.get(minor, oldest):
+            newer.append(name)
+    return newer
 
 
-def unknown(found: Sequence[str]) -> list[str]:
-    """Releases newer than the last patch of their minor that the tables name."""
-    last = {versions.release(name)[:2]: versions.order(name) for name in versions.LAST_PATCHES}
-    return [
-        name
-        for name in found
-        if versions.order(name) > last.get(versions.release(name)[:2], ((0,), 0))
-    ]
+def parameters(signatures: Iterable[Any]) -> set[str]:
+    """Return the names of all parameters of some signatures."""
+    return {parameter.name for signature in signatures for parameter in signature.parameters}
 
 
 def changes(before: Package, after: Package, calls: Sequence[Use]) -> list[str]:
-    """Names that the project uses whose arguments are others in the next release."""
-    said = []
+    """Return the names that the project uses and whose arguments differ in the next release."""
+    lines = []
     for name in sorted({use.name for use in calls}):
         old, new = before.find(name), after.find(name)
-        if (old is None) != (new is None):
-            said.append(f"{name} {'is new' if old is None else 'is gone'}")
-        elif old and new and old.signatures != new.signatures:
-            lists = [
-                {p.name: p for s in one.signatures for p in s.parameters} for one in (old, new)
-            ]
-            added, gone = (sorted(set(lists[i]) - set(lists[1 - i])) for i in (1, 0))
-            said.append(
-                f"{name}: new arguments {added}, gone {gone}"
-                if added or gone
-                else f"{name}: other defaults"
-            )
-    return said
+        if old is None and new is None:
+            continue
+        if old is None:
+            lines.append(f"{name} is new")
+        elif new is None:
+            lines.append(f"{name} is gone")
+        elif old.signatures != new.signatures:
+            old_names, new_names = parameters(old.signatures), parameters(new.signatures)
+            added, gone = sorted(new_names - old_names), sorted(old_names - new_names)
+            if added or gone:
+                lines.append(f"{name}: new arguments {added}, gone {gone}")
+            else:
+                lines.append(f"{name}: other defaults")
+    return lines
 
 
-def main(asked: Sequence[str]) -> int:
-    """Print a line for each release; returns the exit code."""
+def main(requested: Sequence[str]) -> int:
+    """Print a line for each release; return the exit code."""
     try:
-        found = [name for name in releases() if versions.release(name)[:2] >= versions.TORCH_FLOOR]
+        published = releases()
     except NoNetwork as why:
         print(
             f"error: the package index cannot be read: {why}; check the network and `pip config list`",
             file=sys.stderr,
         )
         return 1
-    calls, before, bad = uses(), None, 0
-    for name in asked or found:
+    supported = [name for name in published if versions.release(name)[:2] >= versions.TORCH_FLOOR]
+    calls = uses()
+    before: Package | None = None
+    refusing = 0
+    for name in requested or supported:
         package = Package(text_of(name))
-        wrong = [why for use in calls if (why := problem(use, package))]
-        differs = changes(before, package, calls) if before else []
-        print(
-            f"{name}: {'; '.join(wrong) or f'takes all {len(calls)} uses'}"
-            + "".join(f"\n    {line}" for line in differs)
-        )
-        before, bad = package, bad + bool(wrong)
-    new = unknown(found)
+        reasons = [why for use in calls if (why := problem(use, package))]
+        refusing += bool(reasons)
+        print(f"{name}: {'; '.join(reasons) or f'takes all {len(calls)} uses'}")
+        for line in changes(before, package, calls) if before else []:
+            print(f"    {line}")
+        before = package
+    new = unlisted(supported)
     if new:
         print(
             f"not in tools_npu/versions.py: {', '.join(new)}; add them to TABLE, NEWEST or LAST_PATCHES"
         )
-    return 1 if bad or new else 0
+    return 1 if refusing or new else 0
 
 
 if __name__ == "__main__":

@@ -34,4 +34,4 @@ if [ -z "$data" ]; then # choose a corpus, and make the corpus and its tokenizer
     fi
     set -- --data $data "$@"
 fi
-exec python -m bench.miniseries "$@"
+exec python -m runs.miniseries "$@"

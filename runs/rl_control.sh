@@ -12,4 +12,4 @@ source setup_env.sh
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE
-exec python -m bench.rl_control "$@"
+exec python -m bench.rl.control "$@"

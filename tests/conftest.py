@@ -105,6 +105,6 @@ class Reliability:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Reports of all processes come together in the one that started them. test_conftest.py tries this file alone.
+    # Reports of all processes come together in the one that started them.
     if not hasattr(config, "workerinput") and (Path(__file__).parent / "support" / "reliability.py").exists():
         config.pluginmanager.register(Reliability())

@@ -1,1 +1,1 @@
-"""What preparing, packing and loading data costs."""
+"""Preparing and loading rows, evaluating a model, and saving a checkpoint, each beside its peers."""

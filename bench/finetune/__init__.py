@@ -1,1 +1,1 @@
-"""Measures fine-tuning of published models beside transformers and peft."""
+"""The speed and the memory of fine-tuning published models, beside transformers and peft."""

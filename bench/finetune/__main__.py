@@ -1,65 +1,56 @@
-"""Measures fine-tuning on one CPU thread, beside transformers and peft: tokens per CPU second, and peak memory.
+"""Measures fine-tuning on one CPU thread beside transformers and peft: tokens per CPU second, and peak memory.
 
-python -m bench.finetune --quick                          # ours alone on small shapes, within 50 seconds
-python -m bench.finetune --against transformers           # minutes; transformers and peft must be installed
+python -m bench.finetune --quick                      # ours alone on small shapes, within 50 seconds
+python -m bench.finetune --against transformers       # minutes; transformers and peft must be installed
 
-Random weights of small Qwen3 and Qwen3.5 shapes, random tokens. Every side is a process of its own; the two sides of a
-row take turns, one step each, so that a busy machine slows them equally. The last line is JSON.
+What is compared: a step of an adapter and a step of the whole model, in small Qwen3 and Qwen3.5 shapes with random
+weights, on random tokens. How: every side is a process of its own; the two sides of a row take turns, one step each, so
+that a busy machine slows them equally. The median step counts, in CPU seconds.
 """
 
 import contextlib
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
+from bench.processes import check_at_least, check_installed, check_upstream, side
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import UserError, log, run
 from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 RANK = 8
-SHARED: dict[str, Any] = {
-    "sequence_len": 2048,
-    "vocab_size": 32_768,
-    "n_layer": 8,
-    "n_embd": 512,
-    "n_hidden": 1536,
-    "tied": 1,
+QWEN3 = QwenConfig(
+    sequence_len=2048,
+    vocab_size=32_768,
+    n_layer=8,
+    n_embd=512,
+    n_hidden=1536,
+    tied=1,
+    n_head=8,
+    n_kv_head=4,
+    head_dim=64,
+)
+SHAPES = {
+    "qwen3": QWEN3,
+    "qwen3.5": replace(
+        QWEN3,
+        n_head=4,
+        n_kv_head=2,
+        head_dim=128,
+        rotary_dim=32,
+        layers="DDDA",
+        zero_centred=1,
+        output_gate=1,
+        delta_key_heads=8,
+        delta_value_heads=8,
+        rope_theta=10_000_000.0,
+    ),
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {**SHARED, "n_head": 8, "n_kv_head": 4, "head_dim": 64},
-    "qwen3.5": {
-        **SHARED,
-        "n_head": 4,
-        "n_kv_head": 2,
-        "head_dim": 128,
-        "rotary_dim": 32,
-        "layers": "DDDA",
-        "zero_centred": 1,
-        "output_gate": 1,
-        "delta_key_heads": 8,
-        "delta_value_heads": 8,
-        "rope_theta": 10_000_000.0,
-    },
-}
-SMALL = {
-    "n_layer": 4,
-    "n_embd": 256,
-    "n_hidden": 768,
-    "vocab_size": 4096,
-    "delta_key_heads": 2,
-    "delta_value_heads": 2,
-}
+SMALL = {"n_layer": 4, "n_embd": 256, "n_hidden": 768, "vocab_size": 4096}
 
 
 @dataclass(frozen=True)
@@ -90,77 +81,22 @@ class Measured:
     """What was measured of one side."""
 
     parameters: int
+    losses: list[float]
     seconds: list[float] = field(default_factory=list)  # CPU seconds of each timed step
-    losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
-    def add(self, answer: dict[str, Any], timed: bool = True) -> None:
-        """Take over what the process answered."""
-        self.seconds += answer["seconds"] if timed else []
-        self.losses += answer["losses"]
-        self.peak_bytes = answer["peak_bytes"]
-
-
-@contextlib.contextmanager
-def process(task: dict[str, Any]) -> Iterator[Any]:
-    """A side in its own process; gives a function that sends a line, or none, and returns the answer."""
-    alone = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": str(ROOT),
-        "NANOCHAT_DEVICE": "cpu",
-        "NANOCHAT_DTYPE": task["dtype"],
-        "HF_HUB_OFFLINE": "1",
-    }
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        command = [sys.executable, "-m", "bench.finetune.side", json.dumps(task)]
-        side = subprocess.Popen(
-            command,
-            env=alone | own,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=ROOT,
-        )
-        assert side.stdin is not None and side.stdout is not None
-
-        def ask(steps: int | None = None) -> dict[str, Any]:
-            if steps is not None:
-                with contextlib.suppress(
-                    BrokenPipeError
-                ):  # what follows says why the process has ended
-                    print(steps, file=side.stdin, flush=True)
-            assert side.stdout is not None
-            if line := side.stdout.readline():
-                return json.loads(line)
-            code = side.wait()
-            errors.seek(0)
-            words = [words for words in errors.read().splitlines() if words.strip()][-5:]
-            raise UserError(
-                f"{task['side']} ended with code {code}; its last lines:\n  " + "\n  ".join(words)
-            )
-
-        try:
-            yield ask
-        finally:
-            side.kill()
-            side.communicate()
+    def speed(self, tokens: int) -> float:
+        """Return the tokens per CPU second of the median step."""
+        return tokens / median(self.seconds)
 
 
 def measure(
-    sides: list[str],
+    sides: Sequence[str],
     shape: QwenConfig,
     rank: int,
     dtype: str,
     cfg: Config,
-    targets: tuple[str, ...] = LoraConfig.targets,
+    targets: Sequence[str] = LoraConfig.targets,
 ) -> dict[str, Measured]:
     """Let the sides take turns of one step; the first step of each is not timed."""
     task = {
@@ -174,94 +110,76 @@ def measure(
         "checkpoints": cfg.checkpoint_activations,
         "compile": cfg.compile,
     }
+    module = "bench.finetune.side"
     with contextlib.ExitStack() as stack:
-        started = {side: stack.enter_context(process({**task, "side": side})) for side in sides}
-        measured = {}
-        for side, ask in started.items():
-            ready = ask()
-            measured[side] = Measured(ready["parameters"])
-            measured[side].add(ready, timed=False)
+        processes = {
+            name: stack.enter_context(
+                side(name, module, {**task, "side": name}, NANOCHAT_DTYPE=dtype)
+            )
+            for name in sides
+        }
+        results = {name: Measured(**process.answer()) for name, process in processes.items()}
         for _ in range(cfg.steps):
-            for side, ask in started.items():
-                measured[side].add(ask(1))
-    return measured
+            for name, process in processes.items():
+                answer = process.ask(1)
+                results[name].seconds += answer["seconds"]
+                results[name].losses += answer["losses"]
+                results[name].peak_bytes = answer["peak_bytes"]
+    return results
 
 
-def speed(measured: Measured, tokens: int) -> float:
-    """Tokens per CPU second of the median step."""
-    return tokens / median(measured.seconds)
+def figures(results: dict[str, Measured], tokens: int) -> dict[str, float]:
+    """Return our speed and memory, and how they compare with each other side."""
+    ours = results["ours"]
+    summary = {
+        "tokens_per_cpu_second": round(ours.speed(tokens), 1),
+        "peak_gb": round(ours.peak_bytes / 1e9, 3),
+    }
+    for name, peer in results.items():
+        if name != "ours":
+            summary[f"vs_{name}"] = round(ours.speed(tokens) / peer.speed(tokens), 3)
+            summary[f"memory_vs_{name}"] = round(ours.peak_bytes / peer.peak_bytes, 3)
+    return summary
 
 
-def table(name: str, measured: dict[str, Measured], tokens: int) -> str:
-    """One line for each side, and how ours compares."""
-    lines = [
-        f"{name:<14}{side:<14}{speed(m, tokens):>10,.0f} tokens/CPU s{m.peak_bytes / 1e9:>8.2f} GB"
-        f"  {m.parameters:,} parameters, loss {m.losses[0]:.3f} -> {m.losses[-1]:.3f}"
-        for side, m in measured.items()
-    ]
-    if len(measured) == 2:
-        mine, other = measured.values()
-        faster, memory = (
-            speed(mine, tokens) / speed(other, tokens),
-            mine.peak_bytes / other.peak_bytes,
-        )
-        lines.append(f"{'':<14}{'ours / theirs':<14}{faster:>10.2f}{memory:>21.2f}")
+def table(title: str, results: dict[str, Measured], tokens: int) -> str:
+    """Return one line for each side."""
+    lines = []
+    for name, result in results.items():
+        speed = f"{result.speed(tokens):>10,.0f} tokens/CPU s{result.peak_bytes / 1e9:>8.2f} GB"
+        losses = f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
+        lines.append(f"{title:<14}{name:<14}{speed}  {result.parameters:,} parameters, {losses}")
     return "\n".join(lines)
 
 
 def check(cfg: Config) -> None:
-    """UserError (code 2) for flags that cannot be measured."""
-    for flag, value in (("--steps", cfg.steps), ("--rows", cfg.rows), ("--tokens", cfg.tokens)):
-        if value < 1:
-            raise UserError(f"{flag} must be at least 1, got {value}", exit_code=2)
-    if cfg.tokens > SHARED["sequence_len"]:
-        raise UserError(
-            f"--tokens must be at most {SHARED['sequence_len']:,}, got {cfg.tokens:,}", exit_code=2
-        )
-    if cfg.quick and cfg.against:
-        raise UserError("--quick measures ours alone; leave out --quick or --against", exit_code=2)
-    for name in (*cfg.against, *(["peft"] if cfg.against else [])):
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"{name} is not installed for {sys.executable}: `pip install {name}`", exit_code=2
-            )
+    """Raise UserError (code 2) for flags that cannot be measured."""
+    check_at_least(1, steps=cfg.steps, rows=cfg.rows, tokens=cfg.tokens)
+    longest = QWEN3.sequence_len
+    if cfg.tokens > longest:
+        raise UserError(f"--tokens must be at most {longest:,}, got {cfg.tokens:,}", exit_code=2)
+    check_upstream(cfg.quick, cfg.against)
+    if cfg.against:
+        check_installed("transformers", "transformers", "peft")
 
 
 def main(cfg: Config) -> None:
     """Measure and print."""
     check(cfg)
-    dtype = str(device.compute_init("cpu").platform.best_dtype()[0]).removeprefix("torch.")
-    small = SMALL if cfg.quick else {}
+    compute = device.compute_init("cpu")
+    dtype = str(compute.platform.best_dtype()[0]).removeprefix("torch.")
     if cfg.quick:
-        cfg = Config(
-            True,
-            (),
-            cfg.families,
-            2,
-            2,
-            min(cfg.tokens, 256),
-            cfg.checkpoint_activations,
-            compile=False,
-        )
+        cfg = replace(cfg, steps=2, rows=2, tokens=min(cfg.tokens, 256), compile=False)
     tokens = cfg.rows * cfg.tokens
     log(f"{cfg.rows} rows of {cfg.tokens} tokens, {dtype}, one thread, median of {cfg.steps} steps")
     result: dict[str, Any] = {"benchmark": "finetune", "dtype": dtype, "quick": cfg.quick}
     for family in cfg.families:
-        shape = QwenConfig(**{**SHAPES[family], **small})
+        shape = replace(SHAPES[family], **(SMALL if cfg.quick else {}))
         for mode, rank in (("lora", RANK), ("full", 0)):
-            measured = measure(["ours", *cfg.against], shape, rank, dtype, cfg)
-            name = f"{family} {mode}"
-            log(table(name, measured, tokens))
-            mine = measured["ours"]
-            about = {
-                "tokens_per_cpu_second": round(speed(mine, tokens), 1),
-                "peak_gb": round(mine.peak_bytes / 1e9, 3),
-            }
-            for side in cfg.against:
-                other = measured[side]
-                about[f"vs_{side}"] = round(speed(mine, tokens) / speed(other, tokens), 3)
-                about[f"memory_vs_{side}"] = round(mine.peak_bytes / other.peak_bytes, 3)
-            result[name] = about
+            title = f"{family} {mode}"
+            results = measure(["ours", *cfg.against], shape, rank, dtype, cfg)
+            log(table(title, results, tokens))
+            result[title] = figures(results, tokens)
     print(json.dumps(result), flush=True)
 
 

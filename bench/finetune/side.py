@@ -1,13 +1,8 @@
-"""Trains one model on random tokens in a process of its own. Only bench.finetune starts this file.
+"""Fine-tunes one model on random tokens in a process of its own. Only bench.finetune starts this file.
 
-The first argument is the task as JSON. The process prints a line when it is ready, and then answers each line of its
-input, a number of steps, with a line of JSON: the CPU seconds and the loss of each step, and the peak memory.
+It answers each request, a number of steps, with the CPU seconds and the loss of each step, and the peak memory.
 """
 
-import json
-import os
-import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,27 +10,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import child
+
 Step = Callable[[Tensor, Tensor], float]  # inputs and targets, int64 (B, T) each -> loss in nats
 RATE, ALPHA = 1e-4, 16.0
 
 
 def ours(task: dict[str, Any]) -> tuple[Step, int]:
-    """A step with the calls that scripts.finetune makes. Nothing of ours is imported on the other side."""
-    from bench.finetune.ours import Tuned
-    from nanochat import device
+    """Return a step with the calls that scripts.finetune makes, and the number of parameters."""
+    from bench.training import Trainer, random_model
+    from nanochat import dataloader, device
+    from nanochat.checkpoint_manager.families import cast_matrices
+    from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
     from nanochat.models.qwen.config import QwenConfig
+    from nanochat.train.optim import OneRate
+    from nanochat.train.update import CrossEntropy, Spikes, forward, update
 
-    tuned = Tuned(
-        QwenConfig(**task["shape"]), task["rank"], task["targets"], device.compute_init("cpu")
-    )
-    tuned.model.checkpoints = task["checkpoints"]
+    compute = device.compute_init("cpu")
+    model = random_model(QwenConfig(**task["shape"]), compute)
+    if task["rank"]:
+        cast_matrices(model, compute.dtype)
+        add_adapters(model, LoraConfig(task["rank"], ALPHA, targets=tuple(task["targets"])))
+        init_adapters(model)
+    model.checkpoints = task["checkpoints"]
+    trainer = Trainer(model, compute, OneRate(RATE))
+    spikes = Spikes()
+    model.train()
+
+    def documents(inputs: Tensor, targets: Tensor) -> dataloader.Step:
+        """Return a pass of packed rows, each one document."""
+        numbers = torch.zeros_like(inputs)
+        return dataloader.Step(
+            0,
+            targets.numel(),
+            [(inputs, targets, numbers)],
+            ("documents",),
+        )
+
+    def one_pass(module: torch.nn.Module) -> Tensor:
+        zeros = torch.zeros((task["rows"], task["tokens"]), dtype=torch.long)
+        batch = documents(zeros, zeros).micro_batches[0]
+        return forward(
+            module,
+            batch,
+            ("documents",),
+            CrossEntropy(),
+            compute,
+        )[0]
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        work = documents(inputs, targets)
+        outcome = update(
+            trainer.passes,
+            trainer.optimizers,
+            work,
+            trainer.scale,
+            compute,
+            spikes,
+        )
+        return outcome.loss
+
     if task["compile"]:
-        tuned.compile(task["rows"], task["tokens"])
-    return lambda inputs, targets: tuned.step([(inputs, targets)]), tuned.parameters
+        trainer.compile(task["rows"], task["tokens"], one_pass=one_pass)
+    return step, trainer.parameters
 
 
 def transformers(task: dict[str, Any]) -> tuple[Step, int]:
-    """A step as transformers' Trainer takes it: the model in the compute format, peft's adapters, fused AdamW."""
+    """Return a step as transformers' Trainer makes it: the compute format, peft's adapters, fused AdamW."""
     import transformers as library
 
     library.logging.set_verbosity_error()
@@ -48,14 +89,22 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
     if task["rank"]:
         import peft
 
-        about = peft.LoraConfig(
-            r=task["rank"], lora_alpha=ALPHA, target_modules=task["targets"], task_type="CAUSAL_LM"
+        adapter = peft.LoraConfig(
+            r=task["rank"],
+            lora_alpha=ALPHA,
+            target_modules=task["targets"],
+            task_type="CAUSAL_LM",
         )
-        model = peft.get_peft_model(model, about)
+        model = peft.get_peft_model(model, adapter)
         if task["checkpoints"]:
             model.enable_input_require_grads()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        trained,
+        lr=RATE,
+        weight_decay=0.0,
+        fused=True,
+    )
     model.train()
 
     def step(inputs: Tensor, targets: Tensor) -> float:
@@ -67,37 +116,37 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return step, sum(p.numel() for p in model.parameters())
+    return step, sum(parameter.numel() for parameter in model.parameters())
 
 
 def main() -> None:
-    """Make the side, warm it up, and answer requests until the input ends; whatever a library prints goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    task = json.loads(sys.argv[1])
+    """Make the side, warm it up, and answer requests until the input ends."""
+    answer = child.answers()
+    task = child.task()
     torch.set_num_threads(1)
     torch.manual_seed(42)
-    step, parameters = (transformers if task["side"] == "transformers" else ours)(task)
+    make = {"ours": ours, "transformers": transformers}[task["side"]]
+    step, parameters = make(task)
     generator = torch.Generator().manual_seed(7)
-    size = (task["rows"], task["tokens"] + 1)
 
-    def take(steps: int) -> dict[str, Any]:
+    def steps(count: int) -> dict[str, Any]:
         seconds, losses = [], []
-        for _ in range(steps):
+        size = (task["rows"], task["tokens"] + 1)
+        for _ in range(count):
             cells = torch.randint(task["shape"]["vocab_size"], size, generator=generator)
+            inputs, targets = cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
             start = time.process_time()
-            losses.append(step(cells[:, :-1].contiguous(), cells[:, 1:].contiguous()))
+            losses.append(step(inputs, targets))
             seconds.append(time.process_time() - start)
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {"seconds": seconds, "losses": losses, "peak_bytes": peak}
+        return {
+            "seconds": seconds,
+            "losses": losses,
+            "peak_bytes": child.peak_bytes(),
+        }
 
-    def reply(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    reply({**take(1), "parameters": parameters})
-    for line in sys.stdin:
-        reply(take(int(line)))
+    answer({"parameters": parameters, "losses": steps(1)["losses"]})
+    for count in child.requests():
+        answer(steps(count))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Training speed on one accelerator beside upstream."""
+"""The speed of pretraining on one accelerator, beside upstream."""

@@ -3,30 +3,24 @@
 python -m bench.gpu --depth 12 --upstream DIR     # DIR: a checkout of karpathy/nanochat
 python -m bench.gpu --depth 20 --rows 8 --no-compile
 
-Each run is a process that has the device to itself. The sides take turns, ours first and last, so that a device that
-heats up slows both. Both sides train compiled models on random tokens, because speed does not depend on the tokens.
+How: each run is a process that has the device to itself. The sides take turns, ours first and last, so that a device
+that heats up slows both. Both sides train compiled models on random tokens, because speed does not depend on the tokens.
 Upstream uses FlashAttention 3 where its package can load it, and masks windows elsewhere; NANOCHAT_FLASH_KERNEL makes
 ours use the same kernel. The lines say what either side attends with.
 """
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from bench.upstream import shape_for
-from nanochat.common import UserError, log, run
+from bench.processes import ROOT, answer_of, check_at_least, check_checkout, upstream_shape
+from nanochat.common import log, run
 from nanochat.gpt import GPT, GPTConfig
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)
@@ -57,17 +51,21 @@ class Config:
     """cuda or npu; cpu only tries this benchmark out, since bench.train is the one for CPUs"""
 
 
+Runs = Sequence[tuple[str, dict[str, Any]]]  # whose run it was, and what it measured
+
+
 def shape_of(cfg: Config) -> GPTConfig:
-    """The model that both sides train at this depth."""
+    """Return the model that both sides train at this depth."""
     heads = max(cfg.depth * 64 // 128, 1)
     return GPTConfig(cfg.max_seq_len, cfg.vocab_size, cfg.depth, heads, heads, heads * 128)
 
 
 def measure(side: str, cfg: Config) -> dict[str, Any]:
-    """Run one side in its own process; a failure is a UserError with the last lines it printed."""
+    """Run one side in its own process."""
+    shape = shape_of(cfg)
     task = {
         "side": side,
-        "shape": shape_for(side, shape_of(cfg)),
+        "shape": upstream_shape(shape) if side == "upstream" else asdict(shape),
         "rows": cfg.rows,
         "passes": cfg.passes,
         "steps": cfg.steps,
@@ -75,87 +73,62 @@ def measure(side: str, cfg: Config) -> dict[str, Any]:
         "fp8": cfg.fp8,
         "device": cfg.device_type,
     }
-    home = cfg.upstream.resolve() if side == "upstream" and cfg.upstream else ROOT
-    alone = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": cfg.device_type}
-    eager = (
-        {} if cfg.compile else {"TORCHDYNAMO_DISABLE": "1"}
-    )  # upstream decorates its optimizer with torch.compile
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "bench" / "gpu" / "side.py"), json.dumps(task)],
-            cwd=home,
-            env={**alone, **own, **eager},
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        if done.returncode == 0:
-            return json.loads(done.stdout.splitlines()[-1])
-        errors.seek(0)
-        words = [line for line in errors.read().splitlines() if line.strip()][-5:]
-    raise UserError(
-        f"{side} ended with code {done.returncode}; its last lines:\n  " + "\n  ".join(words)
-    )
+    home = cfg.upstream if side == "upstream" and cfg.upstream else ROOT
+    variables = {"NANOCHAT_DEVICE": cfg.device_type}
+    if not cfg.compile:  # upstream compiles its optimizer unless this variable forbids it
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return answer_of(side, "bench.gpu.side", task, home, **variables)
 
 
-def figures(cfg: Config, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The JSON object; speeds come from the median step over all runs of a side."""
+def figures(cfg: Config, runs: Runs) -> dict[str, Any]:
+    """Return the JSON object; speeds come from the median step over all runs of a side."""
     tokens = cfg.rows * cfg.passes * cfg.max_seq_len
     with torch.device("meta"):
         flops = GPT(shape_of(cfg)).flops_per_token()
+    by_side: dict[str, list[dict[str, Any]]] = {}
+    for side, answer in runs:
+        by_side.setdefault(side, []).append(answer)
+    first = by_side["ours"][0]
     result: dict[str, Any] = {
         "benchmark": "gpu",
         "depth": cfg.depth,
         "compiled": cfg.compile,
         "fp8": cfg.fp8,
-    }
-    own = [told for side, told in runs if side == "ours"]
-    peak = own[0]["peak_flops"]
-    result |= {
-        "device": own[0]["device"],
-        "attention": own[0]["attention"],
+        "device": first["device"],
+        "attention": first["attention"],
         "tokens_per_step": tokens,
     }
     speeds: dict[str, float] = {}
-    for side, prefix in (("ours", ""), ("upstream", "upstream_")):
-        if told := [told for name, told in runs if name == side]:
-            speeds[side] = tokens / median(second for one in told for second in one["seconds"])
-            result[f"{prefix}tokens_per_second"] = round(speeds[side])
-            result[f"{prefix}mfu_percent"] = round(100 * speeds[side] * flops / peak, 2)
-            result[f"{prefix}memory_gb"] = round(max(one["memory"] for one in told) / 1e9, 2)
+    for side, answers in by_side.items():
+        prefix = "upstream_" if side == "upstream" else ""
+        seconds = median(step for answer in answers for step in answer["seconds"])
+        speeds[side] = tokens / seconds
+        memory = max(answer["memory"] for answer in answers)
+        result[f"{prefix}tokens_per_second"] = round(speeds[side])
+        result[f"{prefix}mfu_percent"] = round(100 * speeds[side] * flops / first["peak_flops"], 2)
+        result[f"{prefix}memory_gb"] = round(memory / 1e9, 2)
     if "upstream" in speeds:
-        theirs = next(told for side, told in runs if side == "upstream")
-        result["upstream_attention"] = theirs["attention"]
+        result["upstream_attention"] = by_side["upstream"][0]["attention"]
         result["vs_upstream"] = round(speeds["ours"] / speeds["upstream"], 4)
     return result
 
 
 def main(cfg: Config) -> None:
     """Run the sides in turns, and print their figures."""
-    if cfg.upstream is not None and not (cfg.upstream / "nanochat" / "gpt.py").is_file():
-        raise UserError(
-            f"--upstream must name a checkout of karpathy/nanochat, got {cfg.upstream}, which has no nanochat/gpt.py. "
-            "Clone the repository, and give the folder that holds its README.",
-            exit_code=2,
-        )
-    for name in ("depth", "rows", "passes", "steps", "rounds"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(cfg, name)}", exit_code=2)
-    sides = (["ours", "upstream"] if cfg.upstream is not None else ["ours"]) * cfg.rounds
-    sides += ["ours"] if cfg.upstream is not None else []
+    sides = ["ours"] * cfg.rounds
+    if cfg.upstream is not None:
+        check_checkout("--upstream", cfg.upstream)
+        sides = ["ours", "upstream"] * cfg.rounds + ["ours"]
+    counts = ("depth", "rows", "passes", "steps", "rounds")
+    check_at_least(1, **{name: getattr(cfg, name) for name in counts})
     runs = []
     for side in sides:
-        told = measure(side, cfg)
-        runs.append((side, told))
+        answer = measure(side, cfg)
+        runs.append((side, answer))
         log(
-            f"{side:<10}{1000 * median(told['seconds']):>9.1f} ms per step, first step done after "
-            f"{told['start']:.0f} s, {told['memory'] / 1e9:.1f} GB, attention: {told['attention']}, "
-            f"loss {told['loss']:.3f}"
+            f"{side:<10}{1000 * median(answer['seconds']):>9.1f} ms per step, first step done after "
+            f"{answer['start']:.0f} s, {answer['memory'] / 1e9:.1f} GB, attention: {answer['attention']}, "
+            f"loss {answer['loss']:.3f}"
         )
     print(json.dumps(figures(cfg, runs)), flush=True)
 

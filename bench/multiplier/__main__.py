@@ -1,80 +1,56 @@
 """Measures how much more a baseline must spend to reach our loss: compute multipliers, with intervals over seeds.
 
-python -m bench.multiplier --quick                                     # ours beside AdamW; 50 seconds, needs no peer
-python -m bench.multiplier --upstream DIR --corpus DIR                 # DIRs: a checkout of karpathy/nanochat, and
-                                                                       # texts made by python -m bench.corpus DIR
+python -m bench.multiplier --quick                           # ours beside AdamW; 50 seconds, needs no peer
+python -m bench.multiplier --upstream DIR --corpus DIR       # a checkout of karpathy/nanochat, and
+                                                             # texts of python -m bench.multiplier.corpus DIR
 python -m bench.multiplier --baseline ours --variants "hot=--matrix_lr=0.03"        # does a change help?
-python -m bench.multiplier --baseline ours --variants "bigrams=--bigram_rows=65536"
-python -m bench.multiplier --baseline ours --variants "ema=--checkout=../with-ema"  # a change in another checkout
+python -m bench.multiplier --baseline ours --variants "ema=--checkout=../with-ema"  # in another checkout
 
-The definition is the one of scripts/compare.py on karpathy/nanochat's branch experiment_refactor: the multiplier is
-what the baseline spends to reach the final loss of our run, divided by what our run spent. Above 1, ours is better. The
-baseline's cost is read off its curve, which is piecewise linear in the logarithms of cost and loss. Where the loss lies
-beyond the curve, its last segment is continued, and the figure has a question mark.
+What is compared: the multiplier is what the baseline spends to reach the final loss of our run, divided by what our run
+spent (the definition of karpathy/nanochat's branch experiment_refactor). Above 1, ours is better. The baseline is
+trained from the start to each of several lengths, --steps times --stretch, and its curve goes through the ends of these
+runs, piecewise linear in the logarithms of cost and loss. A loss beyond the curve continues its last segment, and the
+figure has a question mark. Cost is counted in FLOPs, which are the same for both sides, and in CPU seconds of the steps.
 
-Unlike that branch, we do not read the cost off the middle of a run, because its learning rate has not fallen yet, so
-the curve would flatter us. Instead the baseline is trained from the start to each of several lengths, --steps times
---stretch, and the curve goes through the ends of these runs. Cost is counted twice: in FLOPs, which depend on the shape
-and the tokens alone and are the same for both sides, and in CPU seconds of the steps.
+How: both sides read the same rows of the same tokenizer in the same order, 4,096 tokens a step, and are measured in
+bits per byte of rows that nothing trained on. Ours follows base_train's rules. Upstream's rule for the batch would make
+its rates far too low at so few tokens, so a factor on its rates is searched at each --steps with the first seed. Seeds
+are paired. Each seed gives one multiplier; the table shows their geometric mean and its standard error.
 
-Both sides read the same rows of the same tokenizer in the same order, 4,096 tokens a step, and are measured in bits per
-byte of rows that nothing trained on. Upstream's rule for the batch would make its learning rates far too low at so few
-tokens, so its rates are multiplied by a factor that is searched for at each --steps with the first seed, as bench.train
-does; all of upstream's runs then use the best. Ours follows base_train's rules as they are: a run that reads its text
-more than twice has no table of pairs. Seeds are paired: with the same seed both sides read the same order of rows. Each
-seed gives one multiplier; the table shows their geometric mean and its standard error, and the JSON object the interval
-of 95 % by Student's t as well.
-
-A run's curve is a file in --out that is named by all of its settings: its code, torch's version, the number format and
-the rows are among them. Typed again, the command trains only what is missing; a run that was stopped resumes where it
-was last saved, which it is every 100 steps. Rows that were made of another corpus are refused.
+The result of a run is a file in --out named by all of its settings, its code among them. Typed again, the command trains
+only what is missing, and resumes a run that was stopped.
 """
 
 import json
 import random
 import re
 import tempfile
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from bench import corpus
+from bench.multiplier import corpus
 from bench.multiplier.curves import Interval, multiplier
-from bench.multiplier.picture import Line, draw
-from bench.multiplier.runs import GIGA, LOOP, OURS, Entry, Result, Run, Runs, tuned
-from bench.train.rows import ABOUT, Text, check_rows, make_rows, standard_library
-from bench.train.worker import Plan, Variant
-from bench.upstream import check_checkout
+from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs, best_scale
+from bench.processes import check_checkout
+from bench.text import Text, about_rows, make_rows, standard_library
+from bench.train.variants import Plan, Variant
+from bench.training import needs_no_compiler
 from nanochat import device
-from nanochat.common import UserError, base_dir, log, read_json, run, write_json
+from nanochat.common import UserError, base_dir, log, run, write_json
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
-from nanochat.runtime.progress import Progress
 
 HEAD_DIM = 64  # a model has 64 channels per layer, as upstream's dial gives
 EPOCHS = 4  # more passes over the rows than this would measure how a model learns them by heart
 PIECE = 10_000  # characters
-HELD_OUT = 128  # rows
 # What base_train's flags can change in such a run; the other flags set other sizes, data and files.
-APPLIED = (
-    "unembedding_lr",
-    "embedding_lr",
-    "matrix_lr",
-    "matrix_optimizer",
-    "scalar_lr",
-    "weight_decay",
-    "warmup_steps",
-    "warmdown_ratio",
-    "final_lr_frac",
-    "bigram_rows",
-    "offset_layers",
-)
+FLAGS = """
+    unembedding_lr embedding_lr matrix_lr matrix_optimizer scalar_lr weight_decay warmup_steps
+    warmdown_ratio final_lr_frac bigram_rows offset_layers
+""".split()
 
 
 @dataclass(frozen=True)
@@ -84,14 +60,15 @@ class Sizes:
     length: int = 512  # tokens of a row
     vocab_size: int = 4096
     rows_per_step: int = 8
-    held_out: int = HELD_OUT
+    held_out: int = 128  # rows
 
     def shape(self, depth: int) -> GPTConfig:
-        """A model of this depth that sees whole rows: d4 is the model of bench.train."""
-        return GPTConfig(self.length, self.vocab_size, depth, depth, depth, HEAD_DIM * depth, "L")
+        """Return a model of this depth that sees whole rows: d4 is the model of bench.train."""
+        width = HEAD_DIM * depth
+        return GPTConfig(self.length, self.vocab_size, depth, depth, depth, width, "L")
 
 
-QUICK = Sizes(128, 1024, 8, 32)
+QUICK = Sizes(length=128, vocab_size=1024, held_out=32)
 
 
 @dataclass(frozen=True)
@@ -110,7 +87,7 @@ class Config:
     texts: tuple[Literal["code", "documents"], ...] = ("code", "documents")
     """texts to train on: Python's standard library, or Debian's documents in English and Chinese"""
     corpus: Path | None = None
-    """folder made by `python -m bench.corpus DIR`, for --texts documents"""
+    """folder made by `python -m bench.multiplier.corpus DIR`, for --texts documents"""
     depths: tuple[int, ...] = (4,)
     """layers of the models, with 64 channels per layer"""
     steps: tuple[int, ...] = (200,)
@@ -126,11 +103,14 @@ class Config:
     megabytes: tuple[float, ...] = (5.0,)
     """MB of English and of Chinese in the text documents, or one number for both; longer runs need more"""
     out: Path | None = None
-    """folder for the rows, a file for each run, the figures and the picture; default: multiplier in the base folder"""
+    """folder for the rows, a file for each run, and the figures; default: multiplier in the base folder"""
+
+
+# --- what is compared ------------------------------------------------------------------------------
 
 
 def refuse(message: str) -> UserError:
-    """A mistake on the command line."""
+    """Return the error of a mistake on the command line."""
     return UserError(message, exit_code=2)
 
 
@@ -143,50 +123,46 @@ def check(cfg: Config) -> None:
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
     for flag in ("texts", "depths", "steps", "seeds", "stretch", "scales"):
-        given = getattr(cfg, flag)
-        least = 0 if flag == "seeds" else 1 if flag in ("depths", "steps") else None
-        if not given or len(set(given)) < len(given):
-            raise refuse(
-                f"--{flag} must be one or more different values, got {' '.join(map(str, given)) or 'none'}"
-            )
-        if flag != "texts" and (min(given) <= 0 if least is None else min(given) < least):
-            rule = "above 0" if least is None else f"at least {least}"
-            raise refuse(f"--{flag} must be {rule}, got {' '.join(map(str, given))}")
+        values = getattr(cfg, flag)
+        words = " ".join(map(str, values)) or "none"
+        if not values or len(set(values)) < len(values):
+            raise refuse(f"--{flag} must be one or more different values, got {words}")
+        if flag not in ("texts", "seeds") and min(values) <= 0:
+            raise refuse(f"--{flag} must be above 0, got {words}")
     if len(cfg.megabytes) not in (1, 2) or min(cfg.megabytes) <= 0:
-        raise refuse(
-            f"--megabytes must be one or two numbers above 0, got {' '.join(map('{:g}'.format, cfg.megabytes))}"
-        )
+        words = " ".join(map(str, cfg.megabytes))
+        raise refuse(f"--megabytes must be one or two numbers above 0, got {words}")
     if len(cfg.stretch) < 2 and len(cfg.steps) < 2:
         raise refuse(
             "a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to --steps"
         )
     if "documents" in cfg.texts and cfg.corpus is None and not cfg.quick:
         raise refuse(
-            "--texts documents needs --corpus DIR, a folder made by `python -m bench.corpus DIR`; or give --texts code"
+            "--texts documents needs --corpus DIR, a folder made by `python -m bench.multiplier.corpus DIR`; "
+            "or give --texts code"
         )
 
 
 def entry(words: str, ours: Variant) -> Entry:
-    """A variant of ours from NAME=FLAGS; UserError if the name, a flag or the checkout cannot be used."""
-    name, _, rest = words.partition("=")
+    """Return a variant of ours from NAME=FLAGS; UserError if the name, a flag or the checkout cannot be used."""
+    name, _, flag_words = words.partition("=")
     if not re.fullmatch(r"[a-z0-9_]+", name) or name in ("ours", "upstream"):
         raise refuse(
             f"--variants takes NAME=FLAGS with a name of small letters, digits and _, got {words!r}"
         )
-    flags, checkout = [], None
-    for flag in rest.split():
+    flags: list[str] = []
+    checkout = None
+    for flag in flag_words.split():
         key, _, value = flag.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
         if key == "checkout" and value:
             checkout = Path(value)
-            if missing := [part for part in (*OURS, LOOP) if not (checkout / part).exists()]:
-                raise refuse(
-                    f"variant {name}: {checkout} is no checkout of this repository: it has no {missing[0]}"
-                )
-        elif flag.startswith("--") and value and key.replace("-", "_") in APPLIED:
-            flags.append(f"--{key.replace('-', '_')}={value}")
+            check_own_checkout(name, checkout)
+        elif flag.startswith("--") and value and key in FLAGS:
+            flags.append(f"--{key}={value}")
         else:
             raise refuse(
-                f"variant {name} may have the flags --checkout=DIR and --{'=, --'.join(APPLIED)}=, got {flag!r}"
+                f"variant {name} may have the flags --checkout=DIR and --{'=, --'.join(FLAGS)}=, got {flag!r}"
             )
     if not flags and checkout is None:
         raise refuse(
@@ -195,91 +171,127 @@ def entry(words: str, ours: Variant) -> Entry:
     return Entry(name, replace(ours, flags=tuple(flags), checkout=checkout))
 
 
-def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
-    """The baseline, and what is compared with it; `compiled`: whether upstream is, where ours may need no compiler."""
-    if cfg.quick:
-        return Entry("adamw", replace(ours, flags=("--matrix_optimizer=adamw",))), [
-            Entry("ours", ours)
-        ]
-    known = {"ours": Entry("ours", ours)}
-    if cfg.upstream is not None:
-        known["upstream"] = Entry("upstream", replace(ours, side="upstream", compiled=compiled))
-    for words in cfg.variants:
-        made = entry(words, ours)
-        if made.name in known:
-            raise refuse(f"--variants has two entries with the name {made.name}; give each its own")
-        known[made.name] = made
-    name = cfg.baseline or ("upstream" if cfg.upstream is not None else "")
-    if name not in known:
-        asked = f"got {name}" if name else "none was given"
-        raise refuse(
-            f"--baseline must be one of {', '.join(known)}, {asked}; upstream needs --upstream DIR"
-        )
-    others = [one for one in known.values() if one.name not in (name, "upstream")]
-    if not others:
-        raise refuse(f"nothing is compared with the baseline {name}; give --variants NAME=FLAGS")
-    return known[name], others
-
-
-def documents(folder: Path | None, megabytes: Sequence[float]) -> Text:
-    """Pieces of English and Chinese documents in turn, that many MB of each language, or of both if there is only one
-    number; UserError if the corpus has too few."""
-    assert folder is not None
-    parts, wanted = [], {"english": megabytes[0], "chinese": megabytes[-1]}
-    for kind, size in wanted.items():
-        whole = corpus.read_kind(folder, kind)
-        pieces = dict.fromkeys(
-            text[at : at + PIECE] for text in whole for at in range(0, len(text), PIECE)
-        )
-        spoken = [
-            piece for piece in pieces if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece)
-        ]
-        random.Random(0).shuffle(spoken)
-        sizes = list(accumulate(len(piece.encode()) for piece in spoken))
-        if not sizes or sizes[-1] < 1e6 * size:
-            raise UserError(
-                f"{folder / kind}.txt must hold {size:g} MB of text in the language, got "
-                f"{sizes[-1] / 1e6 if sizes else 0:.1f} MB; make a larger corpus with python -m bench.corpus",
-                2,
+def check_own_checkout(name: str, checkout: Path) -> None:
+    """Raise UserError where a variant's folder is no checkout of this repository."""
+    for source in OUR_CODE:
+        if not (checkout / source).exists():
+            raise refuse(
+                f"variant {name}: {checkout} is no checkout of this repository: it has no {source}"
             )
-        parts.append(spoken[: bisect_left(sizes, 1e6 * size) + 1])
-    mixed = [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
-    each = " and ".join(f"{size:g} MB of {kind.capitalize()}" for kind, size in wanted.items())
-    return Text(mixed, f"Debian's documents, {each}")
 
 
-def rows_of(text: str, cfg: Config, sizes: Sizes, folder: Path, longest: int) -> Path:
-    """The folder with the rows of a text, made if it is missing; UserError (code 2) if its rows are those of another
-    text, or too few for the longest run."""
-    found = (
-        standard_library(500_000 if cfg.quick else None)
-        if text == "code"
-        else documents(cfg.corpus, cfg.megabytes)
-    )
-    made_of = read_json(folder / ABOUT).get("text_sha256") if (folder / ABOUT).exists() else None
-    if (
-        made_of is None
-    ):  # there are no rows, or those of an earlier version, which did not say what they are made of
-        log(f"making rows of {found.about}")
-        make_rows(folder, sizes.vocab_size, sizes.length, found)
-    elif made_of != found.sha256:
+def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
+    """Return the baseline, and what is compared with it. `compiled`: whether upstream is."""
+    if cfg.quick:
+        adamw = replace(ours, flags=("--matrix_optimizer=adamw",))
+        return Entry("adamw", adamw), [Entry("ours", ours)]
+    by_name = {"ours": Entry("ours", ours)}
+    if cfg.upstream is not None:
+        variant = replace(ours, side="upstream", compiled=compiled)
+        by_name["upstream"] = Entry("upstream", variant)
+    for words in cfg.variants:
+        change = entry(words, ours)
+        if change.name in by_name:
+            raise refuse(
+                f"--variants has two entries with the name {change.name}; give each its own"
+            )
+        by_name[change.name] = change
+    baseline = cfg.baseline
+    if baseline is None and cfg.upstream is not None:
+        baseline = "upstream"
+    if baseline not in by_name:
         raise refuse(
-            f"the rows in {folder} must be made of {found.about}, with the SHA-256 {found.sha256[:16]}, got rows of a "
-            f"text with {made_of[:16]}: the corpus or Python has changed. To compare runs on the text of today, give "
-            f"another --out, or delete {folder}"
+            f"--baseline must be one of {', '.join(by_name)}, got {baseline or 'none'}; upstream needs --upstream DIR"
         )
-    about = check_rows(folder, sizes.vocab_size, sizes.length)
-    train, read = about["rows"] - sizes.held_out, longest * sizes.rows_per_step
-    if read > EPOCHS * train:
+    candidates = [other for other in by_name.values() if other.name not in (baseline, "upstream")]
+    if not candidates:
         raise refuse(
-            f"the text {text!r} must have at least {-(-read // EPOCHS):,} rows to train on, so that a run of "
-            f"{longest:,} steps reads none more than {EPOCHS} times, got {max(train, 0):,}; give a larger text, or "
-            "fewer --steps or a smaller --stretch"
+            f"nothing is compared with the baseline {baseline}; give --variants NAME=FLAGS"
         )
-    log(
-        f"{text}: {about['rows']:,} rows, {read / train:.2f} passes in the longest run; {about['text']}"
+    return by_name[baseline], candidates
+
+
+# --- rows ------------------------------------------------------------------------------------------
+
+
+def documents(folder: Path, megabytes: Sequence[float]) -> Text:
+    """Return pieces of English and Chinese documents in turn, that many MB of each language.
+
+    UserError if the corpus has too few.
+    """
+    english, chinese = (
+        pieces_of(folder, kind, size)
+        for kind, size in (("english", megabytes[0]), ("chinese", megabytes[-1]))
     )
+    mixed: list[str] = []
+    for number in range(max(len(english), len(chinese))):
+        mixed += english[number : number + 1] + chinese[number : number + 1]
+    about = (
+        f"Debian's documents, {megabytes[0]:g} MB of English and {megabytes[-1]:g} MB of Chinese"
+    )
+    return Text(mixed, about)
+
+
+def pieces_of(folder: Path, kind: str, megabytes: float) -> list[str]:
+    """Return that many MB of distinct pieces of documents, in random order; UserError if there are too few."""
+    pieces: dict[str, None] = {}
+    for document in corpus.documents(folder, kind):
+        for start in range(0, len(document), PIECE):
+            piece = document[start : start + PIECE]
+            if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece):
+                pieces[piece] = None
+    shuffled = list(pieces)
+    random.Random(0).shuffle(shuffled)
+    chosen: list[str] = []
+    size = 0
+    for piece in shuffled:
+        if size >= 1e6 * megabytes:
+            return chosen
+        chosen.append(piece)
+        size += len(piece.encode())
+    raise refuse(
+        f"{folder / kind}.txt must hold {megabytes:g} MB of text in the language, got {size / 1e6:.1f} MB; "
+        "make a larger corpus with python -m bench.multiplier.corpus"
+    )
+
+
+def rows_of(name: str, cfg: Config, sizes: Sizes, out: Path, longest: int) -> Path:
+    """Return the folder with the rows of a text, made if they are missing.
+
+    UserError (code 2) if the rows there are those of another text, or too few for the longest run.
+    """
+    label = name
+    if name == "code":
+        text = standard_library(500_000 if cfg.quick else None)
+    else:
+        assert cfg.corpus is not None
+        text = documents(cfg.corpus, cfg.megabytes)
+        label = f"documents-{'+'.join(map('{:g}'.format, cfg.megabytes))}MB"
+    folder = out / "rows" / f"{label}-{sizes.vocab_size}-{sizes.length}"
+    about = about_rows(folder)
+    if not about:
+        log(f"making rows of {text.about}")
+        about = make_rows(folder, sizes.vocab_size, sizes.length, text)
+    if about["text_sha256"] != text.sha256:
+        raise refuse(
+            f"the rows in {folder} must be made of {text.about}, with the SHA-256 {text.sha256[:16]}, got rows of a "
+            f"text with {about['text_sha256'][:16]}: the corpus or Python has changed. To compare runs on the text "
+            f"of today, give another --out, or delete {folder}"
+        )
+    train_rows = about["rows"] - sizes.held_out
+    read_rows = longest * sizes.rows_per_step
+    if read_rows > EPOCHS * train_rows:
+        raise refuse(
+            f"the text {name!r} must have at least {-(-read_rows // EPOCHS):,} rows to train on, so that a run of "
+            f"{longest:,} steps reads none more than {EPOCHS} times, got {max(train_rows, 0):,}; give a larger text, "
+            "or fewer --steps or a smaller --stretch"
+        )
+    passes = read_rows / train_rows
+    log(f"{name}: {about['rows']:,} rows, {passes:.2f} passes in the longest run; {text.about}")
     return folder
+
+
+# --- comparing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -296,113 +308,102 @@ class Figure:
     difference_error: float | None  # standard error over seeds
     flops: Interval | None
     seconds: Interval | None
-    scale: float  # factor on the baseline's learning rates
+    scale: float  # factor on upstream's rates
 
 
-def measure_one(
-    text: str,
-    depth: int,
-    plan: Plan,
-    baseline: Entry,
-    others: Sequence[Entry],
-    cfg: Config,
-    runs: Runs,
-) -> tuple[list[Figure], list[Line]]:
-    """Train everything on one text at one depth, seed after seed, and compare."""
+def baseline_lengths(cfg: Config) -> list[int]:
+    """Return the lengths of the baseline's runs, in steps."""
+    stretched = {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch}
+    return sorted(stretched | set(cfg.steps))
 
-    def one(who: Entry, steps: int, seed: int) -> Run:
-        return Run(text, depth, who, replace(plan, horizon=steps, seed=seed))
 
-    factors = {
-        steps: tuned(runs, one(baseline, steps, cfg.seeds[0]), cfg.scales)
-        if cfg.search
-        else cfg.scales[0]
-        for steps in sorted(cfg.steps)
-    }
-    lengths = sorted(
-        {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(cfg.steps)
+def measure(
+    template: Run, baseline: Entry, candidates: Sequence[Entry], cfg: Config, runs: Runs
+) -> list[Figure]:
+    """Train everything on the template's text at its depth, seed after seed, and compare."""
+
+    def run_of(compared: Entry, steps: int, seed: int) -> Run:
+        plan = replace(template.plan, horizon=steps, seed=seed)
+        return replace(template, entry=compared, plan=plan)
+
+    searched: dict[int, float] = {}  # the factor on upstream's rates by the steps of a run
+    for steps in sorted(cfg.steps):
+        first = run_of(baseline, steps, cfg.seeds[0])
+        searched[steps] = best_scale(runs, first, cfg.scales) if cfg.search else cfg.scales[0]
+
+    def scale_of(length: int) -> float:
+        shorter = [steps for steps in searched if steps <= length]
+        return searched[max(shorter, default=min(searched))]
+
+    lengths = baseline_lengths(cfg)
+    base: dict[int, list[Result]] = {length: [] for length in lengths}
+    results_of: dict[tuple[str, int], list[Result]] = {}
+    # Sides alternate, so that a busy hour of the machine does not fall on one of them.
+    for seed in cfg.seeds:
+        for length in lengths:
+            scaled = run_of(baseline, length, seed).with_rates(scale_of(length))
+            base[length].append(runs(scaled))
+            for other in candidates if length in cfg.steps else ():
+                results_of.setdefault((other.name, length), []).append(
+                    runs(run_of(other, length, seed))
+                )
+    return [
+        figure(template, name, results, base, length, scale_of(length))
+        for (name, length), results in results_of.items()
+    ]
+
+
+def figure(
+    template: Run,
+    name: str,
+    results: Sequence[Result],
+    base: dict[int, list[Result]],
+    length: int,
+    scale: float,
+) -> Figure:
+    """Compare the results of an entry, one per seed, with the baseline's runs by their length."""
+
+    def over(cost: str) -> Interval | None:
+        points = [result.point(cost) for result in results]
+        by_seed = zip(*base.values(), strict=True)
+        curves = [[result.point(cost) for result in curve] for curve in by_seed]
+        return multiplier(points, curves)
+
+    own_ends = [result.end for result in results]
+    base_ends = [result.end for result in base[length]]
+    differences = [end - base_end for end, base_end in zip(own_ends, base_ends, strict=True)]
+    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
+    return Figure(
+        text=template.text,
+        depth=template.depth,
+        steps=length,
+        name=name,
+        bits_per_byte=fmean(own_ends),
+        baseline=fmean(base_ends),
+        difference=fmean(differences),
+        difference_error=error,
+        flops=over("flops"),
+        seconds=over("seconds"),
+        scale=scale,
     )
-    scale_of = {
-        n: factors[max((s for s in factors if s <= n), default=min(factors))] for n in lengths
-    }
-    base: dict[int, list[Result]] = {n: [] for n in lengths}
-    own: dict[tuple[str, int], list[Result]] = {
-        (who.name, n): [] for who in others for n in cfg.steps
-    }
-    for seed in (
-        cfg.seeds
-    ):  # sides alternate, so that a busy hour of the machine does not fall on one of them
-        for n in lengths:
-            base[n].append(runs(one(baseline, n, seed).scaled(scale_of[n])))
-            if n in cfg.steps:
-                for who in others:
-                    own[who.name, n].append(runs(one(who, n, seed)))
-    found = []
-    for (name, n), results in own.items():
-        over = {
-            cost: multiplier(
-                [r.point(cost) for r in results],
-                [[base[m][i].point(cost) for m in lengths] for i in range(len(cfg.seeds))],
-            )
-            for cost in ("flops", "seconds")
-        }
-        apart = [r.end - b.end for r, b in zip(results, base[n], strict=True)]
-        error = stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None
-        found.append(
-            Figure(
-                text,
-                depth,
-                n,
-                name,
-                fmean(r.end for r in results),
-                fmean(b.end for b in base[n]),
-                fmean(apart),
-                error,
-                over["flops"],
-                over["seconds"],
-                scale_of[n],
-            )
-        )
-    panel = f"{text}, d{depth}"
-    lines = [line(panel, baseline.name, list(base.values()))]
-    lines += [
-        line(panel, who.name, [own[who.name, n] for n in sorted(cfg.steps)]) for who in others
-    ]
-    return found, lines
-
-
-def line(panel: str, name: str, lengths: Sequence[Sequence[Result]]) -> Line:
-    """An entry's line of the picture, from its results at each length."""
-    ends = []
-    for results in lengths:
-        bits = [result.end for result in results]
-        ends.append(
-            (
-                results[0].flops[-1],
-                fmean(bits),
-                stdev(bits) / len(bits) ** 0.5 if len(bits) > 1 else 0.0,
-            )
-        )
-    curves = [
-        list(zip(r.flops, r.bits_per_byte, strict=True)) for results in lengths for r in results
-    ]
-    return Line(panel, name, ends, curves)
 
 
 def table(figures: Sequence[Figure], baseline: str) -> str:
-    """One line per figure."""
+    """Return one line per figure."""
     lines = [
         f"{'text, depth, steps':<26}{'variant':<12}{'bits/byte':>10}{baseline:>10}{'difference':>19}"
         f"{'multiplier, FLOPs':>20}{'CPU seconds':>18}{'rates':>8}"
     ]
-    for f in figures:
-        error = "" if f.difference_error is None else f" ± {f.difference_error:.4f}"
-        flops, seconds = (
-            "no slope" if part is None else part.words for part in (f.flops, f.seconds)
-        )
+    for compared in figures:
+        label = f"{compared.text}, d{compared.depth}, {compared.steps}"
+        difference = f"{compared.difference:+.4f}"
+        if compared.difference_error is not None:
+            difference += f" ± {compared.difference_error:.4f}"
+        flops = compared.flops.words if compared.flops else "no slope"
+        seconds = compared.seconds.words if compared.seconds else "no slope"
         lines.append(
-            f"{f'{f.text}, d{f.depth}, {f.steps}':<26}{f.name:<12}{f.bits_per_byte:>10.4f}{f.baseline:>10.4f}"
-            f"{f'{f.difference:+.4f}{error}':>19}{flops:>20}{seconds:>18}{f'x{f.scale:g}':>8}"
+            f"{label:<26}{compared.name:<12}{compared.bits_per_byte:>10.4f}{compared.baseline:>10.4f}{difference:>19}"
+            f"{flops:>20}{seconds:>18}{f'x{compared.scale:g}':>8}"
         )
     return "\n".join(lines)
 
@@ -412,94 +413,51 @@ def main(cfg: Config) -> None:
     check(cfg)
     if cfg.quick:
         cfg = replace(cfg, texts=("code",), depths=(2,), steps=(24,), seeds=(1, 2))
-    torch.set_num_threads(1)
     compute = device.compute_init("cpu")
     host.use_compile_cache(base_dir())  # both sides compile into this folder
     missing = device.compiler_missing(compute)
     if missing:
         log(f"nothing is compiled: {missing}")
     dtype = compute.platform.best_dtype()[0]
-    unneeded = compute.operations.needs_no_compiler(HEAD_DIM, dtype)
-    ours = Variant(
-        "ours", str(dtype).removeprefix("torch."), compiled=not (missing or unneeded or cfg.quick)
-    )
-    baseline, others = entries(cfg, ours, not missing)
-    with tempfile.TemporaryDirectory() as temporary:
-        default = Path(temporary) if cfg.quick else base_dir() / "multiplier"
-        measure(cfg, QUICK if cfg.quick else Sizes(), baseline, others, cfg.out or default)
+    # Our step is compiled where base_train compiles it, and upstream's wherever there is a compiler.
+    compiled = not (missing or needs_no_compiler(HEAD_DIM, dtype, compute) or cfg.quick)
+    ours = Variant("ours", str(dtype).removeprefix("torch."), compiled)
+    baseline, candidates = entries(cfg, ours, not missing)
+    with tempfile.TemporaryDirectory() as folder:
+        out = cfg.out or (Path(folder) if cfg.quick else base_dir() / "multiplier")
+        compare(cfg, QUICK if cfg.quick else Sizes(), baseline, candidates, out)
 
 
-def measure(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry], out: Path) -> None:
-    """Train and compare at every depth and on every text; the figures and the picture are written to `out`."""
-    longest = max(round(steps * stretch) for steps in cfg.steps for stretch in (1.0, *cfg.stretch))
-    named = {
-        "code": "code",
-        "documents": f"documents-{'+'.join(map('{:g}'.format, cfg.megabytes))}MB",
-    }
-    rows = {
-        text: rows_of(
-            text,
-            cfg,
-            sizes,
-            out / "rows" / f"{named[text]}-{sizes.vocab_size}-{sizes.length}",
-            longest,
-        )
-        for text in cfg.texts
-    }
-    peer = cfg.upstream.resolve() if cfg.upstream else None
+def compare(
+    cfg: Config, sizes: Sizes, baseline: Entry, candidates: Sequence[Entry], out: Path
+) -> None:
+    """Measure at every depth and on every text; print the figures and write them to `out`."""
+    longest = max(baseline_lengths(cfg))
+    rows = {name: rows_of(name, cfg, sizes, out, longest) for name in cfg.texts}
+    runs = Runs(out / "runs", cfg.upstream)
     figures: list[Figure] = []
-    lines: list[Line] = []
-    with Progress("multiplier", total_of(cfg, sizes, baseline, others), "GFLOPs") as progress:
-        runs = Runs(out / "runs", peer, progress)
-        runs.folder.mkdir(parents=True, exist_ok=True)
-        for depth in sorted(cfg.depths):
-            for text in cfg.texts:
-                plan = Plan(
-                    sizes.shape(depth),
-                    rows[text],
-                    sizes.rows_per_step,
-                    0,
-                    0,
-                    0,
-                    held_out=sizes.held_out,
-                )
-                found, drawn = measure_one(text, depth, plan, baseline, others, cfg, runs)
-                figures += found
-                lines += drawn
-                progress.say(table(found, baseline.name))
-    log(
-        f"{len(cfg.seeds)} seeds; multipliers with their standard errors over seeds; ?: beyond the baseline's curve"
-    )
+    for depth in sorted(cfg.depths):
+        for text in cfg.texts:
+            plan = Plan(
+                sizes.shape(depth),
+                rows[text],
+                sizes.rows_per_step,
+                warmup=0,
+                held_out=sizes.held_out,
+            )
+            figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
+    log(f"{len(cfg.seeds)} seeds; standard errors over seeds; ?: beyond the baseline's curve")
     log(table(figures, baseline.name))
-    name = "-".join([baseline.name, *(who.name for who in others)])
-    picture = out / f"{name}.png"
-    draw(lines, picture)
-    result: dict[str, Any] = {
+    name = "-".join([baseline.name, *(other.name for other in candidates)])
+    result = {
         "benchmark": "multiplier",
         "baseline": baseline.name,
         "seeds": list(cfg.seeds),
         "trained": runs.trained,
-        "picture": str(picture),
-        "figures": [asdict(figure) for figure in figures],
+        "figures": [asdict(compared) for compared in figures],
     }
     write_json(out / f"{name}.json", result)
     print(json.dumps(result), flush=True)
-
-
-def total_of(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry]) -> float:
-    """The GFLOPs of all runs, if the search for the baseline's factor needs one more run than it begins with, and three
-    at least: the best one and its neighbours."""
-    lengths = {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(
-        cfg.steps
-    )
-    tried = max(len(cfg.scales) + 1, 3) - 1  # the best one is the first seed's run
-    searched = tried * sum(cfg.steps) if baseline.variant.side == "upstream" and cfg.search else 0
-    steps = searched + len(cfg.seeds) * (sum(lengths) + len(others) * sum(cfg.steps))
-    total = 0.0
-    for depth in cfg.depths:
-        plan = Plan(sizes.shape(depth), Path(), sizes.rows_per_step, 0, 0, 0, horizon=steps)
-        total += len(cfg.texts) * Run("", depth, baseline, plan).flops / GIGA
-    return total
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Interval:
-    """The geometric mean of the seeds' multipliers, its standard error, and its interval of 95 % by Student's t."""
+    """The geometric mean of the seeds' multipliers and its interval of 95 %."""
 
     mean: float
-    error: float | None  # of the mean; None with a single seed
+    error: float | None  # standard error of the mean; None with a single seed
     low: float | None
     high: float | None
     extrapolated: bool  # at least one seed's multiplier is
@@ -39,25 +39,21 @@ class Interval:
     @property
     def words(self) -> str:
         """The interval for a table; a question mark follows what was extrapolated."""
-        mark = "?" if self.extrapolated else ""
-        return f"{self.mean:.3f}{mark}" + ("" if self.error is None else f" ± {self.error:.3f}")
-
-    def helps(self) -> bool:
-        """Whether the whole interval lies above 1."""
-        return self.low is not None and self.low > 1
+        words = f"{self.mean:.3f}{'?' if self.extrapolated else ''}"
+        return words if self.error is None else f"{words} ± {self.error:.3f}"
 
 
 def improving(points: Sequence[Point]) -> list[Point]:
-    """The points in the order of their cost, without those that are no better than a cheaper one."""
-    kept: list[Point] = []
+    """Return the points in the order of their cost, without those that are no better than a cheaper one."""
+    curve: list[Point] = []
     for point in sorted(points, key=lambda point: point.cost):
-        if not kept or point.bits_per_byte < kept[-1].bits_per_byte:
-            kept.append(point)
-    return kept
+        if not curve or point.bits_per_byte < curve[-1].bits_per_byte:
+            curve.append(point)
+    return curve
 
 
 def cost_to_reach(points: Sequence[Point], goal: float) -> Cost | None:
-    """What the baseline spends until its curve reaches `goal` bits per byte; None if it has no slope.
+    """Return what the baseline spends until its curve reaches `goal` bits per byte; None if it has no slope.
 
     The curve is piecewise linear between the logarithms of cost and loss, in which power laws are straight lines.
     Beyond either end of the curve, its nearest segment is continued.
@@ -65,36 +61,37 @@ def cost_to_reach(points: Sequence[Point], goal: float) -> Cost | None:
     curve = improving(points)
     if len(curve) < 2:
         return None
-    before, after = next(
-        ((a, b) for a, b in pairwise(curve) if b.bits_per_byte <= goal <= a.bits_per_byte),
-        (curve[0], curve[1]) if goal > curve[0].bits_per_byte else (curve[-2], curve[-1]),
-    )
-    slope = math.log(after.cost / before.cost) / math.log(
-        before.bits_per_byte / after.bits_per_byte
-    )
-    amount = before.cost * (before.bits_per_byte / goal) ** slope
-    return Cost(amount, not curve[-1].bits_per_byte <= goal <= curve[0].bits_per_byte)
+    before, after = curve[-2:]
+    for start, end in pairwise(curve):
+        if goal >= end.bits_per_byte:
+            before, after = start, end
+            break
+    cost_ratio = math.log(after.cost / before.cost)
+    loss_ratio = math.log(before.bits_per_byte / after.bits_per_byte)
+    amount = before.cost * (before.bits_per_byte / goal) ** (cost_ratio / loss_ratio)
+    inside = curve[-1].bits_per_byte <= goal <= curve[0].bits_per_byte
+    return Cost(amount, not inside)
 
 
 def interval(multipliers: Sequence[float], extrapolated: bool) -> Interval:
-    """The interval of one multiplier per seed; all arithmetic is between logarithms."""
+    """Return the interval of one multiplier per seed; all arithmetic is between logarithms."""
     logs = [math.log(value) for value in multipliers]
     mean = math.exp(fmean(logs))
     if len(logs) < 2:
         return Interval(mean, None, None, None, extrapolated)
     error = stdev(logs) / math.sqrt(len(logs))
-    reach = T95[min(len(logs) - 2, len(T95) - 1)] * error
-    return Interval(
-        mean, mean * error, mean * math.exp(-reach), mean * math.exp(reach), extrapolated
-    )
+    degrees = min(len(logs) - 1, len(T95))
+    factor = math.exp(T95[degrees - 1] * error)
+    return Interval(mean, mean * error, mean / factor, mean * factor, extrapolated)
 
 
 def multiplier(ours: Sequence[Point], baseline: Sequence[Sequence[Point]]) -> Interval | None:
-    """The multiplier of `ours`, one run per seed, over a baseline with one curve per seed, in the same order.
+    """Return the multiplier of `ours`, one run per seed, over a baseline with one curve per seed.
 
     None if the curve of a seed has no slope.
     """
-    ratios, extrapolated = [], False
+    ratios = []
+    extrapolated = False
     for point, curve in zip(ours, baseline, strict=True):
         needed = cost_to_reach(curve, point.bits_per_byte)
         if needed is None:

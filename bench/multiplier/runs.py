@@ -1,10 +1,8 @@
-"""The runs of bench.multiplier: each trains once, and its curve is kept in a file that is named by its settings."""
+"""The runs of bench.multiplier: each trains once, and its result is saved in a file named by its settings."""
 
-import ast
-import functools
 import hashlib
 import json
-import re
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,42 +11,19 @@ from typing import Any
 import torch
 
 from bench.multiplier.curves import Point
-from bench.train.rows import ABOUT
-from bench.train.worker import ROOT, Plan, Variant, flops_per_token, workers
-from bench.upstream import shape_for
-from nanochat.common import read_json, write_json
+from bench.processes import ROOT
+from bench.text import ABOUT
+from bench.train.variants import Plan, Variant, flops_per_token, training
+from nanochat.common import log, read_json, write_json
 from nanochat.platforms import host
-from nanochat.platforms.base import kernels_asked
-from nanochat.platforms.cpu.platform import Cpu
-from nanochat.runtime.progress import Progress
 
-MEASURED = 4  # times that a run measures the held-out rows, the last time at its end
-TURN = 20  # steps between two reports of progress
-KEEP = (
-    100  # steps after which a run is saved, so that one which was stopped loses no more than these
-)
-GIGA = 1e9
-# The files and folders that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
-OURS = (
-    "nanochat/gpt.py",
-    "nanochat/linear.py",
-    "nanochat/attention.py",
-    "nanochat/context.py",
-    "nanochat/loss.py",
-    "nanochat/train",
-    "nanochat/platforms/layers.py",
-    "nanochat/platforms/operations.py",
-    "nanochat/platforms/few_launches.py",
-    "nanochat/platforms/together.py",
-    "nanochat/platforms/blocked_attention.py",
-    "nanochat/platforms/cpu",
-    "nanochat/platforms/host.py",
-    "scripts/base_train.py",
-)
-APART = "nanochat/train/rl"  # no run of this benchmark samples replies
-UPSTREAM = ("nanochat",)
+MEASUREMENTS = 4  # of the held-out rows in a run, the last one at its end
+SAVE_EVERY = 100  # steps that a run which is stopped loses at most
 LOOP = "bench/train/side.py"
-SOURCES = (".py", ".cpp", ".h")
+OUR_CODE = ("nanochat", "scripts/base_train.py", LOOP)
+UPSTREAM_CODE = ("nanochat",)
+SOURCES = {".py", ".cpp", ".h"}
+NOT_NUMBERS = {"NANOCHAT_BASE_DIR", "NANOCHAT_LANG"}  # variables that change no result
 
 
 @dataclass(frozen=True)
@@ -70,39 +45,33 @@ class Run:
 
     @property
     def steps(self) -> int:
+        """The length of the run."""
         assert self.plan.horizon is not None
         return self.plan.horizon
 
     @property
-    def flops(self) -> float:
-        """FLOPs of the whole run."""
-        return float(
-            flops_per_token(self.plan.shape)
-            * self.plan.rows_per_step
-            * self.plan.shape.sequence_len
-        ) * (self.steps)
+    def flops_per_step(self) -> float:
+        """The FLOPs of one step, which are the same for both sides."""
+        return float(flops_per_token(self.plan.shape) * self.plan.tokens_per_step)
 
-    def scaled(self, scale: float) -> "Run":
-        """The same run with another factor on upstream's learning rates."""
-        return replace(
-            self, entry=replace(self.entry, variant=replace(self.entry.variant, scale=scale))
-        )
+    def with_rates(self, scale: float) -> "Run":
+        """Return the same run with another factor on upstream's learning rates."""
+        variant = replace(self.entry.variant, scale=scale)
+        return replace(self, entry=Entry(self.entry.name, variant))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """What is kept of a run: its held-out loss along the way, its cost, and where it ran."""
+    """What a run measured on its way, and where it ran. The same object describes a run that is not at its end."""
 
     settings: dict[str, Any]
-    parameters: int
-    flops: list[float]  # up to each measurement
-    seconds: list[
-        float
-    ]  # CPU seconds of the steps up to each measurement, without compiling and measuring
-    bits_per_byte: list[float]  # of the held-out rows
-    losses: list[float]  # of each step, in nats per token
-    torch: str
-    cpu: str
+    spent: float = 0.0  # CPU seconds of the steps, without compiling and measuring
+    steps: list[int] = field(default_factory=list)  # at which the held-out rows were measured
+    flops: list[float] = field(default_factory=list)  # up to each measurement
+    seconds: list[float] = field(default_factory=list)  # CPU seconds up to each measurement
+    bits_per_byte: list[float] = field(default_factory=list)  # of the held-out rows
+    losses: list[float] = field(default_factory=list)  # of each step, in nats per token
+    cpu: str = field(default_factory=host.cpu_model)
 
     @property
     def end(self) -> float:
@@ -110,87 +79,44 @@ class Result:
         return self.bits_per_byte[-1]
 
     def point(self, cost: str) -> Point:
-        """The end of the run; `cost` is flops or seconds."""
-        return Point((self.flops if cost == "flops" else self.seconds)[-1], self.end)
+        """Return the end of the run; `cost` is flops or seconds."""
+        costs = self.flops if cost == "flops" else self.seconds
+        return Point(costs[-1], self.end)
 
 
-@dataclass
-class Course:
-    """How far a run has come, and what was measured on the way."""
-
-    spent: float = 0.0  # CPU seconds of the steps
-    seconds: list[float] = field(default_factory=list)
-    bits_per_byte: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    @property
-    def done(self) -> int:
-        """The steps taken."""
-        return len(self.losses)
+# --- what decides a run ----------------------------------------------------------------------------
 
 
-class Plain(ast.NodeTransformer):
-    """Takes the docstrings out of a syntax tree."""
-
-    def visit(self, node: ast.AST) -> Any:
-        self.generic_visit(node)
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            node.body = node.body[1:]
-        return node
-
-
-@functools.cache
-def plain(source: str, python: bool) -> str:
-    """What a source in Python or C++ computes, without comments, docstrings and layout."""
-    if python:
-        return ast.dump(Plain().visit(ast.parse(source)))
-    return " ".join(re.sub(r"//[^\n]*", "", source).split())
-
-
-def code_of(folder: Path, parts: Iterable[str]) -> str:
-    """A hash of source files, and of all sources in folders, that ignores comments, docstrings and layout."""
+def code_hash(folder: Path, sources: Iterable[str]) -> str:
+    """Return a hash of source files, and of all sources in folders."""
     digest = hashlib.sha256()
-    for path in (
-        path for part in parts for path in [folder / part, *sorted((folder / part).rglob("*"))]
-    ):
-        if path.suffix in SOURCES and folder / APART not in path.parents:
-            source = plain(path.read_text(encoding="utf-8"), path.suffix == ".py")
-            digest.update(f"{path.relative_to(folder)}\n{source}\n".encode())
+    for source in sources:
+        root = folder / source
+        for path in [root, *sorted(root.rglob("*"))]:
+            if path.suffix in SOURCES:
+                digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def number_format(dtype: str) -> dict[str, Any]:
-    """What decides, besides the code, how our side computes on this machine: NANOCHAT_KERNELS, and whether products are
-    rounded more coarsely than to `dtype`, which NANOCHAT_INT8 or the processor decides."""
-    kernels = kernels_asked("auto")
-    return {
-        "kernels": kernels,
-        "coarser": bool(Cpu().operations(kernels).coarser(getattr(torch, dtype))),
-    }
-
-
-def settings(run: Run, peer: Path | None) -> dict[str, Any]:
-    """Everything that decides what a run learns. Two runs with equal settings are the same run.
+def settings_of(run: Run, upstream: Path | None) -> dict[str, Any]:
+    """Return everything that decides what a run learns. Two runs with equal settings are the same run.
 
     Our code is not among the settings of upstream's runs, so that a change of ours leaves these runs valid.
     """
     plan, variant = run.plan, run.entry.variant
+    shape = asdict(plan.shape)
     if variant.side == "upstream":
-        assert peer is not None
-        computed = {"code": code_of(peer, UPSTREAM) + code_of(ROOT, (LOOP,))}
+        assert upstream is not None
+        code = [code_hash(upstream, UPSTREAM_CODE), code_hash(ROOT, [LOOP])]
+        variables = {}
     else:
-        home = variant.checkout or ROOT
-        computed = {
-            "code": code_of(home, OURS) + code_of(home, (LOOP,)),
-            **number_format(variant.dtype),
-        }
+        code = [code_hash(variant.checkout or ROOT, OUR_CODE)]
+        names = {name for name in os.environ if name.startswith("NANOCHAT_")} - NOT_NUMBERS
+        variables = {name: os.environ[name] for name in sorted(names)}
     return {
         "text": run.text,
         "rows": read_json(plan.rows / ABOUT)["sha256"],
-        "shape": shape_for(variant.side, plan.shape),
+        "shape": shape,
         "rows_per_step": plan.rows_per_step,
         "held_out": plan.held_out,
         "steps": run.steps,
@@ -201,97 +127,86 @@ def settings(run: Run, peer: Path | None) -> dict[str, Any]:
         "scale": variant.scale,
         "flags": sorted(variant.flags),
         "torch": torch.__version__,
-        **computed,
+        "code": code,
+        "variables": variables,
     }
 
 
-class Runs:
-    """The finished runs in a folder; asks for a run train it if it is not among them."""
+# --- training --------------------------------------------------------------------------------------
 
-    def __init__(self, folder: Path, peer: Path | None, progress: Progress):
-        self.folder, self.peer, self.progress = folder, peer, progress
+
+class Runs:
+    """The finished runs in a folder; a run that is not among them is trained when it is asked for."""
+
+    def __init__(self, folder: Path, upstream: Path | None):
+        self.folder, self.upstream = folder, upstream
         self.trained = 0  # runs that this process trained itself
-        self._seen: set[Path] = set()
+        folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, run: Run) -> Path:
-        """The file of a run. Its name says what the run is; the hash at its end covers all settings."""
-        text = json.dumps(settings(run, self.peer), sort_keys=True)
+        """Return the file of a run. Its name says what the run is; the hash at its end covers all settings."""
+        text = json.dumps(settings_of(run, self.upstream), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        side = "upstream" if run.entry.variant.side == "upstream" else run.entry.name
-        scale = f"-x{run.entry.variant.scale:g}" if side == "upstream" else ""
-        return (
-            self.folder
-            / f"{run.text}-d{run.depth}-{run.steps}-{side}{scale}-seed{run.plan.seed}-{digest}.json"
-        )
+        words = [run.text, f"d{run.depth}", str(run.steps), run.entry.name]
+        if run.entry.variant.side == "upstream":
+            words.append(f"x{run.entry.variant.scale:g}")
+        return self.folder / f"{'-'.join(words)}-seed{run.plan.seed}-{digest}.json"
 
     def __call__(self, run: Run) -> Result:
-        """The result of a run, from its file or by training."""
+        """Return the result of a run, from its file or by training."""
         path = self.path(run)
         if path.exists():
-            result = Result(**read_json(path))
-            self.progress.advance(0 if path in self._seen else run.flops / GIGA, skipped=True)
-        else:
-            kept = path.with_suffix(".part")
-            result = self._train(run, kept)
-            write_json(path, asdict(result))
-            kept.unlink(missing_ok=True)
-            self.trained += 1
-            self.progress.say(
-                f"{path.name}: {result.end:.4f} bits per byte, {result.seconds[-1]:.1f} CPU s"
-            )
-        self._seen.add(path)
+            return Result(**read_json(path))
+        saved_state = path.with_suffix(".part")
+        result = self.train(run, saved_state)
+        write_json(path, asdict(result))
+        saved_state.unlink(missing_ok=True)
+        self.trained += 1
+        log(f"{path.name}: {result.end:.4f} bits per byte, {result.spent:.1f} CPU s")
         return result
 
-    def _train(self, run: Run, kept: Path) -> Result:
-        """Train a run from its start, or from where `kept` saved it."""
-        share = run.flops / run.steps
-        stops = sorted(
-            {round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)} - {0}
-        )
-        course = Course()
-        with workers([run.entry.variant], run.plan, self.peer) as (worker,):
-            ready = worker.answer()
-            if kept.exists():
-                course = Course(**worker.resume(kept))
-                self.progress.advance(course.done * share / GIGA, skipped=True)
-            while course.done < run.steps:
-                steps = min(next(stop for stop in stops if stop > course.done) - course.done, TURN)
-                answer = worker.ask(steps)
-                course.losses += answer["losses"]
-                course.spent += sum(answer["seconds"])
-                self.progress.advance(steps * share / GIGA)
-                if course.done in stops:
-                    course.seconds.append(course.spent)
-                    course.bits_per_byte.append(worker.bits_per_byte())
-                if course.done // KEEP > (course.done - steps) // KEEP and course.done < run.steps:
-                    worker.keep(kept, asdict(course))
-        return Result(
-            settings(run, self.peer),
-            ready["parameters"],
-            [share * stop for stop in stops],
-            course.seconds,
-            course.bits_per_byte,
-            course.losses,
-            torch.__version__,
-            host.cpu_model(),
-        )
+    def train(self, run: Run, saved_state: Path) -> Result:
+        """Train a run from its start, or from where it was saved."""
+        ends = {round(run.steps * number / MEASUREMENTS) for number in range(1, MEASUREMENTS + 1)}
+        saves = set(range(SAVE_EVERY, run.steps, SAVE_EVERY))
+        result = Result(settings_of(run, self.upstream))
+        with training(run.entry.variant, run.plan, self.upstream) as process:
+            process.answer()
+            if saved_state.exists():
+                result = Result(**process.ask({"name": "load", "path": str(saved_state)}))
+            for stop in sorted((ends | saves) - {0}):
+                steps = stop - len(result.losses)
+                if steps <= 0:  # made before the run was stopped
+                    continue
+                answer = process.ask({"name": "steps", "count": steps})
+                result.losses += answer["losses"]
+                result.spent += sum(answer["seconds"])
+                if stop in ends:
+                    result.steps.append(stop)
+                    result.flops.append(stop * run.flops_per_step)
+                    result.seconds.append(result.spent)
+                    result.bits_per_byte.append(process.ask({"name": "held_out"}))
+                if stop in saves:
+                    about = asdict(result)
+                    process.ask({"name": "save", "path": str(saved_state), "about": about})
+        return result
 
 
-def tuned(runs: Runs, run: Run, scales: Sequence[float]) -> float:
-    """The factor on upstream's learning rates that gives this run the fewest bits per byte.
+def best_scale(runs: Runs, run: Run, scales: Sequence[float]) -> float:
+    """Return the factor on upstream's learning rates that gives this run the fewest bits per byte.
 
     Where the best factor is the smallest or the largest one tried, half or twice of it is tried too, until the best
     lies between two others. Only upstream has a factor: for all others it is 1.
     """
     if run.entry.variant.side != "upstream":
         return 1.0
-    tried = {scale: runs(run.scaled(scale)).end for scale in scales}
+    ends = {scale: runs(run.with_rates(scale)).end for scale in scales}
     while True:
-        best = min(tried, key=lambda scale: tried[scale])
-        if best == min(tried):
-            further = best / 2
-        elif best == max(tried):
-            further = best * 2
+        best = min(ends, key=lambda scale: ends[scale])
+        if best == min(ends):
+            next_scale = best / 2
+        elif best == max(ends):
+            next_scale = best * 2
         else:
             return best
-        tried[further] = runs(run.scaled(further)).end
+        ends[next_scale] = runs(run.with_rates(next_scale)).end

@@ -1,1 +1,1 @@
-"""Operators that one training step launches on an NPU."""
+"""The operators and the bytes of a training step on the emulated NPU."""

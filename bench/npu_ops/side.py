@@ -1,123 +1,199 @@
-"""Takes training steps on the emulated NPU for bench.npu_ops, and prints what one of them asks of the device as JSON.
+"""Makes training steps on the emulated NPU, and answers with what one of them asks of the device.
 
-python -m tests.emulated_npu -- python -m bench.npu_ops.side '{"kernels": "auto", "depth": 12, ...}'
+bench.npu_ops starts this file, for our step or for that of a checkout which is first on PYTHONPATH.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import device
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.platforms.layers import accelerate
-from nanochat.runtime import graphs
-from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.sizes import table_rows
-from nanochat.train.update import LossScale, update
+from bench import child
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WEIGHT_DECAY = 0.28  # upstream's default; the counts do not depend on it
+HEAD_DIM = 128
+
+Task = dict[str, Any]
 
 
-class Batch:
-    """One row of random tokens in pinned memory, like the loader's."""
-
-    extras: tuple[str, ...] = ()
-
-    def __init__(self, shape: GPTConfig, compute: device.Compute, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        row = torch.randint(0, shape.vocab_size, (1, shape.sequence_len + 1), generator=generator)
-        parts = (row[:, :-1].contiguous(), row[:, 1:].contiguous())
-        self.micro_batches: Sequence[tuple[Tensor, ...]] = [
-            tuple(device.pin(part, compute) for part in parts)
-        ]
-        self.num_targets = shape.sequence_len
+def emulator_log() -> Any:
+    """Return the counters of the emulated NPU, although the `tests` of a checkout may be on the path."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from tests.emulated_npu import log
+    finally:
+        sys.path.remove(str(ROOT))
+    return log
 
 
-def shape_of(task: dict[str, Any]) -> GPTConfig:
-    """The model that base_train makes of this depth and width."""
-    heads, pairs = task["width"] // 128, table_rows("auto", task["vocab_size"])
-    return GPTConfig(
-        task["length"],
-        task["vocab_size"],
-        task["depth"],
-        heads,
-        heads,
-        task["width"],
-        bigram_rows=pairs,
-        offset_layers=task["depth"],
-    )
+def random_row(task: Task, seed: int) -> tuple[Tensor, Tensor]:
+    """Return a row of random tokens and its targets, (1, T) each, in pinned memory like a loader's."""
+    generator = torch.Generator().manual_seed(seed)
+    cells = torch.randint(0, task["vocab_size"], (1, task["length"] + 1), generator=generator)
+    return cells[:, :-1].contiguous().pin_memory(), cells[:, 1:].contiguous().pin_memory()
 
 
-def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Take a step to fill the caches, one more to capture Muon's if it is captured, and count the next."""
-    from tests.emulated_npu import log
+def counts_of(step: Any, optimizer: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Return what a step asked of the device, from the records of the step and of its optimizer.
 
-    torch.set_num_threads(1)
-    # Only rank 0 logs, and the output here must be numbers only.
-    compute = replace(device.compute_init("npu", task["kernels"]), rank=1)
-    compute.operations.muon.stacks |= task["stacked"]
-    shape = shape_of(task)
-    model = GPT(shape, dtype=compute.dtype)
-    accelerate(model, compute.operations)
-    model.init_weights()
-    model.to(compute.device)
-    optimizers = Optimizers(
-        model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
-    )
-    scale = LossScale.start(compute, {})
-    passes: nn.Module = model
-    with log.record() as captured:
-        if task["graphs"]:
-            graphs.check(compute)
-            passes = graphs.GraphedModel(model, (1, shape.sequence_len), compute)
-            optimizers.capture(compute.platform)
-    with log.record() as before:
-        for seed in range(1, 3 if task["graphs"] else 2):
-            update(passes, optimizers, Batch(shape, compute, seed), scale, compute)
-    # The optimizer launches its operators in the same thread as the forward pass, so they are recorded separately.
-    parts: list[Any] = []
-
-    def watched(work: Callable[..., Any]) -> Callable[..., Any]:
-        def watch(*given: Any) -> Any:
-            with log.record() as seen:
-                result = work(*given)
-            parts.append(seen)
-            return result
-
-        return watch
-
-    optimizers.step = watched(optimizers.step)  # type: ignore[method-assign]
-    compute.operations.square_sums = watched(compute.operations.square_sums)
-    batch = Batch(shape, compute, 3)
-    device.synchronize(compute)
-    with log.record() as seen:
-        outcome = update(passes, optimizers, batch, scale, compute)
-    if outcome.skipped:
-        raise RuntimeError(
-            f"the counted step was skipped: loss {outcome.loss}, norm {outcome.grad_norm}"
-        )
-    optimizer = sum((part.operators for part in parts), Counter())
-    optimizer_bytes = sum((part.bytes_by_phase["forward"] for part in parts), Counter())
-    moved = {**seen.bytes_by_phase, "optimizer": optimizer_bytes}
-    moved["forward"] = moved["forward"] - optimizer_bytes
+    The optimizer launches its operators in the same thread as the forward pass, so it is recorded separately.
+    """
+    operators = sum((record.operators for record in optimizer), Counter())
+    moved_bytes = sum((record.bytes_by_phase["forward"] for record in optimizer), Counter())
+    moved = {**step.bytes_by_phase, "optimizer": moved_bytes}
+    moved["forward"] = moved["forward"] - moved_bytes
     return {
-        "loss": outcome.loss,
-        "forward": dict(seen.by_phase["forward"] - optimizer),
-        "backward": dict(seen.by_phase["backward"]),
-        "optimizer": dict(optimizer),
+        "forward": dict(step.by_phase["forward"] - operators),
+        "backward": dict(step.by_phase["backward"]),
+        "optimizer": dict(operators),
         "bytes": {phase: dict(names) for phase, names in moved.items()},
-        "synchronisations": dict(seen.synchronisations),
-        "captured": dict(captured.captured + before.captured),
-        "copies": dict(seen.copies),
-        "copied_bytes": dict(seen.copied_bytes),
-        "unsupported": dict(seen.unsupported),
+        "synchronisations": dict(step.synchronisations),
+        "copies": dict(step.copies),
+        "unsupported": dict(step.unsupported),
+        **more,
     }
 
 
+def ours(task: Task) -> dict[str, Any]:
+    """Make a step to fill the caches, one more to capture Muon's if it is captured, and count the next."""
+    from bench.training import Trainer, random_model
+    from nanochat import device
+    from nanochat.gpt import GPTConfig
+    from nanochat.runtime import graphs
+    from nanochat.train.sizes import table_rows
+
+    log = emulator_log()
+    compute = replace(device.compute_init("npu", task["kernels"]), rank=1)  # only rank 0 logs
+    compute.operations.muon.stacks = True  # as published ports do, with any kernels
+    heads = task["width"] // HEAD_DIM
+    shape = GPTConfig(
+        sequence_len=task["length"],
+        vocab_size=task["vocab_size"],
+        n_layer=task["depth"],
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=task["width"],
+        bigram_rows=table_rows("auto", task["vocab_size"]),
+        offset_layers=task["depth"],
+    )
+    trainer = Trainer(random_model(shape, compute), compute)
+    with log.record() as warmup:
+        if task["graphs"]:
+            graphs.check(compute)
+            trainer.passes = graphs.GraphedModel(trainer.model, (1, task["length"]), compute)
+            trainer.optimizers.capture(compute.platform)
+            trainer.step([random_row(task, 2)])
+        trainer.step([random_row(task, 1)])
+    optimizer: list[Any] = []
+
+    def recorded(work: Callable[..., Any]) -> Callable[..., Any]:
+        def work_and_record(*arguments: Any) -> Any:
+            with log.record() as record:
+                result = work(*arguments)
+            optimizer.append(record)
+            return result
+
+        return work_and_record
+
+    trainer.optimizers.step = recorded(trainer.optimizers.step)  # type: ignore[method-assign]
+    compute.operations.square_sums = recorded(compute.operations.square_sums)
+    row = random_row(task, 3)
+    device.synchronize(compute)
+    with log.record() as step:
+        loss = trainer.step([row])
+    return counts_of(step, optimizer, loss=loss, captured=dict(warmup.captured))
+
+
+# --- another checkout ------------------------------------------------------------------------------
+
+
+def cast_weights() -> Counter[str]:
+    """Make F.linear cast a weight whose dtype is not its input's, and return the counter of these casts.
+
+    torch_npu multiplies two dtypes, which the emulated NPU refuses. Upstream's own Linear casts its weight like this.
+    """
+    original = F.linear
+    casts: Counter[str] = Counter()
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.dtype != x.dtype:
+            casts["weights"] += 1
+            weight = weight.to(x.dtype)
+        return original(x, weight, bias)
+
+    F.linear = linear  # type: ignore[assignment]
+    return casts
+
+
+def port(task: Task) -> dict[str, Any]:
+    """Make a step of karpathy/nanochat or of a port of it, and count the next.
+
+    The calls are those of upstream's training script, which the ports of 2026 have kept: the model is built without
+    data, filled on the device, and given its own optimizer.
+    """
+    import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]  # as the ports' scripts do
+
+    log = emulator_log()
+    casts = cast_weights()
+    from nanochat.gpt import GPT, GPTConfig
+
+    if not hasattr(GPT, "setup_optimizer"):
+        raise SystemExit(
+            "the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest"
+        )
+    device = torch.device("npu", 0)
+    heads = task["width"] // HEAD_DIM
+    shape: Any = GPTConfig(
+        sequence_len=task["length"],
+        vocab_size=task["vocab_size"],
+        n_layer=task["depth"],
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=task["width"],
+    )
+    with torch.device("meta"):
+        model: Any = GPT(shape)
+    model.to_empty(device=device)
+    model.init_weights()
+    optimizer = model.setup_optimizer(weight_decay=WEIGHT_DECAY)
+
+    def step(seed: int) -> tuple[float, Any]:
+        inputs, targets = (
+            tensor.to(device, non_blocking=True) for tensor in random_row(task, seed)
+        )
+        loss = model(inputs, targets)
+        detached = loss.detach()
+        (loss / 1).backward()  # upstream divides by the number of passes of a step
+        with log.record() as record:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return detached.item(), record
+
+    step(1)
+    casts.clear()
+    torch.npu.synchronize()  # type: ignore[attr-defined]
+    with log.record() as whole_step:
+        loss, optimizer_record = step(3)
+    captured = dict(whole_step.captured)
+    return counts_of(
+        whole_step, [optimizer_record], loss=loss, captured=captured, casts=casts["weights"]
+    )
+
+
+def main() -> None:
+    """Count a step and answer."""
+    answer = child.answers()
+    task = child.task()
+    torch.set_num_threads(1)
+    answer(port(task) if task["port"] else ours(task))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
+    main()

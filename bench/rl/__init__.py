@@ -1,1 +1,1 @@
-"""What a step of RL costs, part by part."""
+"""What a step of reinforcement learning costs, and whether the rewards teach."""

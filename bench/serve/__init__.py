@@ -1,1 +1,1 @@
-"""Measures the inference engine and the server."""
+"""The chat server beside other servers, and while half of its clients misbehave."""

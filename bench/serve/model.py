@@ -1,4 +1,4 @@
-"""Makes the model that servers are compared on: a folder as its publisher would give it, with random weights."""
+"""Makes the model that servers and evaluations are compared on: a folder as its publisher would give it."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from bench.train.rows import standard_library
+from bench.text import standard_library
+from bench.training import random_model
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.checkpoint_manager.huggingface.template import CHATML
@@ -16,7 +17,6 @@ from nanochat.common import write_json
 from nanochat.data import bpe
 from nanochat.export import llama
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import PATTERNS
 
 SHAPE = QwenConfig(
@@ -32,7 +32,7 @@ SHAPE = QwenConfig(
 )
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 UNUSED = 13  # rows of the embedding without a token, as published models have some
-TEXT = 10_000_000  # characters: all of it
+TEXT = 10_000_000  # characters that the vocabulary is trained on: all of the standard library
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,32 @@ class Files:
 def make(
     folder: Path, shape: QwenConfig = SHAPE, formats: tuple[str, ...] = (), text: int = TEXT
 ) -> Files:
-    """Write the model into a folder, and a GGUF file in each of the number formats beside it. The vocabulary
-    is trained on `text` characters."""
-    here = folder / "model"
-    here.mkdir(parents=True)
-    ranks = bpe.train(
-        standard_library(text).documents, shape.vocab_size - len(MARKS) - UNUSED, PATTERNS["qwen2"]
-    )
+    """Write a model with random weights into a folder, and a GGUF file for each of the formats."""
+    model_folder = folder / "model"
+    model_folder.mkdir(parents=True)
+    write_tokenizer(model_folder, shape, text)
+    compute = device.compute_init("cpu")
+    model = random_model(shape, compute)
+    tensors = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+    write_tensors(tensors, model_folder / "model.safetensors", {"format": "pt"})
+    gguf = {dtype: folder / f"model-{dtype}.gguf" for dtype in formats}
+    for dtype, path in gguf.items():
+        loaded = load_published(model_folder, None, compute, torch.float32)
+        llama.export(loaded, path, dtype)
+    return Files(model_folder, gguf, sum(tensor.numel() for tensor in tensors.values()))
+
+
+def write_tokenizer(folder: Path, shape: QwenConfig, text: int) -> None:
+    """Write the configuration, and a tokenizer whose vocabulary is trained on `text` characters."""
+    pattern = PATTERNS["qwen2"]
+    vocab_size = shape.vocab_size - len(MARKS) - UNUSED
+    ranks = bpe.train(standard_library(text).documents, vocab_size, pattern)
     marks = {mark: len(ranks) + number for number, mark in enumerate(MARKS)}
-    ends = [marks["<|im_end|>"], marks["<|endoftext|>"]]
+    end, pad = marks["<|im_end|>"], marks["<|endoftext|>"]
     contents = {
-        "config.json": {**published(shape), "eos_token_id": ends[0], "torch_dtype": "bfloat16"},
-        "generation_config.json": {"eos_token_id": ends, "pad_token_id": ends[1]},
-        "tokenizer.json": json.loads(bpe.huggingface_json(ranks, PATTERNS["qwen2"], marks)),
+        "config.json": {**published(shape), "eos_token_id": end, "torch_dtype": "bfloat16"},
+        "generation_config.json": {"eos_token_id": [end, pad], "pad_token_id": pad},
+        "tokenizer.json": json.loads(bpe.huggingface_json(ranks, pattern, marks)),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
@@ -70,13 +83,4 @@ def make(
         },
     }
     for name, content in contents.items():
-        write_json(here / name, content)
-    model = Qwen(shape)
-    model.init_weights()
-    tensors = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
-    write_tensors(tensors, here / "model.safetensors", {"format": "pt"})
-    compute = device.compute_init("cpu")
-    gguf = {name: folder / f"model-{name}.gguf" for name in formats}
-    for name, path in gguf.items():
-        llama.export(load_published(here, None, compute, torch.float32), path, name)
-    return Files(here, gguf, sum(parameter.numel() for parameter in model.parameters()))
+        write_json(folder / name, content)

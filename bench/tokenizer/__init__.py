@@ -1,1 +1,1 @@
-"""Training and encoding speed of the tokenizer beside its peers."""
+"""Training and encoding with the tokenizer, beside karpathy/rustbpe, Hugging Face tokenizers and tiktoken."""

@@ -1,7 +1,4 @@
-"""Runs one side of bench.tokenizer in its own process; PYTHONPATH decides whose package it imports.
-
-The first argument is the task as JSON, and the answer is one line of JSON. Only bench.tokenizer starts this file.
-"""
+"""Trains or encodes with one tokenizer in a process of its own. Only bench.tokenizer starts this file."""
 
 import base64
 import hashlib
@@ -10,8 +7,6 @@ import itertools
 import json
 import os
 import random
-import resource
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,58 +14,66 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import child
+
+Task = dict[str, Any]
+Encode = Callable[[list[str]], Iterable[list[int]]]  # texts -> the ids of each
+
 BLOCK = 1 << 20
-SEPARATOR = "\0"
+SEPARATOR = b"\0"
 DOCUMENT = 10_000  # characters
 GROUP = 5  # documents that an encoder gets in one call
-MOST_BYTES = 30_000_000  # of a text to encode: more than a second of any peer's time
+MAX_BYTES = 30_000_000  # of a text to encode: more than a second of any peer's time
 
 
 def documents(paths: Sequence[str]) -> Iterator[str]:
-    """The documents of these files of the corpus, read one block at a time."""
+    """Yield the documents of these files of the corpus, read one block at a time."""
     for path in paths:
-        rest = b""
+        unfinished = b""
         with open(path, "rb") as file:
             while block := file.read(BLOCK):
-                *whole, rest = (rest + block).split(SEPARATOR.encode())
-                for document in whole:
+                *complete, unfinished = (unfinished + block).split(SEPARATOR)
+                for document in complete:
                     yield document.decode()
-        if rest:
-            yield rest.decode()
+        if unfinished:
+            yield unfinished.decode()
 
 
-def spread(task: dict[str, Any]) -> list[str]:
-    """Documents spread over the files of a task in random order, about `most_bytes` in all, cut to DOCUMENT letters."""
-    size = sum(Path(file).stat().st_size for file in task["files"])
-    every = max(1, round(size / task["most_bytes"]))
-    chosen = (text for number, text in enumerate(documents(task["files"])) if number % every == 0)
-    cut = [
-        text[start : start + DOCUMENT] for text in chosen for start in range(0, len(text), DOCUMENT)
+def sample(paths: Sequence[str], max_bytes: int) -> list[str]:
+    """Return documents spread over the files in random order, cut to DOCUMENT letters."""
+    size = sum(Path(path).stat().st_size for path in paths)
+    every = max(1, round(size / max_bytes))
+    pieces = [
+        text[start : start + DOCUMENT]
+        for text in itertools.islice(
+            documents(paths),
+            0,
+            None,
+            every,
+        )
+        for start in range(0, len(text), DOCUMENT)
     ]
-    random.Random(0).shuffle(cut)
-    return cut
+    random.Random(0).shuffle(pieces)
+    return pieces
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """The result of `work`, with its CPU seconds over all threads and its wall seconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the result of some work, and its CPU seconds over all threads."""
+    start = time.process_time()
     result = work()
-    return result, {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+    return result, time.process_time() - start
 
 
-def digest(parts: Iterable[bytes]) -> str:
-    """One hash over many byte strings and the borders between them."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.hexdigest()
+def size_of(texts: Iterable[str]) -> int:
+    """Return the bytes of texts."""
+    return sum(len(text.encode()) for text in texts)
 
 
-# --- training: returns the tokens in the order they were learned ------------------------------------------
+# --- training: the tokens in the order they were learned -------------------------------------------
 
 
-def train_rustbpe(task: dict[str, Any], texts: Iterable[str]) -> list[bytes]:
-    """Train with our rustbpe or karpathy's: both have the same names, and PYTHONPATH decides which is imported."""
+def train_rustbpe(texts: Iterable[str], task: Task) -> list[bytes]:
+    """Train with our rustbpe or karpathy's: both have the same names."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer()
@@ -78,289 +81,203 @@ def train_rustbpe(task: dict[str, Any], texts: Iterable[str]) -> list[bytes]:
     return [bytes(token) for token, _ in tokenizer.get_mergeable_ranks()]
 
 
-def train_tokenizers(task: dict[str, Any], texts: Iterable[str]) -> list[bytes]:
+def train_tokenizers(texts: Iterable[str], task: Task) -> list[bytes]:
     """Train with Hugging Face tokenizers and the same split pattern."""
-    tokenizers = importlib.import_module("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(task["pattern"]), "isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = tokenizers.trainers.BpeTrainer(
+    library = importlib.import_module("tokenizers")
+    byte_level = library.pre_tokenizers.ByteLevel
+    split = library.pre_tokenizers.Split(library.Regex(task["pattern"]), "isolated")
+    to_bytes = byte_level(add_prefix_space=False, use_regex=False)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([split, to_bytes])
+    trainer = library.trainers.BpeTrainer(
         vocab_size=task["vocab_size"],
         show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=byte_level.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [
-        token.encode() for token, _ in ranks
-    ]  # bytes are spelled as letters, so only the number is compared
+    vocabulary = tokenizer.get_vocab()
+    return [token.encode() for token in sorted(vocabulary, key=lambda token: vocabulary[token])]
 
 
-def train_gigatoken(task: dict[str, Any], _: Iterable[str]) -> list[bytes]:
-    """Train with gigatoken, which supports only its own split pattern, and reads whole files itself."""
-    gigatoken = importlib.import_module("gigatoken")
-    source = gigatoken.TextFileSource(task["files"], separator=SEPARATOR)
-    trained = gigatoken.train_bpe(source, task["vocab_size"], [])
-    return [str(len(trained)).encode()]
-
-
-TRAINERS = {
-    "ours": train_rustbpe,
-    "rustbpe": train_rustbpe,
-    "tokenizers": train_tokenizers,
-    "gigatoken": train_gigatoken,
-}
-
-
-def train(task: dict[str, Any]) -> dict[str, Any]:
-    """Train once: on all documents of the files, read meanwhile, or on those of `most_bytes`, read before.
-
-    `peak` is the peak memory of the whole process in bytes.
-    """
-    texts = spread(task) if task["most_bytes"] else documents(task["files"])
-    size = (
-        sum(len(text.encode()) for text in texts)
-        if isinstance(texts, list)
-        else sum(map(size_of, task["files"]))
-    )
-    tokens, seconds = timed(lambda: TRAINERS[task["side"]](task, texts))
-    answer = {
-        **seconds,
-        "bytes": size,
-        "peak": peak(),
-        "tokens": len(tokens),
-        "digest": digest(tokens),
-    }
+def train(task: Task) -> dict[str, Any]:
+    """Train once, on about `max_bytes` of the documents; without a limit, on all while they are read."""
+    if task["max_bytes"] is None:
+        texts: Iterable[str] = documents(task["files"])
+        size = sum(Path(path).stat().st_size for path in task["files"])
+    else:
+        texts = sample(task["files"], task["max_bytes"])
+        size = size_of(texts)
+    trainer = train_tokenizers if task["side"] == "tokenizers" else train_rustbpe
+    tokens, seconds = timed(lambda: trainer(texts, task))
+    digest = hashlib.sha256()
+    for token in tokens:
+        digest.update(len(token).to_bytes(8, "little") + token)
     if task["ranks"]:
         write_ranks(Path(task["ranks"]), tokens)
-    return answer
+    return {
+        "cpu": seconds,
+        "bytes": size,
+        "peak": child.peak_bytes(),
+        "digest": digest.hexdigest(),
+    }
 
 
-def size_of(file: str) -> int:
-    """The bytes of a file."""
-    return Path(file).stat().st_size
-
-
-# --- encoding: ids of every document ----------------------------------------------------------------------
-
-Encode = Callable[[list[str]], Any]  # returns an iterable with the ids of each text
+# --- encoding --------------------------------------------------------------------------------------
 
 
 def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
     """Write a vocabulary in tiktoken's format: a line with base64 and rank for each token."""
-    path.write_text(
-        "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
-    )
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    path.write_text("".join(lines))
 
 
 def read_ranks(path: str) -> list[bytes]:
     """Read the tokens that write_ranks wrote, by rank."""
-    return [base64.b64decode(line.split()[0]) for line in Path(path).read_text().splitlines()]
+    lines = Path(path).read_text().splitlines()
+    return [base64.b64decode(line.split()[0]) for line in lines]
 
 
-class Rows:
-    """A flat array of ids and the ends of its rows, as an iterable of rows."""
-
-    def __init__(self, ids: Any, ends: Any):
-        self.ids, self.ends = ids, ends
-
-    def __iter__(self) -> Iterator[Any]:
-        start = 0
-        for end in self.ends.tolist():
-            yield self.ids[start:end]
-            start = end
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-
-def encoder_ours(ranks: list[bytes], task: dict[str, Any]) -> Encode:
-    """Encode with this repository's rustbpe, into lists like those of the peers."""
+def ours(ranks: list[bytes], task: Task) -> Encode:
+    """Return an encoder of this repository's rustbpe, which gives lists like the peers'."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer.from_ranks(ranks, task["pattern"])
     return lambda texts: tokenizer.batch_encode(texts, threads=task["threads"])
 
 
-def encoder_numpy(ranks: list[bytes], task: dict[str, Any]) -> Encode:
-    """Encode with this repository's rustbpe, into numpy arrays."""
-    import rustbpe
-
-    tokenizer = rustbpe.Tokenizer.from_ranks(ranks, task["pattern"])
-
-    def encode(texts: list[str]) -> Rows:
-        ids, ends = tokenizer.batch_encode_numpy(texts, threads=task["threads"])
-        return Rows(ids, ends)
-
-    return encode
-
-
-def encoder_tiktoken(ranks: list[bytes], task: dict[str, Any]) -> Encode:
-    """Encode with tiktoken, from the same ranks and split pattern."""
-    tiktoken = importlib.import_module("tiktoken")
-    numbers = {token: rank for rank, token in enumerate(ranks)}
-    encoding = tiktoken.Encoding(
-        "bench", pat_str=task["pattern"], mergeable_ranks=numbers, special_tokens={}
+def tiktoken(ranks: list[bytes], task: Task) -> Encode:
+    """Return an encoder of tiktoken, from the same ranks and split pattern."""
+    library = importlib.import_module("tiktoken")
+    encoding = library.Encoding(
+        "bench",
+        pat_str=task["pattern"],
+        mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
+        special_tokens={},
     )
     if task["threads"] == 1:
         return lambda texts: [encoding.encode_ordinary(text) for text in texts]
     return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=task["threads"])
 
 
-def encoder_tokenizers(_: list[bytes], task: dict[str, Any]) -> Encode:
-    """Encode with Hugging Face tokenizers, from our vocabulary exported as tokenizer.json."""
-    tokenizers = importlib.import_module("tokenizers")
-    tokenizer = tokenizers.Tokenizer.from_file(task["json"])
-    return lambda texts: [
-        found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    ]
+def tokenizers(ranks: list[bytes], task: Task) -> Encode:
+    """Return an encoder of Hugging Face tokenizers, from our vocabulary exported as tokenizer.json."""
+    library = importlib.import_module("tokenizers")
+    tokenizer = library.Tokenizer.from_file(task["json"])
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        batch = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
+    return encode
 
 
-def encoder_gigatoken(_: list[bytes], task: dict[str, Any]) -> Encode:
-    """Encode with gigatoken, from the same ranks and with GPT-4's pattern, which it calls gpt4."""
-    gigatoken = importlib.import_module("gigatoken")
-    tokenizer = gigatoken.Tokenizer.from_tiktoken(task["ranks"], pretokenizer="gpt4")
-    return lambda texts: tokenizer.encode_batch(texts, parallel=task["threads"] > 1)
-
-
-ENCODERS: dict[str, Callable[[list[bytes], dict[str, Any]], Encode]] = {
-    "ours": encoder_ours,
-    "numpy": encoder_numpy,
-    "tiktoken": encoder_tiktoken,
-    "tokenizers": encoder_tokenizers,
-    "gigatoken": encoder_gigatoken,
-}
-
-
-def constructor(task: dict[str, Any]) -> Callable[[], Encode]:
-    """What makes a new encoder of a side. What a program would have before, such as the tokens, is read first.
+def constructor(task: Task) -> Callable[[], Encode]:
+    """Return what makes a new encoder. What a program would have before, such as the tokens, is read first.
 
     karpathy's rustbpe cannot load a vocabulary, so it trains once and each new encoder is the same one.
     """
-    if task["side"] != "rustbpe":
-        ranks = read_ranks(task["ranks"])
-        return lambda: ENCODERS[task["side"]](ranks, task)
-    import rustbpe
+    if task["side"] == "rustbpe":
+        import rustbpe
 
-    tokenizer, training = rustbpe.Tokenizer(), task["learned_from"]
-    texts = spread(training) if training["most_bytes"] else documents(training["files"])
-    tokenizer.train_from_iterator(texts, task["vocab_size"], pattern=task["pattern"])
-    return lambda: tokenizer.batch_encode
+        tokenizer = rustbpe.Tokenizer()
+        learned = task["learned_from"]
+        texts = (
+            documents(learned["files"])
+            if learned["max_bytes"] is None
+            else sample(learned["files"], learned["max_bytes"])
+        )
+        tokenizer.train_from_iterator(texts, task["vocab_size"], pattern=task["pattern"])
+        return lambda: tokenizer.batch_encode
+    importlib.import_module("rustbpe" if task["side"] == "ours" else task["side"])
+    make = {
+        "ours": ours,
+        "tiktoken": tiktoken,
+        "tokenizers": tokenizers,
+    }[task["side"]]
+    return partial(make, read_ranks(task["ranks"]), task)
 
 
-def encode(task: dict[str, Any]) -> dict[str, Any]:
-    """For each text: encode it `repeats` times cold, with a new encoder, and warm, with the same encoder again.
+def encode(task: Task) -> dict[str, Any]:
+    """Encode each text `repeats` times cold, with a new encoder, and warm, with the same encoder again.
 
-    `texts` maps names to files and to the number of groups of documents. If that is None, the first cold pass ends
-    after `seconds` CPU seconds, and the repeats encode the groups of that pass.
+    `texts` maps names to files and to a number of groups of documents. If that is None, a first cold pass ends after
+    `seconds` CPU seconds, and the repeats encode its groups.
     """
-    import numpy  # noqa: F401 # so that its import is not measured
-
     make = constructor(task)
-    importlib.import_module({"ours": "rustbpe", "numpy": "rustbpe"}.get(task["side"], task["side"]))
-    found = {}
+    answers = {}
     for name, text in task["texts"].items():
-        texts = spread({**text, "most_bytes": MOST_BYTES})
-        groups = [texts[start : start + GROUP] for start in range(0, len(texts), GROUP)]
-        if text["groups"] is None:
-            work = partial(once, make, groups, task["seconds"], warm=False)
-            groups = groups[: apart(task["side"], work)["groups"]]
-        else:
-            groups = groups[: text["groups"]]
-        work = partial(once, make, groups, None)
-        found[name] = [apart(task["side"], work) for _ in range(task["repeats"])]
-    return found
+        pieces = sample(text["files"], MAX_BYTES)
+        groups = [pieces[start : start + GROUP] for start in range(0, len(pieces), GROUP)]
+        count = text["groups"]
+        if count is None:
+            trial = partial(
+                encode_once,
+                make,
+                groups,
+                task["seconds"],
+                warm=False,
+            )
+            count = in_a_copy(task["side"], trial)["groups"]
+        work = partial(encode_once, make, groups[:count])
+        answers[name] = [in_a_copy(task["side"], work) for _ in range(task["repeats"])]
+    return answers
 
 
-def once(
-    make: Callable[[], Encode], groups: list[list[str]], seconds: float | None, warm: bool = True
-) -> Any:
+def encode_once(
+    make: Callable[[], Encode],
+    groups: list[list[str]],
+    seconds: float | None = None,
+    warm: bool = True,
+) -> dict[str, Any]:
     """Make an encoder and encode the groups with it, or as many as it can in `seconds` CPU seconds."""
     encoder, construction = timed(make)
-    rows, spent = [], 0.0
+    rows: list[Iterable[list[int]]] = []
+    spent = 0.0
     for group in groups:
-        ids, taken = timed(partial(encoder, group))
+        ids, group_seconds = timed(partial(encoder, group))
         rows.append(ids)
-        spent += taken["cpu"]
+        spent += group_seconds
         if seconds is not None and spent >= seconds:
             break
-    again = sum(timed(partial(encoder, group))[1]["cpu"] for group in groups) if warm else 0.0
-    size = sum(len(text.encode()) for group in groups[: len(rows)] for text in group)
+    again = sum(timed(partial(encoder, group))[1] for group in groups) if warm else 0.0
+    tokens = 0
+    digest = hashlib.sha256()
+    for ids in itertools.chain.from_iterable(rows):
+        numbers = array("I", ids)
+        tokens += len(numbers)
+        digest.update(len(numbers).to_bytes(8, "little") + numbers.tobytes())
     return {
         "groups": len(rows),
-        "bytes": size,
-        "construction": construction["cpu"],
-        "cold": construction["cpu"] + spent,
-        "encode": spent,
+        "bytes": size_of(itertools.chain.from_iterable(groups[: len(rows)])),
+        "tokens": tokens,
+        "construction": construction,
+        "cold": construction + spent,
         "warm": again,
-        **content(rows),
+        "digest": digest.hexdigest(),
     }
 
 
-def content(rows: Iterable[Any]) -> dict[str, Any]:
-    """The number of tokens in these groups of documents, and a digest of them all."""
-    import numpy as np
+def in_a_copy(side: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer of some work that a copy of this process does, which nothing before has warmed.
 
-    found, count = hashlib.sha256(), 0
-    for row in itertools.chain.from_iterable(rows):
-        numbers = array("I", row) if isinstance(row, list) else np.asarray(row, dtype=np.uint32)
-        count += len(numbers)
-        found.update(len(numbers).to_bytes(8, "little") + numbers.tobytes())
-    return {"tokens": count, "digest": found.hexdigest()}
-
-
-def apart(side: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer of `work`, done by a copy of this process, which nothing that was encoded before has warmed.
-
-    karpathy's rustbpe works here: its threads do not survive a fork, and it keeps nothing from text to text.
+    karpathy's rustbpe works in this process: its threads do not survive a fork, and it keeps nothing between texts.
     """
     if side == "rustbpe":
         return work()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with os.fdopen(writing, "w") as answers:
+    read_end, write_end = os.pipe()
+    copy = os.fork()
+    if copy == 0:
+        with os.fdopen(write_end, "w") as answers:
             json.dump(work(), answers)
         os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answers:
-        said = answers.read()
-    os.waitpid(child, 0)
-    return json.loads(said)
-
-
-def run_of_han(task: dict[str, Any]) -> dict[str, Any]:
-    """Compare a run of a million Han letters with the text that the letters come from, in CPU seconds per byte."""
-    texts = spread({**task, "most_bytes": MOST_BYTES})
-    letters = (letter for text in texts for letter in text if "\u4e00" <= letter <= "\u9fff")
-    run = "".join(itertools.islice(itertools.cycle(letters), 1_000_000))
-    encoder = constructor(task)()
-    encoder(["import numpy"])
-    _, normal = timed(lambda: encoder(texts))
-    _, alone = timed(lambda: encoder([run]))
-    size = sum(len(text.encode()) for text in texts)
-    return {"letters": len(run), "ratio": alone["cpu"] / len(run.encode()) / (normal["cpu"] / size)}
-
-
-def peak() -> int:
-    """The peak memory of this process, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def main() -> None:
-    """Print the answer to standard output; whatever a peer prints is sent to standard error instead."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    task = json.loads(sys.argv[1])
-    work = {"train": train, "encode": encode, "run_of_han": run_of_han}[task["work"]]
-    print(json.dumps(work(task)), file=answers, flush=True)
+    os.close(write_end)
+    with os.fdopen(read_end) as answers:
+        content = answers.read()
+    os.waitpid(copy, 0)
+    return json.loads(content)
 
 
 if __name__ == "__main__":
-    main()
+    answer = child.answers()
+    given_task = child.task()
+    answer({"train": train, "encode": encode}[given_task["work"]](given_task))

@@ -1,4 +1,4 @@
-"""Makes texts by seed that no package of documents holds: hostile ones for fast tokenizers, and formulaic Chinese."""
+"""Makes texts by seed that are hard for fast tokenizers, and formulaic Chinese."""
 
 import random
 import string
@@ -7,8 +7,7 @@ import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.corpus import SEPARATOR
-
+SEPARATOR = "\0"  # between the documents of a file
 DOCUMENT = 10_000  # characters
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
 FORMULAS = (
@@ -17,80 +16,94 @@ FORMULAS = (
     "{x}市的面积是{a}平方公里，人口约为{b}万人，下辖{c}个区。\n",
     "根据本规定第{a}条第{b}款，申请人应当在{c}日内提交{y}证明。\n",
 )
-FAMILY, THINGS = (
-    "王李张刘陈杨赵黄周吴",
-    ("苹果", "铅笔", "居住", "气球", "收入", "书本", "鸡蛋", "身份"),
-)
+NAMES = "王李张刘陈杨赵黄周吴"
+THINGS = ("苹果", "铅笔", "居住", "气球", "收入", "书本", "鸡蛋", "身份")
+
+Make = Callable[[random.Random], str]  # makes a short part of a text
 
 
 def word(rng: random.Random, shortest: int = 3, longest: int = 12) -> str:
-    """A word of random letters, of which those at the front of LETTERS are frequent."""
+    """Return a word of random letters, of which those at the front of LETTERS are frequent."""
     length = rng.randint(shortest, longest)
     return "".join(LETTERS[int(26 * rng.random() ** 2)] for _ in range(length))
 
 
 def one_letter(rng: random.Random) -> str:
-    """A long run of one letter: of 3,000 at most, because karpathy/rustbpe takes quadratic time in a run."""
+    """Return a run of one letter: of 3,000 at most, since karpathy/rustbpe takes quadratic time."""
     return rng.choice("aaxeZ汉é\u0434") * rng.randint(100, 3000) + " "
 
 
-def random_unicode(rng: random.Random, assigned: str) -> str:
-    """Random characters of all writing systems, and random bytes with U+FFFD for what is not UTF-8."""
-    return "".join(rng.choices(assigned, k=100)) + rng.randbytes(100).decode(errors="replace")
+def unique_words(rng: random.Random) -> str:
+    """Return words that never repeat."""
+    return "".join(f"{word(rng)} " for _ in range(20))
+
+
+def digits(rng: random.Random) -> str:
+    """Return a long number."""
+    return str(rng.getrandbits(400))
+
+
+def punctuation(rng: random.Random) -> str:
+    """Return runs of punctuation marks."""
+    runs = (rng.choice(string.punctuation) * rng.randint(1, 40) for _ in range(9))
+    return "".join(runs)
 
 
 def formulaic_chinese(rng: random.Random) -> str:
-    """A sentence that differs from the others of its form only in numbers and names."""
+    """Return a sentence that differs from the others of its form only in numbers and names."""
     a, b = rng.randint(1, 999), rng.randint(1, 999)
+    name, noun = rng.choice(NAMES), rng.choice(THINGS)
     return rng.choice(FORMULAS).format(
-        a=a, b=b, c=a + b, x=rng.choice(FAMILY), y=rng.choice(THINGS)
+        a=a,
+        b=b,
+        c=a + b,
+        x=name,
+        y=noun,
     )
 
 
-def makers() -> dict[str, Callable[[random.Random], str]]:
-    """For each kind of text: makes a short part of it."""
-    assigned = "".join(
-        c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] in "LMNPSZ"
-    )
-    known = [
-        word(random.Random(number)) for number in range(2000)
-    ]  # few words, so that the cache knows each of them
+def makers() -> dict[str, Make]:
+    """Return what makes each kind of text."""
+    characters = map(chr, range(sys.maxunicode + 1))
+    assigned = "".join(char for char in characters if unicodedata.category(char)[0] in "LMNPSZ")
+    # Few words, so that a tokenizer's cache knows each of them.
+    words = [word(random.Random(number)) for number in range(2000)]
+
+    def random_unicode(rng: random.Random) -> str:
+        replaced = rng.randbytes(100).decode(errors="replace")
+        return "".join(rng.choices(assigned, k=100)) + replaced
+
+    def no_spaces(rng: random.Random) -> str:
+        return "".join(rng.choices(words, k=20))
+
     return {
         "one letter": one_letter,
-        "random Unicode": lambda rng: random_unicode(rng, assigned),
-        "no spaces": lambda rng: "".join(rng.choices(known, k=20)),
-        "unique words": lambda rng: "".join(f"{word(rng)} " for _ in range(20)),
-        "digits": lambda rng: str(rng.getrandbits(400)),
-        "punctuation": lambda rng: "".join(
-            rng.choice(string.punctuation) * rng.randint(1, 40) for _ in range(9)
-        ),
+        "random Unicode": random_unicode,
+        "no spaces": no_spaces,
+        "unique words": unique_words,
+        "digits": digits,
+        "punctuation": punctuation,
         "formulaic Chinese": formulaic_chinese,
     }
 
 
-KINDS = (
-    "one letter",
-    "random Unicode",
-    "no spaces",
-    "unique words",
-    "digits",
-    "punctuation",
-    "formulaic Chinese",
-)
+def document(make: Make, rng: random.Random) -> str:
+    """Return a document of one kind."""
+    text = ""
+    while len(text) < DOCUMENT:
+        text += make(rng).replace(SEPARATOR, " ")
+    return text
 
 
 def write(folder: Path, megabytes: float) -> dict[str, Path]:
-    """Write about this many MB of each kind, in documents of 10,000 characters, and return the files by kind."""
+    """Write about this many MB of each kind, and return the files by kind."""
     paths = {}
     for kind, make in makers().items():
         rng = random.Random(kind)
-        documents, size = [], 0
+        documents: list[str] = []
+        size = 0
         while size < megabytes * 1e6:
-            parts, length = [], 0
-            while length < DOCUMENT:
-                parts.append(make(rng).replace(SEPARATOR, " "))
-                length += len(parts[-1])
-            documents.append("".join(parts))
+            documents.append(document(make, rng))
             size += len(documents[-1].encode())
         paths[kind] = folder / f"{kind.replace(' ', '_')}.txt"
         paths[kind].write_text(SEPARATOR.join(documents), encoding="utf-8", newline="")

@@ -1,1 +1,1 @@
-"""Training speed on one CPU thread, and what short runs learn, beside upstream."""
+"""The speed and the memory of pretraining on one CPU thread, and the speed of two ranks."""

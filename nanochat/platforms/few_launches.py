@@ -1,7 +1,7 @@
 """The arithmetic of a layer and of the loss in few operators that move few bytes, each with its own backward pass.
 
 For devices on which every operator costs a launch and reads and writes memory; plain torch, which runs everywhere. The
-values are those of nn/operations.py and nn/loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head
+values are those of operations.py and loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head
 dimension, N tokens, V vocabulary.
 """
 

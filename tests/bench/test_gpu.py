@@ -9,33 +9,10 @@ import pytest
 from bench.gpu import __main__ as gpu
 from bench.gpu.__main__ import Config
 from nanochat.common import UserError
+from tests.bench.fakes import fake_upstream
 
-UPSTREAM = """
-import torch
-import torch.nn.functional as F
-class GPTConfig:
-    def __init__(self, **sizes):
-        self.sizes = sizes
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.table = torch.nn.Embedding(config.sizes["vocab_size"], config.sizes["vocab_size"])
-    def init_weights(self):
-        torch.nn.init.zeros_(self.table.weight)
-    def setup_optimizer(self, unembedding_lr, embedding_lr, matrix_lr, weight_decay, scalar_lr):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-    def forward(self, idx, targets):
-        return F.cross_entropy(self.table(idx).flatten(0, 1), targets.flatten())
-"""
 TINY = Config(depth=2, rows=2, passes=2, max_seq_len=64, vocab_size=128, steps=2, rounds=1, compile=False,
               device_type="cpu")  # fmt: skip
-
-
-def fake_upstream(folder: Path, gpt: str = UPSTREAM) -> Path:
-    (folder / "nanochat").mkdir(parents=True)
-    for name, text in (("__init__", ""), ("gpt", gpt), ("flash_attention", "USE_FA3 = True\n")):
-        (folder / "nanochat" / f"{name}.py").write_text(text)
-    return folder
 
 
 def told(seconds: list[float], memory: float = 1e9) -> dict[str, Any]:
@@ -62,24 +39,16 @@ def test_both_sides_train_in_turns(
     gpu.main(Config(**{**vars(TINY), "upstream": fake_upstream(tmp_path / "up")}))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["ours", "upstream", "ours"]
-    assert "loss 4.852" in lines[1]  # ln 128, since its table stays at zero
     result = json.loads(lines[-1])
     assert result["vs_upstream"] > 0 and result["upstream_attention"] == "FlashAttention 3"
     assert result["tokens_per_step"] == 256 and not result["compiled"]
 
 
-@pytest.mark.slow
-def test_a_side_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
-    old = fake_upstream(tmp_path / "old", UPSTREAM.replace("def setup_optimizer", "def other"))
-    with pytest.raises(UserError, match=r"(?s)upstream ended with code 1.*setup_optimizer"):
-        gpu.measure("upstream", Config(**{**vars(TINY), "upstream": old}))
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"upstream": Path("nowhere")}, "which has no nanochat/gpt.py"),
-        ({"rows": 0}, "--rows must be at least 1, got 0"),
+        ({"upstream": Path("nowhere")}, "--upstream.*nowhere"),
+        ({"rows": 0}, "--rows.*got 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags: dict[str, Any], said: str) -> None:

@@ -1,8 +1,6 @@
 """The benchmark of launched operators: its arithmetic, and a short count on the emulated NPU."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,17 +93,20 @@ def test_ratios_are_of_operators_and_of_the_model_alone() -> None:
 
 
 def test_the_logs_read_and_the_batch_are_expected_and_the_rest_is_not() -> None:
-    assert npu_ops.extra(counted(1, 1, 1)) == (0, 0, 0)
+    assert set(npu_ops.extra(counted(1, 1, 1)).values()) == {0}
     worse = counted(
         1, 1, 1, synchronisations={"copy to host": 1, "item": 3}, unsupported={"det": 2},
         copies={"host to device": 3, "device to host": 4, "device to device": 1},
     )  # fmt: skip
-    assert npu_ops.extra(worse) == (3, 1 + 3 + 1, 2)
+    assert npu_ops.extra(worse) == {"host_syncs": 3, "copies": 1 + 3 + 1, "unsupported": 2}
 
 
 def test_what_a_layer_adds_is_told_from_two_depths() -> None:
-    assert npu_ops.per_layer(counted(100, 60, 20), counted(80, 40, 12), 4, "forward", "backward") == 10
-    assert npu_ops.per_layer(counted(100, 60, 20), counted(80, 40, 12), 4) == 12
+    assert npu_ops.per_layer(counted(100, 60, 20), counted(80, 40, 12), 12) == {
+        "per_layer": 10,
+        "optimizer_per_layer": 2,
+        "per_pass": 40,
+    }
 
 
 def test_the_command_prints_a_table_and_one_json_object(
@@ -123,7 +124,6 @@ def test_the_command_prints_a_table_and_one_json_object(
     npu_ops.main(Config(quick=True))
     fused = Task("auto", 12, 256, 1024, "910B3")
     assert tasks == [fused, replace(fused, kernels="plain"), replace(fused, graphs=True)]
-    assert all(task.stacked for task in tasks)
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[-1])["operators_vs_plain"] == 0.2
     tasks.clear()
@@ -137,11 +137,6 @@ def test_the_command_prints_a_table_and_one_json_object(
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1])["against"]["peer"]["ours_of_operators"] == 0.1
     assert "weights cast for the emulator 73" in said.out + said.err
-
-
-def test_help_names_the_command_that_was_typed() -> None:
-    done = subprocess.run([sys.executable, "-m", "bench.npu_ops", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("usage: python -m bench.npu_ops [-h]")
 
 
 @pytest.mark.parametrize("wrong", [Config(chip="910A"), Config(depth=4)])
@@ -178,7 +173,7 @@ def test_ours_is_a_share_of_each_port() -> None:
     said = npu_ops.beside(ours, port, 128)
     assert (said["operators"], said["ours_of_operators"], said["host_syncs"]) == (400, 0.25, 12)
     assert (said["vector_bytes_per_token"], said["ours_of_vector_bytes"]) == (1600, 0.25)
-    table = npu_ops.against_table(ours, {"theirs": port}, 128).splitlines()
+    table = npu_ops.ports_table(ours, {"theirs": port}, 128).splitlines()
     assert (
         table[0].split() == "forward backward optimizer operators ours of it kB a token ours of it host syncs".split()
     )
@@ -192,27 +187,6 @@ def test_checkouts_go_by_the_names_of_their_folders(tmp_path: Path) -> None:
     assert npu_ops.names_of([a, same]) == {str(a): a, str(same): same}
 
 
-def test_a_port_finds_its_own_settings(tmp_path: Path) -> None:
-    assert "NANOCHAT_CONFIG" not in npu_ops.port_environment(tmp_path)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/global.yaml").touch()
-    said = npu_ops.port_environment(tmp_path)
-    assert said["NANOCHAT_CONFIG"] == str((tmp_path / "configs/global.yaml").resolve())
-    assert said["PYTHONPATH"] == str(tmp_path.resolve())
-
-
-def test_a_folder_that_is_no_checkout_is_refused_before_anything_is_counted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(npu_ops, "count", lambda *_: pytest.fail("it was counted"))
-    with pytest.raises(UserError, match=r"--against must name a folder .*nowhere, which is no folder"):
-        npu_ops.main(Config(against=(tmp_path / "nowhere",)))
-    with pytest.raises(
-        UserError, match=r"--against must name a checkout .* has no nanochat/gpt.py and no nanochat/optim"
-    ):
-        npu_ops.main(Config(against=(upstream(tmp_path / "peer"), tmp_path)))
-
-
 @pytest.mark.npu
 def test_a_checkout_is_counted_with_its_own_model_and_optimizer(tmp_path: Path) -> None:
     if why := build.missing():
@@ -222,7 +196,7 @@ def test_a_checkout_is_counted_with_its_own_model_and_optimizer(tmp_path: Path) 
     assert counts["forward"]["relu"] == SHORT.depth == counts["casts"]  # the table is bf16, and needs no cast
     assert counts["optimizer"]["isnan"] == 1 and not counts["captured"]
     assert sum(counts["synchronisations"].values()) == 2  # the optimizer looks for NaN, and the loss is read
-    assert npu_ops.extra(counts) == (1, 0, 0)
+    assert list(npu_ops.extra(counts).values()) == [1, 0, 0]
     assert counts["bytes"]["forward"]["relu"] == SHORT.depth * 2 * 2 * SHORT.length * SHORT.width
 
 
@@ -231,15 +205,5 @@ def test_a_checkout_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     if why := build.missing():
         pytest.skip(f"the emulated NPU cannot be compiled: {why}")
     folder = upstream(tmp_path / "peer", UPSTREAM.replace("setup_optimizer", "setup_optimizers"))
-    with pytest.raises(
-        UserError, match=r"counting the step of .*peer failed with code 1;[\s\S]*has no setup_optimizer"
-    ):
+    with pytest.raises(UserError, match=r"counting the step of .*peer ended with code 1;[\s\S]*setup_optimizer"):
         npu_ops.count(SHORT, folder)
-
-
-@pytest.mark.npu
-def test_a_side_that_fails_ends_with_its_last_words() -> None:
-    if why := build.missing():
-        pytest.skip(f"the emulated NPU cannot be compiled: {why}")
-    with pytest.raises(UserError, match=r"counting with --kernels fused failed with code 1;[\s\S]*a 910A has no"):
-        npu_ops.count(replace(SHORT, kernels="fused", chip="910A"))

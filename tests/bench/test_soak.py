@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.soak.__main__ import Config, main, soak
-from bench.soak.clients import CONDUCTS, large_prompt, within
-from bench.soak.figures import Requests, growth, percentile
-from bench.soak.server import Served
+from bench.serve.http import percentile, within
+from bench.serve.rude import CONDUCTS, large_prompt
+from bench.serve.soak import Config, Requests, Served, growth, main, soak
 from nanochat.common import UserError
 from nanochat.serve.server import BODY_BYTES
 from tests.support.fake_engine import FakeEngine, running
@@ -41,8 +40,8 @@ def test_growth_leaves_out_the_start_and_single_peaks() -> None:
 
 
 def test_large_prompts_are_as_large_as_the_server_takes() -> None:
-    for kind in range(3):
-        head, _, body = large_prompt(kind).partition(b"\r\n\r\n")
+    for messages in (1, 999, 4001):
+        head, _, body = large_prompt(messages).partition(b"\r\n\r\n")
         assert 140_000 < len(body) < BODY_BYTES and f"content-length: {len(body)}".encode() in head
         assert json.loads(body)["messages"]
 

@@ -192,7 +192,7 @@ def test_inputs_of_layers_that_wait_elsewhere_change_no_gradient(family: str, co
     idx, gradients = torch.arange(160).view(2, 80), []
     for offloads in (False, True):
         model = tiny_qwen(family)
-        model.put_aside = aside = Aside()
+        model.offload_tensor = aside = Aside()
         model.checkpoints, model.offloads = True, offloads
         fast = cast(nn.Module, torch.compile(model, dynamic=False)) if compiled else model
         fast(idx[:, :-1], idx[:, 1:]).backward()

@@ -54,7 +54,7 @@ def wanted(share: str) -> list[Requirement]:
 
 
 def locked(share: str) -> list[Requirement]:
-    lines = (ROOT / LOCKS.get(share, f"requirements-{share}.lock")).read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "locks" / LOCKS.get(share, f"requirements-{share}.lock")).read_text(encoding="utf-8").splitlines()
     return [Requirement(line.removesuffix("\\").strip()) for line in lines if not line.startswith(" ")]
 
 
@@ -125,7 +125,7 @@ def test_the_extra_for_npus_names_what_its_lock_holds() -> None:
 
 @pytest.mark.parametrize("lock", [*LOCKS.values(), "requirements-pairs.lock", "requirements-numpy1.lock"])
 def test_every_pin_has_hashes_and_no_index_is_named(lock: str) -> None:
-    blocks = re.split(r"\n(?=\S)", (ROOT / lock).read_text(encoding="utf-8").strip())
+    blocks = re.split(r"\n(?=\S)", (ROOT / "locks" / lock).read_text(encoding="utf-8").strip())
     assert not [block for block in blocks if "==" not in block or "--hash=sha256:" not in block]
     assert not [block for block in blocks if re.search(r"://|--(extra-)?index|--find-links", block)]
 

@@ -1,8 +1,7 @@
-"""The rules of DESIGN.md and the style guide that a machine can check, and the checks of the checker."""
+"""The rules of DESIGN.md and the style guide that a machine can check."""
 
 import ast
 from collections.abc import Callable, Iterator
-from statistics import median
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.support.device_rules import check_comparisons, check_state, check_ven
 MAY_WORK_ON_IMPORT = {"nanochat/device.py", "nanochat/__init__.py", "scripts/__init__.py", "tasks/__init__.py"}
 MAY_EXEC = {"nanochat/evals/sandbox_child.py"}  # runs the model's programs, in a process of its own with limits
 
-FILE_LINES, FUNCTION_LINES, TRAIN_LINES = 600, 120, 160
+FUNCTION_LINES, TRAIN_LINES = 120, 160
 # What a module-level value may call: things that only compute, and constructors (capitalised names).
 PURE_CALLS = """
     bytes cast chr compile dict enumerate field float frozenset fromkeys getLogger int items join keys len list local
@@ -75,8 +74,8 @@ def check_forbidden(path: str, tree: ast.Module) -> Iterator[str]:
 def check_size(path: str, tree: ast.Module, source: str) -> Iterator[str]:
     """File and function lengths."""
     lines = source.count("\n")
-    if lines > FILE_LINES:
-        yield f"{path}: {lines} lines, at most {FILE_LINES}"
+    if lines > house.MOST_LINES:
+        yield f"{path}: {lines} lines, at most {house.MOST_LINES}"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             limit = TRAIN_LINES if package_of(path) == "scripts" and node.name == "train" else FUNCTION_LINES
@@ -150,6 +149,8 @@ def check_docstring(path: str, tree: ast.Module) -> Iterator[str]:
         yield f"{path}: no module docstring"
 
 
+FOLDERS = ("nanochat", "scripts", "tasks", "tools_npu", "bench", "tests", "dev", "runs")
+
 Check = Callable[[str, ast.Module], Iterator[str]]
 IN_PACKAGES: list[Check] = [
     check_floors, check_vendors, check_comparisons, check_state, check_import_work, check_public,
@@ -167,132 +168,38 @@ def problems(path: str, source: str) -> list[str]:
     return found
 
 
-def python_files() -> list[str]:
-    folders = ("nanochat", "scripts", "tasks", "tools_npu", "bench", "tests", "dev")
-    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
+def python_files(folder: str) -> list[str]:
+    files = ROOT.glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py")
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
 
-@pytest.mark.parametrize("path", python_files())
-def test_file_follows_the_rules(path: str) -> None:
-    found = problems(path, (ROOT / path).read_text(encoding="utf-8"))
+@pytest.mark.parametrize("folder", [".", *FOLDERS])
+def test_files_follow_the_rules(folder: str) -> None:
+    found: list[str] = []
+    for path in python_files(folder):
+        found += problems(path, (ROOT / path).read_text(encoding="utf-8"))
     assert not found, "\n".join(["", *found])
 
 
 @pytest.mark.parametrize(
-    ("path", "source", "words"),
+    ("path", "source"),
     [
-        ("nanochat/gpt.py", "import nanochat.engine", "only lower floors"),
-        ("nanochat/gpt.py", "def f() -> None:\n    from nanochat.train import optim", "only lower floors"),
-        ("nanochat/gpt.py", "from .engine import Engine", "only lower floors"),
-        ("nanochat/gpt.py", "from . import engine", "only lower floors"),
-        ("nanochat/data/tinyworld/facts.py", "from ...gpt import GPT", "only lower floors"),
-        ("nanochat/gpt.py", "import importlib\ndef f():\n    importlib.import_module('nanochat.engine')", "only lower"),
-        ("nanochat/newcomer.py", "", "has no floor"),
-        ("nanochat/gpt.py", "from nanochat import newcomer", "has no floor"),
-        ("nanochat/gpt.py", "from tasks.arc import Arc", "never imports tasks"),
-        ("nanochat/gpt.py", "import bench.train", "does not depend on bench"),
-        ("scripts/mid_train.py", "from scripts import base_train", "scripts never import scripts"),
-        ("tasks/arc.py", "from nanochat.gpt import GPT", "tasks import only common, data"),
-        ("tasks/arc.py", "import scripts.base_train", "tasks never import scripts"),
-        ("nanochat/gpt.py", "def _f(x):\n    return x.device.type == 'cuda'", "names a vendor"),
-        ("nanochat/gpt.py", "import torch\ndef _f():\n    torch.cuda.synchronize()", "names a vendor"),
-        ("nanochat/gpt.py", "def _f(n):\n    return f'npu:{n}'", "names a vendor"),
-        ("scripts/base_train.py", "import torch_npu", "names a vendor"),
-        ("nanochat/gpt.py", "from nanochat.platforms import nvidia_attention as fast", "names a vendor (nvidia)"),
-        ("nanochat/gpt.py", "def _f(flash_kernel): return flash_kernel", "names a vendor (flash)"),
-        ("nanochat/gpt.py", "def _f(): raise ValueError('look at GPU 3')", "names a vendor (GPU)"),
-        ("nanochat/gpt.py", "def _f(c): return c.device_type == 'cpu'", "compares c.device_type"),
-        ("nanochat/gpt.py", "def _f(c): return 'x' if c.backend in ('gloo', 'x') else ''", "compares c.backend"),
-        ("nanochat/gpt.py", "def _f(x): return x.device.type != 'cpu'", "compares x.device.type"),
-        ("scripts/chat_sft.py", "def _f(device_type): return 'cpu' != device_type", "compares device_type"),
-        ("nanochat/gpt.py", "SEEN = {}\ndef _f(x): SEEN[x] = 1", "changes SEEN"),
-        ("nanochat/gpt.py", "SEEN: list[int] = []\ndef _f(x): SEEN.append(x)", "changes SEEN"),
-        (
-            "nanochat/gpt.py",
-            "class _Choice:\n    name = ''\n_choice = _Choice()\ndef _f(): _choice.name = 'x'",
-            "changes _choice",
-        ),
-        ("tasks/arc.py", "from collections import Counter\nSEEN = Counter()\ndef _f(x): SEEN[x] += 1", "changes SEEN"),
-        ("tasks/arc.py", "def f():\n    global x\n    x = 1", "global"),
-        ("bench/train/__main__.py", "exec('1')", "exec"),
-        ("tests/test_x.py", "try:\n    x = 1\nexcept:\n    x = 2", "bare except"),
-        ("nanochat/gpt.py", "import pickle", "imports pickle"),
-        ("nanochat/gpt.py", "x = 1\n" * 601, "601 lines, at most 600"),
-        ("nanochat/gpt.py", "def _f():\n" + "    x = 1\n" * 120, "has 121 lines, at most 120"),
-        ("scripts/base_train.py", "def train():\n" + "    x = 1\n" * 160, "has 161 lines, at most 160"),
-        ("nanochat/gpt.py", "print('hello')", "works on import"),
-        ("nanochat/gpt.py", "X = open('file').read()", "works on import"),
-        ("nanochat/gpt.py", "import os\nX = os.environ['HOME']", "works on import"),
-        ("nanochat/gpt.py", "for i in range(3):\n    pass", "works on import"),
-        ("nanochat/gpt.py", "def f() -> None:\n    return", "f has no docstring"),
-        ("nanochat/gpt.py", "class C:\n    x = 1", "C has no docstring"),
-        ("nanochat/gpt.py", "def f(x):\n    'Doc.'", "no annotation for x, return"),
-        (
-            "nanochat/gpt.py",
-            "class C:\n    'Doc.'\n    def f(self, x: int):\n        return x",
-            "no annotation for return",
-        ),
-        ("nanochat/gpt.py", "x = 1", "no module docstring"),
+        ("nanochat/gpt.py", "import nanochat.engine"),
+        ("nanochat/gpt.py", "def f() -> None:\n    from nanochat.train import optim"),
+        ("nanochat/gpt.py", "import torch\ndef _f():\n    torch.cuda.synchronize()"),
+        ("nanochat/gpt.py", "SEEN = {}\ndef _f(x): SEEN[x] = 1"),
     ],
 )
-def test_checker_finds(path: str, source: str, words: str) -> None:
-    assert any(words in line for line in problems(path, source)), problems(path, source)
-
-
-GOOD = '''"""A module."""
-
-import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from nanochat.data import bpe
-from nanochat.common import UserError
-
-if TYPE_CHECKING:
-    import torch
-
-WORDS = frozenset(re.compile(r"[a-z]+").pattern.split("+"))
-
-
-@dataclass(frozen=True)
-class Config:
-    """Settings."""
-
-    device: str = ""
-    """npu, cuda or cpu"""
-
-    def longer(self, by: int) -> "Config":
-        return self
-
-
-DEFAULT = Config()
-
-
-def run(model: "torch.nn.Module") -> None:  # cuda is named in a comment only
-    """Run, on cuda too."""
-    model.eval()
-    WORDS.copy()
-    counts = dict.fromkeys(WORDS, 0)
-    counts["x"] = model.mode == "eval" and DEFAULT.device
-    raise UserError(f"run the check {bpe}")
-
-
-if __name__ == "__main__":
-    run(None)
-'''
-
-
-def test_checker_lets_good_code_pass() -> None:
-    assert problems("nanochat/gpt.py", GOOD) == []
-    assert problems("scripts/base_train.py", '"""Doc."""\ndef train():\n' + "    x = 1\n" * 119) == []
-    assert problems("nanochat/device.py", '"""Doc."""\nimport torch_npu\nprint("cuda")\n') == []
-    assert problems("nanochat/data/tinyworld/facts.py", '"""Doc."""\nfrom nanochat.data.tinyworld import words\n') == []
-    assert problems("nanochat/evals/sandbox_child.py", '"""Doc."""\ndef _f():\n    exec("1")\n') == []
+def test_a_rule_that_nothing_breaks_today_still_bites(path: str, source: str) -> None:
+    assert problems(path, f'"""Doc."""\n{source}')
 
 
 def test_no_room_has_two_floors() -> None:
     assert len(FLOOR) == sum(map(len, house.FLOORS))
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert house.measure().circles == []
 
 
 def test_every_folder_has_few_entries() -> None:
@@ -301,12 +208,8 @@ def test_every_folder_has_few_entries() -> None:
         assert count <= limit, f"{folder} has {count} entries, at most {limit}"
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    assert house.measure().circles == []
-
-
 def test_half_of_the_files_are_short() -> None:
-    assert median(house.measure().lines) <= house.MEDIAN_LINES
+    assert house.measure().median_lines <= house.MEDIAN_LINES
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,6 @@ def test_chinese_messages_say_ni_and_call_ranks_processes() -> None:
         assert [word for word in chinese if re.search(r"\brank", word)] == [], file
 
 
-def test_strings_of_a_file_are_found() -> None:
-    assert {"a", "rank x：b"} <= set(strings("x = 'a'\ny = f'rank {x}：b'\n"))
-
-
 # What the published guides tell their readers to type, some files have moved to runs/.
 PUBLISHED = r"""
 bash setup_ascend.sh

@@ -1,7 +1,5 @@
 """The house is measured rightly, and its floor plan shows the code as it is."""
 
-import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -31,12 +29,6 @@ def test_a_circle_is_found_with_the_files_that_make_it() -> None:
     }
     assert [set(circle) for circle in house.circles(files)] == [{"nanochat/a.py", "nanochat/b.py", "nanochat/c.py"}]
     assert house.circles({**files, "nanochat/c.py": "import os"}) == []
-
-
-def test_typed_is_the_share_of_parameters_with_a_type() -> None:
-    methods = "class C:\n    def f(self, a: int, /, b, *, c: str): ...\n    @classmethod\n    def g(cls): ...\n"
-    assert house.typed({"nanochat/a.py": methods, "nanochat/b.py": "async def h(d): ..."}) == pytest.approx(2 / 4)
-    assert house.typed({}) == 0.0
 
 
 # --- the floor plan ------------------------------------------------------------------------------
@@ -69,7 +61,7 @@ def test_no_text_of_the_floor_plan_leaves_its_room() -> None:
         for room, width in zip(floor, floorplan.widths(floor, floorplan.WIDTH), strict=True):
             space = width - 2 * floorplan.PADDING
             assert len(room.label) * floorplan.NAME * floorplan.LETTER <= space
-            lines = floorplan.said(room, width, floorplan.LIGHT)
+            lines = floorplan.small_text(room, width, floorplan.LIGHT)
             assert all(len(line) * floorplan.SMALL * floorplan.LETTER <= space for line, _ in lines)
 
 
@@ -83,9 +75,3 @@ def test_a_stale_floor_plan_is_refused_by_name_and_repaired(tmp_path, monkeypatc
     assert floorplan.stale() == []
     (tmp_path / "architecture-dark.svg").write_text("<svg/>", encoding="utf-8")
     assert floorplan.stale() == ["architecture-dark.svg"]
-
-
-def test_the_figures_of_the_house_are_printed() -> None:
-    said = subprocess.run([sys.executable, "-m", "dev.house"], cwd=house.ROOT, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert re.search(r"arrows: \d+, arrows that point up: \d+, circles: 0\n", said.stdout)

@@ -13,7 +13,10 @@ from tests.repository.test_docs import commands, problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
-BASES = {"Dockerfile": "python:3.11-slim-bookworm", "Dockerfile.ascend": "ascend/cann:9.0.0-910b-ubuntu22.04-py3.11"}
+BASES = {
+    "docker/Dockerfile": "python:3.11-slim-bookworm",
+    "docker/ascend.Dockerfile": "ascend/cann:9.0.0-910b-ubuntu22.04-py3.11",
+}
 
 # --- images ----------------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ def test_the_modelarts_job_is_complete() -> None:
     folder = spec["volumes"][0]["nfs"]["local_path"]
     assert algorithm["environments"]["NANOCHAT_BASE_DIR"] == folder
     assert shell_problems(algorithm["command"]) == []
-    workdir = next(rest for word, rest in instructions("Dockerfile.ascend") if word == "WORKDIR")
+    workdir = next(rest for word, rest in instructions("docker/ascend.Dockerfile") if word == "WORKDIR")
     assert f"cd {workdir}" in algorithm["command"]
 
 

@@ -54,17 +54,18 @@ class Machine:
         self.calls = folder / "calls"
         self.environment: dict[str, str] = {}
         self.root.mkdir()
+        (self.root / "locks").mkdir()
         self.stubs.mkdir()
         self.calls.touch()
         for name in ("setup_env.sh", "pyproject.toml"):
             shutil.copy(ROOT / name, self.root)
-        (self.root / "requirements.lock").write_text(
+        (self.root / "locks" / "requirements.lock").write_text(
             "numpy==1 \\\n    --hash=sha256:1\nuv==1.0 \\\n    --hash=sha256:2\n"
         )
-        (self.root / "requirements-torch.lock").write_text("torch==1\n")
-        (self.root / "requirements-dev.lock").write_text("pytest==1\n")
+        (self.root / "locks" / "requirements-torch.lock").write_text("torch==1\n")
+        (self.root / "locks" / "requirements-dev.lock").write_text("pytest==1\n")
         for name in ("requirements-npu.lock", "requirements-pairs.lock", "requirements-numpy1.lock"):
-            shutil.copy(ROOT / name, self.root)
+            shutil.copy(ROOT / "locks" / name, self.root / "locks")
         (self.root / "rustbpe").mkdir()
         (self.root / "rustbpe" / "Cargo.toml").write_text("[package]\n")
         for command in SYSTEM.split():
@@ -147,14 +148,14 @@ def test_an_environment_made_with_cargo_is_complete_for_a_user_without_it(machin
     machine.run()
     (machine.stubs / "cargo").unlink()
     assert machine.run() == (0, "", "")
-    with open(machine.root / "requirements.lock", "a") as f:
+    with open(machine.root / "locks" / "requirements.lock", "a") as f:
         f.write("# changed\n")
     assert "ready" in machine.run()[1], "another change still counts"
     machine.stub("cargo")
     assert machine.run()[1].count("rustbpe, built from source") == 1, "and then rustbpe is built again"
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "pyproject.toml", "rustbpe/Cargo.toml"])
+@pytest.mark.parametrize("name", ["locks/requirements.lock", "pyproject.toml", "rustbpe/Cargo.toml"])
 def test_a_changed_input_installs_again(machine: Machine, name: str) -> None:
     machine.run()
     calls = len(machine.called("uv pip"))

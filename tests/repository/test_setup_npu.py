@@ -48,7 +48,7 @@ def test_the_requested_pair_is_installed_and_kept(machine: Machine) -> None:
 
 
 def test_every_pair_that_set_up_may_pick_has_hashes() -> None:
-    pins = (ROOT / "requirements-pairs.lock").read_text(encoding="utf-8").split()
+    pins = (ROOT / "locks" / "requirements-pairs.lock").read_text(encoding="utf-8").split()
     for row in (*tables.TABLE, tables.NEWEST):
         assert f"torch-npu=={row.torch_npu}" in pins and f"torch=={tables.torch_for(row.torch_npu)}" in pins
 

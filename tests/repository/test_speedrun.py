@@ -25,8 +25,6 @@ SETUP = f"setup_env() {{ export PATH={str(Path(sys.executable).parent)!r}:$PATH;
 KILLS = [
     ("step 00007/00020", False),  # base
     ("step 00003/00010", True),  # mid: the stage keeps running alone, and the next speedrun waits for it
-    ("== mid_eval", False),
-    ("step 00006/00010", False),  # sft
     ("step 00001/00003", False),  # rl
 ]
 

@@ -105,7 +105,7 @@ def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards:
     assert "[2 " in base, "the stages see the variables of setup_ascend.sh"
 
 
-@pytest.mark.parametrize("cards", range(1, 9))
+@pytest.mark.parametrize("cards", [1, 3, 5, 7, 8])
 @pytest.mark.parametrize("preset", ["smoke", "tinyworld", "tinyworld-small", "d12", "d20"])
 def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
     clone: Clone, preset: str, cards: int

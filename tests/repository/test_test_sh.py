@@ -1,4 +1,4 @@
-"""test.sh and .ci/run with stubs for all tools: what they run, what they print, and their exit codes."""
+"""test.sh and .ci/run with stubs for all tools: what would otherwise fail in silence."""
 
 import os
 import shutil
@@ -41,41 +41,12 @@ def run(clone: Path, *flags: str, fail: str = "", ci: str = "") -> tuple[int, st
     return done.returncode, done.stdout, calls.read_text()
 
 
-def test_everything_runs_and_the_last_line_says_so(clone: Path) -> None:
-    code, out, calls = run(clone)
-    assert code == 0
-    assert out.splitlines()[-1].startswith("test.sh: all 8 checks passed in ")
-    for words in ("setup --dev", "ruff format --check", "ruff check", "pyright", "shellcheck", "cargo fmt"):
-        assert words in calls
-    for words in ("cargo clippy", "-D warnings", "cargo test", "python -m pytest -n 2 --dist worksteal -o cache_dir="):
-        assert words in calls
-
-
-def test_quick_skips_slow_marks_and_passes_the_rest_to_pytest(clone: Path) -> None:
-    calls = run(clone, "--quick", "tests/test_common.py", "-k", "a b")[2]
-    marks = "not (slow or ranks or smoke or browser or contract or npu)"
-    assert "python -m pytest -n 2 --dist worksteal " in calls
-    assert f" -m {marks} tests/test_common.py -k a b\n" in calls
-
-
-def test_lint_runs_no_tests(clone: Path) -> None:
-    code, out, calls = run(clone, "--lint")
-    assert (code, "pytest" in calls, "cargo test" in calls) == (0, False, False)
-    assert "all 6 checks passed" in out
-
-
 def test_a_failure_is_shown_and_the_other_checks_run(clone: Path) -> None:
     code, out, calls = run(clone, fail="ruff pyright")
     assert code == 1
     assert "what pyright says" in out
     assert "test.sh: 5 checks passed, 3 FAILED (ruff format, ruff check, pyright) in " in out.splitlines()[-1]
     assert "python -m pytest" in calls
-
-
-def test_failing_tests_fail_the_run(clone: Path) -> None:
-    code, out, _ = run(clone, fail="python")
-    assert code == 1
-    assert "FAILED (pytest)" in out.splitlines()[-1]
 
 
 UNSTEADY = """#!/bin/bash
@@ -101,16 +72,6 @@ def test_a_few_failed_tests_run_again_alone_and_are_named(clone: Path, monkeypat
         assert "tests/test_a.py::test_b[1, c]\n" in out
         again = next(line for line in calls.splitlines() if "--last-failed" in line)
         assert again.endswith(" tests/test_a.py") and "-n 2" not in again
-
-
-def test_without_cargo_and_shellcheck_it_says_what_is_skipped(clone: Path) -> None:
-    (clone / "bin" / "cargo").unlink()
-    (clone / "bin" / "shellcheck").unlink()
-    code, out, calls = run(clone)
-    assert code == 0
-    assert "skipped: cargo fmt, clippy and test: no Rust toolchain" in out
-    assert "skipped: shellcheck: no wheel for this machine" in out
-    assert "cargo" not in calls
 
 
 def test_in_ci_a_skipped_check_fails(clone: Path) -> None:
@@ -146,19 +107,3 @@ def test_ci_installs_what_is_missing_and_calls_test_sh(ci_machine: Path) -> None
     update, install = (ci_machine / "calls").read_text().splitlines()
     assert update == "update"
     assert {"chromium", "g++", "python3-dev"} < set(install.split())
-
-
-def test_ci_without_apt_says_what_it_needs(ci_machine: Path) -> None:
-    done = run_ci(ci_machine)
-    assert done.returncode == 1
-    assert "need chromium g++" in done.stderr
-    assert done.stdout == ""
-
-
-def test_ci_says_why_apt_failed(ci_machine: Path) -> None:
-    apt = ci_machine / "bin" / "apt-get"
-    apt.write_text("#!/bin/bash\necho no such package\nexit 100\n")
-    apt.chmod(0o755)
-    done = run_ci(ci_machine)
-    assert done.returncode == 1
-    assert "no such package" in done.stderr

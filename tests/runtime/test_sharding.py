@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.ranks.wire import Wire
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.device import Compute
 from nanochat.runtime import parallel
@@ -17,6 +16,7 @@ from tests.support.rank_training import CPU, batches, make
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_tokenizer
 from tests.support.tiny_training import WANTED, save
+from tests.support.wire import Wire
 
 MODES = ("none", "grad", "full")
 STEPS = 50

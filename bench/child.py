@@ -1,0 +1,61 @@
+"""The end of a benchmark that runs in a process of its own: takes a task and answers requests, in lines of JSON.
+
+Only the standard library is imported here: in such a process `nanochat` may be another checkout's package.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def task() -> dict[str, Any]:
+    """Return the task that the parent gave as the first argument."""
+    return json.loads(sys.argv[1])
+
+
+def answers() -> Callable[[Any], None]:
+    """Return a function that answers the parent; everything else that this process prints goes to stderr."""
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(content: Any) -> None:
+        print(json.dumps(content), file=stream, flush=True)
+
+    return answer
+
+
+def requests() -> Iterator[Any]:
+    """Yield the requests of the parent until it closes its end."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage counts the memory of the parent that started this process too
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended, such as C++ compilers."""
+    total = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        total += usage.ru_utime + usage.ru_stime
+    return total
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Return the CPU seconds of this process that some work takes, over all of its threads."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start

@@ -1,1 +1,0 @@
-"""Measures the evaluation of base models beside upstream's code and lm-evaluation-harness."""

@@ -1,0 +1,172 @@
+"""The processes that a benchmark measures: each side in its own, asked in turns, in lines of JSON."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import UserError
+from nanochat.gpt import GPTConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+LAST_LINES = 5  # of a failed process, which its error quotes
+CHECKOUT_PARTS = ("nanochat/gpt.py", "nanochat/optim.py")  # what every checkout of 2026 has
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "NANOCHAT_DEVICE": "cpu",
+}
+
+
+def environment(home: Path = ROOT, **variables: str) -> dict[str, str]:
+    """Return an environment of one thread and one rank in which `nanochat` is the package in `home`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    path = os.pathsep.join((str(home), str(ROOT)))  # upstream has no folder `bench`: ours is used
+    return {**inherited, **ONE_THREAD, "PYTHONPATH": path, **variables}
+
+
+def last_lines(text: str) -> str:
+    """Return the last lines of a failed process's output, indented."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n  ".join(lines[-LAST_LINES:])
+
+
+class Side:
+    """A process that answers in lines of JSON. What it prints besides is shown only if it fails."""
+
+    def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str], cwd: Path):
+        self.name = name
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - close() closes it
+        self._process = subprocess.Popen(
+            command,
+            env=variables,
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def answer(self) -> Any:
+        """Return the next answer; UserError with the last lines of output if the process has ended."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        code = self._process.wait()
+        self._errors.seek(0)
+        words = last_lines(self._errors.read())
+        raise UserError(f"{self.name} ended with code {code}; its last lines:\n  {words}")
+
+    def ask(self, request: Any) -> Any:
+        """Send a request and return its answer."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # answer() says why the process has ended
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+@contextlib.contextmanager
+def side(
+    name: str,
+    module: str,
+    task: Mapping[str, Any],
+    home: Path = ROOT,
+    **variables: str,
+) -> Iterator[Side]:
+    """Run a module of `bench` with a task, and end it with the context.
+
+    `home` is the checkout whose `nanochat` the module imports.
+    """
+    command = [sys.executable, "-m", module, json.dumps(task)]
+    home = home.resolve()
+    process = Side(name, command, environment(home, **variables), home)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def answer_of(
+    name: str,
+    module: str,
+    task: Mapping[str, Any],
+    home: Path = ROOT,
+    **variables: str,
+) -> Any:
+    """Run a module of `bench` with a task and return its only answer."""
+    with side(name, module, task, home, **variables) as process:
+        return process.answer()
+
+
+# --- what peers need -----------------------------------------------------------------------------
+
+
+def check_checkout(flag: str, folder: Path) -> None:
+    """Raise UserError (code 2) where the folder of a flag is no checkout of 2026."""
+    if not folder.is_dir():
+        raise UserError(
+            f"{flag} must name a folder with a checkout of karpathy/nanochat, got {folder}, which is no folder. "
+            "Clone the repository, and give the folder of the clone.",
+            exit_code=2,
+        )
+    missing = [name for name in CHECKOUT_PARTS if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{flag} must name a checkout of karpathy/nanochat of 2026, got {folder}, which has no "
+            f"{' and no '.join(missing)}. Give the folder that holds its README.",
+            exit_code=2,
+        )
+
+
+def check_installed(peer: str, *packages: str) -> None:
+    """Raise UserError (code 2) that names the first package that a peer needs and that is missing."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            command = f"{sys.executable} -m pip install {package}"
+            raise UserError(f"{peer} needs {package}: run `{command}`", exit_code=2)
+
+
+def check_at_least(least: int, **flags: float) -> None:
+    """Raise UserError (code 2) for the first flag whose value is below `least`."""
+    for name, value in flags.items():
+        if value < least:
+            raise UserError(f"--{name} must be at least {least}, got {value}", exit_code=2)
+
+
+def check_upstream(quick: bool, against: Sequence[str] = (), upstream: Path | None = None) -> None:
+    """Raise UserError (code 2) where --quick, --against upstream and --upstream DIR do not fit together."""
+    if quick and (against or upstream):
+        raise UserError(
+            "--quick measures ours alone: leave out --quick, or --against and --upstream",
+            exit_code=2,
+        )
+    if ("upstream" in against) != (upstream is not None):
+        raise UserError(
+            "--against upstream and --upstream DIR belong together: give both or neither",
+            exit_code=2,
+        )
+    if upstream is not None:
+        check_checkout("--upstream", upstream)
+
+
+def upstream_shape(shape: GPTConfig) -> dict[str, Any]:
+    """Return the fields of a shape that upstream's GPTConfig has too."""
+    fields = asdict(shape)
+    del fields["bigram_rows"], fields["offset_layers"]
+    return fields

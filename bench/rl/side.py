@@ -1,0 +1,154 @@
+"""Our step of RL, with the calls that scripts.chat_rl makes, timed part by part."""
+
+import random
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bench.training import Trainer, byte_tokenizer, random_model, spread_logits
+from nanochat import device
+from nanochat.data.conversation import Conversation, chat
+from nanochat.generate.sampling import Sampling
+from nanochat.gpt import GPTConfig
+from nanochat.train.optim import Rates
+from nanochat.train.rl import rollout
+from nanochat.train.rl.groups import Groups
+from nanochat.train.rl.policy import PolicyFlags
+from nanochat.train.rl.sampler import Sampler
+from nanochat.train.rl.trees import OverTrees
+from nanochat.train.update import Spikes, update
+
+MODEL = GPTConfig(512, 4096, n_layer=4, n_head=3, n_kv_head=3, n_embd=192, window_pattern="L")
+POLICY = PolicyFlags(overlong_tokens=1)  # so that replies that were cut off are trained on
+RATE = 1e-6  # so that the replies of every step differ as those of the first
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a step."""
+
+    name: str
+    problems: int
+    samples: int
+    prompt: int  # tokens of a prompt
+    reply: int  # tokens of a reply; an untrained model rarely ends one
+    sharpness: float  # deviation of the untrained model's logits; 0: all tokens are equally likely
+    temperature: float  # of sampling
+    pass_rows: int  # replies per training pass
+    beginnings: int  # one reply in two is right, by this many first tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all replies of a step."""
+        return self.problems * self.samples * self.reply
+
+
+# Replies to TinyWorld's sums have three tokens, of which the first has most of the entropy. GSM8K's have some hundred,
+# and no two of a problem are alike.
+SUMS = Shape("sums", 32, 16, 14, 3, 4.0, 0.25, 128, 1)
+GSM8K = Shape("gsm8k", 4, 16, 100, 128, 0.0, 1.0, 8, 4)
+
+
+def right(tokens: Sequence[int], shape: Shape) -> float:
+    """Return a reward that depends on the first tokens of a reply alone, and has no meaning."""
+    beginning = list(tokens[: shape.beginnings])
+    return float(zlib.crc32(repr(beginning).encode()) % 2)
+
+
+@dataclass
+class Problems:
+    """The prompts of a step as a task: random letters."""
+
+    shape: Shape
+    step: int = 0
+    name: str = "random"
+    kind: Literal["generative"] = "generative"
+
+    def __len__(self) -> int:
+        return self.shape.problems
+
+    def __getitem__(self, i: int) -> Conversation:
+        draw = random.Random(1000 * self.step + i)
+        letters = draw.choices(range(32, 127), k=self.shape.prompt)
+        return chat(bytes(letters).decode("latin-1"), "")
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        """Return no letters to choose from."""
+        return ()
+
+    def grade(self, i: int, reply: str) -> float:
+        """Grade a reply by its first characters."""
+        return right([ord(letter) for letter in reply], self.shape)
+
+
+@dataclass
+class Stopwatch:
+    """CPU seconds of the parts of a step, by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    phase: str = ""
+    start: float = 0.0
+
+    def mark(self, phase: str) -> None:
+        """Begin a part, which ends the one before it."""
+        now = time.process_time()
+        if self.phase:
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.start
+        self.phase = phase
+        self.start = now
+
+
+class Ours:
+    """A model, its sampler, and its optimizers, with replies computed as trees or as rows."""
+
+    def __init__(self, shape: Shape, trees: bool):
+        compute = device.compute_init("cpu")
+        model = random_model(MODEL, compute)
+        spread_logits(model, shape.sharpness)
+        self.shape, self.compute = shape, compute
+        self.trainer = Trainer(model, compute, Rates(), RATE)
+        self.tokenizer = byte_tokenizer(MODEL.vocab_size)
+        self.sampler = Sampler(model, compute)
+        self.sampler.renew(model)
+        self.groups = Groups(self.sampler.model, self.tokenizer) if trees else None
+        self.objective = OverTrees(POLICY.objective) if trees else POLICY.objective
+        self.spikes = Spikes()
+        self.task = Problems(shape)
+
+    def step(self, number: int) -> dict[str, float]:
+        """Make a step; return the CPU seconds of its parts."""
+        shape, trainer = self.shape, self.trainer
+        self.task.step = number
+        watch = Stopwatch()
+        watch.mark("sampling")
+        rolled, samples = rollout.roll_out(
+            self.task,
+            range(shape.problems),
+            shape.samples,
+            Sampling(shape.temperature, 50, shape.reply, seed=number),
+            shape.pass_rows,
+            self.sampler.model,
+            self.tokenizer,
+            self.compute,
+            POLICY,
+            groups=self.groups,
+        )
+        watch.mark("gap")
+        rollout.sampler_gap(samples, trainer.model, self.compute)
+        if rolled.num_targets:  # otherwise the step has nothing to learn from
+            update(
+                trainer.model,
+                trainer.optimizers,
+                rolled,
+                trainer.scale,
+                self.compute,
+                self.spikes,
+                watch.mark,
+                self.objective,
+            )
+        watch.mark("copy")
+        self.sampler.renew(trainer.model)
+        watch.mark("")
+        return watch.seconds

@@ -1,1 +1,0 @@
-"""Measures what clients of the chat server feel while other clients misbehave."""
