@@ -30,6 +30,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.updates import update
 from nanochat import device
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager import save as saving
@@ -41,9 +42,9 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
+from nanochat.step import Safeguards
 from nanochat.tokenizer import BYTES, PATTERNS, Tokenizer
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 
 BLOCK = 1 << 24  # bytes per raw write
 # Parameters and optimizer state have 0.4 and 2.0 GB; the largest tensors are tables of 16 and 67 MB.
@@ -134,7 +135,8 @@ class Run:
     def step(self) -> None:
         """One update on random tokens."""
         self.optimizers.schedule(0.01, 0.95, 1.0)
-        update(self.model, self.optimizers, Batch(self.shape), LossScale(), self.compute)
+        safeguards = Safeguards(spikes=None)
+        update(self.model, self.optimizers, Batch(self.shape), safeguards, self.compute)
 
 
 class Batch:

@@ -43,8 +43,11 @@ PURPOSES = {
     "serve": "the chat server, its page, and chats in a terminal",
     "export": "writes models for transformers",
     "evals": "bits per byte, CORE, tasks, and a sandbox for programs that a model wrote",
-    "train": "what the training scripts share: sizes, schedules, optimizers, updates, rollouts",
+    "train": "what the training scripts share: sizes, schedules, optimizers, rollouts",
+    "step": "one optimizer update",
     "planner": "estimates the speed and the best flags of a run before it starts",
+    "meter": "the figures of a run",
+    "run": "one run: folder, resume, save, measure, report",
 }
 
 WIDTH, GUTTER, GAP, PADDING = 960, 44, 7, 11  # pixels

@@ -28,7 +28,9 @@ FLOORS = (
     ("dataloader", "serve", "export"),
     ("evals",),
     ("train",),
-    ("planner",),
+    ("step", "planner"),
+    ("meter",),
+    ("run",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FOR_TASKS = ("common", "data", "evals.sandbox")  # what tasks/ may import

@@ -332,7 +332,7 @@ class Step:
     micro_batches: list[
         tuple[torch.Tensor, ...]
     ]  # (inputs, targets) and the extras, int64 (b, T) each
-    extras: tuple[str, ...] = ()  # see update.MicroBatches
+    extras: tuple[str, ...] = ()  # what a micro-batch holds after inputs and targets
 
 
 def steps(

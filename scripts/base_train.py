@@ -12,10 +12,13 @@ from nanochat.common import log
 from nanochat.data.corpora import told_of_dropped
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
+from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import schedule, sizes
+from nanochat.train.fit import probe
 from nanochat.train.flags import Auto, BatchFlags, Free, StageFlags
-from nanochat.train.stage import Stage, launch
+from nanochat.train.setup import set_up
+from nanochat.train.validation import Validation
 from tasks.needs import warn_of_missing
 
 
@@ -70,7 +73,9 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     tag = f"d{cfg.depth}" if cfg.model_tag is None else cfg.model_tag
-    stage = Stage("base", cfg, compute, tag, corpus=corpus.name, tokenizer=tokenizer.hash[:16])
+    folder = open_folder(
+        "base", tag, cfg, cfg, compute, corpus=corpus.name, tokenizer=tokenizer.hash[:16]
+    )
 
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(
@@ -88,64 +93,91 @@ def train(cfg: Config, compute: Compute) -> None:
     )
     if cfg.family == "qwen3" and tokenizer.pattern != "qwen2":
         log(
-            "llama.cpp does not split texts as this tokenizer does: if the model is to become a GGUF file, stop, and "
-            "train the tokenizer with --pattern qwen2"
+            "llama.cpp does not split texts as this tokenizer does: if the model is to become a "
+            "GGUF file, stop, and train the tokenizer with --pattern qwen2"
         )
-    model = on_meta(shape, compute, cfg.fp8)  # takes no memory until it is known to fit
-    counts, flops = model.parameter_counts(), model.flops_per_token()
-    sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
-    horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
+    size = sizes.model_size(shape, compute, cfg.fp8)
+    sizes.check_fits(shape.n_layer, size.parameters, cfg.shard, compute)
     batch = sizes.batch(
         cfg.total_batch_size,
         cfg.device_batch_size,
         shape,
-        counts["total"],
-        horizon_tokens,
+        size.parameters,
+        cfg.target_param_data_ratio * size.scaling_parameters,
         corpus.name,
         compute,
         cfg.gradient_accumulation_steps,
-        stage.begun_rows,
+        folder.begun_rows,
     )
     horizon = schedule.horizon(
         cfg.num_iterations,
         cfg.target_flops,
         cfg.target_param_data_ratio,
-        flops,
-        counts["scaling"],
+        size.flops_per_token,
+        size.scaling_parameters,
         batch.tokens_per_step,
     )
-    steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)
+    steps = horizon.steps
     log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
 
     # Documents are tokenised once; a row is a pure function of (seed, row number)
     rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.seed)
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
-    read = steps * batch.rows_per_step
-    stage.facts = dataloader.mixture_table(corpus, rows, read) | told_of_dropped(corpus.corpora)
+    rows_read = steps * batch.rows_per_step
+    table = dataloader.mixture_table(corpus, rows, rows_read)
+    facts = table | told_of_dropped(corpus.corpora)
     sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
-    model = on_meta(sizes.keep_bigrams(shape, cfg.bigram_rows, read / rows.count), compute, cfg.fp8)
+    shape = sizes.keep_bigrams(shape, cfg.bigram_rows, rows_read / rows.count)
     warn_of_missing(corpus.name)
-    for part in stage.facts.get("rows", []):
+    for part in facts.get("rows", []):
         log(
-            f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs"
+            f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, "
+            f"{part['epochs']:.2f} epochs"
         )
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
+    model = on_meta(shape, compute, cfg.fp8)
     model.to_empty(device=compute.device)
     model.init_weights(cfg.seed)
-    rates = cfg.for_run(batch.tokens_per_step, steps, cfg.target_param_data_ratio)
-    stage.set_up(
+    optimizers = set_up(
         model,
-        tokenizer,
-        rates,
+        cfg.for_run(batch.tokens_per_step, steps, cfg.target_param_data_ratio),
         schedule.rate_scale(batch.tokens_per_step),
+        folder.path,
+        cfg,
+        compute,
         schedule.table_momentum(steps),
     )
-    for step in stage.train_rows(rows, batch, steps, val_rows, cfg.eval_every, cfg.eval_tokens):
-        lrm = schedule.trapezoid(stage.step, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
-        momentum = schedule.momentum(stage.step, steps, cfg.warmdown_ratio)
-        stage.schedule(lrm, momentum, schedule.decay_factor(stage.step, steps))
-        stage.conclude(stage.update(step))
+    val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
+    validation = Validation(val_rows, val_tokens, model, tokenizer, cfg.samples, compute)
+    plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
+    warmup = schedule.warmup_steps(cfg.warmup_steps, steps)
+
+    with Run(folder, plan, model, tokenizer, optimizers, cfg, compute, facts) as run:
+        batch = probe.fit(batch, model, optimizers, shape.sequence_len, compute)
+        fast = run.prepare(rows, batch)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every) as due:
+                if due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte")
+                    validation.keep_replies(folder.path, step)
+            if run.ended:
+                break
+
+            lrm = schedule.trapezoid(step, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
+            momentum = schedule.momentum(step, steps, cfg.warmdown_ratio)
+            optimizers.schedule(lrm, momentum, schedule.decay_factor(step, steps))
+            data = next(batches)
+            with run.update(data.num_targets) as update:
+                for idx, targets in update.passes(data.micro_batches):
+                    loss = fast(idx, targets, reduction="sum")
+                    update.add(loss)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

@@ -5,25 +5,27 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from nanochat.common import UserError, log
+from nanochat.context import model_arguments
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
 from nanochat.generate.sampling import Sampling
+from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
+from nanochat.step import NO_UPDATE
 from nanochat.train import sizes
 from nanochat.train.flags import EpochFlags, Free, named_after
 from nanochat.train.rl import rollout
 from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags
 from nanochat.train.rl.sampler import Sampler
-from nanochat.train.rl.trees import OverTrees, over_trees
+from nanochat.train.rl.trees import over_trees
 from nanochat.train.samples import Graded
-from nanochat.train.stage import Stage, Work, launch
-from nanochat.train.update import NO_UPDATE
+from nanochat.train.setup import set_up
 from tasks.mixtures import rl_tasks
 
 
@@ -90,76 +92,97 @@ class Config(PolicyFlags, EpochFlags):
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the problems, resuming from the newest checkpoint if there is one."""
-    stage = Stage.after(cfg.source, cfg.source_step, "rl", cfg, compute)
+    parent, tag = parent_of(cfg.source, cfg.source_step, "rl", cfg.model_tag, cfg.saved_as)
+    corpus = cfg.data or parent.corpus
+    folder = open_folder("rl", tag, cfg, cfg, compute, parent=parent.identity, corpus=corpus)
     sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
     cfg.check(cfg.max_new_tokens)
-    model, tokenizer = stage.load_parent()
-    task, held_out = rl_tasks(stage.corpus, cfg.problems)
-    sampled = cfg.examples_per_step * cfg.oversample  # problems of a step
-    fitting = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
-    steps = cfg.steps(len(fitting), sampled)
+    model, tokenizer = load_parent(parent, compute)
+    task, held_out = rl_tasks(corpus, cfg.problems)
+    problems = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
+    problems_per_step = cfg.examples_per_step * cfg.oversample
+    steps = cfg.steps(len(problems), problems_per_step)
     log(
-        f"task: {task.name}, {len(fitting):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies"
+        f"task: {task.name}, {len(problems):,} problems; {steps:,} steps of "
+        f"{problems_per_step} x {cfg.num_samples} replies"
     )
 
-    sampler, reference = Sampler(model, compute), None
+    sampler = Sampler(model, compute)
+    reference = None
     if cfg.kl:
         reference = Sampler(model, compute)
-        reference.renew(model)  # the weights that SFT left, whatever resume() loads
+        reference.renew(model)  # the weights that SFT left, whatever checkpoint is loaded later
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
+    groups = None
+    if over_trees(cfg.trees, model, compute):
+        groups = Groups(sampler.model, tokenizer)
+    ratio_loss = cfg.ratio_loss
+    names = () if ratio_loss is None else ratio_loss.figures
 
-    def measure(line: dict[str, Any]) -> None:
-        said = Graded(held_out, cfg.samples, compute)
-        score = evaluate(
-            held_out,
-            sampler.model,
-            tokenizer,
-            compute,
-            greedy,
-            limit=cfg.eval_examples,
-            heard=said.hear,
-        )
-        line["accuracy"] = score.accuracy
-        said.keep(stage.folder, line["step"])
-        log(f"step {line['step']:05d} | {score}")
+    optimizers = set_up(model, cfg, cfg.init_lr_frac, folder.path, cfg, compute)
+    replies_per_step = problems_per_step * cfg.num_samples
+    plan = Plan(steps, replies_per_step, problems_per_step, rollout.task_key(task))
 
-    replies, key = sampled * cfg.num_samples, rollout.task_key(task)
-    groups = Groups(sampler.model, tokenizer) if over_trees(cfg.trees, model, compute) else None
-    stage.objective = cfg.objective if groups is None else OverTrees(cfg.objective)
-    stage.set_up(model, tokenizer, cfg, cfg.init_lr_frac)
-    stage.resume(Work(steps, replies, sampled, key, cfg.eval_every, measure, measures_first=True))
-    sampler.renew(model)
-    stage.begin()
-    while stage.next_step():
-        numbers = fitting[
-            epoch_numbers(len(fitting), cfg.seed, stage.step * sampled, sampled)
-        ].tolist()
-        stage.mark("sampling")
-        rolled, samples = rollout.roll_out(
-            task,
-            numbers,
-            cfg.num_samples,
-            replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
-            cfg.device_batch_size,
-            sampler.model,
-            tokenizer,
-            compute,
-            cfg,
-            cfg.shuffle_rewards,
-            groups,
-            reference.model if reference else None,
-        )
-        gap = rollout.sampler_gap(samples, model, compute)
-        stage.schedule(lrm=1 - stage.step / steps)
-        outcome = NO_UPDATE
-        for _ in range(cfg.updates_per_rollout if rolled.num_targets else 0):
-            outcome = stage.update(rolled)
-        stage.mark("sampler's copy")
+    with Run(folder, plan, model, tokenizer, optimizers, cfg, compute) as run:
         sampler.renew(model)
-        stage.conclude(
-            outcome, {**rolled.figures(), "sampler_gap": gap}, f"{rolled} | sampler gap: {gap:.1e}"
-        )
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every, ends=True) as due:
+                if due:
+                    graded = Graded(held_out, cfg.samples, compute)
+                    score = evaluate(
+                        held_out,
+                        sampler.model,
+                        tokenizer,
+                        compute,
+                        greedy,
+                        limit=cfg.eval_examples,
+                        heard=graded.hear,
+                    )
+                    run.record(accuracy=score.accuracy)
+                    graded.keep(folder.path, step)
+                    log(f"step {step:05d} | {score}")
+            if run.ended:
+                break
+
+            first_problem = step * problems_per_step
+            numbers = epoch_numbers(len(problems), cfg.seed, first_problem, problems_per_step)
+            run.mark("sampling")
+            replies, samples = rollout.roll_out(
+                task,
+                problems[numbers].tolist(),
+                cfg.num_samples,
+                replace(sampling, seed=cfg.seed * 1_000_003 + step),
+                cfg.device_batch_size,
+                sampler.model,
+                tokenizer,
+                compute,
+                cfg,
+                cfg.shuffle_rewards,
+                groups,
+                None if reference is None else reference.model,
+            )
+            sampler_gap = rollout.sampler_gap(samples, model, compute)
+
+            lrm = 1 - step / steps
+            optimizers.schedule(lrm, momentum=0.95, decay=1.0)
+            outcome = NO_UPDATE
+            for _ in range(cfg.updates_per_rollout if replies.num_targets else 0):
+                with run.update(replies.num_targets, names) as update:
+                    for idx, targets, *others in update.passes(replies.micro_batches):
+                        extras = dict(zip(replies.extras, others, strict=True))
+                        figures = None
+                        if ratio_loss is None:
+                            loss = model(idx, targets, reduction="sum", **model_arguments(extras))
+                        else:
+                            loss, figures = ratio_loss(model, idx, targets, **extras)
+                        update.add(loss, figures)
+                        (loss * update.factor).backward()
+                    outcome = update.step()
+            run.mark("sampler's copy")
+            sampler.renew(model)
+            figures = {**replies.figures(), "sampler_gap": sampler_gap}
+            run.finish(outcome, lrm, figures, f"{replies} | sampler gap: {sampler_gap:.1e}")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,17 @@ from typing import Literal, cast
 
 import torch.nn as nn
 
-from nanochat import dataloader
+from nanochat.common import log
 from nanochat.data.traits import traits
+from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
+from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
 from nanochat.train import sizes
+from nanochat.train.fit import probe
 from nanochat.train.flags import ChatFlags, ExampleFlags, Free
-from nanochat.train.stage import Stage, launch
-from nanochat.train.update import Start
+from nanochat.train.setup import set_up
+from nanochat.train.start_weights import StartWeights
+from nanochat.train.validation import Validation
 from tasks.mixtures import mix
 
 
@@ -36,37 +40,60 @@ class Config(ExampleFlags, ChatFlags):
 
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune over the mixture, resuming from the newest checkpoint if there is one."""
-    stage = Stage.after(cfg.source, cfg.source_step, "sft", cfg, compute)
-    model, tokenizer = stage.load_parent()
-    T = model.config.sequence_len
-    parameters = model.parameter_counts()["total"]
-    mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations, cfg.mix)
-    answers, val_answers = dataloader.chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
+    parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.model_tag, cfg.saved_as)
+    corpus = cfg.data or parent.corpus
+    folder = open_folder("sft", tag, cfg, cfg, compute, parent=parent.identity, corpus=corpus)
+    model, tokenizer = load_parent(parent, compute)
+    mixture = mix("sft", corpus, cfg.seed, cfg.conversations, cfg.mix)
+    length = model.config.sequence_len
+    rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.seed, masked=True)
     batch = sizes.example_batch(
         cfg.target_examples_per_step,
         cfg.device_batch_size,
         model.config,
-        parameters,
-        answers,
-        stage.corpus,
+        model.parameter_counts()["total"],
+        rows,
+        corpus,
         compute,
-        stage.begun_rows,
+        folder.begun_rows,
     )
-    documents = traits(stage.corpus).answers_documents_every if cfg.conversations is None else 0
-    answers, beside = cfg.with_documents(answers, stage.corpus, documents, tokenizer)
-    described = f"{mixture.name}{beside}"
-    steps = stage.steps_over(answers, batch.rows_per_step, described)
+    every = traits(corpus).answers_documents_every if cfg.conversations is None else 0
+    rows, documents = cfg.with_documents(rows, corpus, every, tokenizer)
+    steps = cfg.steps_over(rows, batch.rows_per_step, f"{mixture.name}{documents}")
 
-    stage.set_up(model, tokenizer, cfg.for_batch(batch.tokens_per_step), cfg.init_lr_frac)
-    start = Start(cast(nn.Module, model), cfg.start_share)
-    for examples in stage.train_rows(
-        answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"
-    ):
-        stage.schedule(lrm=1 - stage.step / steps)
-        outcome = stage.update(examples)
-        if stage.step == steps - 1:
-            start.mix()
-        stage.conclude(outcome)
+    per_step = batch.tokens_per_step
+    rates = cfg.for_batch(per_step)
+    optimizers = set_up(model, rates, cfg.init_lr_frac, folder.path, cfg, compute)
+    start = StartWeights(cast(nn.Module, model), cfg.start_share)  # before a checkpoint is loaded
+    validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.samples, compute)
+    plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
+
+    with Run(folder, plan, model, tokenizer, optimizers, cfg, compute) as run:
+        batch = probe.fit(batch, model, optimizers, length, compute)
+        fast = run.prepare(rows, batch)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every) as due:
+                if due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
+                    validation.keep_replies(folder.path, step)
+            if run.ended:
+                break
+
+            lrm = 1 - step / steps
+            optimizers.schedule(lrm, momentum=0.95, decay=1.0)
+            data = next(batches)
+            with run.update(data.num_targets) as update:
+                for idx, targets in update.passes(data.micro_batches):
+                    loss = fast(idx, targets, reduction="sum")
+                    update.add(loss)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            if step == steps - 1:
+                start.mix()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

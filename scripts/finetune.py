@@ -10,22 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch.nn as nn
+from torch import Tensor
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.huggingface.base import Base, open_base
 from nanochat.common import UserError, log
+from nanochat.context import Packed
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
+from nanochat.meter import listed
 from nanochat.nn.lora import LoraConfig
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning import check_fits
 from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
+from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.train import schedule, sizes
+from nanochat.train.fit import probe
 from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, RunFlags
 from nanochat.train.optim import OneRate
-from nanochat.train.stage import Stage, launch
+from nanochat.train.setup import set_up
+from nanochat.train.validation import Validation
 from tasks.mixtures import Mix, own_conversations, own_pairs
 
 
@@ -157,38 +164,53 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
     return length
 
 
+def pass_loss(
+    preference: PreferenceLoss | None, model: nn.Module, *tensors: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of a pass's losses (), and for preferences the sums of their figures (F,).
+
+    `tensors` are the inputs and targets of packed rows, and what their rows name besides.
+    """
+    if preference is None:
+        idx, targets, documents = tensors
+        return model(idx, targets, reduction="sum", context=Packed(documents)), None
+    idx, targets, documents, references = tensors
+    sums = preference(model, idx, targets, documents=documents, references=references)
+    return sums[0], sums[1:]
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
-    lora, preference = cfg.lora, cfg.preference
-    base = open_base(
-        cfg.model, None if cfg.max_length == "auto" else cfg.max_length, lora, compute, cfg.seed
-    )
+    lora = cfg.lora
+    preference = cfg.preference
+    max_length = None if cfg.max_length == "auto" else cfg.max_length
+    base = open_base(cfg.model, max_length, lora, compute, cfg.seed)
     conversations = own_pairs(cfg.data) if preference else own_conversations(cfg.data)
     facts = cfg.chosen_by | {"held out": f"one in {conversations.held_out_every}"}
-    stage = Stage(
+    folder = open_folder(
         "tune",
+        cfg.tag,
+        cfg,
         cfg,
         compute,
-        cfg.tag,
         parent=base.identity,
         corpus=conversations.name,
         content=conversations.key,
         **facts,
     )
-    stage.about = base.about
-    log(
-        f"tune: {'an adapter of rank ' + str(lora.rank) if lora else 'every parameter'} of {base.folder.name}; "
-        f"checkpoints go to {stage.folder}"
-    )
+    trained = f"an adapter of rank {lora.rank}" if lora else "every parameter"
+    log(f"tune: {trained} of {base.folder.name}; checkpoints go to {folder.path}")
 
-    T = row_tokens(cfg, conversations, base)
-    base = base.with_rows_of(T)
-    base.model.checkpoints, base.model.offloads = cfg.recomputes, cfg.offload_activations
-    answers, val_answers = chat_rows(
+    length = row_tokens(cfg, conversations, base)
+    base = base.with_rows_of(length)
+    model = base.model
+    model.checkpoints = cfg.recomputes
+    model.offloads = cfg.offload_activations
+    rows, val_rows = chat_rows(
         "tune",
         conversations,
         base.tokenizer,
-        T,
+        length,
         cfg.seed,
         True,
         cfg.too_long,
@@ -197,20 +219,19 @@ def train(cfg: Config, compute: Compute) -> None:
     batch = sizes.example_batch(
         cfg.target_examples_per_step,
         cfg.device_batch_size,
-        base.model.config,
+        model.config,
         base.held,
-        answers,
+        rows,
         conversations.name,
         compute,
-        stage.begun_rows,
+        folder.begun_rows,
     )
-    steps = stage.steps_over(answers, batch.rows_per_step, conversations.name)
-    rows = 1 if batch.probe else batch.device_batch_size
+    steps = cfg.steps_over(rows, batch.rows_per_step, conversations.name)
     check_fits(
         Tuning(
-            base.model.config,
+            model.config,
             lora,
-            rows,
+            1 if batch.probe else batch.device_batch_size,
             batch.passes > 1,
             cfg.recomputes,
             cfg.offload_activations,
@@ -219,27 +240,52 @@ def train(cfg: Config, compute: Compute) -> None:
             str(compute.dtype).removeprefix("torch."),
             compute.platform.is_host,
         ),
-        base.model,
+        model,
         compute,
     )
-    rates = OneRate(cfg.rate(base.model.config.n_embd, steps), cfg.weight_decay)
-    stage.set_up(base.model, base.tokenizer, rates, 1.0, fill=base.fill)
+    rates = OneRate(cfg.rate(model.config.n_embd, steps), cfg.weight_decay)
+    optimizers = set_up(model, rates, 1.0, folder.path, cfg, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
-        for rows in (answers, val_answers):
-            add_references(rows, base.model, base.identity, batch.device_batch_size, compute)
-    for examples in stage.train_rows(
-        answers,
-        batch,
-        steps,
-        val_answers,
-        cfg.eval_every,
-        of_what=" of the answers",
-        objective=preference,
-        measures_first=cfg.eval_every > 0,
-    ):
-        seed_all(dropout_seed(cfg.seed, stage.step, compute.rank))
-        stage.schedule(schedule.cosine(stage.step, steps, cfg.warmup_ratio))
-        stage.conclude(stage.update(examples))
+        for pairs in (rows, val_rows):
+            add_references(pairs, model, base.identity, batch.device_batch_size, compute)
+    val_tokens = 20 * batch.tokens_per_step
+    validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
+    plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
+    names = preference.figures if preference else ()
+
+    def summed_loss(fast: nn.Module, *tensors: Tensor) -> Tensor:
+        return pass_loss(preference, fast, *tensors)[0]
+
+    with Run(
+        folder, plan, model, base.tokenizer, optimizers, cfg, compute, about=base.about
+    ) as run:
+        batch = probe.fit(batch, model, optimizers, length, compute)
+        fast = run.prepare(rows, batch, summed_loss)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every, ends=cfg.eval_every > 0) as due:
+                if due and preference:
+                    means = validation.means(preference, batch.device_batch_size)
+                    run.record(**{f"val_{name}": mean for name, mean in means.items()})
+                    log(f"step {step:05d} | validation: {listed(means)}")
+                elif due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
+            if run.ended:
+                break
+
+            seed_all(dropout_seed(cfg.seed, step, compute.rank))
+            lrm = schedule.cosine(step, steps, cfg.warmup_ratio)
+            optimizers.schedule(lrm, momentum=0.95, decay=1.0)
+            data = next(batches)
+            with run.update(data.num_targets, names) as update:
+                for tensors in update.passes(data.micro_batches):
+                    loss, figures = pass_loss(preference, fast, *tensors)
+                    update.add(loss, figures)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,16 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 
 from dataclasses import dataclass
 
+from nanochat.common import log
 from nanochat.data.traits import traits
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
+from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
 from nanochat.train import schedule, sizes
+from nanochat.train.fit import probe
 from nanochat.train.flags import BatchFlags, ChatFlags, Free
-from nanochat.train.stage import Stage, launch
+from nanochat.train.setup import set_up
+from nanochat.train.validation import Validation
 from tasks.mixtures import mix
 from tasks.needs import warn_of_missing
 
@@ -35,9 +39,10 @@ class Config(ChatFlags, BatchFlags):
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the mixture, resuming from the newest checkpoint if there is one."""
-    stage = Stage.after("base", cfg.base_step, "mid", cfg, compute)
-    model, tokenizer = stage.load_parent()
-    length, corpus = model.config.sequence_len, stage.corpus
+    parent, tag = parent_of("base", cfg.base_step, "mid", cfg.model_tag, cfg.saved_as)
+    corpus = cfg.data or parent.corpus
+    folder = open_folder("mid", tag, cfg, cfg, compute, parent=parent.identity, corpus=corpus)
+    model, tokenizer = load_parent(parent, compute)
     batch = sizes.batch(
         cfg.total_batch_size,
         cfg.device_batch_size,
@@ -47,24 +52,48 @@ def train(cfg: Config, compute: Compute) -> None:
         corpus,
         compute,
         cfg.gradient_accumulation_steps,
-        stage.begun_rows,
+        folder.begun_rows,
     )
 
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations, cfg.mix)
+    length = model.config.sequence_len
     rows, val_rows = chat_rows("mid", mixture, tokenizer, length, cfg.seed, masked=cfg.answers_only)
-    rows, beside = cfg.with_documents(rows, corpus, traits(corpus).documents_every, tokenizer)
-    steps = stage.steps_over(rows, batch.rows_per_step, f"{mixture.name}{beside}")
+    rows, documents = cfg.with_documents(rows, corpus, traits(corpus).documents_every, tokenizer)
+    steps = cfg.steps_over(rows, batch.rows_per_step, f"{mixture.name}{documents}")
+    warn_of_missing(corpus)
 
     per_step = batch.tokens_per_step
-    warn_of_missing(corpus)
-    stage.set_up(
-        model, tokenizer, cfg.for_batch(per_step), cfg.init_lr_frac * schedule.rate_scale(per_step)
-    )
+    scale = cfg.init_lr_frac * schedule.rate_scale(per_step)
+    optimizers = set_up(model, cfg.for_batch(per_step), scale, folder.path, cfg, compute)
+    validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.samples, compute)
     of_what = " of the answers" if cfg.answers_only else ""
-    for step in stage.train_rows(rows, batch, steps, val_rows, cfg.eval_every, of_what=of_what):
-        lrm = schedule.trapezoid(stage.step, steps, 0, cfg.warmdown_ratio, 0.0)
-        stage.schedule(lrm, schedule.momentum(stage.step, steps, cfg.warmdown_ratio))
-        stage.conclude(stage.update(step))
+    plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
+
+    with Run(folder, plan, model, tokenizer, optimizers, cfg, compute) as run:
+        batch = probe.fit(batch, model, optimizers, length, compute)
+        fast = run.prepare(rows, batch)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every) as due:
+                if due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte{of_what}")
+                    validation.keep_replies(folder.path, step)
+            if run.ended:
+                break
+
+            lrm = schedule.trapezoid(step, steps, 0, cfg.warmdown_ratio, 0.0)
+            momentum = schedule.momentum(step, steps, cfg.warmdown_ratio)
+            optimizers.schedule(lrm, momentum, decay=1.0)
+            data = next(batches)
+            with run.update(data.num_targets) as update:
+                for idx, targets in update.passes(data.micro_batches):
+                    loss = fast(idx, targets, reduction="sum")
+                    update.add(loss)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

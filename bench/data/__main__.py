@@ -27,6 +27,7 @@ import torch
 
 from bench.ranks.group import D4
 from bench.train.rows import standard_library
+from bench.updates import update
 from nanochat import dataloader, device
 from nanochat.common import UserError, log, run
 from nanochat.data.corpora import Corpus
@@ -36,9 +37,9 @@ from nanochat.gpt import GPT
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import Plan, plan
 from nanochat.prepare.token_files import TokenSet
+from nanochat.step import Safeguards
 from nanochat.tokenizer import FILE_NAME, Tokenizer, cores
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 
 SIDE = Path(__file__).resolve().parent / "upstream_side.py"
 LENGTH, BATCH = 2048, 16  # what the loaders are measured at: the default context, and rows per pass
@@ -154,13 +155,14 @@ def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> floa
     model = GPT(D4, compute.dtype, operations=compute.operations)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), D4.n_embd, Rates(), 1.0, compute.dtype)
-    scale, stream = LossScale(), dataloader.steps(rows, 0, 8, 8, compute)
+    safeguards = Safeguards(spikes=None)
+    stream = dataloader.steps(rows, 0, 8, 8, compute)
     shares = []
     for _ in range(steps + 1):
         begin = time.perf_counter()
         step = next(stream)
         came = time.perf_counter()
-        update(model, optimizers, step, scale, compute)
+        update(model, optimizers, step, safeguards, compute)
         shares.append((came - begin) / (time.perf_counter() - begin))
     return median(shares[1:])  # nothing was computed while the first rows were loaded
 

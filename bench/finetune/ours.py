@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 from bench.finetune.side import ALPHA, RATE
+from bench.updates import update
 from nanochat import dataloader
 from nanochat.checkpoint_manager.families import held_in
+from nanochat.context import Packed
 from nanochat.device import Compute
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
+from nanochat.step import Safeguards
 from nanochat.train.compile import compiled
 from nanochat.train.optim import OneRate, Optimizers
-from nanochat.train.update import CrossEntropy, LossScale, Spikes, forward, update
 
 
 class Tuned:
@@ -43,7 +45,7 @@ class Tuned:
         self._optimizers = Optimizers(
             self.model, roles, config.n_embd, OneRate(RATE), 1.0, compute.dtype
         )
-        self._scale, self._spikes = LossScale.start(compute, {}), Spikes()
+        self._safeguards = Safeguards.start(compute, {})
         self._fast: torch.nn.Module = self.model
         self.model.train()
 
@@ -53,9 +55,8 @@ class Tuned:
         trial = self._work([(zeros, zeros.clone())])
 
         def one_pass(module: torch.nn.Module) -> Tensor:
-            return forward(
-                module, trial.micro_batches[0], trial.extras, CrossEntropy(), self.compute
-            )[0]
+            idx, targets, documents = trial.micro_batches[0]
+            return module(idx, targets, reduction="sum", context=Packed(documents))
 
         self._fast = compiled(
             self.model,
@@ -72,9 +73,8 @@ class Tuned:
             self._fast,
             self._optimizers,
             self._work(passes),
-            self._scale,
+            self._safeguards,
             self.compute,
-            self._spikes,
         ).loss
 
     def _work(self, passes: Sequence[tuple[Tensor, Tensor]]) -> dataloader.Step:

@@ -29,7 +29,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """One step in the form that train.update takes."""
+    """One step in the form that bench.updates takes."""
 
     num_targets: int
     micro_batches: Sequence[tuple[Tensor, ...]]
@@ -38,12 +38,13 @@ class Work:
 
 def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, with the calls that base_train makes."""
+    from bench.updates import update
     from nanochat import device
     from nanochat.checkpoint_manager.families import on_meta
     from nanochat.gpt import GPTConfig
+    from nanochat.step import Safeguards
     from nanochat.train import compile as compiling
     from nanochat.train.optim import Optimizers, Rates
-    from nanochat.train.update import LossScale, update
 
     compute = device.compute_init(task["device"])
     shape = GPTConfig(**task["shape"])
@@ -57,11 +58,12 @@ def ours(task: dict[str, Any]) -> Side:
     fast = compiling.compiled(
         model, wanted, (task["rows"], shape.sequence_len), compute, model.compile_groups()
     )
-    scale = LossScale.start(compute, {})
+    safeguards = Safeguards.start(compute, {})
+    safeguards.spikes = None
 
     def step(batches: Batches) -> float:
         work = Work(sum(targets.numel() for _, targets in batches), batches)
-        return update(fast, optimizers, work, scale, compute).loss
+        return update(fast, optimizers, work, safeguards, compute).loss
 
     peak, _ = device.peak_flops(compute)
     chosen = compute.operations.name if compute.device_type == "cuda" else "the device's own"

@@ -14,12 +14,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from bench.updates import update
 from nanochat import device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import graphs
+from nanochat.step import Safeguards
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.sizes import table_rows
-from nanochat.train.update import LossScale, update
 
 
 class Batch:
@@ -67,7 +68,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     optimizers = Optimizers(
         model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
     )
-    scale = LossScale.start(compute, {})
+    safeguards = Safeguards.start(compute, {})
     passes: nn.Module = model
     with log.record() as captured:
         if task["graphs"]:
@@ -76,7 +77,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
             optimizers.capture(compute.platform)
     with log.record() as before:
         for seed in range(1, 3 if task["graphs"] else 2):
-            update(passes, optimizers, Batch(shape, compute, seed), scale, compute)
+            update(passes, optimizers, Batch(shape, compute, seed), safeguards, compute)
     # The optimizer launches its operators in the same thread as the forward pass, so they are recorded separately.
     parts: list[Any] = []
 
@@ -94,7 +95,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     batch = Batch(shape, compute, 3)
     device.synchronize(compute)
     with log.record() as seen:
-        outcome = update(passes, optimizers, batch, scale, compute)
+        outcome = update(passes, optimizers, batch, safeguards, compute)
     if outcome.skipped:
         raise RuntimeError(
             f"the counted step was skipped: loss {outcome.loss}, norm {outcome.grad_norm}"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from bench.finetune.ours import Tuned
 from bench.ranks.wire import Wire
+from bench.updates import update
 from nanochat import dataloader, device
 from nanochat.common import UserError, base_dir
 from nanochat.device import Compute
@@ -25,9 +26,9 @@ from nanochat.nn.lora import LoraConfig
 from nanochat.platforms import host
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
+from nanochat.step import Safeguards
 from nanochat.train import compile as compiling
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 
 # bench.train and bench.data use this model too. The bytes sent depend on the share of matrices: 43 % of its parameters.
 D4 = GPTConfig(
@@ -194,14 +195,14 @@ def _pretraining(
     optimizers = Optimizers(
         model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
     )
-    scale = LossScale()
+    safeguards = Safeguards(spikes=None)
     fast = compiling.compiled(
         model, task.compiled, (rows, shape.sequence_len), compute, model.compile_groups()
     )
 
     def take(passes: Passes) -> float:
         return update(
-            fast, optimizers, dataloader.Step(0, task.tokens, list(passes)), scale, compute
+            fast, optimizers, dataloader.Step(0, task.tokens, list(passes)), safeguards, compute
         ).loss
 
     return count, take

@@ -8,18 +8,18 @@ import torch
 
 from bench.rl.work import MODEL, Shape, prompts, right
 from bench.serve.engine import tokenizer
+from bench.updates import update
 from nanochat import device
 from nanochat.data.conversation import Conversation, chat
 from nanochat.device import Compute
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.step import Safeguards
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.rl import rollout
 from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags
 from nanochat.train.rl.sampler import Sampler
-from nanochat.train.rl.trees import OverTrees
-from nanochat.train.update import LossScale, Spikes, update
 
 POLICY = PolicyFlags(overlong_tokens=1)  # so that replies that were cut off are trained on
 RATE = 1e-6  # so that the replies of every step differ as those of the first
@@ -75,10 +75,10 @@ class Ours:
         self.sampler = Sampler(self.model, self.compute)
         self.sampler.renew(self.model)
         self.groups = Groups(self.sampler.model, self.words) if trees else None
-        self.objective = OverTrees(POLICY.objective) if trees else POLICY.objective
         roles, width = self.model.parameter_roles(), self.model.config.n_embd
         self.optimizers = Optimizers(self.model, roles, width, Rates(), RATE, self.compute.dtype)
-        self.scale, self.spikes, self.task = LossScale(), Spikes(), Problems(shape)
+        self.safeguards = Safeguards()
+        self.task = Problems(shape)
 
     def step(self, number: int) -> dict[str, float]:
         """Take a step; CPU seconds of its parts."""
@@ -105,11 +105,9 @@ class Ours:
                 self.model,
                 self.optimizers,
                 rolled,
-                self.scale,
+                self.safeguards,
                 self.compute,
-                self.spikes,
                 parts.mark,
-                self.objective,
             )
         parts.mark("copy")
         self.sampler.renew(self.model)

@@ -83,13 +83,14 @@ def ours(task: dict[str, Any]) -> Side:
 
     If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run of that length,
     with the task's flags of base_train."""
+    from bench.updates import update
     from nanochat import dataloader, device
     from nanochat.common import parse
     from nanochat.gpt import GPT, GPTConfig
+    from nanochat.step import Safeguards
     from nanochat.train import compile as compiling
     from nanochat.train import schedule, sizes
     from nanochat.train.optim import Optimizers, Rates
-    from nanochat.train.update import LossScale, update
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
@@ -114,7 +115,7 @@ def ours(task: dict[str, Any]) -> Side:
     start = cpu_seconds()
     fast = compiling.compiled(model, task["compiled"], shape, compute, model.compile_groups())
     compile_seconds = cpu_seconds() - start if task["compiled"] else 0.0
-    scale = LossScale()
+    safeguards = Safeguards(spikes=None)
 
     def step(number: int, batch: Batch) -> float:
         if steps is not None:
@@ -124,7 +125,7 @@ def ours(task: dict[str, Any]) -> Side:
             optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
         passes = zip(*(part.split(task["pass_rows"]) for part in batch), strict=True)
         work = dataloader.Step(0, batch[1].numel(), list(passes))
-        return update(fast, optimizers, work, scale, compute).loss
+        return update(fast, optimizers, work, safeguards, compute).loss
 
     def state() -> dict[str, Any]:
         held = {name: tensor for name, (tensor, _, _) in optimizers.state().items()}

@@ -191,7 +191,7 @@ class Epochs:
     )
 
     def steps(self, items: int, items_per_step: int) -> int:
-        """The number of steps that the flags ask for; a warning if the data makes only a few."""
+        """Return the number of steps that the flags ask for; warn if the data makes only a few."""
         if self.num_iterations is not None:
             return self.num_iterations
         epochs = self.num_epochs
@@ -203,9 +203,15 @@ class Epochs:
             enough = f"--num_epochs={-(-2 * FEW_STEPS * items_per_step // items)}"
             advice = f"{self.smaller_steps}, or {enough}" if items_per_step > 1 else enough
             warn(
-                f"the data is {items:,} rows, which makes {steps} step(s) of {items_per_step}: too few to learn much. "
-                f"Give {advice}"
+                f"the data is {items:,} rows, which makes {steps} step(s) of {items_per_step}: too "
+                f"few to learn much. Give {advice}"
             )
+        return steps
+
+    def steps_over(self, rows: Source, rows_per_step: int, name: str) -> int:
+        """Return the number of steps on rows that are called `name`, and log it."""
+        steps = self.steps(rows.count, rows_per_step)
+        log(f"data: {name}, {rows.count:,} rows of {rows.row_tokens - 1} tokens; {steps:,} steps")
         return steps
 
 

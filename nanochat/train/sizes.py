@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from nanochat import device
+from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import UserError, log, tr, warn
 from nanochat.data.traits import traits
 from nanochat.dataloader import Rows
@@ -101,6 +102,25 @@ def model_config(
     return QwenConfig(
         length, vocab_size, depth, dim, heads, heads, head, hidden, rope_theta=10_000.0, tied=0
     )
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """How large a model is."""
+
+    parameters: int
+    scaling_parameters: int  # matrices and head, which scaling laws count
+    flops_per_token: int
+
+
+def model_size(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool) -> ModelSize:
+    """Return the size of a model of this shape, which takes no memory.
+
+    UserError if the model is to train in FP8, and the device or the family cannot.
+    """
+    model = on_meta(shape, compute, fp8)
+    counts = model.parameter_counts()
+    return ModelSize(counts["total"], counts["scaling"], model.flops_per_token())
 
 
 def table_rows(asked: int | Auto, vocab_size: int) -> int:

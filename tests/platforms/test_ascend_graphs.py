@@ -12,11 +12,12 @@ from nanochat.common import UserError
 from nanochat.context import Packed
 from nanochat.runtime import graphs
 from nanochat.runtime.graphs import GraphedModel
+from nanochat.step import LossScale
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 from tests.emulated_npu.worker import on_npu
 from tests.platforms.test_ascend_training import CPU, VOCAB, Batch, tokens, train
 from tests.support.tiny_model import tiny_gpt
+from tests.support.updates import update
 
 
 @on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")

@@ -12,10 +12,11 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms.ascend_profiler import AscendTracer
 from nanochat.runtime import parallel, profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, PlatformTracer, TorchTracer, tracer_of
+from nanochat.step import LossScale
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 from tests.emulated_npu.worker import on_npu, run_ranks
 from tests.support.tiny_training import CPU, Batches
+from tests.support.updates import update
 
 
 def run(compute: Compute, folder: Path) -> None:

@@ -8,11 +8,12 @@ from nanochat import device
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
+from nanochat.step import LossScale
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 from tests.emulated_npu import log, worker
 from tests.support import ranks
 from tests.support.rank_training import CONFIG, batches
+from tests.support.updates import update
 
 MODES = ("none", "grad", "full")
 

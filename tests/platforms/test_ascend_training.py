@@ -14,11 +14,12 @@ from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.ascend import Ascend
+from nanochat.step import LossScale, Outcome
 from nanochat.train.muon import Muon
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, Outcome, update
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.updates import update
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 VOCAB = 290

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from nanochat import run as runs
 from nanochat.common import Pulse
 from nanochat.device import Compute
 from nanochat.evals import chat as chat_eval
 from nanochat.evals import loss as loss_eval
 from nanochat.runtime import signals
 from nanochat.runtime.tracking import read_metrics
-from nanochat.train import stage as stages
 from tests.support.faults import corpus, digests, stage
 from tests.support.rank_pool import Pool
 from tests.support.small_world import STAGES, run_stage, shrink, stage_folder
@@ -94,10 +94,10 @@ def pressed_in(patch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> N
 
 
 PLACES = [
-    ("update", stages, "update", 7, 7),
+    ("update", runs.Run, "update", 7, 7),
     ("evaluation", loss_eval, "bits_per_byte", 1, 10),
     ("last evaluation", loss_eval, "bits_per_byte", 2, 20),
-    ("compilation", stages, "compiled", 1, 0),
+    ("compilation", runs, "compiled", 1, 0),
 ]
 
 

@@ -83,8 +83,8 @@ def test_a_step_that_ranks_cannot_share_is_refused(stage: str, flag: str, alone:
     up_to(stage, alone, base_folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprint, "check_start", lambda *_: None)
-        patch.setattr("nanochat.train.stage.finished", lambda *_: False)
-        patch.setattr("nanochat.train.stage.rows_per_step", lambda *_: None)
+        patch.setattr("nanochat.run.finished", lambda *_: False)
+        patch.setattr("nanochat.run.rows_per_step", lambda *_: None)
         with pytest.raises(UserError, match=f"^{flag} must be a multiple of the 3 ranks, got 8") as refused:
             run_stage(stage, on_cpu(0, 3), **{flag: 8})
     assert refused.value.exit_code == 2

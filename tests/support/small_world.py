@@ -20,8 +20,8 @@ from nanochat.data.corpora import MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import write_shards
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.device import Compute
+from nanochat.run import AlreadyDone
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from nanochat.train.stage import AlreadyDone
 from scripts import base_train, chat_rl, chat_sft, mid_train
 from tasks.mixtures import rl_tasks
 from tests.support.tiny_model import on_cpu

@@ -13,10 +13,11 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
+from nanochat.step import LossScale
 from nanochat.tokenizer import Tokenizer
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 from tests.support.tiny_model import on_cpu
+from tests.support.updates import update
 
 CPU = on_cpu()
 VOCAB = 290

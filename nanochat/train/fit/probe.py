@@ -2,21 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn as nn
 
 from nanochat.common import UserError, log
 from nanochat.device import Compute
+from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.train.fit import memory
 from nanochat.train.optim import Optimizers
 from nanochat.train.sizes import Batch
 
 
-def fit(
-    batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, compute: Compute
-) -> Batch:
+def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
     """Split a step into the largest passes that fit into the memory of every rank; every rank must call this.
 
     Nothing is probed if the user gave a size, or on a CPU, where larger passes are no faster. The model is left
@@ -25,6 +25,7 @@ def fit(
     if not batch.probe or compute.platform.is_host:
         return batch
     rows_of_rank = batch.rows_per_step // compute.world_size
+    module = cast(nn.Module, model)
     optimizers.state()  # makes AdamW's moments, which must take their memory before passes are tried
 
     def attempt(rows: int) -> int:
@@ -33,7 +34,7 @@ def fit(
         passes = min(rows_of_rank // rows, 2)
         tokens = torch.zeros((rows, length), dtype=torch.long, device=compute.device)
         for number in range(passes):
-            parallel.sync_gradients(model, number == passes - 1)
+            parallel.sync_gradients(module, number == passes - 1)
             model(tokens, tokens, "sum").backward()
         return memory.peak(compute)
 

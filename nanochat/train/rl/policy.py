@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.train.update import CrossEntropy, Objective
+from nanochat.context import TREE, model_arguments
 
 Average = Literal["token", "reply", "limit"]
 
@@ -92,9 +92,9 @@ class PolicyFlags:
                 raise UserError(rule, exit_code=2)
 
     @property
-    def objective(self) -> Objective:
-        """What an update minimises."""
-        return CrossEntropy() if self.loss == "reinforce" else PolicyLoss(self.loss, *self.clip)
+    def ratio_loss(self) -> "PolicyLoss | None":
+        """The loss of --loss, or None for reinforce, whose losses the model itself weighs and sums."""
+        return None if self.loss == "reinforce" else PolicyLoss(self.loss, *self.clip)
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -173,12 +173,14 @@ class PolicyLoss:
         targets: Tensor,  # (B, T), or (N,) of trees; -1 = not trained
         **extras: Tensor,  # weights, and sampled, the sampler's log-probability of each target, shaped like targets;
         # copies, for how many replies each target is trained, by default for one;
-        # gspo over trees: replies, the number of each target's reply, below N
-    ) -> Tensor:  # (3,)
-        """The sums over all targets of the loss, and over all of their copies of clipped tokens and of the shift."""
+        # gspo over trees: replies, the number of each target's reply, below N; and the tensors of a Tree
+    ) -> tuple[Tensor, Tensor]:  # (), (2,)
+        """Return the sum of the loss over all targets, and the sums of both figures over all of
+        their copies."""
         weights, sampled, copies = extras["weights"], extras["sampled"], extras.get("copies", 1.0)
+        tree = model_arguments({name: extras[name] for name in TREE if name in extras})
         trained = targets >= 0
-        logprobs = -model(inputs, targets, reduction="none")
+        logprobs = -model(inputs, targets, reduction="none", **tree)
         moved = torch.where(trained, logprobs - sampled, 0.0).clamp(
             -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
         )
@@ -196,9 +198,10 @@ class PolicyLoss:
             bounded = ratio.clamp(1 - self.low, 1 + self.high)
             gains = torch.minimum(ratio * weights, bounded * weights)
             clipped = bounded * weights < ratio * weights
-        counted = (clipped & trained) * copies, torch.where(trained, shift, 0.0) * copies
-        sums = -torch.where(trained, gains, 0.0), *counted
-        return torch.stack([each.sum() for each in sums])
+        loss = -torch.where(trained, gains, 0.0).sum()
+        clipped_sum = ((clipped & trained) * copies).sum()
+        shift_sum = (torch.where(trained, shift, 0.0) * copies).sum()
+        return loss, torch.stack((clipped_sum, shift_sum))
 
 
 def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:

@@ -49,7 +49,7 @@ class Rollouts:
     )
     flat: float  # share of prompts whose samples all did equally well
     truncated: float  # share of samples that were cut off
-    extras: tuple[str, ...] = ("weights",)  # see update.MicroBatches
+    extras: tuple[str, ...] = ("weights",)  # what a micro-batch holds after inputs and targets
     kl: float | None = (
         None  # estimate of the policy's divergence from the reference, in nats a token that is trained
     )

@@ -6,7 +6,6 @@ better and worse replies share with opposite weights drops out.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -16,12 +15,11 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.common import UserError
-from nanochat.context import TREE, Tree
+from nanochat.context import Tree
 from nanochat.device import Compute
 from nanochat.engine import Completion
 from nanochat.model import Model
 from nanochat.runtime import parallel
-from nanochat.train.update import Objective
 
 LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups become several trees
 PASS_TOKENS = 4096  # of a pass that only reads, padding included
@@ -57,27 +55,6 @@ class Sample:
         """For how many replies each token of the reply is trained."""
         return (
             [int(weight != 0) for weight in self.weights] if self.counted is None else self.counted
-        )
-
-
-@dataclass(frozen=True)
-class OverTrees:
-    """An objective over micro-batches that pack() has made."""
-
-    objective: Objective
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """Those of the objective."""
-        return self.objective.figures
-
-    def __call__(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
-    ) -> Tensor:
-        """The objective's sums; `extras` also hold the tensors of a Tree."""
-        tree = Tree(*(extras.pop(name) for name in TREE))
-        return self.objective(
-            cast(nn.Module, partial(model, context=tree)), inputs, targets, **extras
         )
 
 

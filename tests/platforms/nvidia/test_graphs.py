@@ -22,12 +22,13 @@ from nanochat.nn.operations import Operations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime.graphs import GraphedModel, check
+from nanochat.step import LossScale
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 from tests.generate.test_graphs import replies
 from tests.platforms.test_ascend_training import CPU, VOCAB, Batch
 from tests.support.qwens import VOCABULARY, tiny_qwen
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.updates import update
 
 
 class Played(TorchDispatchMode):

@@ -14,11 +14,12 @@ from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
+from nanochat.step import LossScale, Outcome
 from nanochat.train.rl import rollout
 from nanochat.train.rl.policy import PolicyFlags, shuffled
-from nanochat.train.update import LossScale, Outcome, update
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
+from tests.support.updates import update
 
 TOKENIZER = tiny_tokenizer()
 SAMPLING = Sampling(1.0, 50, max_tokens=10, seed=7)
@@ -296,7 +297,7 @@ def test_a_ratio_gets_the_sampler_s_log_probabilities():
         )
     model = talkative()
     recorder = Recorder(model)
-    outcome = update(model, recorder, rollouts, LossScale(), on_cpu(), objective=policy.objective)  # type: ignore[arg-type]
+    outcome = update(model, recorder, rollouts, LossScale(), on_cpu(), loss=policy.ratio_loss)
     _, expected, _ = gradient(100, on_cpu())
     assert outcome.figures == {"clipped": 0.0, "policy_shift": pytest.approx(0, abs=1e-6)}
     for name, value in recorder.gradients.items():  # a policy that has not moved learns what REINFORCE does

@@ -15,14 +15,15 @@ from nanochat.gpt import GPT
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime import parallel
+from nanochat.step import LossScale, Outcome
 from nanochat.train.rl import rollout, trees
 from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags
-from nanochat.train.rl.trees import OverTrees, Sample, over_trees, pack
-from nanochat.train.update import LossScale, Outcome, update
+from nanochat.train.rl.trees import Sample, over_trees, pack
 from tests.support.qwens import tiny_qwen
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, pretend, words
+from tests.support.updates import update
 from tests.train.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Recorder, talkative
 
 LOSSES = (
@@ -59,8 +60,7 @@ def learned(
     groups = Groups(sampler, TOKENIZER) if over else None
     rolled, _ = rollout.roll_out(Even(), NUMBERS, 8, sampling, rows, sampler, TOKENIZER, compute, policy, groups=groups)
     recorder: Any = Recorder(model)
-    objective = OverTrees(policy.objective) if over else policy.objective
-    return update(model, recorder, rolled, LossScale(), compute, objective=objective), recorder.gradients
+    return update(model, recorder, rolled, LossScale(), compute, loss=policy.ratio_loss), recorder.gradients
 
 
 def check(found: tuple[Outcome, dict[str, torch.Tensor]], expected: tuple[Outcome, dict[str, torch.Tensor]]) -> None:

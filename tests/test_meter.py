@@ -11,9 +11,9 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.device import Compute
+from nanochat.meter import Meter, SaveClock, step_line, step_note
 from nanochat.platforms import host
-from nanochat.train.meter import Meter, SaveClock, step_line, step_note
-from nanochat.train.update import Outcome
+from nanochat.step import Outcome
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 

@@ -6,7 +6,7 @@ import torch
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.runtime import parallel
-from nanochat.train.update import Start
+from nanochat.train.start_weights import StartWeights
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt
 
@@ -17,7 +17,7 @@ def mixed(compute: Compute, share: float, mode: parallel.Sharding = "full") -> d
     """The weights after a change of every weight and the mix."""
     model = tiny_gpt(VOCABULARY)
     parallel.shard(model, model.shard_groups(), compute, mode)
-    start = Start(model, share)
+    start = StartWeights(model, share)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.mul_(2).add_(number)
@@ -43,5 +43,5 @@ def test_ranks_mix_their_own_rows() -> None:
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_beyond_the_start_is_refused(share: float) -> None:
     with pytest.raises(UserError, match="at least 0 and below 1, got") as refusal:
-        Start(tiny_gpt(VOCABULARY), share)
+        StartWeights(tiny_gpt(VOCABULARY), share)
     assert refusal.value.exit_code == 2

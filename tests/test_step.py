@@ -1,35 +1,28 @@
-"""The update: what it computes, what it skips, and what it gives with a compiled model."""
+"""The update: what it computes, and what it skips."""
 
 import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.train import compile as compiling
-from nanochat.train.meter import due
+from nanochat.meter import due
+from nanochat.step import LossScale, Outcome
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, Outcome, measure, update
+from nanochat.train.validation import mean_over
+from tests.support.updates import update
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 FP16 = replace(CPU, dtype=torch.float16)
 CONFIG = GPTConfig(sequence_len=16, vocab_size=60, n_layer=2, n_head=2, n_kv_head=2, n_embd=32)
-
-
-@pytest.fixture(autouse=True)
-def compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """compiled() sets this variable for good; here it is put back."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @dataclass
@@ -105,7 +98,7 @@ def gradients_of(
     model: GPT, batches: Batches, compute: Compute = CPU, scale: LossScale | None = None
 ) -> tuple[Outcome, dict[str, Tensor]]:
     recorder = Recorder(model)
-    outcome = update(model, recorder, batches, scale or LossScale(), compute)  # type: ignore[arg-type]
+    outcome = update(model, recorder, batches, scale or LossScale(), compute)
     return outcome, recorder.gradients
 
 
@@ -133,7 +126,7 @@ def test_due_is_the_one_predicate(step: int, every: int, last: bool, expected: b
 
 @dataclass
 class Squares:
-    """An objective that is no weighted sum of losses: their squares; it also counts the losses above 4."""
+    """A loss that is no weighted sum of losses: their squares; it also counts the losses above 4."""
 
     figures: tuple[str, ...] = ("large",)
 
@@ -142,8 +135,14 @@ class Squares:
         return torch.stack((losses.square().sum(), (losses > 4).sum().float()))
 
 
+class PartedSquares(Squares):
+    def __call__(self, *arguments: Any) -> Any:
+        sums = super().__call__(*arguments)
+        return sums[0], sums[1:]
+
+
 @pytest.mark.parametrize("sizes", [[8], [5, 3]])
-def test_an_objective_may_be_any_function_of_the_losses_and_has_its_own_figures(sizes: list[int]) -> None:
+def test_a_loss_may_be_any_function_of_the_losses_and_has_its_own_figures(sizes: list[int]) -> None:
     inputs, targets, _ = rows()
     model, reference = gpt(), gpt()
     losses = torch.nn.functional.cross_entropy(reference(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1,
@@ -152,8 +151,8 @@ def test_an_objective_may_be_any_function_of_the_losses_and_has_its_own_figures(
     (losses.square().sum() / count).backward()
     wanted = {"loss": losses.square().sum().item() / count, "large": (losses > 4).sum().item() / count}
     batches, recorder = split((inputs, targets), sizes), Recorder(model)
-    assert measure(Squares(), model, [batches], CPU) == pytest.approx(wanted, rel=1e-4)
-    outcome = update(model, recorder, batches, LossScale(), CPU, objective=Squares())  # type: ignore[arg-type]
+    assert mean_over(Squares(), model, [batches], CPU) == pytest.approx(wanted, rel=1e-4)
+    outcome = update(model, recorder, batches, LossScale(), CPU, loss=PartedSquares())
     assert {"loss": outcome.loss, **outcome.figures} == pytest.approx(wanted, rel=1e-4)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(recorder.gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
@@ -293,88 +292,3 @@ def test_other_formats_have_no_scale() -> None:
         scale = LossScale.start(replace(CPU, dtype=dtype), {"scale": {"value": 7.0, "good_steps": 3}})
         scale.update(finite=False)
         assert scale.value == 1
-
-
-# --- compiling -----------------------------------------------------------------------------------
-
-
-def compile_it(model: GPT, wanted: bool | None) -> Any:
-    return compiling.compiled(model, wanted, (2, 16), CPU, model.blocks)
-
-
-def failing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("the compiler is broken\nsecond line")
-
-    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
-    monkeypatch.setattr(torch, "compile", broken)
-
-
-def test_a_failing_compiler_is_named_and_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_compiler(monkeypatch)
-    model = gpt()
-    before = [p.detach().clone() for p in model.parameters()]
-    assert compile_it(model, None) is model
-    said = capsys.readouterr().err
-    assert "torch.compile failed, and training continues uncompiled: the compiler is broken" in said
-    assert "second line" not in said
-    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
-
-
-def test_a_failing_compiler_stops_a_run_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_compiler(monkeypatch)
-    with pytest.raises(RuntimeError, match="the compiler is broken"):
-        compile_it(gpt(), True)
-
-
-def test_a_missing_compiler_is_refused_only_where_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no C++ compiler (g++) was found")
-    model = gpt()
-    with pytest.raises(UserError, match="--compile was asked for, but cannot be used: no C\\+\\+ compiler"):
-        compile_it(model, True)
-    assert compile_it(model, None) is model
-    assert "not compiled: no C++ compiler (g++) was found" in capsys.readouterr().out
-
-
-def test_ranks_compile_together_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first pass takes all ranks: one that has no compiler would leave the others waiting."""
-    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
-    monkeypatch.setattr(compiling.parallel, "least", lambda value, compute: 0)
-    model = gpt()
-    assert compile_it(model, None) is model
-    assert "not compiled: another rank has no compiler" in capsys.readouterr().out
-
-
-def test_switched_off_means_not_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    failing_compiler(monkeypatch)
-    model = gpt()
-    assert compile_it(model, False) is model
-    assert "not compiled: switched off" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_compiled_updates_equal_eager_ones_and_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced through dynamo and autograd, with the generated code left out: that is what takes a compiler's time."""
-    real = torch.compile
-    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
-    monkeypatch.setattr(torch, "compile", lambda model, **rest: real(model, backend="aot_eager", **rest))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    models = [gpt(), gpt()]
-    fast = compile_it(models[0], True)
-    assert fast is not models[0]
-    pairs = [(fast, optimizers_of(models[0])), (models[1], optimizers_of(models[1]))]
-    for seed in range(3):
-        outcomes = [
-            update(model, optimizers, split(rows(seed)[:2], [2] * 4), LossScale(), CPU) for model, optimizers in pairs
-        ]
-        assert outcomes[0].loss == pytest.approx(outcomes[1].loss, rel=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)

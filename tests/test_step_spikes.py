@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nanochat.train.update import SIGMAS, WINDOW, Spikes
+from nanochat.step import SIGMAS, WINDOW, Spikes
 
 
 def filled(seed: int = 0) -> Spikes:
@@ -17,14 +17,14 @@ def filled(seed: int = 0) -> Spikes:
 def test_six_sigma_is_the_limit() -> None:
     mean = sum(filled().norms) / WINDOW
     sigma = (sum((norm - mean) ** 2 for norm in filled().norms) / WINDOW) ** 0.5
-    assert not filled().found(mean + 0.999 * SIGMAS * sigma)
-    assert filled().found(mean + 1.001 * SIGMAS * sigma)
-    assert not filled().found(0.0)  # small ones harm nobody
+    assert not filled().is_spike(mean + 0.999 * SIGMAS * sigma)
+    assert filled().is_spike(mean + 1.001 * SIGMAS * sigma)
+    assert not filled().is_spike(0.0)  # small ones harm nobody
 
 
 def test_nothing_is_a_spike_before_the_window_is_full() -> None:
     spikes = Spikes(filled().norms[:-1])
-    assert not spikes.found(1e9)
+    assert not spikes.is_spike(1e9)
     assert len(spikes.norms) == WINDOW
 
 
@@ -32,17 +32,17 @@ def test_nothing_is_a_spike_before_the_window_is_full() -> None:
 def test_gradients_that_stay_larger_are_let_through_soon(level: float) -> None:
     """Ten skipped steps in a row would stop the run."""
     spikes = filled()
-    skipped = [spikes.found(level * (1 + 0.01 * i)) for i in range(20)]
+    skipped = [spikes.is_spike(level * (1 + 0.01 * i)) for i in range(20)]
     assert skipped[0] and sum(skipped) <= 5 and not any(skipped[5:])
 
 
 def test_the_window_moves() -> None:
     spikes = filled()
-    spikes.found(1000.0)
-    assert not spikes.found(2.0)  # after a spike the limit is wide
+    spikes.is_spike(1000.0)
+    assert not spikes.is_spike(2.0)  # after a spike the limit is wide
     for norm in filled(1).norms:
-        spikes.found(norm)
-    assert len(spikes.norms) == WINDOW and spikes.found(2.0)
+        spikes.is_spike(norm)
+    assert len(spikes.norms) == WINDOW and spikes.is_spike(2.0)
 
 
 def test_the_window_survives_a_stop_exactly() -> None:
