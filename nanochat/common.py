@@ -30,6 +30,8 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 FREE = "does not change what is learned"  # the mark of such a flag
 Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
+RARE = "stands under --help_all only"  # the mark of a flag, or of a group of flags, that few need
+Rare = Annotated[T, RARE]  # the type of such a flag or group
 JSON_BYTES = 1 << 28  # of the largest JSON file that is read
 # What a terminal obeys, and what turns the direction of text: control characters but tab and line feed, bidirectional
 # marks, and halves of surrogate pairs, which are the bytes of a file name that is not UTF-8.
@@ -243,6 +245,53 @@ def sha256_of(path: Path) -> str:
 
 # --- command lines -------------------------------------------------------------------------------
 
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag of a configuration."""
+
+    name: str
+    annotation: Any
+    default: Any  # dataclasses.MISSING if the flag must be given
+    marks: frozenset[Any]  # FREE, RARE; those of its group too
+
+
+def flags_of(config: Any) -> list[Flag]:
+    """Return the flags of a configuration, which is a dataclass or an object of one.
+
+    A field that is a dataclass itself is a group of flags: on the command line and in the settings
+    of a run its flags stand beside the others.
+    """
+    hints = typing.get_type_hints(
+        config if isinstance(config, type) else type(config), include_extras=True
+    )
+    flags = []
+    for field in dataclasses.fields(config):
+        annotation = hints[field.name]
+        kind = typing.get_args(annotation)[0] if _is_marked(annotation) else annotation
+        marks = frozenset(annotation.__metadata__ if _is_marked(annotation) else ())
+        if not dataclasses.is_dataclass(kind):
+            flags.append(Flag(field.name, annotation, field.default, marks))
+            continue
+        for flag in flags_of(kind):
+            # the default of a group is an object, whose values may differ from its class's
+            default = getattr(field.default, flag.name, flag.default)
+            flags.append(dataclasses.replace(flag, default=default, marks=flag.marks | marks))
+    return flags
+
+
+def _is_marked(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is Annotated
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the value of every flag of a configuration, by name."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= values_of(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
+
+
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -291,10 +340,8 @@ def parse(
 ) -> Config:
     """Read a command line into a frozen dataclass. An unknown flag ends the process with code 2 and prints the names
     that are nearest to it."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    switches = {
-        name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))
-    }
+    kinds = {flag.name: _switch_kind(flag.annotation) for flag in flags_of(config)}
+    switches = {name: kind for name, kind in kinds.items() if kind}
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
     launched = sys.modules["__main__"].__spec__
     program = None
@@ -302,7 +349,14 @@ def parse(
         program = f"python -m {launched.name.removesuffix('.__main__')}"
     speaks = rank() == 0  # all ranks have the same command line, so one of them prints its mistakes
     about = _indented_commands(description)
-    return tyro.cli(config, prog=program, args=words, description=about, console_outputs=speaks)
+    return tyro.cli(
+        config,
+        prog=program,
+        args=words,
+        description=about,
+        console_outputs=speaks,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
 
 
 def _indented_commands(description: str | None) -> str | None:
@@ -414,7 +468,7 @@ def complain(message: str) -> None:
 
 def settings(config: Any) -> dict[str, Any]:
     """A configuration as a plain dict, as checkpoints and reports keep it: lists for tuples, text for paths."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return json.loads(json.dumps(values_of(config), default=str))
 
 
 if __name__ == "__main__":  # for shell scripts, which must mean the same folder

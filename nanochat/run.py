@@ -59,7 +59,7 @@ from nanochat.step import Outcome, Safeguards, Update
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import sizes
 from nanochat.train.compile import Ahead, compiled, is_compiled, missing
-from nanochat.train.flags import RunFlags
+from nanochat.train.flags import RunFlags, StageFlags
 from nanochat.train.optim import Optimizers
 from nanochat.train.sizes import Batch
 
@@ -112,14 +112,14 @@ def open_folder(
 
 
 def parent_of(
-    source: str, step: int | None, stage: str, model_tag: str | None, out_tag: Callable[[str], str]
+    source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
     """Return the checkpoint that a stage starts from, the newest or that of `step`, and its own tag.
 
-    `out_tag` gives the tag of the stage's checkpoints from the tag of the parent.
+    `own_file` is a file of your own that the stage learns from.
     """
-    parent = find_parent(source, model_tag, step)
-    tag = out_tag(parent.tag)
+    parent = find_parent(source, flags.model_tag, step)
+    tag = flags.own_tag(parent.tag, own_file)
     log(
         f"{stage}: training the model {parent.tag} of stage {parent.stage}, step {parent.step:,}; "
         f"checkpoints go to {checkpoint_dir(stage, tag)}"
@@ -537,8 +537,11 @@ def launch(
     Signals are caught, and ranks watch each other.
     """
 
-    def main(cfg: Any, compute: Compute) -> None:
-        with contextlib.suppress(AlreadyDone), compute.ending:  # finished() has logged it
-            train(cfg, compute)
+    def main(cfg: Any) -> None:
+        def work(_: RunFlags, compute: Compute) -> None:
+            with contextlib.suppress(AlreadyDone), compute.ending:  # finished() has logged it
+                train(cfg, compute)
 
-    run(guarded(main), config, description)
+        guarded(work)(cfg.run)
+
+    run(main, config, description)

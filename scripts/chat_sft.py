@@ -16,7 +16,17 @@ from nanochat.device import Compute
 from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
 from nanochat.train import sizes
 from nanochat.train.fit import probe
-from nanochat.train.flags import ChatFlags, ExampleFlags, Free
+from nanochat.train.flags import (
+    ChatFlags,
+    Epochs,
+    ExampleFlags,
+    Free,
+    Rare,
+    RunFlags,
+    StageFlags,
+    check_ranges,
+)
+from nanochat.train.optim import Rates
 from nanochat.train.setup import set_up
 from nanochat.train.start_weights import StartWeights
 from nanochat.train.validation import Validation
@@ -24,32 +34,49 @@ from tasks.mixtures import mix
 
 
 @dataclass(frozen=True)
-class Config(ExampleFlags, ChatFlags):
+class Config:
     """Flags of fine-tuning."""
 
     source: Free[Literal["mid", "base"]] = "mid"
     """stage whose model to start from"""
-    source_step: Free[int | None] = None
+    source_step: Free[Rare[int | None]] = None
     """step of that stage's checkpoint; default: the newest"""
     init_lr_frac: float = 0.02
     """factor on all learning rates, which then fall linearly to 0"""
     start_share: float = 0.0
     """share that the start's weights have in the finished model; 0.5: the mean of start and end.
     Such a model answers more questions in new wordings, and learns less of what is new"""
+    eval_every: Free[int] = 100
+    """steps between validations; 0: never validate"""
+    stage: StageFlags = StageFlags()
+    """the model to train, and the name of the result"""
+    epochs: Epochs = Epochs()
+    """how long the run is"""
+    chats: ChatFlags = ChatFlags()
+    """the conversations to learn from"""
+    batch: ExampleFlags = ExampleFlags()
+    """how a step is split"""
+    rates: Rare[Rates] = Rates(weight_decay=0.0)
+    """learning rates of the parameters' roles"""
+    run: RunFlags = RunFlags()
+    """how the run is computed, saved and resumed"""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune over the mixture, resuming from the newest checkpoint if there is one."""
-    parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.model_tag, cfg.saved_as)
-    corpus = cfg.data or parent.corpus
-    folder = open_folder("sft", tag, cfg, cfg, compute, parent=parent.identity, corpus=corpus)
+    parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.stage, cfg.chats.own_file)
+    corpus = cfg.stage.data or parent.corpus
+    folder = open_folder("sft", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
     model, tokenizer = load_parent(parent, compute)
-    mixture = mix("sft", corpus, cfg.seed, cfg.conversations, cfg.mix)
+    mixture = mix("sft", corpus, cfg.run.seed, cfg.chats.conversations, cfg.chats.mix)
     length = model.config.sequence_len
-    rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.seed, masked=True)
+    rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.run.seed, masked=True)
     batch = sizes.example_batch(
-        cfg.target_examples_per_step,
-        cfg.device_batch_size,
+        cfg.batch.target_examples_per_step,
+        cfg.batch.device_batch_size,
         model.config,
         model.parameter_counts()["total"],
         rows,
@@ -57,18 +84,20 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
         folder.begun_rows,
     )
-    every = traits(corpus).answers_documents_every if cfg.conversations is None else 0
-    rows, documents = cfg.with_documents(rows, corpus, every, tokenizer)
-    steps = cfg.steps_over(rows, batch.rows_per_step, f"{mixture.name}{documents}")
+    every = traits(corpus).answers_documents_every if cfg.chats.conversations is None else 0
+    rows, documents = cfg.chats.with_documents(rows, corpus, every, tokenizer, cfg.run.seed)
+    steps = cfg.epochs.steps_over(
+        rows, batch.rows_per_step, f"{mixture.name}{documents}", cfg.batch.smaller_steps
+    )
 
     per_step = batch.tokens_per_step
-    rates = cfg.for_batch(per_step)
-    optimizers = set_up(model, rates, cfg.init_lr_frac, folder.path, cfg, compute)
+    rates = cfg.rates.for_batch(per_step)
+    optimizers = set_up(model, rates, cfg.init_lr_frac, folder.path, cfg.run, compute)
     start = StartWeights(cast(nn.Module, model), cfg.start_share)  # before a checkpoint is loaded
-    validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.samples, compute)
+    validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
     plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
 
-    with Run(folder, plan, model, tokenizer, optimizers, cfg, compute) as run:
+    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
         batch = probe.fit(batch, model, optimizers, length, compute)
         fast = run.prepare(rows, batch)
         batches = run.batches(rows, batch)

@@ -29,15 +29,62 @@ from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.train import schedule, sizes
 from nanochat.train.fit import probe
-from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, RunFlags
+from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, Rare, RunFlags, check_ranges
 from nanochat.train.optim import OneRate
 from nanochat.train.setup import set_up
 from nanochat.train.validation import Validation
 from tasks.mixtures import Mix, own_conversations, own_pairs
 
 
+@dataclass(frozen=True)
+class LossFlags:
+    """What is learned."""
+
+    loss: Literal["answers", "dpo"] = "answers"
+    """what is learned; answers: to say what the assistant says in the data.
+    dpo: to find the answers that the data prefers likelier than the others (direct preference optimisation)"""
+    dpo_beta: float = 0.1
+    """how far dpo holds the model to what it said before training; lower it to let the model move further away"""
+    dpo_label_smoothing: Rare[float] = 0.0
+    """share of the preferences that may be the wrong way round, below 0.5; raise it for noisy data"""
+    dpo_sft_weight: Rare[float] = 0.0
+    """weight of the preferred answers' own loss, per token, which dpo adds.
+    Raise it, to 1 for example, where preferred answers become less likely too"""
+
+    @property
+    def preference(self) -> PreferenceLoss | None:
+        """The loss of pairs of answers, or None to learn from conversations. UserError if a flag is out of range."""
+        loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
+        return loss if self.loss == "dpo" else None
+
+
+@dataclass(frozen=True)
+class AdapterFlags:
+    """The adapter that is trained."""
+
+    lora_rank: int = 8
+    """rank of the adapter; 0: no adapter, every parameter is trained"""
+    lora_alpha: float = 16.0
+    """what the adapter adds is multiplied by alpha / rank"""
+    lora_dropout: Rare[float] = 0.0
+    """share of a matrix's inputs that the adapter does not see in training"""
+    lora_targets: tuple[str, ...] = LoraConfig.targets
+    """matrices that get an adapter"""
+    rslora: Rare[bool] = False
+    """multiply by alpha / sqrt(rank) instead, which keeps high ranks learning"""
+
+    @property
+    def shape(self) -> LoraConfig | None:
+        """The shape of the adapter, or None to train every parameter."""
+        if self.lora_rank == 0:
+            return None
+        return LoraConfig(
+            self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
-class Config(ExampleFlags, Epochs, RunFlags):
+class Config:
     """Flags of fine-tuning a published model."""
 
     model: Free[Path]
@@ -45,26 +92,10 @@ class Config(ExampleFlags, Epochs, RunFlags):
     data: Free[tuple[str, ...]]
     """JSONL or JSON files of conversations: messages, ShareGPT or Alpaca; with --loss=dpo files of preferences.
     FILE:2 takes the records of a file twice, FILE:0.5 every second one"""
-    loss: Literal["answers", "dpo"] = "answers"
-    """what is learned; answers: to say what the assistant says in the data.
-    dpo: to find the answers that the data prefers likelier than the others (direct preference optimisation)"""
-    dpo_beta: float = 0.1
-    """how far dpo holds the model to what it said before training; lower it to let the model move further away"""
-    dpo_label_smoothing: float = 0.0
-    """share of the preferences that may be the wrong way round, below 0.5; raise it for noisy data"""
-    dpo_sft_weight: float = 0.0
-    """weight of the preferred answers' own loss, per token, which dpo adds.
-    Raise it, to 1 for example, where preferred answers become less likely too"""
-    lora_rank: int = 8
-    """rank of the adapter; 0: no adapter, every parameter is trained"""
-    lora_alpha: float = 16.0
-    """what the adapter adds is multiplied by alpha / rank"""
-    lora_dropout: float = 0.0
-    """share of a matrix's inputs that the adapter does not see in training"""
-    lora_targets: tuple[str, ...] = LoraConfig.targets
-    """matrices that get an adapter"""
-    rslora: bool = False
-    """multiply by alpha / sqrt(rank) instead, which keeps high ranks learning"""
+    objective: LossFlags = LossFlags()
+    """what is learned"""
+    adapter: AdapterFlags = AdapterFlags()
+    """the adapter that is trained"""
     learning_rate: float | Auto = "auto"
     """learning rate of AdamW; auto: by what is trained, the model's width and the number of steps.
     100 steps at 576 channels take 1e-3 for an adapter and 1e-4 for every parameter.
@@ -77,11 +108,6 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """tokens of a row, and of the longest conversation; a row holds several conversations that cannot see each other.
     auto: 2,048, or fewer where the data is small and its longest conversation fits.
     With dpo a row holds both answers of a pair, each after its prompt"""
-    target_examples_per_step: int | Auto = "auto"
-    """rows per step over all devices; a row holds several whole conversations.
-    auto: 32, or fewer where the data makes fewer than 30 such steps, but at least 4 conversations"""
-    num_epochs: float | Auto = "auto"
-    """passes over the training data; auto: 1, or up to 4 where one pass makes fewer than 100 steps"""
     too_long: TooLong = "cut"
     """conversations or pairs longer than a row: cut keeps their beginning, drop leaves them out"""
     checkpoint_activations: Free[bool] = False
@@ -90,43 +116,39 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """like --checkpoint_activations, and move these inputs to the host's memory until the backward pass"""
     out_tag: Annotated[Free[str | None], arg(aliases=["--out"])] = None
     """name of the result; default: the names of the model and of the first file"""
+    eval_every: Free[int] = 100
+    """steps between validations; 0: never validate"""
+    epochs: Epochs = Epochs(num_epochs="auto")
+    """how long the run is"""
+    batch: ExampleFlags = ExampleFlags(target_examples_per_step="auto")
+    """how a step is split"""
+    run: RunFlags = RunFlags()
+    """how the run is computed, saved and resumed"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_ranges(self)
         if not self.data:
             raise UserError(
-                "--data needs at least one file of conversations, got none: name one, such as a.jsonl",
-                2,
+                "--data needs at least one file of conversations, got none: name one, such as "
+                "a.jsonl",
+                exit_code=2,
             )
-
-    @property
-    def lora(self) -> LoraConfig | None:
-        """The shape of the adapter, or None to train every parameter."""
-        if self.lora_rank == 0:
-            return None
-        return LoraConfig(
-            self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora
-        )
 
     @property
     def recomputes(self) -> bool:
         """Whether the backward pass computes each layer again."""
         return self.checkpoint_activations or self.offload_activations
 
-    @property
-    def preference(self) -> PreferenceLoss | None:
-        """The loss of pairs of answers, or None to learn from conversations. UserError if a flag is out of range."""
-        loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
-        return loss if self.loss == "dpo" else None
-
     def rate(self, width: int, steps: int) -> float:
         """The highest learning rate for a model of `width` channels, which is logged if it was chosen."""
         if self.learning_rate != "auto":
             return self.learning_rate
-        rate = schedule.tuning_rate(width, steps, self.lora_rank > 0, self.loss == "dpo")
-        trained = "an adapter" if self.lora_rank else "every parameter"
+        rate = schedule.tuning_rate(
+            width, steps, self.adapter.lora_rank > 0, self.objective.loss == "dpo"
+        )
+        trained = "an adapter" if self.adapter.lora_rank else "every parameter"
         log(
-            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, loss {self.loss})"
+            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, loss {self.objective.loss})"
         )
         return rate
 
@@ -181,17 +203,17 @@ def pass_loss(
 
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
-    lora = cfg.lora
-    preference = cfg.preference
+    lora = cfg.adapter.shape
+    preference = cfg.objective.preference
     max_length = None if cfg.max_length == "auto" else cfg.max_length
-    base = open_base(cfg.model, max_length, lora, compute, cfg.seed)
+    base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
     conversations = own_pairs(cfg.data) if preference else own_conversations(cfg.data)
     facts = cfg.chosen_by | {"held out": f"one in {conversations.held_out_every}"}
     folder = open_folder(
         "tune",
         cfg.tag,
         cfg,
-        cfg,
+        cfg.run,
         compute,
         parent=base.identity,
         corpus=conversations.name,
@@ -211,14 +233,14 @@ def train(cfg: Config, compute: Compute) -> None:
         conversations,
         base.tokenizer,
         length,
-        cfg.seed,
+        cfg.run.seed,
         True,
         cfg.too_long,
         pairs=preference is not None,
     )
     batch = sizes.example_batch(
-        cfg.target_examples_per_step,
-        cfg.device_batch_size,
+        cfg.batch.target_examples_per_step,
+        cfg.batch.device_batch_size,
         model.config,
         base.held,
         rows,
@@ -226,7 +248,9 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
         folder.begun_rows,
     )
-    steps = cfg.steps_over(rows, batch.rows_per_step, conversations.name)
+    steps = cfg.epochs.steps_over(
+        rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
+    )
     check_fits(
         Tuning(
             model.config,
@@ -235,7 +259,7 @@ def train(cfg: Config, compute: Compute) -> None:
             batch.passes > 1,
             cfg.recomputes,
             cfg.offload_activations,
-            cfg.shard,
+            cfg.run.shard,
             compute.world_size,
             str(compute.dtype).removeprefix("torch."),
             compute.platform.is_host,
@@ -244,7 +268,7 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
     )
     rates = OneRate(cfg.rate(model.config.n_embd, steps), cfg.weight_decay)
-    optimizers = set_up(model, rates, 1.0, folder.path, cfg, compute, fill=base.fill)
+    optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for pairs in (rows, val_rows):
             add_references(pairs, model, base.identity, batch.device_batch_size, compute)
@@ -257,7 +281,7 @@ def train(cfg: Config, compute: Compute) -> None:
         return pass_loss(preference, fast, *tensors)[0]
 
     with Run(
-        folder, plan, model, base.tokenizer, optimizers, cfg, compute, about=base.about
+        folder, plan, model, base.tokenizer, optimizers, cfg.run, compute, about=base.about
     ) as run:
         batch = probe.fit(batch, model, optimizers, length, compute)
         fast = run.prepare(rows, batch, summed_loss)
@@ -275,7 +299,7 @@ def train(cfg: Config, compute: Compute) -> None:
             if run.ended:
                 break
 
-            seed_all(dropout_seed(cfg.seed, step, compute.rank))
+            seed_all(dropout_seed(cfg.run.seed, step, compute.rank))
             lrm = schedule.cosine(step, steps, cfg.warmup_ratio)
             optimizers.schedule(lrm, momentum=0.95, decay=1.0)
             data = next(batches)

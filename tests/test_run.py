@@ -21,7 +21,7 @@ from nanochat.run import AlreadyDone, Plan, Run, open_folder
 from nanochat.runtime.progress import Progress
 from nanochat.runtime.tracking import read_metrics
 from nanochat.step import Outcome
-from nanochat.train.flags import StageFlags
+from nanochat.train.flags import RunFlags
 from nanochat.train.optim import Rates
 from nanochat.train.setup import set_up
 from scripts import base_train, chat_rl, chat_sft, mid_train
@@ -35,7 +35,7 @@ TOKENIZER = tiny_tokenizer()
 def begun(total: int = 100, items: int = 4, about: Any = None, **flags: Any) -> Run:
     """A run of a tiny model, ready for its next step."""
     compute = on_cpu()
-    cfg = StageFlags(**flags)
+    cfg = RunFlags(**flags)
     folder = open_folder("base", "d2", cfg, cfg, compute, corpus="cats")
     model = tiny_gpt(TOKENIZER.vocab_size, 16)
     optimizers = set_up(model, Rates(), 0.1, folder.path, cfg, compute)

@@ -94,10 +94,10 @@ def ours(task: dict[str, Any]) -> Side:
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
-    offset = task["shape"]["n_layer"] if cfg.offset_layers == "auto" else cfg.offset_layers
-    pairs = sizes.table_rows(cfg.bigram_rows, task["shape"]["vocab_size"])
+    offset = task["shape"]["n_layer"] if cfg.shape.offset_layers == "auto" else cfg.shape.offset_layers
+    pairs = sizes.table_rows(cfg.shape.bigram_rows, task["shape"]["vocab_size"])
     config = GPTConfig(**{**task["shape"], "bigram_rows": pairs, "offset_layers": offset})
-    config = sizes.keep_bigrams(config, cfg.bigram_rows, task["epochs"])
+    config = sizes.keep_bigrams(config, cfg.shape.bigram_rows, task["epochs"])
     model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights(seed_of(task))
     shape, steps = (task["pass_rows"], config.sequence_len), task["steps"]
@@ -105,7 +105,7 @@ def ours(task: dict[str, Any]) -> Side:
     rates, first_beta = Rates(weight_decay=SHORT_DECAY), 0.8
     if steps is not None:
         rates, factor = (
-            cfg.for_run(tokens, steps, cfg.target_param_data_ratio),
+            cfg.rates.for_run(tokens, steps, cfg.schedule.target_param_data_ratio),
             schedule.rate_scale(tokens),
         )
         first_beta = schedule.table_momentum(steps)
@@ -119,9 +119,9 @@ def ours(task: dict[str, Any]) -> Side:
 
     def step(number: int, batch: Batch) -> float:
         if steps is not None:
-            warmup = schedule.warmup_steps(cfg.warmup_steps, steps)
-            lr = schedule.trapezoid(number, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
-            momentum = schedule.momentum(number, steps, cfg.warmdown_ratio)
+            warmup = schedule.warmup_steps(cfg.schedule.warmup_steps, steps)
+            lr = schedule.trapezoid(number, steps, warmup, cfg.schedule.warmdown_ratio, cfg.schedule.final_lr_frac)
+            momentum = schedule.momentum(number, steps, cfg.schedule.warmdown_ratio)
             optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
         passes = zip(*(part.split(task["pass_rows"]) for part in batch), strict=True)
         work = dataloader.Step(0, batch[1].numel(), list(passes))

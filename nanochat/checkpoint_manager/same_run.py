@@ -1,14 +1,13 @@
 """A run resumes only with the settings, the data and the code it started with."""
 
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanochat.common import FREE, UserError, settings, tr, warn
+from nanochat.common import FREE, UserError, flags_of, settings, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
@@ -25,10 +24,7 @@ CODE = ("code", "other_code")  # hashes of the files that a program has loaded, 
 
 def free_flags(config: type[Any]) -> frozenset[str]:
     """The names of a configuration's flags that do not change what is learned: those of type Free[...]."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    return frozenset(
-        name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ())
-    )
+    return frozenset(flag.name for flag in flags_of(config) if FREE in flag.marks)
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class RunSettings:
     def of(flags: Any, **facts: Any) -> "RunSettings":
         """The settings of a configuration: a dataclass in which flags of type Free[...] are free."""
         defaults = {
-            flag.name: flag.default for flag in fields(flags) if flag.default is not MISSING
+            flag.name: flag.default for flag in flags_of(flags) if flag.default is not MISSING
         }
         return RunSettings({**settings(flags), **facts}, free_flags(type(flags)), defaults)
 

@@ -17,7 +17,7 @@ from nanochat.platforms.ascend_kernels import AscendFused
 from nanochat.platforms.base import kernels_asked
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.run import open_folder
-from nanochat.train.flags import StageFlags
+from nanochat.train.flags import RunFlags
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import pretend
 
@@ -331,7 +331,7 @@ def test_plain_kernels_on_an_npu_use_no_operator_of_its_own() -> None:
 
 def test_an_inference_card_is_not_trained_on() -> None:
     with pytest.raises(UserError, match=r"a 310P is for inference only, it cannot train.*chat_cli"):
-        open_folder("base", "d2", StageFlags(), StageFlags(), pretend(npu(202)))
+        open_folder("base", "d2", RunFlags(), RunFlags(), pretend(npu(202)))
 
 
 @on_npu()

@@ -29,6 +29,7 @@ from nanochat.runtime.tracking import read_metrics
 from nanochat.train import compile as compiling
 from scripts import finetune
 from tasks.mixtures import own_conversations
+from tests.support.flags import configured
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import on_cpu
@@ -61,7 +62,7 @@ def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config
     flags = {"max_length": 48, "target_examples_per_step": 4, "num_iterations": 4, "learning_rate": 3e-3,
              "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family,
              "data": (str(models / "chats.jsonl"),)}  # fmt: skip
-    return finetune.Config(**{**flags, **given})
+    return configured(finetune.Config, **{**flags, **given})
 
 
 def losses() -> list[float]:
@@ -198,7 +199,7 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
 
 def defaults(models: Path, **given: Any) -> finetune.Config:
     data = (str(models / "chats.jsonl"),)
-    return finetune.Config(model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
+    return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
 
 
 def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ class Batches:
     extras: tuple[str, ...] = ("weights",)
 
 
-def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008
+def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:
     """A model whose first gradients exceed rounding errors, since AdamW makes a full step of any gradient."""
     model, generator = GPT(CONFIG, compute.dtype, compute.operations), torch.Generator().manual_seed(4)
     model.init_weights(3)

@@ -25,7 +25,7 @@ PUBLISHED = {
 }
 
 
-def model_and_optimizers(scale: float = 1.0, rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008 - frozen
+def model_and_optimizers(scale: float = 1.0, rates: Rates = Rates()) -> tuple[GPT, Optimizers]:
     config = GPTConfig(sequence_len=16, vocab_size=60, n_layer=3, n_head=3, n_kv_head=3, n_embd=DIM, bigram_rows=40)
     model = GPT(config)
     model.init_weights(1)
