@@ -20,7 +20,7 @@ import time
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -279,6 +279,32 @@ def flags_of(config: Any) -> list[Flag]:
     return flags
 
 
+@dataclasses.dataclass(frozen=True)
+class OldFlags:
+    """Flags of earlier versions and of programs that this one follows."""
+
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
+    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> what to do now
+
+    def translated(self, argv: Sequence[str], known: Container[str]) -> list[str]:
+        """Return a command line in which flags have the names that they have now.
+
+        Names in `known` are flags of the program. UserError (code 2) for a flag that is gone.
+        """
+        words = []
+        for word in argv:
+            name, equals, value = word.partition("=")
+            old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+            if old in self.removed and old not in known:
+                raise UserError(f"{name} is gone: {self.removed[old]}", exit_code=2)
+            new = self.renamed.get(old)
+            if new in known and old not in known:
+                warn(f"{name} is called --{new} now")
+                word = f"--{new}{equals}{value}"
+            words.append(word)
+        return words
+
+
 def _is_marked(annotation: Any) -> bool:
     return typing.get_origin(annotation) is Annotated
 
@@ -336,13 +362,28 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
 
 
 def parse(
-    config: type[Config], argv: Sequence[str] | None = None, description: str | None = None
+    config: type[Config],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    old_flags: OldFlags = OldFlags(),
 ) -> Config:
-    """Read a command line into a frozen dataclass. An unknown flag ends the process with code 2 and prints the names
-    that are nearest to it."""
-    kinds = {flag.name: _switch_kind(flag.annotation) for flag in flags_of(config)}
+    """Read a command line into a frozen dataclass.
+
+    An unknown flag ends the process with code 2 and prints the names that are nearest to it.
+    --help leaves out the flags that are marked as Rare, and --help_all shows them too.
+    """
+    flags = flags_of(config)
+    kinds = {flag.name: _switch_kind(flag.annotation) for flag in flags}
     switches = {name: kind for name, kind in kinds.items() if kind}
-    words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
+    words = old_flags.translated(sys.argv[1:] if argv is None else argv, kinds)
+    words = _plain_flags(words, switches)
+    shown: type[Any] = config
+    rare = sum(RARE in flag.marks for flag in flags)
+    if rare and {"-h", "--help"} & {*words}:
+        shown = _without_rare(config)
+        more = f"--help_all shows {rare} more flags, which few need."
+        description = f"{description}\n\n{more}" if description else more
+    words = ["--help" if word in ("--help_all", "--help-all") else word for word in words]
     launched = sys.modules["__main__"].__spec__
     program = None
     if launched and launched.name != "__main__":
@@ -350,7 +391,7 @@ def parse(
     speaks = rank() == 0  # all ranks have the same command line, so one of them prints its mistakes
     about = _indented_commands(description)
     return tyro.cli(
-        config,
+        shown,
         prog=program,
         args=words,
         description=about,
@@ -359,12 +400,36 @@ def parse(
     )
 
 
+def _without_rare(config: type[Any]) -> type[Any]:
+    """Return a configuration for --help, in which no rare flag is shown."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    changed: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        hint = hints[field.name]
+        if RARE in getattr(hint, "__metadata__", ()):
+            changed[field.name] = Annotated[hint, tyro.conf.Suppress]
+            defaults[field.name] = field.default
+        elif dataclasses.is_dataclass(hint):
+            group = _without_rare(hint)
+            names = [member.name for member in dataclasses.fields(hint)]
+            changed[field.name] = group
+            defaults[field.name] = group(**{name: getattr(field.default, name) for name in names})
+    body = {"__annotations__": changed, "__doc__": config.__doc__, **defaults}
+    return dataclasses.dataclass(frozen=True)(type(config.__name__, (config,), body))
+
+
 def _indented_commands(description: str | None) -> str | None:
     """Indent the launch lines of a docstring, since tyro joins lines that begin with a letter."""
     return description and re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
 
 
-def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:
+def run(
+    main: Callable[[Any], Any],
+    config: type[Any],
+    description: str | None = None,
+    old_flags: OldFlags = OldFlags(),
+) -> None:
     """The edge of every script: parse the command line, call `main`, and turn a mistake into one message.
 
     Under torchrun rank 0 prints errors; another rank prints only if rank 0 is still running. Characters that standard
@@ -378,16 +443,18 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
         ):  # a terminal that cannot show a character gets its escape sequence
             stream.reconfigure(errors="backslashreplace")
     try:
-        _edge(main, config, description)
+        _edge(main, config, description, old_flags)
     except Exception as bug:  # the edge of the process; Python prints the traceback
         note_end(f"error: {type(bug).__name__}: {bug}")
         raise
 
 
-def _edge(main: Callable[[Any], Any], config: type[Any], description: str | None) -> None:
+def _edge(
+    main: Callable[[Any], Any], config: type[Any], description: str | None, old_flags: OldFlags
+) -> None:
     try:
         try:
-            main(parse(config, description=description))
+            main(parse(config, description=description, old_flags=old_flags))
         finally:
             sys.stdout.flush()  # here, since at exit Python would print its own message about a reader that has left
     except BrokenPipeError:

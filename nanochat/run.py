@@ -41,7 +41,7 @@ from nanochat.checkpoint_manager.resume import (
     resume_stage,
     rows_per_step,
 )
-from nanochat.checkpoint_manager.same_run import RunSettings
+from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
 from nanochat.common import UserError, log, run
 from nanochat.dataloader import Source
@@ -544,4 +544,4 @@ def launch(
 
         guarded(work)(cfg.run)
 
-    run(main, config, description)
+    run(main, config, description, OLD_FLAGS)

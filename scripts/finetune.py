@@ -6,15 +6,19 @@ torchrun --standalone --nproc_per_node=8 -m scripts.finetune -- --model ./Qwen2.
 python -m scripts.chat_cli -i tune
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch.nn as nn
 from torch import Tensor
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.huggingface.base import Base, open_base
+from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.resume import begun_settings
+from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
 from nanochat.common import UserError, log
 from nanochat.context import Packed
 from nanochat.dataloader import chat_rows
@@ -33,7 +37,12 @@ from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, Rare, RunFlag
 from nanochat.train.optim import OneRate
 from nanochat.train.setup import set_up
 from nanochat.train.validation import Validation
-from tasks.mixtures import Mix, own_conversations, own_pairs
+from tasks.mixtures import HELD_OUT, Mix, own_conversations, own_pairs
+
+# Facts that no flag names. A run does not resume under other rules than it was begun with
+HELD_OUT_FACT = "held out"
+RATE_FACT = "automatic learning rate"
+FIRST_RATE_RULE = BEFORE_FLAGS[RATE_FACT]
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class AdapterFlags:
     """rank of the adapter; 0: no adapter, every parameter is trained"""
     lora_alpha: float = 16.0
     """what the adapter adds is multiplied by alpha / rank"""
-    lora_dropout: Rare[float] = 0.0
+    lora_dropout: float = 0.0
     """share of a matrix's inputs that the adapter does not see in training"""
     lora_targets: tuple[str, ...] = LoraConfig.targets
     """matrices that get an adapter"""
@@ -108,7 +117,7 @@ class Config:
     """tokens of a row, and of the longest conversation; a row holds several conversations that cannot see each other.
     auto: 2,048, or fewer where the data is small and its longest conversation fits.
     With dpo a row holds both answers of a pair, each after its prompt"""
-    too_long: TooLong = "cut"
+    too_long: Rare[TooLong] = "cut"
     """conversations or pairs longer than a row: cut keeps their beginning, drop leaves them out"""
     checkpoint_activations: Free[bool] = False
     """keep only the inputs of layers for the backward pass and compute each layer again: less memory, a third slower"""
@@ -139,27 +148,42 @@ class Config:
         """Whether the backward pass computes each layer again."""
         return self.checkpoint_activations or self.offload_activations
 
-    def rate(self, width: int, steps: int) -> float:
-        """The highest learning rate for a model of `width` channels, which is logged if it was chosen."""
+    def rate(self, width: int, steps: int, rule: str) -> float:
+        """Return the highest learning rate for a model of `width` channels.
+
+        An automatic rate is logged; `rule` says how it is chosen.
+        """
         if self.learning_rate != "auto":
             return self.learning_rate
-        rate = schedule.tuning_rate(
-            width, steps, self.adapter.lora_rank > 0, self.objective.loss == "dpo"
-        )
-        trained = "an adapter" if self.adapter.lora_rank else "every parameter"
+        adapter = self.adapter.lora_rank > 0
+        preferences = self.objective.loss == "dpo"
+        if rule == FIRST_RATE_RULE:
+            return schedule.first_tuning_rate(adapter, preferences)
+        rate = schedule.tuning_rate(width, steps, adapter, preferences)
+        trained = "an adapter" if adapter else "every parameter"
         log(
-            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, loss {self.objective.loss})"
+            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, "
+            f"loss {self.objective.loss})"
         )
         return rate
 
-    @property
-    def chosen_by(self) -> dict[str, str]:
-        """How an automatic learning rate is chosen: a run does not resume under another rule."""
-        return (
-            {"automatic learning rate": schedule.TUNING_RATE_RULE}
-            if self.learning_rate == "auto"
-            else {}
-        )
+    def as_begun(self, begun: Mapping[str, Any]) -> "Config":
+        """Return the flags with the defaults that a run was begun with whose settings are `begun`.
+
+        Runs of earlier versions, which held one in 50 conversations out, chose nothing by the data:
+        rows had 2,048 tokens, steps 32 rows, and a run one epoch.
+        """
+        if not begun or HELD_OUT_FACT in begun:
+            return self
+        cfg = self
+        if cfg.max_length == "auto":
+            cfg = replace(cfg, max_length=begun["max_length"])
+        if cfg.epochs.num_epochs == "auto":
+            cfg = replace(cfg, epochs=replace(cfg.epochs, num_epochs=begun["num_epochs"]))
+        if cfg.batch.target_examples_per_step == "auto":
+            rows = begun["target_examples_per_step"]
+            cfg = replace(cfg, batch=replace(cfg.batch, target_examples_per_step=rows))
+        return cfg
 
     @property
     def tag(self) -> str:
@@ -203,12 +227,19 @@ def pass_loss(
 
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
+    begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
+    cfg = cfg.as_begun(begun)
     lora = cfg.adapter.shape
     preference = cfg.objective.preference
+    earlier = begun != {} and HELD_OUT_FACT not in begun
+    rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else schedule.TUNING_RATE_RULE
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
-    conversations = own_pairs(cfg.data) if preference else own_conversations(cfg.data)
-    facts = cfg.chosen_by | {"held out": f"one in {conversations.held_out_every}"}
+    own = own_pairs if preference else own_conversations
+    conversations = own(cfg.data, HELD_OUT if earlier else None)
+    facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
+    if cfg.learning_rate == "auto":
+        facts[RATE_FACT] = rule
     folder = open_folder(
         "tune",
         cfg.tag,
@@ -267,7 +298,7 @@ def train(cfg: Config, compute: Compute) -> None:
         model,
         compute,
     )
-    rates = OneRate(cfg.rate(model.config.n_embd, steps), cfg.weight_decay)
+    rates = OneRate(cfg.rate(model.config.n_embd, steps, rule), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for pairs in (rows, val_rows):

@@ -195,24 +195,24 @@ def mix(
     return Mix(f"{title} and {added}", key, lambda: WithYours(make(seed), yours, seed))
 
 
-def own_conversations(files: Sequence[str]) -> Mix:
+def own_conversations(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """The conversations of your own files, one file after the other.
 
     FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. UserError names the file that cannot be
-    read, the line and the rule.
+    read, the line and the rule. One conversation in `held_out_every` is held out; None: as suits their number.
     """
-    name, key, found = _weighted(files, CustomJSON, "conversations")
+    name, key, found = _weighted(files, CustomJSON, "conversations", held_out_every)
     return Mix(
         name, sha256(key.encode()).hexdigest(), lambda: found, held_out_every=found.held_out_every
     )
 
 
-def own_pairs(files: Sequence[str]) -> Mix:
+def own_pairs(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """The pairs of answers of your own files as conversations: the preferred one of a pair, then the other one.
 
     Weights and errors are as in own_conversations().
     """
-    name, key, found = _weighted(files, read_pairs, "pairs")
+    name, key, found = _weighted(files, read_pairs, "pairs", held_out_every)
     numbers = np.stack([2 * found.numbers, 2 * found.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([one for pair in found.items for one in pair], numbers)
     return Mix(
@@ -221,7 +221,10 @@ def own_pairs(files: Sequence[str]) -> Mix:
 
 
 def _weighted(
-    files: Sequence[str], read: Callable[[str], Records[Item]], what: str
+    files: Sequence[str],
+    read: Callable[[str], Records[Item]],
+    what: str,
+    held_out_every: int | None,
 ) -> tuple[str, str, Numbered[Item]]:
     """The names of files, a key of their content, and what `read` finds in each, as often as the file's weight says.
 
@@ -257,7 +260,8 @@ def _weighted(
             HELD_OUT,
         )
     else:
-        every = min(max(len(known) // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
+        fitting = min(max(len(known) // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
+        every = held_out_every or fitting
         key += f", one in {every} held out" if every != HELD_OUT else ""
     return ", ".join(Path(path).name for path, _ in parts), key, Numbered(chosen, numbers, every)
 

@@ -89,22 +89,37 @@ def _lock(folder: Path, compute: Compute) -> None:
         time.sleep(0.1)
 
 
+def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
+    """Return the step whose meta.json describes the run that will resume; 0 if there is none.
+
+    Rank 0 looks for all ranks. resume_stage() says what is wrong with a damaged step.
+    """
+    readable = 0
+    if compute.main and start != "none":
+        for step in reversed(steps(folder)) if start == "auto" else [int(start)]:
+            with contextlib.suppress(UserError, OSError):
+                read_meta(folder, step)
+                readable = step
+                break
+    return parallel.agree(readable, compute)
+
+
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
-    """How many rows a step had in the run that will resume, or None if there is none to resume. All ranks get the
-    same answer.
+    """Return how many rows a step has in the run that will resume; None if there is none.
 
     An automatic batch size depends on the number of ranks, but within one run it must stay the same.
     """
-    found = 0
-    if compute.main and start != "none":
-        for step in reversed(steps(folder) if start == "auto" else [start]):
-            with contextlib.suppress(
-                UserError, OSError
-            ):  # resume_stage() says what is wrong with a damaged step
-                row = read_meta(folder, step)["state"].get("row", 0)
-                found = row // step if type(row) is int and step else 0
-                break
-    return parallel.agree(found, compute) or None
+    step = _begun_step(folder, start, compute)
+    if not step:
+        return None
+    row = read_meta(folder, step)["state"].get("row", 0)
+    return row // step or None if type(row) is int else None
+
+
+def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:
+    """Return the settings of the run that will resume; {} if there is none."""
+    step = _begun_step(folder, start, compute)
+    return read_meta(folder, step)["config"] if step else {}
 
 
 @dataclass(frozen=True)

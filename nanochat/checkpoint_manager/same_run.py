@@ -7,11 +7,28 @@ from typing import Any
 
 import torch
 
-from nanochat.common import FREE, UserError, flags_of, settings, tr, warn
+from nanochat.common import FREE, OldFlags, UserError, flags_of, settings, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
 NAMED = 4  # differences that a refusal names
+# Flags by the names that upstream or earlier versions gave them, and what they are called now. A command
+# line that has an old name works, and so does a saved run.
+RENAMED = {
+    "batch_size": "device_batch_size",
+    "eval_steps": "eval_every",
+    "resume_from_step": "resume",
+    "save_steps": "save_every",
+}
+# Flags that are gone, and what to type instead
+REMOVED = {
+    "aspect_ratio": "--model_dim=N sets the number of channels",
+    "core_metric_every": "`python -m scripts.base_eval` measures CORE after training",
+    "core_metric_max_per_task": "`python -m scripts.base_eval --max_per_task=N` limits it",
+    "gradient_checkpointing": "--checkpoint_activations of scripts.finetune does it",
+    "sample_every": "replies are kept at each validation; --samples=N sets how many",
+}
+OLD_FLAGS = OldFlags(RENAMED, REMOVED)
 # What runs did before a flag or a fact existed, where runs do something else by default now
 BEFORE_FLAGS = {
     "bigram_rows": 0,
@@ -49,6 +66,9 @@ class RunSettings:
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """What differs from the settings that a checkpoint keeps, in words, without free flags."""
+        saved = {
+            RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
+        }
         names = sorted(({*saved, *self.values}) - self.free)
         then = {
             name: saved.get(name, BEFORE_FLAGS.get(name, self.defaults.get(name))) for name in names

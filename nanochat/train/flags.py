@@ -110,7 +110,7 @@ def _check_range(name: str, value: float) -> None:
 class RunFlags:
     """Flags of every training script: how it runs."""
 
-    run: Free[str] = "dummy"
+    run: Free[Rare[str]] = "dummy"
     """name of the wandb run that gets the figures too; dummy: no wandb"""
     track: Free[str] = "jsonl"
     """where the figures go, with commas between: wandb, swanlab, tensorboard, and jsonl, which is always written.

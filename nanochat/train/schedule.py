@@ -214,6 +214,12 @@ def tuning_epochs(steps_per_epoch: float) -> float:
     return min(max(RUN_STEPS / max(steps_per_epoch, 1e-9), 1.0), MOST_EPOCHS)
 
 
+def first_tuning_rate(adapter: bool, preferences: bool) -> float:
+    """Return the learning rate that earlier versions took for every model, for runs begun by them."""
+    rate = 1e-4 if adapter else 1e-5
+    return 0.05 * rate if preferences else rate
+
+
 def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> float:
     """The highest learning rate of AdamW in fine-tuning a model of `width` channels for `steps` steps.
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import Rare, UserError
 from nanochat.context import TREE, model_arguments
 
 Average = Literal["token", "reply", "limit"]
@@ -37,10 +37,10 @@ class PolicyFlags:
     cispo: log-likelihood times a clipped ratio; gspo: clipped ratio of the whole reply"""
     updates_per_rollout: int = 1
     """optimizer updates on the replies of a step, all of them each time; more than 1 needs a loss with ratios"""
-    clip_low: float | None = None
+    clip_low: Rare[float | None] = None
     """a token or reply that became less likely than 1 minus this ratio is not pushed further down; default: 0.2.
     With gspo 0.0003. Not used by cispo"""
-    clip_high: float | None = None
+    clip_high: Rare[float | None] = None
     """a token or reply that became likelier than 1 plus this ratio is not pushed further up; default: 0.28.
     With gspo 0.0004"""
     advantage: Literal["mean", "normalized"] = "mean"
