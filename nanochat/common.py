@@ -245,6 +245,7 @@ def sha256_of(path: Path) -> str:
 
 # --- command lines -------------------------------------------------------------------------------
 
+
 @dataclasses.dataclass(frozen=True)
 class Flag:
     """A flag of a configuration."""
@@ -382,7 +383,7 @@ def parse(
     if rare and {"-h", "--help"} & {*words}:
         shown = _without_rare(config)
         more = f"--help_all shows {rare} more flags, which few need."
-        description = f"{description}\n\n{more}" if description else more
+        description = f"{description.rstrip()}\n\n{more}" if description else more
     words = ["--help" if word in ("--help_all", "--help-all") else word for word in words]
     launched = sys.modules["__main__"].__spec__
     program = None

@@ -1,12 +1,14 @@
 """Under which name a stage keeps what it learned, how many steps it makes, and which numbers its flags refuse."""
 
 import math
+import re
 import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.common import UserError, flags_of, parse
 from nanochat.train.flags import ABOVE_ZERO, LEAST, WHY, ChatFlags, Epochs, StageFlags
 from scripts import base_train, chat_rl, chat_sft, finetune, mid_train
@@ -127,3 +129,66 @@ def test_a_corpus_of_documents_of_which_no_row_would_be_taken_is_refused() -> No
         assert refused.value.exit_code == 2
     assert ChatFlags(documents="web").documents_of(4) == 4 and ChatFlags().documents_of(0) == 0
     assert ChatFlags(documents="web", documents_every=3).documents_of(0) == 3
+
+
+# --- help, and flags of earlier versions ---------------------------------------------------------
+
+GUIDES = {
+    "base": """depth data model_tag num_iterations resume total_batch_size device_batch_size profile family max_seq_len
+        model_dim track graphs head_dim kernels compile stop_at window_pattern fp8 shard""",
+    "mid": "total_batch_size device_batch_size answers_only conversations model_tag num_iterations warmdown_ratio",
+    "sft": """target_examples_per_step device_batch_size init_lr_frac model_tag num_iterations conversations data mix
+        source start_share""",
+    "rl": """examples_per_step device_batch_size init_lr_frac loss max_new_tokens num_iterations problems
+        updates_per_rollout model_tag advantage average kl oversample overlong_tokens""",
+    "tune": """data model loss shard lora_rank lora_alpha lora_dropout lora_targets num_epochs max_length learning_rate
+        warmup_ratio weight_decay device_batch_size target_examples_per_step checkpoint_activations
+        offload_activations out_tag save_every eval_every""",
+}
+
+
+def shown(stage: str, word: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The flags that a script's --help or --help_all shows."""
+    with pytest.raises(SystemExit) as ended:
+        parse(SCRIPTS[stage].Config, [word], "What it does.")
+    assert ended.value.code == 0
+    lines = re.findall(r"^[│ ] {1,2}(-.*)", capsys.readouterr().out, re.M)
+    words = {word.replace("-", "_") for line in lines for word in re.findall(r"--([a-z][a-z0-9-]*)", line)}
+    return words & {"help", *(flag.name for flag in flags_of(SCRIPTS[stage].Config))}
+
+
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_help_shows_the_flags_of_the_guides_and_at_most_32(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    short = shown(stage, "--help", capsys)
+    assert {*GUIDES[stage].split()} <= short and len(short) <= 32
+    assert shown(stage, "--help_all", capsys) == {"help", *(flag.name for flag in flags_of(SCRIPTS[stage].Config))}
+
+
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_old_names_of_flags_are_no_flags_and_lead_to_flags(stage: str) -> None:
+    names = {flag.name for flag in flags_of(SCRIPTS[stage].Config)}
+    assert not names & {*OLD_FLAGS.renamed, *OLD_FLAGS.removed}
+    everywhere = set().union(*({flag.name for flag in flags_of(script.Config)} for script in SCRIPTS.values()))
+    assert everywhere >= {*OLD_FLAGS.renamed.values()}
+
+
+def test_a_renamed_flag_works_and_says_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--resume-from-step=3", "--batch_size", "2", "--depth=4"]
+    cfg = parse(base_train.Config, line, old_flags=OLD_FLAGS)
+    assert cfg.run.resume == 3 and cfg.batch.device_batch_size == 2
+    assert "--resume-from-step is called --resume now" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_gone_says_what_to_type() -> None:
+    with pytest.raises(UserError, match=r"--core-metric-every is gone: .*scripts.base_eval") as refused:
+        parse(base_train.Config, ["--core-metric-every=10"], old_flags=OLD_FLAGS)
+    assert refused.value.exit_code == 2
+
+
+def test_a_saved_run_with_old_names_has_the_same_settings() -> None:
+    cfg = made("base", device_batch_size=2, seed=3)
+    settings = RunSettings.of(cfg, corpus="x")
+    saved = {**settings.values, "batch_size": 2, "aspect_ratio": 64}
+    del saved["device_batch_size"]
+    assert not settings.changes(saved)
+    assert settings.changes({**saved, "seed": 4}) == ["--seed: 4 before, 3 now"]
