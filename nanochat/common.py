@@ -298,7 +298,7 @@ class OldFlags:
             old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
             if old in self.removed and old not in known:
                 raise UserError(f"{name} is gone: {self.removed[old]}", exit_code=2)
-            new = self.renamed.get(old)
+            new = self.renamed.get(old, "")
             if new in known and old not in known:
                 warn(f"{name} is called --{new} now")
                 word = f"--{new}{equals}{value}"
@@ -401,7 +401,7 @@ def parse(
     )
 
 
-def _without_rare(config: type[Any]) -> type[Any]:
+def _without_rare(config: Any) -> type[Any]:
     """Return a configuration for --help, in which no rare flag is shown."""
     hints = typing.get_type_hints(config, include_extras=True)
     changed: dict[str, Any] = {}
