@@ -1,4 +1,4 @@
-"""The model that RL samples from: a whole copy of the trained one, held as the device decodes fastest."""
+"""The model that RL samples from: a whole copy of the trained model, in the device's fastest layout."""
 
 import copy
 from dataclasses import replace
@@ -13,13 +13,17 @@ from nanochat.runtime import parallel
 
 
 class Sampler:
-    """A copy of a model in the compute dtype, for inference; the model that is trained may be sharded. The copy holds
-    no numbers before renew()."""
+    """A copy of a model in the compute dtype, for inference; the trained model may be sharded.
+
+    The copy holds no numbers before renew().
+    """
 
     def __init__(self, trained: Model, compute: Compute):
-        # With operations of its own: what holding changes in them must not change how the trained model rounds.
-        own = replace(compute, operations=copy.copy(compute.operations))
-        self.model = on_meta(cast(Any, trained.config), own).eval()
+        # The copy gets operations of its own: what the layout for decoding changes in them must not
+        # change how the trained model rounds.
+        operations = copy.copy(compute.operations)
+        self.model = on_meta(cast(Any, trained.config), replace(compute, operations=operations))
+        self.model.eval()
         held_in(self.model, compute.dtype)
         self.model.to_empty(device=compute.device)
 

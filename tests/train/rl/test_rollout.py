@@ -116,7 +116,7 @@ def test_cut_off_samples_are_not_trained_and_are_counted():
     assert cut and whole and all(len(sample.completion.tokens) == SAMPLING.max_tokens for sample in cut)
     assert not any(weight for sample in cut for weight in sample.weights)
     assert any(weight for sample in whole for weight in sample.weights)
-    assert 0 < rollouts.truncated < 1
+    assert 0 < rollouts.measured.truncated < 1
 
 
 def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
@@ -141,8 +141,8 @@ def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
     rollouts, samples = rollout.roll_out(Even(), NUMBERS, 2, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE)
     assert [[weight != 0 for weight in sample.weights] for sample in samples] == [[True, True, False, False, True]] * 12
     assert rollouts.num_targets == 12 * 3
-    assert rollouts.entropy == 1.0  # of chosen tokens only
-    assert rollouts.reward == 0.5 and rollouts.length == 5
+    assert rollouts.measured.entropy == 1.0  # of chosen tokens only
+    assert rollouts.measured.reward == 0.5 and rollouts.measured.length == 5
 
 
 def test_flat_groups_are_left_out_and_counted():
@@ -151,7 +151,7 @@ def test_flat_groups_are_left_out_and_counted():
     present = {tuple(sample.prompt) for sample in samples}
     assert tuple(prompts[3]) not in present
     flat = [prompt for prompt in prompts if tuple(prompt) not in present]
-    assert rollouts.flat == pytest.approx(len(flat) / len(NUMBERS))
+    assert rollouts.measured.flat == pytest.approx(len(flat) / len(NUMBERS))
     assert len(samples) == 4 * (len(NUMBERS) - len(flat)) > 0
 
 
@@ -166,7 +166,7 @@ def test_a_step_of_flat_groups_has_nothing_to_train_and_no_figure_that_is_not_a_
         Hopeless(), NUMBERS, 4, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE
     )
     assert rollouts.micro_batches == [] and samples == [] and rollouts.num_targets == 0
-    assert (rollouts.flat, rollouts.reward) == (1.0, 0.0)
+    assert (rollouts.measured.flat, rollouts.measured.reward) == (1.0, 0.0)
     assert rollout.sampler_gap(samples, talkative(), on_cpu()) == 0.0
 
 
@@ -197,7 +197,7 @@ def test_the_gradient_does_not_depend_on_device_batch_size():
 
 
 def figures_of(rollouts: rollout.Rollouts) -> dict[str, float]:
-    return {name: value for name, value in vars(rollouts).items() if name not in ("micro_batches", "extras")}
+    return {"num_targets": rollouts.num_targets, **rollouts.figures()}
 
 
 def on_a_rank(compute: Compute) -> tuple[float, dict[str, torch.Tensor], int, float, dict[str, float]]:
@@ -243,7 +243,8 @@ def test_shuffled_rewards_keep_the_figures_and_deal_the_same_rewards(monkeypatch
     (plain, samples), (control, shuffled) = rolled(), rolled(shuffle=True)
     assert dealt and all(sorted(given) == sorted(taken) for given, taken in dealt)
     assert any(given != taken for given, taken in dealt)
-    assert (plain.reward, plain.length, plain.truncated) == (control.reward, control.length, control.truncated)
+    same = ("reward", "length", "truncated")
+    assert all(plain.figures()[name] == control.figures()[name] for name in same)
     weights = {tuple(one.prompt + one.completion.tokens): one.weights for one in samples}
     others = {tuple(one.prompt + one.completion.tokens): one.weights for one in shuffled}
     assert weights.keys() <= others.keys() and plain.flat > control.flat  # a problem that all solve is flat no more
@@ -276,7 +277,7 @@ def test_of_more_problems_the_first_with_unequal_rewards_are_trained_on():
     unequal = list(dict.fromkeys(tuple(sample.prompt) for sample in every))
     assert len(unequal) > 3  # so that some are left out
     assert list(dict.fromkeys(tuple(sample.prompt) for sample in samples)) == unequal[:3]
-    assert rollouts.reward == rolled()[0].reward  # figures are of everything that was sampled
+    assert rollouts.measured.reward == rolled()[0].measured.reward  # figures are of everything that was sampled
 
 
 def test_replies_near_the_limit_lose_reward_and_are_trained_on():
@@ -318,7 +319,7 @@ def test_problems_that_the_context_cannot_hold_are_left_out(capsys: pytest.Captu
 def dealt(compute: Compute) -> list[float]:
     """Rewards 0, 1, ... 11 of two replies to each of six problems."""
     mine = [float(2 * at + reply) for at in range(compute.rank, 6, compute.world_size) for reply in range(2)]
-    return rollout._dealt(mine, 6, 2, "7", compute)
+    return rollout._shuffled(mine, 6, 2, "7", compute)
 
 
 def test_rewards_are_shuffled_over_all_ranks() -> None:

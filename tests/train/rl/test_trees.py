@@ -133,16 +133,16 @@ def test_replies_share_their_beginning_and_targets_that_cancel_are_left_out() ->
     ]
     (tree,) = trees.grow(given, "none")
     assert tree.tokens == [*prompt, 7, 8, 10] and tree.parents == [0, 0, 1, 2, 3, 4, 5, 6]
-    assert {(place, token): value for (place, token, _), (value, *_) in tree.targets.items()} == {
+    assert {(place, token): sums.weight for (place, token, _), sums in tree.targets.items()} == {
         (6, 9): 0.5, (6, 10): -0.5, (7, 11): -0.5,
     }  # fmt: skip
     (apart,) = trees.grow(given, "signs")
-    assert {key: value for key, (value, *_) in apart.targets.items()} == {
+    assert {key: sums.weight for key, sums in apart.targets.items()} == {
         (4, 7, True): 0.5, (4, 7, False): -0.5, (5, 8, True): 0.5, (5, 8, False): -0.5,
         (6, 9, True): 0.5, (6, 10, False): -0.5, (7, 11, False): -0.5,
     }  # fmt: skip
     (replies,) = trees.grow(given, "replies")
-    assert {key: value for key, (value, *_) in replies.targets.items() if key[0] > 5} == {
+    assert {key: sums.weight for key, sums in replies.targets.items() if key[0] > 5} == {
         (6, 9, 0): 0.5, (6, 10, 1): -0.25, (7, 11, 1): -0.25, (6, 10, 2): -0.25, (7, 11, 2): -0.25,
     }  # fmt: skip
 
