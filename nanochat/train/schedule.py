@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from nanochat.common import UserError
 
 REFERENCE_BATCH = 2**19  # tokens a step at which the learning rates were tuned
-REFERENCE_SCALING_PARAMETERS = (
-    110_100_480  # matrices and head of the 12-layer reference at vocabulary 32,768
-)
-
+# matrices and head of the 12-layer reference at vocabulary 32,768
+REFERENCE_SCALING_PARAMETERS = 110_100_480
 
 # What `auto` means in fine-tuning
 EPOCH_STEPS = 30  # steps of an epoch, at least, where the data has enough conversations
-RUN_STEPS, MOST_EPOCHS = (
-    100,
-    4.0,
-)  # a run of one epoch that has fewer steps reads its data up to so often
-LONGEST_ROW, SHORTEST_ROW = 2048, 128  # tokens
-STEP_ROWS, MOST_STEP_ROWS = 4, 32  # rows of a step on little data, and on much
+RUN_STEPS = 100  # a run of one epoch that has fewer steps reads its data more often
+MOST_EPOCHS = 4.0  # but not more often than this
+LONGEST_ROW = 2048  # tokens
+SHORTEST_ROW = 128  # tokens
+STEP_ROWS = 4  # rows of a step on little data
+MOST_STEP_ROWS = 32  # rows of a step on much data
 LEAST_CONVERSATIONS = 4  # in a step, or pairs: fewer say more about themselves than about the data
 TUNING_RATE_RULE = "by width and steps"  # change it together with tuning_rate(), so that no run resumes under another
 
@@ -42,23 +40,26 @@ def horizon(
     scaling_parameters: int,
     tokens_per_step: int,
 ) -> Horizon:
-    """The number of steps to train: the given one, else from a FLOP budget, else from tokens per scaling parameter."""
-    if num_iterations is not None and num_iterations < 1:
-        raise UserError(f"num_iterations must be at least 1, got {num_iterations}", exit_code=2)
+    """Return the number of steps to train.
+
+    It is `num_iterations` if that is given, else it follows from a budget of FLOPs, else from the
+    tokens per scaling parameter.
+    """
     if num_iterations is not None:
+        if num_iterations < 1:
+            raise UserError(f"num_iterations must be at least 1, got {num_iterations}", exit_code=2)
         return Horizon(num_iterations, "given")
     if target_flops is not None:
         steps = round(target_flops / (flops_per_token * tokens_per_step))
-        return Horizon(max(steps, 1), f"{target_flops:.3g} FLOPs at {flops_per_token:,} a token")
-    tokens = target_param_data_ratio * scaling_parameters
-    return Horizon(
-        max(int(tokens // tokens_per_step), 1),
-        f"{target_param_data_ratio:g} tokens per scaling parameter",
-    )
+        reason = f"{target_flops:.3g} FLOPs at {flops_per_token:,} a token"
+    else:
+        steps = int(target_param_data_ratio * scaling_parameters // tokens_per_step)
+        reason = f"{target_param_data_ratio:g} tokens per scaling parameter"
+    return Horizon(max(steps, 1), reason)
 
 
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
-    """Tokens per step for a horizon, a power of two that grows as the horizon to the power 0.383.
+    """Return the tokens per step for a horizon: a power of two that grows as horizon^0.383.
 
     Source: Power Lines, arXiv 2505.13738.
     """
@@ -67,11 +68,12 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
             f"target_param_data_ratio must be above 0, got a horizon of {tokens:g} tokens",
             exit_code=2,
         )
-    return 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference_tokens) ** 0.383))
+    fitting = REFERENCE_BATCH * (tokens / reference_tokens) ** 0.383
+    return 2 ** round(math.log2(fitting))
 
 
 def rate_scale(tokens_per_step: int) -> float:
-    """The factor on all learning rates for a batch.
+    """Return the factor on all learning rates for a batch.
 
     Above the reference batch the factor is the square root, as usual. Below it the factor stays 1: upstream's square
     root starves small batches (4 layers, 200 steps of 4,096 tokens: 2.076 bits per byte with it, 1.549 without).
@@ -80,7 +82,9 @@ def rate_scale(tokens_per_step: int) -> float:
 
 
 def scalar_scale(tokens_per_step: int) -> float:
-    """An additional factor on the rate of the scalars: below the reference batch, upstream's square root.
+    """Return an additional factor on the rate of the scalars.
+
+    Below the reference batch this is upstream's square root.
 
     Without this factor the scalars overshoot: x0 turns negative and the gradient norm jumps within ten steps (2 layers,
     60 steps of 4,096 tokens: 0.906 bits per byte at a rate of 0.5, 0.863 at 0.1 and at 0.02). The backout passes 1
@@ -90,7 +94,9 @@ def scalar_scale(tokens_per_step: int) -> float:
 
 
 def matrix_scale(steps: int) -> float:
-    """An additional factor on Muon's rate: 2 up to 200 steps (where it was fitted), falling to 1 at 400 steps.
+    """Return an additional factor on Muon's rate.
+
+    It is 2 up to 200 steps, where it was fitted, and falls to 1 at 400 steps.
 
     The size of a Muon update does not depend on the size of the gradient, so in a short run each step must move
     further. At 600 steps a factor of 1.3 was already worse than 1.
@@ -99,7 +105,9 @@ def matrix_scale(steps: int) -> float:
 
 
 def table_momentum(steps: int) -> float:
-    """AdamW's first beta for embeddings and head: 0.8, or lower in runs of less than 1,000 steps, and 0 at 200 steps.
+    """Return AdamW's first beta for embeddings and head.
+
+    It is 0.8, or lower in runs of less than 1,000 steps, and 0 at 200 steps.
 
     Beta averages over 1 / (1 - beta) steps; here the average spans at most a 200th of the run (fitted at 200 steps).
     """
@@ -109,7 +117,9 @@ def table_momentum(steps: int) -> float:
 def weight_decay(
     base: float, tokens_per_step: int, tokens: float, reference_tokens: float
 ) -> float:
-    """Weight decay for a horizon, so that the averaging time of the weights keeps its share of the run.
+    """Return the weight decay for a horizon.
+
+    With it the averaging time of the weights keeps its share of the run.
 
     B / (rate x decay x D) is held constant (arXiv 2405.13698). The result is at most twice `base`.
     """
@@ -117,13 +127,21 @@ def weight_decay(
     return min(base * ratio * reference_tokens / tokens, 2 * base)
 
 
-def warmup_steps(asked: int | None, steps: int) -> int:
-    """Steps of linear warmup: the given number, else 40 but at most a twentieth of the run (fitted at 200 steps)."""
-    return asked if asked is not None else min(40, max(steps // 20, 1))
+def warmup_steps(requested: int | None, steps: int) -> int:
+    """Return the steps of linear warmup.
+
+    By default these are 40, but at most a twentieth of the run (fitted at 200 steps).
+    """
+    if requested is not None:
+        return requested
+    return min(40, max(steps // 20, 1))
 
 
 def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: float) -> float:
-    """Learning-rate factor of a step (0-based): linear up, flat, linear down to `final` over the last part."""
+    """Return the learning-rate factor of a step (0-based).
+
+    The factor rises in a line, stays at 1, and falls in a line to `final` over the last part.
+    """
     if step < warmup:
         return (step + 1) / warmup
     down = round(warmdown_ratio * steps)
@@ -134,15 +152,22 @@ def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: 
 
 
 def cosine(step: int, steps: int, warmup_ratio: float) -> float:
-    """The factor on the learning rates at `step`: rising in a line over a share of the run, then half a cosine to 0."""
+    """Return the learning-rate factor of a step (0-based).
+
+    The factor rises in a line over a share of the run, and then falls to 0 as half a cosine.
+    """
     warmup = warmup_ratio * steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+    decaying_steps = max(steps - warmup, 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / decaying_steps))
 
 
 def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
-    """Muon's momentum: rises from 0.85 to 0.97 over 400 steps (or a quarter of a short run), falls to 0.90 in warmdown.
+    """Return Muon's momentum at a step.
+
+    It rises from 0.85 to 0.97 over 400 steps, or a quarter of a short run, and falls to 0.90 in the
+    warmdown.
 
     In runs of less than 667 steps the peak is lower: the momentum then averages over a twentieth of the run, 10 steps
     of 200 (fitted there), and ends 0.05 below its peak if that is below 0.90.
@@ -159,14 +184,14 @@ def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
 
 
 def decay_factor(step: int, steps: int) -> float:
-    """Factor on the weight decay: a half cosine from 1 to 0."""
+    """Return the factor on the weight decay: half a cosine from 1 to 0."""
     return 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def micro_batches(
     tokens_per_step: int, row_tokens: int, device_batch_size: int, world_size: int
 ) -> tuple[int, int]:
-    """(rows per rank and pass, passes per step) for a step of `tokens_per_step`.
+    """Return the rows of a pass on each rank, and the passes of a step.
 
     `device_batch_size` is an upper bound: it is lowered where all ranks together would exceed the step, and to a
     divisor of a rank's share. Only a remainder is an error.
@@ -187,31 +212,49 @@ def micro_batches(
 
 
 def tuning_row_tokens(tokens: int, longest: int, limit: int) -> int:
-    """Tokens of a row in fine-tuning: a power of two between SHORTEST_ROW and LONGEST_ROW, at most `limit`.
+    """Return the tokens of a row in fine-tuning.
 
-    `tokens` is the length of all conversations together, and `longest` that of the longest one, which no automatic row
-    cuts unless it is longer than LONGEST_ROW. Many tokens make rows of LONGEST_ROW. Fewer tokens make shorter rows, so
-    that EPOCH_STEPS steps of STEP_ROWS rows fit into an epoch: rows of 2,048 tokens hold 40 short conversations each,
-    and 300 conversations would make only eight of them.
+    It is a power of two between SHORTEST_ROW and LONGEST_ROW, and at most `limit`. `tokens` is the
+    length of all conversations together, and `longest` is the length of the longest one, which no
+    automatic row cuts unless it is longer than LONGEST_ROW. Many tokens make rows of LONGEST_ROW.
+    Fewer tokens make shorter rows, so that EPOCH_STEPS steps of STEP_ROWS rows fit into an epoch:
+    rows of 2,048 tokens hold 40 short conversations each, and 300 conversations would make only
+    eight such rows.
     """
-    wanted = max(tokens // (EPOCH_STEPS * STEP_ROWS), 1)
-    length = max(
-        2 ** (wanted.bit_length() - 1), 2 ** (max(longest, 1) - 1).bit_length(), SHORTEST_ROW
-    )
+    fitting = _power_below(max(tokens // (EPOCH_STEPS * STEP_ROWS), 1))
+    holding_longest = _power_above(max(longest, 1))
+    length = max(fitting, holding_longest, SHORTEST_ROW)
     return min(length, LONGEST_ROW, limit)
 
 
+def _power_below(value: int) -> int:
+    """Return the largest power of two that is at most `value`, which is at least 1."""
+    return 2 ** (value.bit_length() - 1)
+
+
+def _power_above(value: int) -> int:
+    """Return the smallest power of two that is at least `value`, which is at least 1."""
+    return 2 ** (value - 1).bit_length()
+
+
 def tuning_step_rows(rows: int, conversations: int) -> int:
-    """Rows of a step in fine-tuning, a power of two: as many as leave EPOCH_STEPS steps to an epoch, at most
-    MOST_STEP_ROWS, but so many that a step holds about LEAST_CONVERSATIONS conversations on average."""
+    """Return the rows of a step in fine-tuning, a power of two.
+
+    They are as many as leave EPOCH_STEPS steps to an epoch, at most MOST_STEP_ROWS, but so many
+    that a step holds about LEAST_CONVERSATIONS conversations on average.
+    """
     fitting = min(max(rows // EPOCH_STEPS, 1), MOST_STEP_ROWS)
     least = max(round(LEAST_CONVERSATIONS * rows / conversations), 1)
-    return max(2 ** (fitting.bit_length() - 1), 2 ** (least - 1).bit_length())
+    return max(_power_below(fitting), _power_above(least))
 
 
 def tuning_epochs(steps_per_epoch: float) -> float:
-    """How often a run reads its data: once, or up to MOST_EPOCHS times if a pass has fewer than RUN_STEPS steps."""
-    return min(max(RUN_STEPS / max(steps_per_epoch, 1e-9), 1.0), MOST_EPOCHS)
+    """Return how often a run reads its data.
+
+    It reads the data once, or up to MOST_EPOCHS times if an epoch has fewer than RUN_STEPS steps.
+    """
+    epochs = RUN_STEPS / max(steps_per_epoch, 1e-9)
+    return min(max(epochs, 1.0), MOST_EPOCHS)
 
 
 def first_tuning_rate(adapter: bool, preferences: bool) -> float:
@@ -221,7 +264,9 @@ def first_tuning_rate(adapter: bool, preferences: bool) -> float:
 
 
 def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> float:
-    """The highest learning rate of AdamW in fine-tuning a model of `width` channels for `steps` steps.
+    """Return the highest learning rate of AdamW in fine-tuning.
+
+    The model has `width` channels, and the run has `steps` steps.
 
     At 576 channels and up to 100 steps it is 1e-3 for an adapter and 1e-4 for every parameter. Wider models take
     smaller rates: a step changes what a matrix gives in proportion to its width, and that of an adapter less so. Longer
@@ -239,5 +284,6 @@ def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> flo
     at 1e-5, 0.036 at 3e-5.
     """
     rate = 1e-3 * (576 / width) ** 0.75 if adapter else 1e-4 * 576 / width
-    shortened = min(max((100 / max(steps, 1)) ** 0.5, 0.5), 1.0)
-    return rate * shortened * (0.1 if preferences else 1.0)
+    for_length = (100 / max(steps, 1)) ** 0.5
+    rate *= min(max(for_length, 0.5), 1.0)
+    return 0.1 * rate if preferences else rate
