@@ -1,4 +1,4 @@
-"""The figures of a run while it trains, their line in the log, and the clock that says when to save."""
+"""The figures of a run while it trains, their line in the log, and the clock of saves."""
 
 import time
 from collections.abc import Mapping

@@ -114,7 +114,8 @@ def open_folder(
 def parent_of(
     source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
-    """Return the checkpoint that a stage starts from, the newest or that of `step`, and its own tag.
+    """Return the checkpoint that a stage starts from, the newest or that of `step`, and its own
+    tag.
 
     `own_file` is a file of your own that the stage learns from.
     """

@@ -1,4 +1,5 @@
-"""One optimizer update: what all ranks must agree on, and what keeps one bad step from spoiling a run.
+"""One optimizer update: what all ranks must agree on, and what keeps one bad step from spoiling a
+run.
 
 The model call, the loss and backward() stand in the training script:
 
@@ -187,8 +188,9 @@ class Update:
         figures: Sequence[str] = (),
         mark: Callable[[str], None] = unmarked,
     ):
-        """`num_targets` counts the targets of all ranks and passes. `figures` names what is averaged
-        over the targets beside the loss. `mark` is called with the part of the step that begins.
+        """`num_targets` counts the targets of all ranks and passes. `figures` names what is
+        averaged over the targets beside the loss. `mark` is called with the part of the step that
+        begins.
         """
         self.model = model
         self.optimizers = optimizers
@@ -225,7 +227,7 @@ class Update:
         return self.safeguards.scale.value * self.compute.world_size / self.num_targets
 
     def passes(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the tensors of each micro-batch on the device; ranks exchange gradients in the last."""
+        """Yield the tensors of each pass on the device; ranks exchange gradients in the last pass."""
         self._pass_rows = [len(batch[0]) for batch in micro_batches]
         for number, batch in enumerate(micro_batches, 1):
             self.mark("forward")
@@ -277,7 +279,7 @@ class Update:
         return _Totals(grad_square, overflow_count, loss, tuple(figures))
 
     def _judge(self, totals: _Totals) -> Outcome:
-        """Return the outcome of the step: whether it is skipped follows from sums over all ranks."""
+        """Return the outcome of the step, by sums over all ranks: whether it is skipped."""
         scale = self.safeguards.scale
         spikes = self.safeguards.spikes
         loss = totals.loss / self.num_targets

@@ -62,7 +62,10 @@ class LossFlags:
 
     @property
     def preference(self) -> PreferenceLoss | None:
-        """The loss of pairs of answers, or None to learn from conversations. UserError if a flag is out of range."""
+        """The loss of pairs of answers; None to learn from conversations.
+
+        UserError if a flag is out of range.
+        """
         loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
         return loss if self.loss == "dpo" else None
 
@@ -195,12 +198,12 @@ class Config:
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of what dropout drops in a step on a rank: the same after a resume, and what torch takes."""
+    """Return the seed of dropout in a step on a rank: the same after a resume, and below 2**63."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
 def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
-    """The tokens of a row: those that --max_length gives, or as many as suit the data, which is logged."""
+    """Return the tokens of a row: --max_length, or as many as suit the data, which is logged."""
     if cfg.max_length != "auto":
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)

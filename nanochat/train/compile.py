@@ -1,4 +1,4 @@
-"""Compiles a model where torch.compile works and pays; elsewhere the model stays uncompiled, and the log says why."""
+"""Compiles a model where torch.compile works and pays; elsewhere the log says why it does not."""
 
 import contextlib
 import hashlib
@@ -42,7 +42,7 @@ class Ahead:
 
 OnePass = Callable[[nn.Module], Tensor]  # the loss of one pass of a model
 
-# --- what compiling costs --------------------------------------------------------------------------
+# --- what compiling costs -------------------------------------------------------------------------
 
 
 class Costs:
@@ -114,13 +114,14 @@ def _costs(
     return Costs(key, len(kinds))
 
 
-# --- whether it pays -------------------------------------------------------------------------------
+# --- whether it pays ------------------------------------------------------------------------------
 
 
 def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Compute) -> bool:
     """Return whether the steps that are left save more time than compiling takes.
 
-    Rank 0 decides for all ranks. A step takes at least as long as at the device's peak. If that does not settle the question, a pass is timed.
+    Rank 0 decides for all ranks. A step takes at least as long as at the device's peak. If that
+    does not settle the question, a pass is timed.
     """
     if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
         return True
@@ -152,7 +153,7 @@ def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
     return min(seconds)
 
 
-# --- compiling -------------------------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
 
 
 def missing(requested: bool | None, compute: Compute) -> str:
@@ -220,7 +221,8 @@ def compiled(
                 pays = _pays(ahead, cost, lambda: _timed_pass(model, one_pass, compute), compute)
             if not pays:
                 log(
-                    f"not compiled: {ahead.steps:,} steps left would not repay about {cost:.0f} s (--compile overrides)"
+                    f"not compiled: {ahead.steps:,} steps left would not repay about {cost:.0f} "
+                    "s (--compile overrides)"
                 )
                 return model
         log(f"compiling {how}, about {cost:.0f} s ...")
@@ -260,7 +262,8 @@ def _compile(
         if requested:
             raise
         warn(
-            f"torch.compile failed, and training continues uncompiled: {str(failure).splitlines()[0]}"
+            "torch.compile failed, and training continues uncompiled: "
+            f"{str(failure).splitlines()[0]}"
         )
         fast = _uncompiled(model, blocks)
     else:

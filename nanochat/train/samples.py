@@ -1,4 +1,4 @@
-"""What a model says while it trains: greedy replies to held-out prompts, kept beside the figures of its stage."""
+"""What a model says while it trains: greedy replies to held-out prompts, and graded replies."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,7 @@
 """How long, how large and how fast to train: pure functions of sizes and steps.
 
-The constants are upstream's, tuned for a 12-layer model at 2^19 tokens a step. dev/LOG.md has those fitted here.
+The constants are upstream's, tuned for a 12-layer model at 2^19 tokens a step. dev/LOG.md has those
+fitted here.
 """
 
 import math
@@ -21,7 +22,8 @@ SHORTEST_ROW = 128  # tokens
 STEP_ROWS = 4  # rows of a step on little data
 MOST_STEP_ROWS = 32  # rows of a step on much data
 LEAST_CONVERSATIONS = 4  # in a step, or pairs: fewer say more about themselves than about the data
-TUNING_RATE_RULE = "by width and steps"  # change it together with tuning_rate(), so that no run resumes under another
+# change it together with tuning_rate(), so that no run resumes under another rule
+TUNING_RATE_RULE = "by width and steps"
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
 def rate_scale(tokens_per_step: int) -> float:
     """Return the factor on all learning rates for a batch.
 
-    Above the reference batch the factor is the square root, as usual. Below it the factor stays 1: upstream's square
-    root starves small batches (4 layers, 200 steps of 4,096 tokens: 2.076 bits per byte with it, 1.549 without).
+    Above the reference batch the factor is the square root, as usual. Below it the factor stays 1:
+    upstream's square root starves small batches (4 layers, 200 steps of 4,096 tokens: 2.076 bits
+    per byte with it, 1.549 without).
     """
     return max(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
 
@@ -86,9 +89,10 @@ def scalar_scale(tokens_per_step: int) -> float:
 
     Below the reference batch this is upstream's square root.
 
-    Without this factor the scalars overshoot: x0 turns negative and the gradient norm jumps within ten steps (2 layers,
-    60 steps of 4,096 tokens: 0.906 bits per byte at a rate of 0.5, 0.863 at 0.1 and at 0.02). The backout passes 1
-    within 64 steps, and the loss rises from 5 to 15 (2 layers, value embeddings at half their rate).
+    Without this factor the scalars overshoot: x0 turns negative and the gradient norm jumps within
+    ten steps (2 layers, 60 steps of 4,096 tokens: 0.906 bits per byte at a rate of 0.5, 0.863 at
+    0.1 and at 0.02). The backout passes 1 within 64 steps, and the loss rises from 5 to 15 (2
+    layers, value embeddings at half their rate).
     """
     return min(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
 
@@ -98,8 +102,8 @@ def matrix_scale(steps: int) -> float:
 
     It is 2 up to 200 steps, where it was fitted, and falls to 1 at 400 steps.
 
-    The size of a Muon update does not depend on the size of the gradient, so in a short run each step must move
-    further. At 600 steps a factor of 1.3 was already worse than 1.
+    The size of a Muon update does not depend on the size of the gradient, so in a short run each
+    step must move further. At 600 steps a factor of 1.3 was already worse than 1.
     """
     return min(2.0, max(1.0, 400 / steps))
 
@@ -109,7 +113,8 @@ def table_momentum(steps: int) -> float:
 
     It is 0.8, or lower in runs of less than 1,000 steps, and 0 at 200 steps.
 
-    Beta averages over 1 / (1 - beta) steps; here the average spans at most a 200th of the run (fitted at 200 steps).
+    Beta averages over 1 / (1 - beta) steps; here the average spans at most a 200th of the run
+    (fitted at 200 steps).
     """
     return min(0.8, max(0.0, 1 - 200 / steps))
 
@@ -169,8 +174,8 @@ def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
     It rises from 0.85 to 0.97 over 400 steps, or a quarter of a short run, and falls to 0.90 in the
     warmdown.
 
-    In runs of less than 667 steps the peak is lower: the momentum then averages over a twentieth of the run, 10 steps
-    of 200 (fitted there), and ends 0.05 below its peak if that is below 0.90.
+    In runs of less than 667 steps the peak is lower: the momentum then averages over a twentieth of
+    the run, 10 steps of 200 (fitted there), and ends 0.05 below its peak if that is below 0.90.
     """
     high = min(0.97, max(0.85, 1 - 20 / steps))
     low = max(0.85, min(0.90, high - 0.05))
@@ -193,8 +198,8 @@ def micro_batches(
 ) -> tuple[int, int]:
     """Return the rows of a pass on each rank, and the passes of a step.
 
-    `device_batch_size` is an upper bound: it is lowered where all ranks together would exceed the step, and to a
-    divisor of a rank's share. Only a remainder is an error.
+    `device_batch_size` is an upper bound: it is lowered where all ranks together would exceed the
+    step, and to a divisor of a rank's share. Only a remainder is an error.
     """
     if device_batch_size < 1:
         raise UserError(
@@ -202,7 +207,8 @@ def micro_batches(
         )
     if tokens_per_step < 1 or tokens_per_step % (row_tokens * world_size):
         raise UserError(
-            f"total_batch_size must be a multiple of {row_tokens * world_size:,} (one row of {row_tokens:,} tokens on "
+            f"total_batch_size must be a multiple of {row_tokens * world_size:,} (one row of "
+            f"{row_tokens:,} tokens on "
             f"each of {world_size} rank(s)), got {tokens_per_step:,}",
             exit_code=2,
         )
@@ -258,7 +264,7 @@ def tuning_epochs(steps_per_epoch: float) -> float:
 
 
 def first_tuning_rate(adapter: bool, preferences: bool) -> float:
-    """Return the learning rate that earlier versions took for every model, for runs begun by them."""
+    """Return the learning rate of earlier versions, for runs that they have begun."""
     rate = 1e-4 if adapter else 1e-5
     return 0.05 * rate if preferences else rate
 
@@ -268,20 +274,21 @@ def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> flo
 
     The model has `width` channels, and the run has `steps` steps.
 
-    At 576 channels and up to 100 steps it is 1e-3 for an adapter and 1e-4 for every parameter. Wider models take
-    smaller rates: a step changes what a matrix gives in proportion to its width, and that of an adapter less so. Longer
-    runs take smaller rates, down to half at 400 steps, because each step needs to move less. DPO takes a tenth: its
-    loss has no floor, and large steps leave the reference far behind. At 2,560 channels and 400 steps this gives 1.6e-4
-    and 1.1e-5, near the 1e-4 and 1e-5 that earlier versions took for all.
+    At 576 channels and up to 100 steps it is 1e-3 for an adapter and 1e-4 for every parameter.
+    Wider models take smaller rates: a step changes what a matrix gives in proportion to its width,
+    and that of an adapter less so. Longer runs take smaller rates, down to half at 400 steps,
+    because each step needs to move less. DPO takes a tenth: its loss has no floor, and large steps
+    leave the reference far behind. At 2,560 channels and 400 steps this gives 1.6e-4 and 1.1e-5,
+    near the 1e-4 and 1e-5 that earlier versions took for all.
 
-    Measured with 100 steps unless it says otherwise (bits per byte of held-out answers, at 192 channels 3.75 at first):
-    135 M, 576 channels, 24 questions, 36 to 48 steps: adapter 0 right at 1e-4, 2 at 3e-4, 11 at 1e-3; full 0 at 1e-5,
-    11 at 1e-4.
-    192 channels: adapter 1.66 at 5e-4, 0.85 at 1e-3, 0.27 at 3e-3, 0.14 at 6e-3; full 1.22 at 1e-4, 0.38 at 3e-4, 0.08
-    at 1e-3. Higher rates learn more of the data and forget more of the rest: at 576 channels, sums that came out right
-    fell from 16 of 30 to 1, and the perplexity of other text rose from 3.81 to 4.53 (adapter) and 4.16 (full).
-    DPO at 192 channels, loss from 0.693: adapter 0.691 at 5e-6, 0.278 at 1e-4, 0.021 at 3e-4; full 0.660 at 5e-7, 0.210
-    at 1e-5, 0.036 at 3e-5.
+    Measured with 100 steps unless it says otherwise (bits per byte of held-out answers, at 192
+    channels 3.75 at first): 135 M, 576 channels, 24 questions, 36 to 48 steps: adapter 0 right at
+    1e-4, 2 at 3e-4, 11 at 1e-3; full 0 at 1e-5, 11 at 1e-4. 192 channels: adapter 1.66 at 5e-4,
+    0.85 at 1e-3, 0.27 at 3e-3, 0.14 at 6e-3; full 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at 1e-3. Higher
+    rates learn more of the data and forget more of the rest: at 576 channels, sums that came out
+    right fell from 16 of 30 to 1, and the perplexity of other text rose from 3.81 to 4.53 (adapter)
+    and 4.16 (full). DPO at 192 channels, loss from 0.693: adapter 0.691 at 5e-6, 0.278 at 1e-4,
+    0.021 at 3e-4; full 0.660 at 5e-7, 0.210 at 1e-5, 0.036 at 3e-5.
     """
     rate = 1e-3 * (576 / width) ** 0.75 if adapter else 1e-4 * 576 / width
     for_length = (100 / max(steps, 1)) ** 0.5

@@ -1,4 +1,4 @@
-"""Gets a model ready to be trained: says how large it is, shards it, fills it, and makes its optimizers."""
+"""Gets a model ready to be trained: logs its size, shards it, fills it, makes its optimizers."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Chooses what is left at `auto`: the shape of a model and the split of a step, by depth, corpus, device and memory.
-Says before the first step what a run needs: memory, disk, time, and how often it reads its data."""
+"""Chooses what is left at `auto`: the shape of a model and the split of a step, by depth, corpus,
+device and memory. Says before the first step what a run needs: memory, disk, time, and how often it
+reads its data."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -179,7 +180,8 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
     if free < needed <= total:
         raise UserError(
             tr(
-                "training takes at least {needed:,.1f} GiB of each device, but only {free:,.1f} of {total:,.1f} GiB are "
+                "training takes at least {needed:,.1f} GiB of each device, but only {free:,.1f} "
+                "of {total:,.1f} GiB are "
                 "free: other processes hold the rest. End them, or choose another device.",
                 needed=needed / 2**30,
                 free=free / 2**30,
@@ -195,14 +197,17 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
         }
         if compute.platform.is_host:
             text = tr(
-                "depth {depth} makes {parameters:,} parameters, which take at least {needed:,.0f} GiB to train; "
+                "depth {depth} makes {parameters:,} parameters, which take at least "
+                "{needed:,.0f} GiB to train; "
                 "this host has {total:,.0f} GiB. Take a smaller --depth or --model_dim.",
                 **figures,
             )
         else:
             text = tr(
-                "depth {depth} makes {parameters:,} parameters, which take at least {needed:,.0f} GiB to train; "
-                "a device has {total:,.0f} GiB. Take a smaller --depth or --model_dim, or more devices with "
+                "depth {depth} makes {parameters:,} parameters, which take at least "
+                "{needed:,.0f} GiB to train; "
+                "a device has {total:,.0f} GiB. Take a smaller --depth or --model_dim, or more "
+                "devices with "
                 "--shard=full (now {mode}).",
                 mode=mode,
                 **figures,
@@ -224,8 +229,10 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
     if free + saved < 2 * checkpoint:
         raise UserError(
             tr(
-                "a checkpoint of {parameters:,} parameters takes up to {size}, and two must fit, but {folder} has "
-                "{free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another disk.",
+                "a checkpoint of {parameters:,} parameters takes up to {size}, and two must fit, "
+                "but {folder} has "
+                "{free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another "
+                "disk.",
                 parameters=parameters,
                 size=amount(checkpoint, "B"),
                 folder=folder,
@@ -235,7 +242,8 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
     if free + saved < needed:
         warn(
             tr(
-                "the checkpoints will take up to {size}, but {folder} has {free} free: free some space, or lower "
+                "the checkpoints will take up to {size}, but {folder} has {free} free: free some "
+                "space, or lower "
                 "--keep",
                 size=amount(needed, "B"),
                 folder=folder,
@@ -249,8 +257,10 @@ def warn_of_time(seconds: float, compute: Compute) -> None:
     if compute.platform.is_host and seconds > LONG_SECONDS:
         warn(
             tr(
-                "this run will take a CPU about {time}. You can stop at any time and resume with the same command. For "
-                "a shorter run give --num_iterations, or a smaller --depth, --max_seq_len and --total_batch_size; "
+                "this run will take a CPU about {time}. You can stop at any time and resume with "
+                "the same command. For "
+                "a shorter run give --num_iterations, or a smaller --depth, --max_seq_len and "
+                "--total_batch_size; "
                 "docs/data.md has an example for a laptop",
                 time=duration(seconds),
             )
@@ -265,8 +275,10 @@ def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_st
         enough = max(MANY_EPOCHS * rows // rows_per_step, 1)
         warn(
             tr(
-                "the run reads all of its data {epochs:,.0f} times; from about {many} times on, a model learns the "
-                "texts by heart instead of learning from them. Add texts, or give --num_iterations={enough}",
+                "the run reads all of its data {epochs:,.0f} times; from about {many} times on, "
+                "a model learns the "
+                "texts by heart instead of learning from them. Add texts, or give "
+                "--num_iterations={enough}",
                 epochs=epochs,
                 many=MANY_EPOCHS,
                 enough=enough,
@@ -370,8 +382,10 @@ def _as_begun(rows: int, compute: Compute) -> int:
         fits = ", ".join(str(ranks) for ranks in range(1, rows + 1) if rows % ranks == 0)
         raise UserError(
             tr(
-                "a step of this run has {rows} rows, which {ranks} devices cannot share equally. Resume on a number of "
-                "devices that divides {rows} ({fits}), or give --resume=none to start again, which moves the "
+                "a step of this run has {rows} rows, which {ranks} devices cannot share equally. "
+                "Resume on a number of "
+                "devices that divides {rows} ({fits}), or give --resume=none to start again, "
+                "which moves the "
                 "checkpoints aside.",
                 rows=rows,
                 ranks=compute.world_size,
@@ -405,7 +419,10 @@ def example_batch(
         else:
             fitting = schedule.tuning_step_rows(rows.count, rows.conversations)
             examples = -(-fitting // compute.world_size) * compute.world_size
-            why = f"for {rows.conversations:,} conversations in {rows.count:,} rows of {shape.sequence_len:,} tokens"
+            why = (
+                f"for {rows.conversations:,} conversations in {rows.count:,} rows of "
+                f"{shape.sequence_len:,} tokens"
+            )
         log(f"target_examples_per_step: {examples} rows a step ({why})")
     check_for_ranks("target_examples_per_step", examples, compute)
     return batch(

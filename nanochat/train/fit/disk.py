@@ -1,4 +1,4 @@
-"""How much disk a run takes: texts, tokens, conversations and checkpoints; the planner and the preflight ask here."""
+"""How much disk a run takes: texts, tokens, conversations and checkpoints."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`--device_batch_size=auto` on an accelerator: tries passes of growing size until the memory is full."""
+"""`--device_batch_size=auto` on an accelerator: tries growing passes until the memory is full."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -84,7 +84,8 @@ def largest(
         taken = -parallel.least(-taken, compute)
         if taken > budget and not tried:
             raise UserError(
-                f"one row takes {_gib(taken)}, but only {_gib(budget)} of this device may be taken: "
+                f"one row takes {_gib(taken)}, but only {_gib(budget)} of this device may be "
+                "taken: "
                 "its memory may be in use by another process. Free it, or take --shard=full, more "
                 "devices, or a smaller --depth."
             )

@@ -76,7 +76,8 @@ class Groups:
         samples: int = 1,
         done: Done | None = None,
     ) -> list[Completion]:
-        """Complete every prompt `samples` times: all replies to the first prompt, then the second's.
+        """Complete every prompt `samples` times: all replies to the first prompt, then the
+        second's.
 
         Only temperature, top_k, max_tokens and seed of `sampling` are followed. Equal replies to a
         prompt are one object. `done` is called with the number of each finished reply, and with the

@@ -93,7 +93,7 @@ class PolicyFlags:
 
     @property
     def ratio_loss(self) -> "PolicyLoss | None":
-        """The loss of --loss, or None for reinforce, whose losses the model itself weighs and sums."""
+        """The loss of --loss; None for reinforce, whose losses the model weighs and sums."""
         return None if self.loss == "reinforce" else PolicyLoss(self.loss, *self.clip)
 
 
@@ -116,7 +116,10 @@ def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
 def advantages(
     rewards: Sequence[float], kind: Literal["mean", "normalized"] = "mean"
 ) -> tuple[float, ...]:
-    """The advantage of every reply to one problem; all are 0 where all rewards are equal, so nothing can be learned."""
+    """Return the advantage of every reply to one problem.
+
+    All are 0 where all rewards are equal: nothing can be learned from them.
+    """
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
         return (0.0,) * len(rewards)
     mean = fmean(rewards)
@@ -205,7 +208,10 @@ class PolicyLoss:
 
 
 def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:
-    """For each target the mean over its reply's trained targets; replies are rows, or told apart by their numbers."""
+    """Return for each target the mean over the trained targets of its reply.
+
+    Replies are rows, or their numbers tell them apart.
+    """
     if replies is None:
         return (
             values.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp_min(1)

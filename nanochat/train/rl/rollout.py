@@ -98,7 +98,8 @@ def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
     if not numbers:
         raise UserError(
             tr(
-                "no problem of {task} fits into the model's context of {context:,} tokens. Shorten the problems, or "
+                "no problem of {task} fits into the model's context of {context:,} tokens. "
+                "Shorten the problems, or "
                 "train a model with a larger --max_seq_len",
                 task=task.name,
                 context=context,
@@ -107,8 +108,10 @@ def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
     if left_out := len(task) - len(numbers):
         warn(
             tr(
-                "{count:,} of {all:,} problems are left out, since they and a reply do not fit into the model's "
-                "context of {context:,} tokens. Shorten them, or train a model with a larger --max_seq_len",
+                "{count:,} of {all:,} problems are left out, since they and a reply do not fit "
+                "into the model's "
+                "context of {context:,} tokens. Shorten them, or train a model with a larger "
+                "--max_seq_len",
                 count=left_out,
                 all=len(task),
                 context=context,
@@ -135,10 +138,10 @@ def roll_out(
 
     One in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all these
     replies at random, as a control. Shuffling within each group would not be a fair control: in a
-    group with 15 right replies, most orders lower a right reply a little and few raise it a lot, and
-    optimizers that normalise the size of a step let the frequent changes win. With `groups`, which
-    samples from `model`, replies are sampled and trained as trees. `policy.kl` above 0 needs the
-    `reference` that tokens are pulled back to.
+    group with 15 right replies, most orders lower a right reply a little and few raise it a lot,
+    and optimizers that normalise the size of a step let the frequent changes win. With `groups`,
+    which samples from `model`, replies are sampled and trained as trees. `policy.kl` above 0 needs
+    the `reference` that tokens are pulled back to.
     """
     own_numbers = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]

@@ -31,7 +31,8 @@ TARGETS = 64
 NOTHING = 1e-9  # a sum of weights below this is what rounding has left
 IGNORED = -1  # a target that is not trained
 
-# Which targets of a place are not summed: targets of weights that differ in sign, or of two replies.
+# Which targets of a place are not summed: targets of weights that differ in sign, or of two
+# replies.
 Apart = Literal["none", "signs", "replies"]
 # the place that predicts the target, its token, and what keeps it apart: a sign or a reply's number
 Target = tuple[int, int, int]
@@ -239,7 +240,7 @@ def pack(
 
 
 def _pack_rows(trees: Sequence[GrowingTree]) -> tuple[list[list[GrowingTree]], int]:
-    """Put trees, the largest first, into the first row that has room; return the tokens of a row."""
+    """Put trees, the largest first, into rows, the first that has room; return a row's tokens."""
     trees = sorted(trees, key=lambda tree: -len(tree.tokens))
     row_tokens = max(len(trees[0].tokens) if trees else 0, ROW)
     row_tokens = -(-row_tokens // ROW_GRAIN) * ROW_GRAIN
