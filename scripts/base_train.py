@@ -6,7 +6,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --t
 
 from dataclasses import dataclass
 
-from nanochat import dataloader
+from nanochat import dataloader, schedule
 from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import log
 from nanochat.data.corpora import told_of_dropped
@@ -14,7 +14,7 @@ from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from nanochat.train import schedule, sizes
+from nanochat.train import sizes
 from nanochat.train.fit import probe
 from nanochat.train.flags import Auto, BatchFlags, Free, Rare, RunFlags, check_ranges
 from nanochat.train.optim import Rates

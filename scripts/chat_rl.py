@@ -15,16 +15,16 @@ from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
 from nanochat.generate.sampling import Sampling
+from nanochat.rl import rollout
+from nanochat.rl.groups import Groups
+from nanochat.rl.policy import PolicyFlags
+from nanochat.rl.sampler import Sampler
+from nanochat.rl.trees import over_trees
 from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
 from nanochat.step import NO_UPDATE
 from nanochat.train import sizes
 from nanochat.train.flags import Epochs, Free, Rare, RunFlags, StageFlags, check_ranges
 from nanochat.train.optim import Rates
-from nanochat.train.rl import rollout
-from nanochat.train.rl.groups import Groups
-from nanochat.train.rl.policy import PolicyFlags
-from nanochat.train.rl.sampler import Sampler
-from nanochat.train.rl.trees import over_trees
 from nanochat.train.samples import Graded
 from nanochat.train.setup import set_up
 from tasks.mixtures import rl_tasks

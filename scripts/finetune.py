@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 from tyro.conf import arg
 
+from nanochat import schedule
 from nanochat.checkpoint_manager.huggingface.base import Base, open_base
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.checkpoint_manager.resume import begun_settings
@@ -31,7 +32,7 @@ from nanochat.planner.tuning import check_fits
 from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
-from nanochat.train import schedule, sizes
+from nanochat.train import sizes
 from nanochat.train.fit import probe
 from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, Rare, RunFlags, check_ranges
 from nanochat.train.optim import OneRate

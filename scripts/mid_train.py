@@ -6,12 +6,13 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 
 from dataclasses import dataclass
 
+from nanochat import schedule
 from nanochat.common import log
 from nanochat.data.traits import traits
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
-from nanochat.train import schedule, sizes
+from nanochat.train import sizes
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
     BatchFlags,

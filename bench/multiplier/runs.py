@@ -37,7 +37,7 @@ OURS = (
     "nanochat/platforms/host.py",
     "scripts/base_train.py",
 )
-APART = "nanochat/train/rl"  # no run of this benchmark samples replies
+APART = "nanochat/rl"  # no run of this benchmark samples replies
 UPSTREAM = ("nanochat",)
 LOOP = "bench/train/side.py"
 SOURCES = (".py", ".cpp", ".h")

@@ -14,12 +14,12 @@ from nanochat.data.conversation import Conversation, chat
 from nanochat.device import Compute
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.rl import rollout
+from nanochat.rl.groups import Groups
+from nanochat.rl.policy import PolicyFlags
+from nanochat.rl.sampler import Sampler
 from nanochat.step import Safeguards
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.rl import rollout
-from nanochat.train.rl.groups import Groups
-from nanochat.train.rl.policy import PolicyFlags
-from nanochat.train.rl.sampler import Sampler
 
 POLICY = PolicyFlags(overlong_tokens=1)  # so that replies that were cut off are trained on
 RATE = 1e-6  # so that the replies of every step differ as those of the first

@@ -84,17 +84,19 @@ def ours(task: dict[str, Any]) -> Side:
     If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run of that length,
     with the task's flags of base_train."""
     from bench.updates import update
-    from nanochat import dataloader, device
+    from nanochat import dataloader, device, schedule
     from nanochat.common import parse
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.step import Safeguards
     from nanochat.train import compile as compiling
-    from nanochat.train import schedule, sizes
+    from nanochat.train import sizes
     from nanochat.train.optim import Optimizers, Rates
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
-    offset = task["shape"]["n_layer"] if cfg.shape.offset_layers == "auto" else cfg.shape.offset_layers
+    offset = (
+        task["shape"]["n_layer"] if cfg.shape.offset_layers == "auto" else cfg.shape.offset_layers
+    )
     pairs = sizes.table_rows(cfg.shape.bigram_rows, task["shape"]["vocab_size"])
     config = GPTConfig(**{**task["shape"], "bigram_rows": pairs, "offset_layers": offset})
     config = sizes.keep_bigrams(config, cfg.shape.bigram_rows, task["epochs"])
@@ -120,7 +122,9 @@ def ours(task: dict[str, Any]) -> Side:
     def step(number: int, batch: Batch) -> float:
         if steps is not None:
             warmup = schedule.warmup_steps(cfg.schedule.warmup_steps, steps)
-            lr = schedule.trapezoid(number, steps, warmup, cfg.schedule.warmdown_ratio, cfg.schedule.final_lr_frac)
+            lr = schedule.trapezoid(
+                number, steps, warmup, cfg.schedule.warmdown_ratio, cfg.schedule.final_lr_frac
+            )
             momentum = schedule.momentum(number, steps, cfg.schedule.warmdown_ratio)
             optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
         passes = zip(*(part.split(task["pass_rows"]) for part in batch), strict=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from nanochat import schedule
 from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import Free as Free
 from nanochat.common import Rare as Rare
@@ -18,7 +19,6 @@ from nanochat.dataloader import Source, blend, split_rows
 from nanochat.nn.operations import Asked
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import schedule
 
 Auto = Literal["auto"]
 FEW_STEPS = 20  # a stage with fewer gets a warning

@@ -9,12 +9,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from nanochat import schedule
 from nanochat.device import is_sharded, local
 from nanochat.model import Model
 from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
 from nanochat.runtime.parallel import met, place_of, trained
-from nanochat.train import schedule
 from nanochat.train.muon import Muon
 
 State = dict[

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from nanochat import device
+from nanochat import device, schedule
 from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import UserError, log, tr, warn
 from nanochat.data.traits import traits
@@ -18,7 +18,6 @@ from nanochat.model import ModelConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
-from nanochat.train import schedule
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanochat import schedule
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.train import optim, schedule
+from nanochat.train import optim
 from nanochat.train.optim import ADAMW_SHARE, Optimizers, Rates, RowAdam
 
 DIM = 48

@@ -72,7 +72,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nanochat/platforms/host.py", True),
         ("nanochat/platforms/cpu/platform.py", True),
         ("nanochat/platforms/cpu/cpp/products.h", True),
-        ("nanochat/train/rl/policy.py", False),
+        ("nanochat/rl/policy.py", False),
         ("scripts/chat_eval.py", False),
     ],
 )

@@ -5,8 +5,8 @@ import torch
 
 from nanochat.engine import Completion
 from nanochat.gpt import GPT
-from nanochat.train.rl.anchor import LARGEST, anchored
-from nanochat.train.rl.trees import Sample
+from nanochat.rl.anchor import LARGEST, anchored
+from nanochat.rl.trees import Sample
 from tests.support.tiny_model import on_cpu, tiny_gpt
 
 VOCABULARY = 300

@@ -16,11 +16,9 @@ from nanochat.engine import Completion, Engine
 from nanochat.evals.chat import generate_and_judge, grader
 from nanochat.generate.sampling import Sampling
 from nanochat.model import Model
-from nanochat.runtime import parallel
-from nanochat.tokenizer import Tokenizer
-from nanochat.train.rl.anchor import anchored
-from nanochat.train.rl.groups import Groups
-from nanochat.train.rl.policy import (
+from nanochat.rl.anchor import anchored
+from nanochat.rl.groups import Groups
+from nanochat.rl.policy import (
     PolicyFlags,
     advantages,
     averaged,
@@ -28,7 +26,9 @@ from nanochat.train.rl.policy import (
     shuffled,
     token_weights,
 )
-from nanochat.train.rl.trees import APART, Sample, pack
+from nanochat.rl.trees import APART, Sample, pack
+from nanochat.runtime import parallel
+from nanochat.tokenizer import Tokenizer
 
 ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
 ENGINE_ROWS = 64  # replies that the engine decodes at once, at most

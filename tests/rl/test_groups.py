@@ -7,8 +7,8 @@ from nanochat.common import UserError
 from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.train.rl import groups
-from nanochat.train.rl.groups import Groups
+from nanochat.rl import groups
+from nanochat.rl.groups import Groups
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer, words
 
 TOKENIZER = tiny_tokenizer()

@@ -14,17 +14,17 @@ from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.nvidia.platform import Nvidia
+from nanochat.rl import rollout, trees
+from nanochat.rl.groups import Groups
+from nanochat.rl.policy import PolicyFlags
+from nanochat.rl.trees import Sample, over_trees, pack
 from nanochat.runtime import parallel
 from nanochat.step import LossScale, Outcome
-from nanochat.train.rl import rollout, trees
-from nanochat.train.rl.groups import Groups
-from nanochat.train.rl.policy import PolicyFlags
-from nanochat.train.rl.trees import Sample, over_trees, pack
+from tests.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Recorder, talkative
 from tests.support.qwens import tiny_qwen
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, pretend, words
 from tests.support.updates import update
-from tests.train.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Recorder, talkative
 
 LOSSES = (
     PolicyFlags(), PolicyFlags(average="reply"), PolicyFlags(loss="cispo", advantage="normalized"),

@@ -13,7 +13,7 @@ import torch
 
 from nanochat.device import Compute
 from nanochat.model import Model
-from nanochat.train.rl.trees import PASS_TOKENS, Sample, logprobs
+from nanochat.rl.trees import PASS_TOKENS, Sample, logprobs
 
 GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur
 # nats: a token that the reference finds likelier by more than this is pulled as if by so much

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from nanochat import schedule
 from nanochat.common import UserError
-from nanochat.train import schedule
-from nanochat.train.schedule import Horizon
+from nanochat.schedule import Horizon
 
 MILLION = 10**6
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.train.rl.policy import (
+from nanochat.rl.policy import (
     Average,
     PolicyFlags,
     PolicyLoss,

@@ -10,8 +10,8 @@ from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.gpt import GPT
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.rl.sampler import Sampler
 from nanochat.runtime import parallel
-from nanochat.train.rl.sampler import Sampler
 from tests.support.qwens import tiny_qwen
 from tests.support.tiny_model import on_cpu, tiny_gpt
 
