@@ -49,8 +49,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def _wait(processes: list[Any], timeout: float) -> None:
     """Wait until all processes have ended. At the time limit, or 5 seconds after one fails, the others are killed."""
     end = time.monotonic() + timeout
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        next(process for process in processes if process.is_alive()).join(0.2)
+    while time.monotonic() < end:
+        running = next((process for process in processes if process.is_alive()), None)
+        if running is None:
+            break
+        running.join(0.2)
         if any(process.exitcode for process in processes):
             end = min(end, time.monotonic() + 5)
     for process in processes:
