@@ -3,8 +3,8 @@
 The other modules of `bench` build no GPT and no optimizers of their own, so that a change of those changes this file.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from nanochat import dataloader
 from nanochat.checkpoint_manager.families import cast_matrices, on_meta
+from nanochat.context import model_arguments
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.models.qwen.config import QwenConfig
+from nanochat.optim import OneRate, Optimizers, Rates
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
+from nanochat.step import Outcome, Safeguards, Update, unmarked
 from nanochat.tokenizer import DEFAULT_PATTERN, PATTERNS, ROLES, Tokenizer
 from nanochat.train.compile import OnePass, compiled
-from nanochat.train.optim import OneRate, Optimizers, Rates
-from nanochat.train.update import LossScale, update
 
 DEFAULT_RATES = Rates()
 Passes = Sequence[tuple[Tensor, Tensor]]  # inputs and targets of each pass, int64 (B, T) each
@@ -91,6 +92,43 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 # --- updates ---------------------------------------------------------------------------------------
 
 
+class Data(Protocol):
+    """What one rank trains on in a step, such as dataloader.Step."""
+
+    @property
+    def num_targets(self) -> int:
+        """The targets of all ranks."""
+        ...
+
+    @property
+    def micro_batches(self) -> Sequence[tuple[Tensor, ...]]:
+        """Inputs, targets and the extras of each pass."""
+        ...
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The names of the tensors after inputs and targets."""
+        ...
+
+
+def update(
+    model: nn.Module,
+    optimizers: Optimizers,
+    data: Data,
+    safeguards: Safeguards,
+    compute: Compute,
+    mark: Callable[[str], None] = unmarked,
+) -> Outcome:
+    """Run forward, backward and one optimizer step over the micro-batches of a step."""
+    with Update(model, optimizers, safeguards, data.num_targets, compute, mark=mark) as step:
+        for idx, targets, *others in step.passes(data.micro_batches):
+            extras = dict(zip(data.extras, others, strict=True))
+            loss = model(idx, targets, reduction="sum", **model_arguments(extras))
+            step.add(loss)
+            (loss * step.factor).backward()
+        return step.step()
+
+
 class Trainer:
     """A model, its optimizers, and the update that the training scripts make with them."""
 
@@ -121,7 +159,7 @@ class Trainer:
             compute.dtype,
             table_momentum,
         )
-        self.scale = LossScale.start(compute, {})
+        self.safeguards = Safeguards.start(compute, {})
         self.passes: nn.Module = model  # what computes a pass: the model, compiled or captured
 
     def compile(
@@ -141,13 +179,7 @@ class Trainer:
         """
         targets = sum(targets.numel() for _, targets in passes) * self.compute.world_size
         work = dataloader.Step(0, targets, list(passes))
-        outcome = update(
-            self.passes,
-            self.optimizers,
-            work,
-            self.scale,
-            self.compute,
-        )
+        outcome = update(self.passes, self.optimizers, work, self.safeguards, self.compute)
         if outcome.skipped:
             raise RuntimeError(
                 f"a step was skipped: loss {outcome.loss}, gradient norm {outcome.grad_norm}"

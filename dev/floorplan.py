@@ -29,6 +29,7 @@ PURPOSES = {
     "attention": "plain attention and its masks",
     "loss": "cross-entropy in chunks",
     "muon": "the arithmetic of the optimizer Muon",
+    "schedule": "how long, how large, how fast",
     "context": "what a forward pass knows beside its tokens",
     "model": "what every family of models offers",
     "models": "the published families",
@@ -39,6 +40,7 @@ PURPOSES = {
     "gpt": "the model",
     "generate": "sampling and replies",
     "prepare": "token files, packed rows",
+    "optim": "AdamW and Muon, and how ranks share them",
     "engine": "generates many chats in one batch",
     "dataset": "makes and fetches corpora",
     "report": "the final report",
@@ -47,8 +49,12 @@ PURPOSES = {
     "serve": "the chat server, its page, and chats in a terminal",
     "export": "writes models for transformers",
     "evals": "bits per byte, CORE, tasks, and a sandbox for programs that a model wrote",
-    "train": "what the training scripts share: sizes, schedules, optimizers, updates, rollouts",
+    "train": "what the training scripts share: flags, sizes, optimizers, compiling",
+    "rl": "sampled replies, their rewards, and the loss of a policy",
+    "step": "one optimizer update",
     "planner": "estimates the speed and the best flags of a run before it starts",
+    "meter": "the figures of a run",
+    "run": "one run: folder, resume, save, measure, report",
 }
 
 WIDTH, GUTTER, GAP, PADDING = 960, 44, 7, 11  # pixels

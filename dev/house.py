@@ -18,7 +18,7 @@ LATE_IMPORTS = ("import_module", "__import__")
 # From the ground up. A room is a folder or a file of nanochat/. It imports rooms of lower floors only.
 FLOORS = (
     ("common",),
-    ("data", "linear", "cache", "attention", "loss", "muon"),
+    ("data", "linear", "cache", "attention", "loss", "muon", "schedule"),
     ("context",),
     ("gpt", "model"),
     ("models",),
@@ -26,17 +26,19 @@ FLOORS = (
     ("device", "tokenizer"),
     ("runtime", "generate"),
     ("prepare", "engine", "dataset", "report", "checkpoint_manager"),
-    ("dataloader", "serve", "export"),
+    ("dataloader", "optim", "serve", "export"),
     ("evals",),
-    ("train",),
-    ("planner",),
+    ("train", "rl"),
+    ("step", "planner"),
+    ("meter",),
+    ("run",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FOR_TASKS = ("common", "data", "evals.sandbox")  # what tasks/ may import
 
 MOST_ENTRIES = 18  # files and folders in a folder
-MOST_ENTRIES_AT_THE_TOP = 32  # the book and its appendices
-MOST_LINES = 600
+MOST_ENTRIES_AT_THE_TOP = 34  # the book and its appendices
+MOST_LINES = 700
 MEDIAN_LINES = 220
 
 

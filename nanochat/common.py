@@ -25,7 +25,7 @@ import time
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -35,6 +35,8 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 FREE = "does not change what is learned"  # the mark of such a flag
 Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
+RARE = "stands under --help_all only"  # the mark of a flag, or of a group, that few need
+Rare = Annotated[T, RARE]  # the type of such a flag or group
 LANGUAGE_VARIABLES = ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set
 MAX_JSON_BYTES = 1 << 28  # larger JSON files are refused
 # Characters that a terminal obeys or that turn the direction of text: control characters except
@@ -308,6 +310,80 @@ def sha256_of(path: Path) -> str:
 
 # --- command lines -------------------------------------------------------------------------------
 
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag of a configuration."""
+
+    name: str
+    annotation: Any
+    default: Any  # dataclasses.MISSING if the flag must be given
+    marks: frozenset[Any]  # FREE, RARE; those of its group too
+
+
+def flags_of(config: Any) -> list[Flag]:
+    """Return the flags of a configuration, which is a dataclass or an object of one.
+
+    A field that is a dataclass itself is a group of flags: on the command line and in the settings
+    of a run its flags stand beside the others.
+    """
+    hints = typing.get_type_hints(
+        config if isinstance(config, type) else type(config), include_extras=True
+    )
+    flags = []
+    for field in dataclasses.fields(config):
+        annotation = hints[field.name]
+        kind = typing.get_args(annotation)[0] if _is_marked(annotation) else annotation
+        marks = frozenset(annotation.__metadata__ if _is_marked(annotation) else ())
+        if not dataclasses.is_dataclass(kind):
+            flags.append(Flag(field.name, annotation, field.default, marks))
+            continue
+        for flag in flags_of(kind):
+            # the default of a group is an object, whose values may differ from its class's
+            default = getattr(field.default, flag.name, flag.default)
+            flags.append(dataclasses.replace(flag, default=default, marks=flag.marks | marks))
+    return flags
+
+
+@dataclasses.dataclass(frozen=True)
+class OldFlags:
+    """Flags of earlier versions and of programs that this one follows."""
+
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
+    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> what to do now
+
+    def translated(self, argv: Sequence[str], known: Container[str]) -> list[str]:
+        """Return a command line in which flags have the names that they have now.
+
+        Names in `known` are flags of the program. UserError (code 2) for a flag that is gone.
+        """
+        words = []
+        for word in argv:
+            name, equals, value = word.partition("=")
+            old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+            if old in self.removed and old not in known:
+                raise UserError(f"{name} is gone: {self.removed[old]}", exit_code=2)
+            new = self.renamed.get(old, "")
+            if new in known and old not in known:
+                warn(f"{name} is called --{new} now")
+                word = f"--{new}{equals}{value}"
+            words.append(word)
+        return words
+
+
+def _is_marked(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is Annotated
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the value of every flag of a configuration, by name."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= values_of(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
+
+
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -319,13 +395,6 @@ def _switch_kind(annotation: Any) -> str:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return "value" if bool in typing.get_args(annotation) else ""
     return "flag" if annotation is bool else ""
-
-
-def _switches(config: type[Any]) -> dict[str, str]:
-    """Return the fields of a configuration that are True or False, with their kinds."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    kinds = {name: _switch_kind(annotation) for name, annotation in hints.items()}
-    return {name: kind for name, kind in kinds.items() if kind}
 
 
 def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
@@ -372,24 +441,59 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
 
 
 def parse(
-    config: type[Config], argv: Sequence[str] | None = None, description: str | None = None
+    config: type[Config],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    old_flags: OldFlags = OldFlags(),
 ) -> Config:
     """Return a frozen dataclass that is filled from a command line.
 
     An unknown flag ends the process with code 2 and prints the names that are nearest to it.
+    --help leaves out the flags that are marked as Rare, and --help_all shows them too.
     """
-    words = sys.argv[1:] if argv is None else argv
+    flags = flags_of(config)
+    kinds = {flag.name: _switch_kind(flag.annotation) for flag in flags}
+    switches = {name: kind for name, kind in kinds.items() if kind}
+    words = old_flags.translated(sys.argv[1:] if argv is None else argv, kinds)
+    words = _plain_flags(words, switches)
+    shown: type[Any] = config
+    rare = sum(RARE in flag.marks for flag in flags)
+    if rare and {"-h", "--help"} & {*words}:
+        shown = _without_rare(config)
+        more = f"--help_all shows {rare} more flags, which few need."
+        description = f"{description.rstrip()}\n\n{more}" if description else more
+    words = ["--help" if word in ("--help_all", "--help-all") else word for word in words]
     module = sys.modules["__main__"].__spec__
     program = None
     if module and module.name != "__main__":
         program = f"python -m {module.name.removesuffix('.__main__')}"
     return tyro.cli(
-        config,
+        shown,
         prog=program,
-        args=_plain_flags(words, _switches(config)),
+        args=words,
         description=_indented_commands(description),
         console_outputs=rank() == 0,  # all ranks have one command line: one prints its mistakes
+        config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def _without_rare(config: Any) -> type[Any]:
+    """Return a configuration for --help, in which no rare flag is shown."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    changed: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        hint = hints[field.name]
+        if RARE in getattr(hint, "__metadata__", ()):
+            changed[field.name] = Annotated[hint, tyro.conf.Suppress]
+            defaults[field.name] = field.default
+        elif dataclasses.is_dataclass(hint):
+            group = _without_rare(hint)
+            names = [member.name for member in dataclasses.fields(hint)]
+            changed[field.name] = group
+            defaults[field.name] = group(**{name: getattr(field.default, name) for name in names})
+    body = {"__annotations__": changed, "__doc__": config.__doc__, **defaults}
+    return dataclasses.dataclass(frozen=True)(type(config.__name__, (config,), body))
 
 
 def _indented_commands(description: str | None) -> str | None:
@@ -404,14 +508,18 @@ def settings(config: Any) -> dict[str, Any]:
 
     Tuples become lists, and paths become texts.
     """
-    values = dataclasses.asdict(config)
-    return json.loads(json.dumps(values, default=str))
+    return json.loads(json.dumps(values_of(config), default=str))
 
 
 # --- the edge of a process -----------------------------------------------------------------------
 
 
-def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:
+def run(
+    main: Callable[[Any], Any],
+    config: type[Any],
+    description: str | None = None,
+    old_flags: OldFlags = OldFlags(),
+) -> None:
     """Parse the command line, call `main`, and turn a mistake into one message.
 
     Every script ends with this call. Under torchrun rank 0 prints errors; another rank prints only
@@ -425,17 +533,22 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        _run(main, config, description)
+        _run(main, config, description, old_flags)
     except Exception as bug:  # the edge of the process; Python prints the traceback
         note_end(f"error: {type(bug).__name__}: {bug}")
         raise
 
 
-def _run(main: Callable[[Any], Any], config: type[Any], description: str | None) -> None:
+def _run(
+    main: Callable[[Any], Any],
+    config: type[Any],
+    description: str | None,
+    old_flags: OldFlags,
+) -> None:
     """Call `main`, and end the process with a message and a code for each expected failure."""
     try:
         try:
-            main(parse(config, description=description))
+            main(parse(config, description=description, old_flags=old_flags))
         finally:
             # Python's own flush at exit would print a message about a reader that has left.
             sys.stdout.flush()

@@ -380,7 +380,7 @@ class Step:
     first_row: int
     num_targets: int  # over all ranks and micro-batches: the sum of losses is divided by it
     micro_batches: list[tuple[torch.Tensor, ...]]  # (inputs, targets, *extras), int64 (b, T) each
-    extras: tuple[str, ...] = ()  # the names of the extras; see update.MicroBatches
+    extras: tuple[str, ...] = ()  # the names of the extras
 
 
 def steps(

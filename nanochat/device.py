@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from nanochat.common import Pulse, UserError, base_dir, complain, tr
 from nanochat.platforms import host
-from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.base import Chip, Platform, kernels_asked
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu

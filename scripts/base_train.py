@@ -6,22 +6,26 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --t
 
 from dataclasses import dataclass
 
-from nanochat import dataloader
+from nanochat import dataloader, schedule
 from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import log
 from nanochat.data.corpora import told_of_dropped
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
+from nanochat.optim import Rates
+from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from nanochat.train import schedule, sizes
-from nanochat.train.flags import Auto, BatchFlags, Free, StageFlags
-from nanochat.train.stage import Stage, launch
+from nanochat.train import sizes
+from nanochat.train.fit import probe
+from nanochat.train.flags import Auto, BatchFlags, Free, Rare, RunFlags, check_ranges
+from nanochat.train.setup import set_up
+from nanochat.train.validation import Validation
 from tasks.needs import warn_of_missing
 
 
 @dataclass(frozen=True)
-class Config(BatchFlags, StageFlags):
-    """Flags of pretraining. Every size that is left at auto is chosen by corpus, device and memory, and printed."""
+class ShapeFlags:
+    """The shape of the model. Every size left at auto is chosen by corpus and device, and printed."""
 
     depth: int = 20
     """number of layers, the one dial of size: every size that is not given follows from it"""
@@ -47,105 +51,168 @@ class Config(BatchFlags, StageFlags):
     A Qwen3 trains without"""
     family: sizes.Kind = "gpt"
     """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
+
+
+@dataclass(frozen=True)
+class ScheduleFlags:
+    """How long the run is, and how its learning rate rises and falls."""
+
     num_iterations: int | None = None
     """number of steps; overrides target_flops and target_param_data_ratio"""
-    target_flops: float | None = None
+    target_flops: Rare[float | None] = None
     """train for this many FLOPs; overrides target_param_data_ratio"""
     target_param_data_ratio: float = 12.0
     """train on this many tokens per parameter of the matrices and the head"""
-    warmup_steps: int | None = None
+    warmup_steps: Rare[int | None] = None
     """steps over which the learning rate rises; default: 40, or a twentieth of a short run"""
     warmdown_ratio: float = 0.65
     """fraction of the run, at its end, over which the learning rate falls"""
-    final_lr_frac: float = 0.05
+    final_lr_frac: Rare[float] = 0.05
     """learning rate at the end, as a fraction of its peak"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags of pretraining."""
+
+    shape: ShapeFlags = ShapeFlags()
+    """the shape of the model"""
+    schedule: ScheduleFlags = ScheduleFlags()
+    """the length of the run, and its learning rate"""
+    batch: BatchFlags = BatchFlags()
+    """how a step is split"""
+    data: Free[str | None] = None
+    """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
+    default: the only corpus there is"""
+    model_tag: Free[str | None] = None
+    """name of the model, and of its folder of checkpoints; default: d and the depth, such as d4"""
     eval_every: Free[int] = 250
     """steps between validations; 0: never validate"""
-    eval_tokens: Free[int | None] = None
+    eval_tokens: Free[Rare[int | None]] = None
     """tokens per validation; default: 20 steps' worth, at most the whole validation shard"""
+    samples: Free[Rare[int]] = 4
+    """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
+    rates: Rare[Rates] = Rates()
+    """learning rates of the parameters' roles"""
+    run: RunFlags = RunFlags()
+    """how the run is computed, saved and resumed"""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train to the horizon, resuming from the newest checkpoint if there is one."""
     corpus = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
-    tag = f"d{cfg.depth}" if cfg.model_tag is None else cfg.model_tag
-    stage = Stage("base", cfg, compute, tag, corpus=corpus.name, tokenizer=tokenizer.hash[:16])
+    tag = f"d{cfg.shape.depth}" if cfg.model_tag is None else cfg.model_tag
+    folder = open_folder(
+        "base", tag, cfg, cfg.run, compute, corpus=corpus.name, tokenizer=tokenizer.hash[:16]
+    )
 
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(
-        cfg.depth,
-        cfg.model_dim,
-        cfg.head_dim,
-        cfg.max_seq_len,
-        cfg.window_pattern,
+        cfg.shape.depth,
+        cfg.shape.model_dim,
+        cfg.shape.head_dim,
+        cfg.shape.max_seq_len,
+        cfg.shape.window_pattern,
         tokenizer.vocab_size,
         corpus.name,
         compute,
-        cfg.family,
-        cfg.bigram_rows,
-        cfg.offset_layers,
+        cfg.shape.family,
+        cfg.shape.bigram_rows,
+        cfg.shape.offset_layers,
     )
-    if cfg.family == "qwen3" and tokenizer.pattern != "qwen2":
+    if cfg.shape.family == "qwen3" and tokenizer.pattern != "qwen2":
         log(
-            "llama.cpp does not split texts as this tokenizer does: if the model is to become a GGUF file, stop, and "
-            "train the tokenizer with --pattern qwen2"
+            "llama.cpp does not split texts as this tokenizer does: if the model is to become a "
+            "GGUF file, stop, and train the tokenizer with --pattern qwen2"
         )
-    model = on_meta(shape, compute, cfg.fp8)  # takes no memory until it is known to fit
-    counts, flops = model.parameter_counts(), model.flops_per_token()
-    sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
-    horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
+    size = sizes.model_size(shape, compute, cfg.shape.fp8)
+    sizes.check_fits(shape.n_layer, size.parameters, cfg.run.shard, compute)
     batch = sizes.batch(
-        cfg.total_batch_size,
-        cfg.device_batch_size,
+        cfg.batch.total_batch_size,
+        cfg.batch.device_batch_size,
         shape,
-        counts["total"],
-        horizon_tokens,
+        size.parameters,
+        cfg.schedule.target_param_data_ratio * size.scaling_parameters,
         corpus.name,
         compute,
-        cfg.gradient_accumulation_steps,
-        stage.begun_rows,
+        cfg.batch.gradient_accumulation_steps,
+        folder.begun_rows,
     )
     horizon = schedule.horizon(
-        cfg.num_iterations,
-        cfg.target_flops,
-        cfg.target_param_data_ratio,
-        flops,
-        counts["scaling"],
+        cfg.schedule.num_iterations,
+        cfg.schedule.target_flops,
+        cfg.schedule.target_param_data_ratio,
+        size.flops_per_token,
+        size.scaling_parameters,
         batch.tokens_per_step,
     )
-    steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)
+    steps = horizon.steps
     log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
 
     # Documents are tokenised once; a row is a pure function of (seed, row number)
-    rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.seed)
+    rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.run.seed)
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
-    read = steps * batch.rows_per_step
-    stage.facts = dataloader.mixture_table(corpus, rows, read) | told_of_dropped(corpus.corpora)
+    rows_read = steps * batch.rows_per_step
+    table = dataloader.mixture_table(corpus, rows, rows_read)
+    facts = table | told_of_dropped(corpus.corpora)
     sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
-    model = on_meta(sizes.keep_bigrams(shape, cfg.bigram_rows, read / rows.count), compute, cfg.fp8)
+    shape = sizes.keep_bigrams(shape, cfg.shape.bigram_rows, rows_read / rows.count)
     warn_of_missing(corpus.name)
-    for part in stage.facts.get("rows", []):
+    for part in facts.get("rows", []):
         log(
-            f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs"
+            f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, "
+            f"{part['epochs']:.2f} epochs"
         )
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
+    model = on_meta(shape, compute, cfg.shape.fp8)
     model.to_empty(device=compute.device)
-    model.init_weights(cfg.seed)
-    rates = cfg.for_run(batch.tokens_per_step, steps, cfg.target_param_data_ratio)
-    stage.set_up(
+    model.init_weights(cfg.run.seed)
+    optimizers = set_up(
         model,
-        tokenizer,
-        rates,
+        cfg.rates.for_run(batch.tokens_per_step, steps, cfg.schedule.target_param_data_ratio),
         schedule.rate_scale(batch.tokens_per_step),
+        folder.path,
+        cfg.run,
+        compute,
         schedule.table_momentum(steps),
     )
-    for step in stage.train_rows(rows, batch, steps, val_rows, cfg.eval_every, cfg.eval_tokens):
-        lrm = schedule.trapezoid(stage.step, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
-        momentum = schedule.momentum(stage.step, steps, cfg.warmdown_ratio)
-        stage.schedule(lrm, momentum, schedule.decay_factor(stage.step, steps))
-        stage.conclude(stage.update(step))
+    val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
+    validation = Validation(val_rows, val_tokens, model, tokenizer, cfg.samples, compute)
+    plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
+    warmup = schedule.warmup_steps(cfg.schedule.warmup_steps, steps)
+
+    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute, facts) as run:
+        batch = probe.fit(batch, model, optimizers, shape.sequence_len, compute)
+        fast = run.prepare(rows, batch)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every) as due:
+                if due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte")
+                    validation.keep_replies(folder.path, step)
+            if run.ended:
+                break
+
+            lrm = schedule.trapezoid(
+                step, steps, warmup, cfg.schedule.warmdown_ratio, cfg.schedule.final_lr_frac
+            )
+            momentum = schedule.momentum(step, steps, cfg.schedule.warmdown_ratio)
+            optimizers.schedule(lrm, momentum, schedule.decay_factor(step, steps))
+            data = next(batches)
+            with run.update(data.num_targets) as update:
+                for idx, targets in update.passes(data.micro_batches):
+                    loss = fast(idx, targets, reduction="sum")
+                    update.add(loss)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

@@ -5,30 +5,33 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from nanochat.common import UserError, log
+from nanochat.context import model_arguments
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
 from nanochat.generate.sampling import Sampling
+from nanochat.optim import Rates
+from nanochat.rl import rollout
+from nanochat.rl.groups import Groups
+from nanochat.rl.policy import PolicyFlags
+from nanochat.rl.sampler import Sampler
+from nanochat.rl.trees import over_trees
+from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
+from nanochat.step import NO_UPDATE
 from nanochat.train import sizes
-from nanochat.train.flags import EpochFlags, Free, named_after
-from nanochat.train.rl import rollout
-from nanochat.train.rl.groups import Groups
-from nanochat.train.rl.policy import PolicyFlags
-from nanochat.train.rl.sampler import Sampler
-from nanochat.train.rl.trees import OverTrees, over_trees
+from nanochat.train.flags import Epochs, Free, Rare, RunFlags, StageFlags, check_ranges
 from nanochat.train.samples import Graded
-from nanochat.train.stage import Stage, Work, launch
-from nanochat.train.update import NO_UPDATE
+from nanochat.train.setup import set_up
 from tasks.mixtures import rl_tasks
 
 
 @dataclass(frozen=True)
-class Config(PolicyFlags, EpochFlags):
+class Config:
     """Flags of reinforcement learning."""
 
     problems: str | None = None
@@ -36,7 +39,7 @@ class Config(PolicyFlags, EpochFlags):
     Every tenth one is held out to measure accuracy"""
     source: Free[Literal["sft", "mid"]] = "sft"
     """stage whose model to start from"""
-    source_step: Free[int | None] = None
+    source_step: Free[Rare[int | None]] = None
     """step of that stage's checkpoint; default: the newest"""
     examples_per_step: int = 16
     """problems per step over all devices"""
@@ -47,119 +50,142 @@ class Config(PolicyFlags, EpochFlags):
     Lower it when memory runs out: what is learned stays the same"""
     max_new_tokens: int = 256
     """longest reply, in tokens"""
-    temperature: float = 1.0
+    temperature: Rare[float] = 1.0
     """sampling temperature, above 0: the higher, the more the replies to a problem differ"""
-    top_k: int = 50
+    top_k: Rare[int] = 50
     """sample from this many of the likeliest tokens; 0: from all tokens"""
     init_lr_frac: float = 0.05
     """factor on all learning rates, which then fall linearly to 0"""
     eval_every: Free[int] = 60
     """steps between measurements on held-out problems; 0: measure only before the first step and at the end"""
-    eval_examples: Free[int] = 400
+    eval_examples: Free[Rare[int]] = 400
     """problems per measurement"""
-    trees: Free[bool | None] = None
+    trees: Free[Rare[bool | None]] = None
     """sample and train what replies to a problem have in common once; the result is the same up to rounding.
     default: on CPUs, for models and losses that allow it"""
-    shuffle_rewards: bool = False
+    shuffle_rewards: Rare[bool] = False
     """shuffle each step's rewards among its replies: a control run that must not learn"""
-    compile: Free[bool | None] = None
-    """RL compiles nothing: only --no_compile is accepted, for command lines that other stages share"""
-    graphs: Free[bool] = False
-    """RL captures no graphs: only --no-graphs is accepted"""
+    stage: StageFlags = StageFlags()
+    """the model to train, and the name of the result"""
+    epochs: Epochs = Epochs()
+    """how long the run is"""
+    policy: PolicyFlags = PolicyFlags()
+    """how rewards become updates"""
+    rates: Rare[Rates] = Rates(weight_decay=0.0)
+    """learning rates of the parameters' roles"""
+    run: RunFlags = RunFlags()
+    """how the run is computed, saved and resumed"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_ranges(self)
         if self.top_k == 1:  # as at temperature 0
             raise UserError(
-                "--top_k must be 0 or at least 2, since with 1 all replies to a problem are alike, got 1: "
-                "change it, or leave it out",
+                "--top_k must be 0 or at least 2, since with 1 all replies to a problem are alike, "
+                "got 1: change it, or leave it out",
                 exit_code=2,
             )
-        for asked, name in ((self.compile, "--compile"), (self.graphs, "--graphs")):
-            if asked:
+        for value, name in ((self.run.compile, "--compile"), (self.run.graphs, "--graphs")):
+            if value:
                 raise UserError(
-                    f"RL neither compiles nor captures its passes, whose shapes follow the replies, got {name}: "
-                    "leave it out",
+                    "RL neither compiles nor captures its passes, whose shapes follow the replies, "
+                    f"got {name}: leave it out",
                     exit_code=2,
                 )
-
-    def saved_as(self, tag: str) -> str:
-        """As in EpochFlags; a model that learns your own problems is kept beside the one that learned the corpus's."""
-        return named_after(tag, self.problems) if self.out_tag is None else self.out_tag
 
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the problems, resuming from the newest checkpoint if there is one."""
-    stage = Stage.after(cfg.source, cfg.source_step, "rl", cfg, compute)
+    parent, tag = parent_of(cfg.source, cfg.source_step, "rl", cfg.stage, cfg.problems)
+    corpus = cfg.stage.data or parent.corpus
+    folder = open_folder("rl", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
     sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
-    cfg.check(cfg.max_new_tokens)
-    model, tokenizer = stage.load_parent()
-    task, held_out = rl_tasks(stage.corpus, cfg.problems)
-    sampled = cfg.examples_per_step * cfg.oversample  # problems of a step
-    fitting = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
-    steps = cfg.steps(len(fitting), sampled)
+    cfg.policy.check(cfg.max_new_tokens)
+    model, tokenizer = load_parent(parent, compute)
+    task, held_out = rl_tasks(corpus, cfg.problems)
+    problems = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
+    problems_per_step = cfg.examples_per_step * cfg.policy.oversample
+    steps = cfg.epochs.steps(len(problems), problems_per_step, "a smaller --examples_per_step")
     log(
-        f"task: {task.name}, {len(fitting):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies"
+        f"task: {task.name}, {len(problems):,} problems; {steps:,} steps of "
+        f"{problems_per_step} x {cfg.num_samples} replies"
     )
 
-    sampler, reference = Sampler(model, compute), None
-    if cfg.kl:
+    sampler = Sampler(model, compute)
+    reference = None
+    if cfg.policy.kl:
         reference = Sampler(model, compute)
-        reference.renew(model)  # the weights that SFT left, whatever resume() loads
-    sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
+        reference.renew(model)  # the weights that SFT left, whatever checkpoint is loaded later
+    sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.run.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
+    groups = None
+    if over_trees(cfg.trees, model, compute):
+        groups = Groups(sampler.model, tokenizer)
+    ratio_loss = cfg.policy.ratio_loss
+    names = () if ratio_loss is None else ratio_loss.figures
 
-    def measure(line: dict[str, Any]) -> None:
-        said = Graded(held_out, cfg.samples, compute)
-        score = evaluate(
-            held_out,
-            sampler.model,
-            tokenizer,
-            compute,
-            greedy,
-            limit=cfg.eval_examples,
-            on_reply=said.hear,
-        )
-        line["accuracy"] = score.accuracy
-        said.keep(stage.folder, line["step"])
-        log(f"step {line['step']:05d} | {score}")
+    optimizers = set_up(model, cfg.rates, cfg.init_lr_frac, folder.path, cfg.run, compute)
+    replies_per_step = problems_per_step * cfg.num_samples
+    plan = Plan(steps, replies_per_step, problems_per_step, rollout.task_key(task))
 
-    replies, key = sampled * cfg.num_samples, rollout.task_key(task)
-    groups = Groups(sampler.model, tokenizer) if over_trees(cfg.trees, model, compute) else None
-    stage.objective = cfg.objective if groups is None else OverTrees(cfg.objective)
-    stage.set_up(model, tokenizer, cfg, cfg.init_lr_frac)
-    stage.resume(Work(steps, replies, sampled, key, cfg.eval_every, measure, measures_first=True))
-    sampler.renew(model)
-    stage.begin()
-    while stage.next_step():
-        numbers = fitting[
-            epoch_numbers(len(fitting), cfg.seed, stage.step * sampled, sampled)
-        ].tolist()
-        stage.mark("sampling")
-        rolled, samples = rollout.roll_out(
-            task,
-            numbers,
-            cfg.num_samples,
-            replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
-            cfg.device_batch_size,
-            sampler.model,
-            tokenizer,
-            compute,
-            cfg,
-            cfg.shuffle_rewards,
-            groups,
-            reference.model if reference else None,
-        )
-        gap = rollout.sampler_gap(samples, model, compute)
-        stage.schedule(lrm=1 - stage.step / steps)
-        outcome = NO_UPDATE
-        for _ in range(cfg.updates_per_rollout if rolled.num_targets else 0):
-            outcome = stage.update(rolled)
-        stage.mark("sampler's copy")
+    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
         sampler.renew(model)
-        stage.conclude(
-            outcome, {**rolled.figures(), "sampler_gap": gap}, f"{rolled} | sampler gap: {gap:.1e}"
-        )
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every, ends=True) as due:
+                if due:
+                    graded = Graded(held_out, cfg.stage.samples, compute)
+                    score = evaluate(
+                        held_out,
+                        sampler.model,
+                        tokenizer,
+                        compute,
+                        greedy,
+                        limit=cfg.eval_examples,
+                        on_reply=graded.hear,
+                    )
+                    run.record(accuracy=score.accuracy)
+                    graded.keep(folder.path, step)
+                    log(f"step {step:05d} | {score}")
+            if run.ended:
+                break
+
+            first_problem = step * problems_per_step
+            numbers = epoch_numbers(len(problems), cfg.run.seed, first_problem, problems_per_step)
+            run.mark("sampling")
+            replies, samples = rollout.roll_out(
+                task,
+                problems[numbers].tolist(),
+                cfg.num_samples,
+                replace(sampling, seed=cfg.run.seed * 1_000_003 + step),
+                cfg.device_batch_size,
+                sampler.model,
+                tokenizer,
+                compute,
+                cfg.policy,
+                cfg.shuffle_rewards,
+                groups,
+                None if reference is None else reference.model,
+            )
+            sampler_gap = rollout.sampler_gap(samples, model, compute)
+
+            lrm = 1 - step / steps
+            optimizers.schedule(lrm, momentum=0.95, decay=1.0)
+            outcome = NO_UPDATE
+            for _ in range(cfg.policy.updates_per_rollout if replies.num_targets else 0):
+                with run.update(replies.num_targets, names) as update:
+                    for idx, targets, *others in update.passes(replies.micro_batches):
+                        extras = dict(zip(replies.extras, others, strict=True))
+                        figures = None
+                        if ratio_loss is None:
+                            loss = model(idx, targets, reduction="sum", **model_arguments(extras))
+                        else:
+                            loss, figures = ratio_loss(model, idx, targets, **extras)
+                        update.add(loss, figures)
+                        (loss * update.factor).backward()
+                    outcome = update.step()
+            run.mark("sampler's copy")
+            sampler.renew(model)
+            figures = {**replies.figures(), "sampler_gap": sampler_gap}
+            run.finish(outcome, lrm, figures, f"{replies} | sampler gap: {sampler_gap:.1e}")
 
 
 if __name__ == "__main__":

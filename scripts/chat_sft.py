@@ -9,64 +9,120 @@ from typing import Literal, cast
 
 import torch.nn as nn
 
-from nanochat import dataloader
+from nanochat.common import log
 from nanochat.data.traits import traits
+from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
+from nanochat.optim import Rates
+from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
 from nanochat.train import sizes
-from nanochat.train.flags import ChatFlags, ExampleFlags, Free
-from nanochat.train.stage import Stage, launch
-from nanochat.train.update import Start
+from nanochat.train.fit import probe
+from nanochat.train.flags import (
+    ChatFlags,
+    Epochs,
+    ExampleFlags,
+    Free,
+    Rare,
+    RunFlags,
+    StageFlags,
+    check_ranges,
+)
+from nanochat.train.setup import set_up
+from nanochat.train.start_weights import StartWeights
+from nanochat.train.validation import Validation
 from tasks.mixtures import mix
 
 
 @dataclass(frozen=True)
-class Config(ExampleFlags, ChatFlags):
+class Config:
     """Flags of fine-tuning."""
 
     source: Free[Literal["mid", "base"]] = "mid"
     """stage whose model to start from"""
-    source_step: Free[int | None] = None
+    source_step: Free[Rare[int | None]] = None
     """step of that stage's checkpoint; default: the newest"""
     init_lr_frac: float = 0.02
     """factor on all learning rates, which then fall linearly to 0"""
     start_share: float = 0.0
     """share that the start's weights have in the finished model; 0.5: the mean of start and end.
     Such a model answers more questions in new wordings, and learns less of what is new"""
+    eval_every: Free[int] = 100
+    """steps between validations; 0: never validate"""
+    stage: StageFlags = StageFlags()
+    """the model to train, and the name of the result"""
+    epochs: Epochs = Epochs()
+    """how long the run is"""
+    chats: ChatFlags = ChatFlags()
+    """the conversations to learn from"""
+    batch: ExampleFlags = ExampleFlags()
+    """how a step is split"""
+    rates: Rare[Rates] = Rates(weight_decay=0.0)
+    """learning rates of the parameters' roles"""
+    run: RunFlags = RunFlags()
+    """how the run is computed, saved and resumed"""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune over the mixture, resuming from the newest checkpoint if there is one."""
-    stage = Stage.after(cfg.source, cfg.source_step, "sft", cfg, compute)
-    model, tokenizer = stage.load_parent()
-    T = model.config.sequence_len
-    parameters = model.parameter_counts()["total"]
-    mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations, cfg.mix)
-    answers, val_answers = dataloader.chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
+    parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.stage, cfg.chats.own_file)
+    corpus = cfg.stage.data or parent.corpus
+    folder = open_folder("sft", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
+    model, tokenizer = load_parent(parent, compute)
+    mixture = mix("sft", corpus, cfg.run.seed, cfg.chats.conversations, cfg.chats.mix)
+    length = model.config.sequence_len
+    rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.run.seed, masked=True)
     batch = sizes.example_batch(
-        cfg.target_examples_per_step,
-        cfg.device_batch_size,
+        cfg.batch.target_examples_per_step,
+        cfg.batch.device_batch_size,
         model.config,
-        parameters,
-        answers,
-        stage.corpus,
+        model.parameter_counts()["total"],
+        rows,
+        corpus,
         compute,
-        stage.begun_rows,
+        folder.begun_rows,
     )
-    documents = traits(stage.corpus).answers_documents_every if cfg.conversations is None else 0
-    answers, beside = cfg.with_documents(answers, stage.corpus, documents, tokenizer)
-    described = f"{mixture.name}{beside}"
-    steps = stage.steps_over(answers, batch.rows_per_step, described)
+    every = traits(corpus).answers_documents_every if cfg.chats.conversations is None else 0
+    rows, documents = cfg.chats.with_documents(rows, corpus, every, tokenizer, cfg.run.seed)
+    steps = cfg.epochs.steps_over(
+        rows, batch.rows_per_step, f"{mixture.name}{documents}", cfg.batch.smaller_steps
+    )
 
-    stage.set_up(model, tokenizer, cfg.for_batch(batch.tokens_per_step), cfg.init_lr_frac)
-    start = Start(cast(nn.Module, model), cfg.start_share)
-    for examples in stage.train_rows(
-        answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"
-    ):
-        stage.schedule(lrm=1 - stage.step / steps)
-        outcome = stage.update(examples)
-        if stage.step == steps - 1:
-            start.mix()
-        stage.conclude(outcome)
+    per_step = batch.tokens_per_step
+    rates = cfg.rates.for_batch(per_step)
+    optimizers = set_up(model, rates, cfg.init_lr_frac, folder.path, cfg.run, compute)
+    start = StartWeights(cast(nn.Module, model), cfg.start_share)  # before a checkpoint is loaded
+    validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
+    plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
+
+    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
+        batch = probe.fit(batch, model, optimizers, length, compute)
+        fast = run.prepare(rows, batch)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every) as due:
+                if due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
+                    validation.keep_replies(folder.path, step)
+            if run.ended:
+                break
+
+            lrm = 1 - step / steps
+            optimizers.schedule(lrm, momentum=0.95, decay=1.0)
+            data = next(batches)
+            with run.update(data.num_targets) as update:
+                for idx, targets in update.passes(data.micro_batches):
+                    loss = fast(idx, targets, reduction="sum")
+                    update.add(loss)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            if step == steps - 1:
+                start.mix()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

@@ -6,48 +6,75 @@ torchrun --standalone --nproc_per_node=8 -m scripts.finetune -- --model ./Qwen2.
 python -m scripts.chat_cli -i tune
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import torch.nn as nn
+from torch import Tensor
 from tyro.conf import arg
 
+from nanochat import schedule
 from nanochat.checkpoint_manager.huggingface.base import Base, open_base
+from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.resume import begun_settings
+from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
 from nanochat.common import UserError, log
+from nanochat.context import Packed
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
+from nanochat.meter import listed
 from nanochat.models.lora import LoraConfig
+from nanochat.optim import OneRate
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning import check_fits
 from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
-from nanochat.train import schedule, sizes
-from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, RunFlags
-from nanochat.train.optim import OneRate
-from nanochat.train.stage import Stage, launch
-from tasks.mixtures import Mix, own_conversations, own_pairs
+from nanochat.run import Plan, Run, launch, open_folder
+from nanochat.train import sizes
+from nanochat.train.fit import probe
+from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, Rare, RunFlags, check_ranges
+from nanochat.train.setup import set_up
+from nanochat.train.validation import Validation
+from tasks.mixtures import HELD_OUT, Mix, own_conversations, own_pairs
+
+# Facts that no flag names. A run does not resume under other rules than it was begun with
+HELD_OUT_FACT = "held out"
+RATE_FACT = "automatic learning rate"
+FIRST_RATE_RULE = BEFORE_FLAGS[RATE_FACT]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(ExampleFlags, Epochs, RunFlags):
-    """Flags of fine-tuning a published model."""
+@dataclass(frozen=True)
+class LossFlags:
+    """What is learned."""
 
-    model: Free[Path]
-    """folder of the model: config.json, tokenizer.json and safetensors files"""
-    data: Free[tuple[str, ...]]
-    """JSONL or JSON files of conversations: messages, ShareGPT or Alpaca; with --loss=dpo files of preferences.
-    FILE:2 takes the records of a file twice, FILE:0.5 every second one"""
     loss: Literal["answers", "dpo"] = "answers"
     """what is learned; answers: to say what the assistant says in the data.
     dpo: to find the answers that the data prefers likelier than the others (direct preference optimisation)"""
     dpo_beta: float = 0.1
     """how far dpo holds the model to what it said before training; lower it to let the model move further away"""
-    dpo_label_smoothing: float = 0.0
+    dpo_label_smoothing: Rare[float] = 0.0
     """share of the preferences that may be the wrong way round, below 0.5; raise it for noisy data"""
-    dpo_sft_weight: float = 0.0
+    dpo_sft_weight: Rare[float] = 0.0
     """weight of the preferred answers' own loss, per token, which dpo adds.
     Raise it, to 1 for example, where preferred answers become less likely too"""
+
+    @property
+    def preference(self) -> PreferenceLoss | None:
+        """The loss of pairs of answers; None to learn from conversations.
+
+        UserError if a flag is out of range.
+        """
+        loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
+        return loss if self.loss == "dpo" else None
+
+
+@dataclass(frozen=True)
+class AdapterFlags:
+    """The adapter that is trained."""
+
     lora_rank: int = 8
     """rank of the adapter; 0: no adapter, every parameter is trained"""
     lora_alpha: float = 16.0
@@ -56,8 +83,32 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """share of a matrix's inputs that the adapter does not see in training"""
     lora_targets: tuple[str, ...] = LoraConfig.targets
     """matrices that get an adapter"""
-    rslora: bool = False
+    rslora: Rare[bool] = False
     """multiply by alpha / sqrt(rank) instead, which keeps high ranks learning"""
+
+    @property
+    def shape(self) -> LoraConfig | None:
+        """The shape of the adapter, or None to train every parameter."""
+        if self.lora_rank == 0:
+            return None
+        return LoraConfig(
+            self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of fine-tuning a published model."""
+
+    model: Free[Path]
+    """folder of the model: config.json, tokenizer.json and safetensors files"""
+    data: Free[tuple[str, ...]]
+    """JSONL or JSON files of conversations: messages, ShareGPT or Alpaca; with --loss=dpo files of preferences.
+    FILE:2 takes the records of a file twice, FILE:0.5 every second one"""
+    objective: LossFlags = LossFlags()
+    """what is learned"""
+    adapter: AdapterFlags = AdapterFlags()
+    """the adapter that is trained"""
     learning_rate: float | Auto = "auto"
     """learning rate of AdamW; auto: by what is trained, the model's width and the number of steps.
     100 steps at 576 channels take 1e-3 for an adapter and 1e-4 for every parameter.
@@ -70,12 +121,7 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """tokens of a row, and of the longest conversation; a row holds several conversations that cannot see each other.
     auto: 2,048, or fewer where the data is small and its longest conversation fits.
     With dpo a row holds both answers of a pair, each after its prompt"""
-    target_examples_per_step: int | Auto = "auto"
-    """rows per step over all devices; a row holds several whole conversations.
-    auto: 32, or fewer where the data makes fewer than 30 such steps, but at least 4 conversations"""
-    num_epochs: float | Auto = "auto"
-    """passes over the training data; auto: 1, or up to 4 where one pass makes fewer than 100 steps"""
-    too_long: TooLong = "cut"
+    too_long: Rare[TooLong] = "cut"
     """conversations or pairs longer than a row: cut keeps their beginning, drop leaves them out"""
     checkpoint_activations: Free[bool] = False
     """keep only the inputs of layers for the backward pass and compute each layer again: less memory, a third slower"""
@@ -83,54 +129,65 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """like --checkpoint_activations, and move these inputs to the host's memory until the backward pass"""
     out_tag: Annotated[Free[str | None], arg(aliases=["--out"])] = None
     """name of the result; default: the names of the model and of the first file"""
+    eval_every: Free[int] = 100
+    """steps between validations; 0: never validate"""
+    epochs: Epochs = Epochs(num_epochs="auto")
+    """how long the run is"""
+    batch: ExampleFlags = ExampleFlags(target_examples_per_step="auto")
+    """how a step is split"""
+    run: RunFlags = RunFlags()
+    """how the run is computed, saved and resumed"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_ranges(self)
         if not self.data:
             raise UserError(
-                "--data needs at least one file of conversations, got none: name one, such as a.jsonl",
-                2,
+                "--data needs at least one file of conversations, got none: name one, such as "
+                "a.jsonl",
+                exit_code=2,
             )
-
-    @property
-    def lora(self) -> LoraConfig | None:
-        """The shape of the adapter, or None to train every parameter."""
-        if self.lora_rank == 0:
-            return None
-        return LoraConfig(
-            self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora
-        )
 
     @property
     def recomputes(self) -> bool:
         """Whether the backward pass computes each layer again."""
         return self.checkpoint_activations or self.offload_activations
 
-    @property
-    def preference(self) -> PreferenceLoss | None:
-        """The loss of pairs of answers, or None to learn from conversations. UserError if a flag is out of range."""
-        loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
-        return loss if self.loss == "dpo" else None
+    def rate(self, width: int, steps: int, rule: str) -> float:
+        """Return the highest learning rate for a model of `width` channels.
 
-    def rate(self, width: int, steps: int) -> float:
-        """The highest learning rate for a model of `width` channels, which is logged if it was chosen."""
+        An automatic rate is logged; `rule` says how it is chosen.
+        """
         if self.learning_rate != "auto":
             return self.learning_rate
-        rate = schedule.tuning_rate(width, steps, self.lora_rank > 0, self.loss == "dpo")
-        trained = "an adapter" if self.lora_rank else "every parameter"
+        adapter = self.adapter.lora_rank > 0
+        preferences = self.objective.loss == "dpo"
+        if rule == FIRST_RATE_RULE:
+            return schedule.first_tuning_rate(adapter, preferences)
+        rate = schedule.tuning_rate(width, steps, adapter, preferences)
+        trained = "an adapter" if adapter else "every parameter"
         log(
-            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, loss {self.loss})"
+            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, "
+            f"loss {self.objective.loss})"
         )
         return rate
 
-    @property
-    def chosen_by(self) -> dict[str, str]:
-        """How an automatic learning rate is chosen: a run does not resume under another rule."""
-        return (
-            {"automatic learning rate": schedule.TUNING_RATE_RULE}
-            if self.learning_rate == "auto"
-            else {}
-        )
+    def as_begun(self, begun: Mapping[str, Any]) -> "Config":
+        """Return the flags with the defaults that a run was begun with whose settings are `begun`.
+
+        Runs of earlier versions, which held one in 50 conversations out, chose nothing by the data:
+        rows had 2,048 tokens, steps 32 rows, and a run one epoch.
+        """
+        if not begun or HELD_OUT_FACT in begun:
+            return self
+        cfg = self
+        if cfg.max_length == "auto":
+            cfg = replace(cfg, max_length=begun["max_length"])
+        if cfg.epochs.num_epochs == "auto":
+            cfg = replace(cfg, epochs=replace(cfg.epochs, num_epochs=begun["num_epochs"]))
+        if cfg.batch.target_examples_per_step == "auto":
+            rows = begun["target_examples_per_step"]
+            cfg = replace(cfg, batch=replace(cfg.batch, target_examples_per_step=rows))
+        return cfg
 
     @property
     def tag(self) -> str:
@@ -142,12 +199,12 @@ class Config(ExampleFlags, Epochs, RunFlags):
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of what dropout drops in a step on a rank: the same after a resume, and what torch takes."""
+    """Return the seed of dropout in a step on a rank: the same after a resume, and below 2**63."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
 def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
-    """The tokens of a row: those that --max_length gives, or as many as suit the data, which is logged."""
+    """Return the tokens of a row: --max_length, or as many as suit the data, which is logged."""
     if cfg.max_length != "auto":
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
@@ -157,89 +214,137 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
     return length
 
 
+def pass_loss(
+    preference: PreferenceLoss | None, model: nn.Module, *tensors: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of a pass's losses (), and for preferences the sums of their figures (F,).
+
+    `tensors` are the inputs and targets of packed rows, and what their rows name besides.
+    """
+    if preference is None:
+        idx, targets, documents = tensors
+        return model(idx, targets, reduction="sum", context=Packed(documents)), None
+    idx, targets, documents, references = tensors
+    sums = preference(model, idx, targets, documents=documents, references=references)
+    return sums[0], sums[1:]
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
-    lora, preference = cfg.lora, cfg.preference
-    base = open_base(
-        cfg.model, None if cfg.max_length == "auto" else cfg.max_length, lora, compute, cfg.seed
-    )
-    conversations = own_pairs(cfg.data) if preference else own_conversations(cfg.data)
-    facts = cfg.chosen_by | {"held out": f"one in {conversations.held_out_every}"}
-    stage = Stage(
+    begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
+    cfg = cfg.as_begun(begun)
+    lora = cfg.adapter.shape
+    preference = cfg.objective.preference
+    earlier = begun != {} and HELD_OUT_FACT not in begun
+    rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else schedule.TUNING_RATE_RULE
+    max_length = None if cfg.max_length == "auto" else cfg.max_length
+    base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
+    own = own_pairs if preference else own_conversations
+    conversations = own(cfg.data, HELD_OUT if earlier else None)
+    facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
+    if cfg.learning_rate == "auto":
+        facts[RATE_FACT] = rule
+    folder = open_folder(
         "tune",
-        cfg,
-        compute,
         cfg.tag,
+        cfg,
+        cfg.run,
+        compute,
         parent=base.identity,
         corpus=conversations.name,
         content=conversations.key,
         **facts,
     )
-    stage.about = base.about
-    log(
-        f"tune: {'an adapter of rank ' + str(lora.rank) if lora else 'every parameter'} of {base.folder.name}; "
-        f"checkpoints go to {stage.folder}"
-    )
+    trained = f"an adapter of rank {lora.rank}" if lora else "every parameter"
+    log(f"tune: {trained} of {base.folder.name}; checkpoints go to {folder.path}")
 
-    T = row_tokens(cfg, conversations, base)
-    base = base.with_rows_of(T)
-    base.model.checkpoints, base.model.offloads = cfg.recomputes, cfg.offload_activations
-    answers, val_answers = chat_rows(
+    length = row_tokens(cfg, conversations, base)
+    base = base.with_rows_of(length)
+    model = base.model
+    model.checkpoints = cfg.recomputes
+    model.offloads = cfg.offload_activations
+    rows, val_rows = chat_rows(
         "tune",
         conversations,
         base.tokenizer,
-        T,
-        cfg.seed,
+        length,
+        cfg.run.seed,
         True,
         cfg.too_long,
         pairs=preference is not None,
     )
     batch = sizes.example_batch(
-        cfg.target_examples_per_step,
-        cfg.device_batch_size,
-        base.model.config,
+        cfg.batch.target_examples_per_step,
+        cfg.batch.device_batch_size,
+        model.config,
         base.equivalent_parameters,
-        answers,
+        rows,
         conversations.name,
         compute,
-        stage.begun_rows,
+        folder.begun_rows,
     )
-    steps = stage.steps_over(answers, batch.rows_per_step, conversations.name)
-    rows = 1 if batch.probe else batch.device_batch_size
+    steps = cfg.epochs.steps_over(
+        rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
+    )
     check_fits(
         Tuning(
-            base.model.config,
+            model.config,
             lora,
-            rows,
+            1 if batch.probe else batch.device_batch_size,
             batch.passes > 1,
             cfg.recomputes,
             cfg.offload_activations,
-            cfg.shard,
+            cfg.run.shard,
             compute.world_size,
             str(compute.dtype).removeprefix("torch."),
             compute.platform.is_host,
         ),
-        base.model,
+        model,
         compute,
     )
-    rates = OneRate(cfg.rate(base.model.config.n_embd, steps), cfg.weight_decay)
-    stage.set_up(base.model, base.tokenizer, rates, 1.0, fill=base.fill)
+    rates = OneRate(cfg.rate(model.config.n_embd, steps, rule), cfg.weight_decay)
+    optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
-        for rows in (answers, val_answers):
-            add_references(rows, base.model, base.identity, batch.device_batch_size, compute)
-    for examples in stage.train_rows(
-        answers,
-        batch,
-        steps,
-        val_answers,
-        cfg.eval_every,
-        of_what=" of the answers",
-        objective=preference,
-        measures_first=cfg.eval_every > 0,
-    ):
-        seed_all(dropout_seed(cfg.seed, stage.step, compute.rank))
-        stage.schedule(schedule.cosine(stage.step, steps, cfg.warmup_ratio))
-        stage.conclude(stage.update(examples))
+        for pairs in (rows, val_rows):
+            add_references(pairs, model, base.identity, batch.device_batch_size, compute)
+    val_tokens = 20 * batch.tokens_per_step
+    validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
+    plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
+    names = preference.figures if preference else ()
+
+    def summed_loss(fast: nn.Module, *tensors: Tensor) -> Tensor:
+        return pass_loss(preference, fast, *tensors)[0]
+
+    with Run(
+        folder, plan, model, base.tokenizer, optimizers, cfg.run, compute, about=base.about
+    ) as run:
+        batch = probe.fit(batch, model, optimizers, length, compute)
+        fast = run.prepare(rows, batch, summed_loss)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every, ends=cfg.eval_every > 0) as due:
+                if due and preference:
+                    means = validation.means(preference, batch.device_batch_size)
+                    run.record(**{f"val_{name}": mean for name, mean in means.items()})
+                    log(f"step {step:05d} | validation: {listed(means)}")
+                elif due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
+            if run.ended:
+                break
+
+            seed_all(dropout_seed(cfg.run.seed, step, compute.rank))
+            lrm = schedule.cosine(step, steps, cfg.warmup_ratio)
+            optimizers.schedule(lrm, momentum=0.95, decay=1.0)
+            data = next(batches)
+            with run.update(data.num_targets, names) as update:
+                for tensors in update.passes(data.micro_batches):
+                    loss, figures = pass_loss(preference, fast, *tensors)
+                    update.add(loss, figures)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

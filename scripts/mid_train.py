@@ -6,21 +6,36 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 
 from dataclasses import dataclass
 
+from nanochat import schedule
+from nanochat.common import log
 from nanochat.data.traits import traits
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
-from nanochat.train import schedule, sizes
-from nanochat.train.flags import BatchFlags, ChatFlags, Free
-from nanochat.train.stage import Stage, launch
+from nanochat.optim import Rates
+from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
+from nanochat.train import sizes
+from nanochat.train.fit import probe
+from nanochat.train.flags import (
+    BatchFlags,
+    ChatFlags,
+    Epochs,
+    Free,
+    Rare,
+    RunFlags,
+    StageFlags,
+    check_ranges,
+)
+from nanochat.train.setup import set_up
+from nanochat.train.validation import Validation
 from tasks.mixtures import mix
 from tasks.needs import warn_of_missing
 
 
 @dataclass(frozen=True)
-class Config(ChatFlags, BatchFlags):
+class Config:
     """Flags of midtraining. The model is the one that base_train has trained."""
 
-    base_step: Free[int | None] = None
+    base_step: Free[Rare[int | None]] = None
     """step of the base checkpoint to start from; default: the newest"""
     init_lr_frac: float = 1.0
     """factor on all learning rates"""
@@ -31,40 +46,86 @@ class Config(ChatFlags, BatchFlags):
     """fraction of the run, at its end, over which the learning rate falls to 0"""
     eval_every: Free[int] = 150
     """steps between validations; 0: never validate"""
+    stage: StageFlags = StageFlags()
+    """the model to train, and the name of the result"""
+    epochs: Epochs = Epochs()
+    """how long the run is"""
+    chats: ChatFlags = ChatFlags()
+    """the conversations to learn from"""
+    batch: BatchFlags = BatchFlags()
+    """how a step is split"""
+    rates: Rare[Rates] = Rates(weight_decay=0.0)
+    """learning rates of the parameters' roles"""
+    run: RunFlags = RunFlags()
+    """how the run is computed, saved and resumed"""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the mixture, resuming from the newest checkpoint if there is one."""
-    stage = Stage.after("base", cfg.base_step, "mid", cfg, compute)
-    model, tokenizer = stage.load_parent()
-    length, corpus = model.config.sequence_len, stage.corpus
+    parent, tag = parent_of("base", cfg.base_step, "mid", cfg.stage, cfg.chats.own_file)
+    corpus = cfg.stage.data or parent.corpus
+    folder = open_folder("mid", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
+    model, tokenizer = load_parent(parent, compute)
     batch = sizes.batch(
-        cfg.total_batch_size,
-        cfg.device_batch_size,
+        cfg.batch.total_batch_size,
+        cfg.batch.device_batch_size,
         model.config,
         model.parameter_counts()["total"],
         None,
         corpus,
         compute,
-        cfg.gradient_accumulation_steps,
-        stage.begun_rows,
+        cfg.batch.gradient_accumulation_steps,
+        folder.begun_rows,
     )
 
-    mixture = mix("mid", corpus, cfg.seed, cfg.conversations, cfg.mix)
-    rows, val_rows = chat_rows("mid", mixture, tokenizer, length, cfg.seed, masked=cfg.answers_only)
-    rows, beside = cfg.with_documents(rows, corpus, traits(corpus).documents_every, tokenizer)
-    steps = stage.steps_over(rows, batch.rows_per_step, f"{mixture.name}{beside}")
+    mixture = mix("mid", corpus, cfg.run.seed, cfg.chats.conversations, cfg.chats.mix)
+    length = model.config.sequence_len
+    rows, val_rows = chat_rows(
+        "mid", mixture, tokenizer, length, cfg.run.seed, masked=cfg.answers_only
+    )
+    rows, documents = cfg.chats.with_documents(
+        rows, corpus, traits(corpus).documents_every, tokenizer, cfg.run.seed
+    )
+    steps = cfg.epochs.steps_over(
+        rows, batch.rows_per_step, f"{mixture.name}{documents}", cfg.batch.smaller_steps
+    )
+    warn_of_missing(corpus)
 
     per_step = batch.tokens_per_step
-    warn_of_missing(corpus)
-    stage.set_up(
-        model, tokenizer, cfg.for_batch(per_step), cfg.init_lr_frac * schedule.rate_scale(per_step)
-    )
+    scale = cfg.init_lr_frac * schedule.rate_scale(per_step)
+    optimizers = set_up(model, cfg.rates.for_batch(per_step), scale, folder.path, cfg.run, compute)
+    validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
     of_what = " of the answers" if cfg.answers_only else ""
-    for step in stage.train_rows(rows, batch, steps, val_rows, cfg.eval_every, of_what=of_what):
-        lrm = schedule.trapezoid(stage.step, steps, 0, cfg.warmdown_ratio, 0.0)
-        stage.schedule(lrm, schedule.momentum(stage.step, steps, cfg.warmdown_ratio))
-        stage.conclude(stage.update(step))
+    plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
+
+    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
+        batch = probe.fit(batch, model, optimizers, length, compute)
+        fast = run.prepare(rows, batch)
+        batches = run.batches(rows, batch)
+        for step in run.steps():
+            with run.between_steps(cfg.eval_every) as due:
+                if due:
+                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
+                    run.record(val_bpb=val_bpb)
+                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte{of_what}")
+                    validation.keep_replies(folder.path, step)
+            if run.ended:
+                break
+
+            lrm = schedule.trapezoid(step, steps, 0, cfg.warmdown_ratio, 0.0)
+            momentum = schedule.momentum(step, steps, cfg.warmdown_ratio)
+            optimizers.schedule(lrm, momentum, decay=1.0)
+            data = next(batches)
+            with run.update(data.num_targets) as update:
+                for idx, targets in update.passes(data.micro_batches):
+                    loss = fast(idx, targets, reduction="sum")
+                    update.add(loss)
+                    (loss * update.factor).backward()
+                outcome = update.step()
+            run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

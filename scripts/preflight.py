@@ -21,6 +21,8 @@ from nanochat.data.sources.published import SOURCES, Source
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
 from nanochat.gpt import GPT
+from nanochat.meter import expected_seconds
+from nanochat.optim import Rates, saved_bytes
 from nanochat.planner import calibration
 from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of as size_of_model
@@ -28,8 +30,6 @@ from nanochat.runtime.progress import amount, duration
 from nanochat.train import sizes
 from nanochat.train.fit import disk
 from nanochat.train.flags import Auto
-from nanochat.train.meter import expected_seconds
-from nanochat.train.optim import Rates, saved_bytes
 from tasks.mixtures import curriculum
 from tasks.needs import answers, repos
 from tasks.published import carry_in

@@ -1,6 +1,7 @@
 """Measure how well the tokenizer compresses text, in bytes per token: more is better.
 
-python -m scripts.tok_eval python -m scripts.tok_eval --data fineweb
+python -m scripts.tok_eval
+python -m scripts.tok_eval --data fineweb
 
 The table compares the tokenizer with published vocabularies: always on the samples below, and on
 the corpora if tiktoken has cached the published vocabulary.

@@ -216,25 +216,26 @@ class WithYours:
 # --- the conversations of your own files ---------------------------------------------------------
 
 
-def own_conversations(files: Sequence[str]) -> Mix:
+def own_conversations(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """Return the conversations of your own files, one file after the other.
 
     FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. UserError names the
-    file that cannot be read, the line and the rule.
+    file that cannot be read, the line and the rule. One conversation in `held_out_every` is held
+    out; None: as suits their number.
     """
-    name, key, conversations = _read_weighted(files, CustomJSON, "conversations")
+    name, key, conversations = _read_weighted(files, CustomJSON, "conversations", held_out_every)
     digest = sha256(key.encode()).hexdigest()
-    held_out_every = conversations.held_out_every
-    return Mix(name, digest, lambda: conversations, held_out_every=held_out_every)
+    every = conversations.held_out_every
+    return Mix(name, digest, lambda: conversations, held_out_every=every)
 
 
-def own_pairs(files: Sequence[str]) -> Mix:
+def own_pairs(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """Return the pairs of answers of your own files as conversations: the preferred one of a pair,
     then the rejected one.
 
     Weights and errors are as in own_conversations().
     """
-    name, key, pairs = _read_weighted(files, read_pairs, "pairs")
+    name, key, pairs = _read_weighted(files, read_pairs, "pairs", held_out_every)
     digest = sha256(f"pairs {key}".encode()).hexdigest()
     numbers = np.stack([2 * pairs.numbers, 2 * pairs.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([answer for pair in pairs.items for answer in pair], numbers)
@@ -245,6 +246,7 @@ def _read_weighted(
     files: Sequence[str],
     read: Callable[[str], Records[Item]],
     what: str,
+    held_out_every: int | None,
 ) -> tuple[str, str, Numbered[Item]]:
     """Return the names of files, a key of their content, and what `read` finds in each, as often as
     the file's weight says.
@@ -279,15 +281,16 @@ def _read_weighted(
         )
     key = " + ".join(keys)
     numbers = np.array(originals)
-    held_out_every = HELD_OUT
+    every = HELD_OUT
     if different < len(items):
         key += COPIES_TOGETHER
         numbers = numbers + 1 - min(different, HELD_OUT)
     else:
-        held_out_every = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
-        if held_out_every != HELD_OUT:
-            key += f", one in {held_out_every} held out"
-    return ", ".join(names), key, Numbered(items, numbers, held_out_every)
+        fitting = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
+        every = held_out_every or fitting
+        if every != HELD_OUT:
+            key += f", one in {every} held out"
+    return ", ".join(names), key, Numbered(items, numbers, every)
 
 
 def _split_weight(file: str) -> tuple[str, float]:

@@ -18,7 +18,7 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute, choose, compute_init
 from nanochat.platforms import host
-from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.nvidia.platform import Nvidia
 from tests.support.tiny_model import pretend
 

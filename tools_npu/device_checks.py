@@ -89,7 +89,7 @@ def first_line(failure: BaseException) -> str:
 
 def explanation(text: str) -> tuple[str, str]:
     """Return what an error of torch_npu, HCCL or the driver means, in English and Chinese."""
-    from nanochat.platforms import ascend_errors
+    from nanochat.platforms.ascend import errors as ascend_errors
 
     return ascend_errors.explain(text, "en"), ascend_errors.explain(text, "zh")
 
@@ -153,7 +153,7 @@ def load_torch(out: Output) -> str:
 
 def load_torch_npu(out: Output) -> str:
     """Import torch_npu and return its version, or "" if it cannot be imported."""
-    from nanochat.platforms import ascend_errors
+    from nanochat.platforms.ascend import errors as ascend_errors
 
     out.begin("torch_npu")
     try:
@@ -199,7 +199,8 @@ def open_card(out: Output) -> int:
     """Compute on the first card; return how many cards are visible, 0 if none can be used."""
     import torch
 
-    from nanochat.platforms import ascend_chips, ascend_errors
+    from nanochat.platforms.ascend import chips as ascend_chips
+    from nanochat.platforms.ascend import errors as ascend_errors
 
     out.begin("npu:0")
     try:
@@ -413,7 +414,7 @@ class RankResult(NamedTuple):
 
 def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
     """Check each HCCL collective over all visible cards; return GB/s of all_reduce, if any."""
-    from nanochat.platforms.ascend_environment import PortBlocks
+    from nanochat.platforms.ascend.environment import PortBlocks
 
     if ranks < 2:
         out.line(Line("hccl", SKIP, "only one card is visible", "只有一张可见的卡"))
@@ -504,7 +505,7 @@ def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
     """Run the checks that need a usable card; `count` cards are visible."""
     import torch
 
-    from nanochat.platforms import ascend_chips
+    from nanochat.platforms.ascend import chips as ascend_chips
 
     soc = int(torch.npu.get_soc_version())
     chip = ascend_chips.chip_of(soc)

@@ -37,7 +37,7 @@ class Variable(NamedTuple):
 def allocator_variable(torch_npu: str) -> str:
     """Return the allocator variable that a torch_npu reads.
 
-    nanochat/platforms/ascend_environment.py sets the same variable for a job.
+    nanochat/platforms/ascend/environment.py sets the same variable for a job.
     """
     if is_since(torch_npu, FIRST_WITH_TORCH_NAME):
         return "PYTORCH_ALLOC_CONF"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanochat.attention import cache_mask
 from nanochat.loss import chunked_loss
-from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.base import kernels_asked
 from nanochat.platforms.operations import Operations
 

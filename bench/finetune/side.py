@@ -18,13 +18,13 @@ RATE, ALPHA = 1e-4, 16.0
 
 def ours(task: dict[str, Any]) -> tuple[Step, int]:
     """Return a step with the calls that scripts.finetune makes, and the number of parameters."""
-    from bench.training import Trainer, random_model
+    from bench.training import Trainer, random_model, update
     from nanochat import dataloader, device
     from nanochat.checkpoint_manager.families import cast_matrices
+    from nanochat.context import Packed
     from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
     from nanochat.models.qwen.config import QwenConfig
-    from nanochat.train.optim import OneRate
-    from nanochat.train.update import CrossEntropy, Spikes, forward, update
+    from nanochat.optim import OneRate
 
     compute = device.compute_init("cpu")
     model = random_model(QwenConfig(**task["shape"]), compute)
@@ -34,7 +34,6 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
         init_adapters(model)
     model.checkpoints = task["checkpoints"]
     trainer = Trainer(model, compute, OneRate(RATE))
-    spikes = Spikes()
     model.train()
 
     def documents(inputs: Tensor, targets: Tensor) -> dataloader.Step:
@@ -49,14 +48,8 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
 
     def one_pass(module: torch.nn.Module) -> Tensor:
         zeros = torch.zeros((task["rows"], task["tokens"]), dtype=torch.long)
-        batch = documents(zeros, zeros).micro_batches[0]
-        return forward(
-            module,
-            batch,
-            ("documents",),
-            CrossEntropy(),
-            compute,
-        )[0]
+        loss: Tensor = module(zeros, zeros, reduction="sum", context=Packed(zeros))
+        return loss
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         work = documents(inputs, targets)
@@ -64,9 +57,8 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
             trainer.passes,
             trainer.optimizers,
             work,
-            trainer.scale,
+            trainer.safeguards,
             compute,
-            spikes,
         )
         return outcome.loss
 

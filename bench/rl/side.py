@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bench.training import Trainer, byte_tokenizer, random_model, spread_logits
+from bench.training import Trainer, byte_tokenizer, random_model, spread_logits, update
 from nanochat import device
 from nanochat.data.conversation import Conversation, chat
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPTConfig
-from nanochat.train.optim import Rates
-from nanochat.train.rl import rollout
-from nanochat.train.rl.groups import Groups
-from nanochat.train.rl.policy import PolicyFlags
-from nanochat.train.rl.sampler import Sampler
-from nanochat.train.rl.trees import OverTrees
-from nanochat.train.update import Spikes, update
+from nanochat.optim import Rates
+from nanochat.rl import rollout
+from nanochat.rl.groups import Groups
+from nanochat.rl.policy import PolicyFlags
+from nanochat.rl.sampler import Sampler
 
 MODEL = GPTConfig(512, 4096, n_layer=4, n_head=3, n_kv_head=3, n_embd=192, window_pattern="L")
 POLICY = PolicyFlags(overlong_tokens=1)  # so that replies that were cut off are trained on
@@ -113,8 +111,6 @@ class Ours:
         self.sampler = Sampler(model, compute)
         self.sampler.renew(model)
         self.groups = Groups(self.sampler.model, self.tokenizer) if trees else None
-        self.objective = OverTrees(POLICY.objective) if trees else POLICY.objective
-        self.spikes = Spikes()
         self.task = Problems(shape)
 
     def step(self, number: int) -> dict[str, float]:
@@ -142,11 +138,9 @@ class Ours:
                 trainer.model,
                 trainer.optimizers,
                 rolled,
-                trainer.scale,
+                trainer.safeguards,
                 self.compute,
-                self.spikes,
                 watch.mark,
-                self.objective,
             )
         watch.mark("copy")
         self.sampler.renew(trainer.model)

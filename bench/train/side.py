@@ -53,10 +53,9 @@ def ours(task: Task) -> Side:
     with the flags of the task.
     """
     from bench.training import Trainer, random_model, split
-    from nanochat import device
+    from nanochat import device, schedule
     from nanochat.common import parse
-    from nanochat.train import schedule
-    from nanochat.train.optim import Rates
+    from nanochat.optim import Rates
     from scripts.base_train import Config
 
     compute = device.compute_init("cpu")
@@ -68,7 +67,7 @@ def ours(task: Task) -> Side:
     if steps is None:
         trainer = Trainer(model, compute, Rates(weight_decay=SHORT_DECAY))
     else:
-        rates = flags.for_run(tokens_per_step, steps, flags.target_param_data_ratio)
+        rates = flags.rates.for_run(tokens_per_step, steps, flags.schedule.target_param_data_ratio)
         rate_factor = schedule.rate_scale(tokens_per_step)
         trainer = Trainer(
             model,
@@ -84,15 +83,15 @@ def ours(task: Task) -> Side:
         compile_seconds = child.cpu_seconds() - start
 
     def set_rates(number: int, steps: int) -> None:
-        warmup = schedule.warmup_steps(flags.warmup_steps, steps)
+        warmup = schedule.warmup_steps(flags.schedule.warmup_steps, steps)
         lr = schedule.trapezoid(
             number,
             steps,
             warmup,
-            flags.warmdown_ratio,
-            flags.final_lr_frac,
+            flags.schedule.warmdown_ratio,
+            flags.schedule.final_lr_frac,
         )
-        momentum = schedule.momentum(number, steps, flags.warmdown_ratio)
+        momentum = schedule.momentum(number, steps, flags.schedule.warmdown_ratio)
         trainer.optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
 
     def step(number: int, batch: Batch) -> float:
@@ -131,8 +130,8 @@ def our_shape(task: Task, flags: Any) -> Any:
     from nanochat.gpt import GPTConfig
     from nanochat.train import sizes
 
-    bigram_rows = sizes.table_rows(flags.bigram_rows, task["shape"]["vocab_size"])
-    offset_layers = flags.offset_layers
+    bigram_rows = sizes.table_rows(flags.shape.bigram_rows, task["shape"]["vocab_size"])
+    offset_layers = flags.shape.offset_layers
     if offset_layers == "auto":
         offset_layers = task["shape"]["n_layer"]
     fields = {
@@ -140,7 +139,7 @@ def our_shape(task: Task, flags: Any) -> Any:
         "bigram_rows": bigram_rows,
         "offset_layers": offset_layers,
     }
-    return sizes.keep_bigrams(GPTConfig(**fields), flags.bigram_rows, task["epochs"])
+    return sizes.keep_bigrams(GPTConfig(**fields), flags.shape.bigram_rows, task["epochs"])
 
 
 def seed_of(task: Task) -> int:

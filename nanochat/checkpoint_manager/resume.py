@@ -101,25 +101,38 @@ def _lock(folder: Path, compute: Compute) -> None:
         time.sleep(0.1)
 
 
+def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
+    """Return the step whose meta.json describes the run that will resume; 0 if there is none.
+
+    Rank 0 looks for all ranks. resume_stage() says what is wrong with a damaged step.
+    """
+    readable = 0
+    if compute.main and start != "none":
+        for step in reversed(steps(folder)) if start == "auto" else [int(start)]:
+            with contextlib.suppress(UserError, OSError):
+                read_meta(folder, step)
+                readable = step
+                break
+    return parallel.agree(readable, compute)
+
+
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
-    """Return how many rows a step had in the run that will resume; None if no run will resume.
+    """Return how many rows a step has in the run that will resume; None if there is none.
 
     All ranks get the same answer. An automatic batch size depends on the number of ranks, but
     within one run it must stay the same.
     """
-    rows = _saved_rows_per_step(folder, start) if compute.main and start != "none" else 0
-    return parallel.agree(rows, compute) or None
+    step = _begun_step(folder, start, compute)
+    if not step:
+        return None
+    row = read_meta(folder, step)["state"].get("row", 0)
+    return row // step or None if type(row) is int else None
 
 
-def _saved_rows_per_step(folder: Path, start: int | str) -> int:
-    """Return how many rows a step had before the step `start`, or before the newest; 0: unknown."""
-    candidates = reversed(steps(folder)) if start == "auto" else [int(start)]
-    for step in candidates:
-        # resume_stage() says what is wrong with a damaged step.
-        with contextlib.suppress(UserError, OSError):
-            row = read_meta(folder, step)["state"].get("row", 0)
-            return row // step if type(row) is int and step else 0
-    return 0
+def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:
+    """Return the settings of the run that will resume; {} if there is none."""
+    step = _begun_step(folder, start, compute)
+    return read_meta(folder, step)["config"] if step else {}
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,35 @@
 """Refuses to resume a run with other settings, data or code than it started with."""
 
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanochat.common import FREE, UserError, settings, tr, warn
+from nanochat.common import FREE, OldFlags, UserError, flags_of, settings, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
 NAMED = 4  # differences that a refusal names
-# What runs did before a flag or a fact existed, where runs do something else by default now.
+# Flags by the names that upstream or earlier versions gave them, and what they are called now. A command
+# line that has an old name works, and so does a saved run.
+RENAMED = {
+    "batch_size": "device_batch_size",
+    "eval_steps": "eval_every",
+    "resume_from_step": "resume",
+    "save_steps": "save_every",
+}
+# Flags that are gone, and what to type instead
+REMOVED = {
+    "aspect_ratio": "--model_dim=N sets the number of channels",
+    "core_metric_every": "`python -m scripts.base_eval` measures CORE after training",
+    "core_metric_max_per_task": "`python -m scripts.base_eval --max_per_task=N` limits it",
+    "gradient_checkpointing": "--checkpoint_activations of scripts.finetune does it",
+    "sample_every": "replies are kept at each validation; --samples=N sets how many",
+}
+OLD_FLAGS = OldFlags(RENAMED, REMOVED)
+# What runs did before a flag or a fact existed, where runs do something else by default now
 BEFORE_FLAGS = {
     "bigram_rows": 0,
     "offset_layers": 0,
@@ -25,10 +41,7 @@ CODE = ("code", "other_code")  # hashes of the files that a program has loaded, 
 
 def free_flags(config: type[Any]) -> frozenset[str]:
     """Return the names of the flags that do not change what is learned: those of type Free[...]."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    return frozenset(
-        name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ())
-    )
+    return frozenset(flag.name for flag in flags_of(config) if FREE in flag.marks)
 
 
 @dataclass(frozen=True)
@@ -47,17 +60,20 @@ class RunSettings:
     def of(flags: Any, **facts: Any) -> "RunSettings":
         """Return the settings of a configuration, a dataclass; flags of type Free[...] are free."""
         defaults = {
-            flag.name: flag.default for flag in fields(flags) if flag.default is not MISSING
+            flag.name: flag.default for flag in flags_of(flags) if flag.default is not MISSING
         }
         values = {**settings(flags), **facts}
         return RunSettings(values, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """Return in words how these settings differ from a checkpoint's, without free flags."""
+        renamed = {
+            RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
+        }
         changes = []
-        for name in sorted({*saved, *self.values} - self.free):
+        for name in sorted({*renamed, *self.values} - self.free):
             default = self.defaults.get(name)
-            before = saved.get(name, BEFORE_FLAGS.get(name, default))
+            before = renamed.get(name, BEFORE_FLAGS.get(name, default))
             now = self.values.get(name, default)
             if before != now:
                 label = f"--{name}" if name in self.defaults else name

@@ -31,9 +31,9 @@ from nanochat.device import DTYPES, MASTER, Compute
 from nanochat.models.lora import LoraConfig, add_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
+from nanochat.optim import OneRate, Optimizers
 from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
-from nanochat.train.optim import OneRate, Optimizers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHALLOW = 8  # layers: enough that memory peaks at the same moment as in a deep model

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from nanochat import schedule
 from nanochat.common import UserError
 from nanochat.planner.cards import Rates
 from nanochat.planner.programs import program_of
 from nanochat.planner.roofline import Step, step_of
 from nanochat.planner.work import Size
 from nanochat.platforms.base import Chip
-from nanochat.train import schedule, sizes
+from nanochat.train import sizes
 from nanochat.train.fit import disk
 
 RATIO = 12.0  # tokens for each scaling parameter, as base_train has it

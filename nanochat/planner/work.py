@@ -13,7 +13,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.train.optim import Rates, saved_bytes
+from nanochat.optim import Rates, saved_bytes
 from nanochat.train.sizes import table_rows
 
 

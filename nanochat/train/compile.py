@@ -1,4 +1,4 @@
-"""Compiles a model where torch.compile works and pays; elsewhere the model stays uncompiled, and the log says why."""
+"""Compiles a model where torch.compile works and pays; elsewhere the log says why it does not."""
 
 import contextlib
 import hashlib
@@ -23,11 +23,12 @@ from nanochat.platforms.layers import operations_of
 from nanochat.runtime import parallel, signals
 from nanochat.train.fit import memory
 
-SAVED = 0.3  # of an uncompiled step, that compiling saves at least (dev/LOG.md)
-FEW = 10  # steps; fewer are not worth an uncompiled pass to time them
-# Seconds of a compilation that this machine has not measured yet, alone on two cores: of any model, and of each layer.
-FIRST, EACH = 10.0, 4.0
-AGAIN = 0.2  # of that, where the cache holds all of it
+SAVED = 0.3  # share of an uncompiled step that compiling saves at least (dev/LOG.md)
+TIMED_STEPS = 10  # fewer steps are not worth an uncompiled pass to time them
+# Seconds of a compilation that this machine has not measured yet, alone on two cores
+MODEL_SECONDS = 10.0  # of any model
+LAYER_SECONDS = 4.0  # of each layer besides
+CACHED_SHARE = 0.2  # of these seconds, where the cache holds all of it
 
 
 @dataclass(frozen=True)
@@ -42,52 +43,65 @@ class Ahead:
 
 OnePass = Callable[[nn.Module], Tensor]  # the loss of one pass of a model
 
-# --- what compiling costs --------------------------------------------------------------------------
+# --- what compiling costs -------------------------------------------------------------------------
 
 
 class Costs:
-    """What compiling has cost on this machine, kept beside the compiled code: seconds, by what was compiled."""
+    """The seconds that compiling has taken on this machine, saved beside the compiled code."""
 
     def __init__(self, key: str, parts: int):
-        """`parts` is how many layers are compiled, each of another kind or all in one graph."""
-        self.key, self.parts = key, parts
+        """`key` names what is compiled, and `parts` is the number of layers that are compiled.
+
+        Layers count once if they are of one kind and each is compiled by itself.
+        """
+        self.key = key
+        self.parts = parts
         self.file = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.devnull) / "costs.json"
-        self.known: dict[str, dict[str, float]] = {}
+        self.records: dict[str, dict[str, float]] = {}
         with contextlib.suppress(OSError, ValueError):  # no record yet, or a damaged one
-            self.known = read_json(self.file)
+            self.records = read_json(self.file)
 
     def estimate(self) -> tuple[float, str]:
-        """Seconds that compiling will take, and how this is known."""
-        mine = self.known.get(self.key, {})
-        if "again" in mine:
-            return mine["again"], "from the cache"
-        if "first" in mine:
-            return AGAIN * mine["first"], "from the cache"
-        others = [
-            one["first"] / (FIRST + EACH * one["parts"])
-            for one in self.known.values()
-            if "first" in one
+        """Return the seconds that compiling will take, and where the code comes from."""
+        record = self.records.get(self.key, {})
+        if "again" in record:
+            return record["again"], "from the cache"
+        if "first" in record:
+            return CACHED_SHARE * record["first"], "from the cache"
+        paces = [
+            other["first"] / _usual_seconds(other["parts"])
+            for other in self.records.values()
+            if "first" in other
         ]
-        pace = min(others, default=1.0)  # this machine's, when it did little else
-        return pace * (FIRST + EACH * self.parts), "for the first time"
+        pace = min(paces, default=1.0)  # this machine's, when it did little else
+        return pace * _usual_seconds(self.parts), "for the first time"
 
     def measured(self, seconds: float, first: bool) -> None:
-        """Keep what compiling took just now, unless it was faster before: the machine may have been busy."""
-        name, mine = "first" if first else "again", self.known.get(self.key, {})
-        mine |= {"parts": self.parts, name: min(round(seconds, 1), mine.get(name, seconds))}
+        """Save what compiling took just now, unless it was faster before.
+
+        The machine may have been busy.
+        """
+        name = "first" if first else "again"
+        record = self.records.get(self.key, {})
+        fastest = min(round(seconds, 1), record.get(name, seconds))
+        record |= {"parts": self.parts, name: fastest}
         with contextlib.suppress(OSError):  # a cache that others own serves without a record
-            write_json(self.file, {**self.known, self.key: mine})
+            write_json(self.file, {**self.records, self.key: record})
+
+
+def _usual_seconds(parts: float) -> float:
+    return MODEL_SECONDS + LAYER_SECONDS * parts
 
 
 def _costs(
     model: nn.Module, shape: tuple[int, int], compute: Compute, blocks: Sequence[nn.Module]
 ) -> Costs:
-    """The record of compiling this model, by its sizes, the shape of a pass, and the code and torch that compute it."""
-    operations = compute.operations
-    code = [
-        Path(inspect.getfile(one)).read_bytes()
-        for one in (*type(model).__mro__[:-2], *type(operations).__mro__[:-1])
-    ]
+    """Return the record of compiling this model.
+
+    The key is made of its sizes, the shape of a pass, and the code and torch that compute it.
+    """
+    classes = (*type(model).__mro__[:-2], *type(compute.operations).__mro__[:-1])
+    code = [Path(inspect.getfile(kind)).read_bytes() for kind in classes]
     sizes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     own_products = any(
         isinstance(module, Linear) and module.multiply is not None for module in model.modules()
@@ -97,33 +111,38 @@ def _costs(
     key = hashlib.sha256(repr((*host, *facts)).encode() + b"".join(code)).hexdigest()[:16]
     if compute.world_size == 1:
         return Costs(key, len(blocks))
-    return Costs(key, len({tuple(tuple(p.shape) for p in block.parameters()) for block in blocks}))
+    kinds = {tuple(tuple(p.shape) for p in block.parameters()) for block in blocks}
+    return Costs(key, len(kinds))
 
 
-# --- whether it pays -------------------------------------------------------------------------------
+# --- whether it pays ------------------------------------------------------------------------------
 
 
 def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Compute) -> bool:
-    """Whether the steps that are left save more time than compiling takes; rank 0 decides for all ranks.
+    """Return whether the steps that are left save more time than compiling takes.
 
-    A step takes at least as long as at the device's peak. If that does not settle the question, a pass is timed.
+    Rank 0 decides for all ranks. A step takes at least as long as at the device's peak. If that
+    does not settle the question, a pass is timed.
     """
     if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
         return True
-    if ahead.steps < FEW:
+    if ahead.steps < TIMED_STEPS:
         return False
     saved = SAVED * ahead.steps * ahead.passes * time_pass()
     return bool(parallel.agree(int(saved > cost), compute))
 
 
 def sum_of_losses(shape: tuple[int, int], compute: Compute) -> OnePass:
-    """A pass over zeros of shape (B, T). Targets are a clone, since aliased arguments would compile another graph."""
+    """Return a pass over zeros of shape (B, T).
+
+    Targets are a clone, since aliased arguments would compile another graph.
+    """
     tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
     return lambda model: model(tokens, tokens.clone(), "sum")
 
 
 def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
-    """Seconds of an uncompiled pass, forward and backward; every rank must call it."""
+    """Return the seconds of an uncompiled pass, forward and backward; every rank must call it."""
     seconds = []
     for _ in range(2):  # the first also sets up
         device.synchronize(compute)
@@ -135,15 +154,18 @@ def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
     return min(seconds)
 
 
-# --- compiling -------------------------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
 
 
-def missing(wanted: bool | None, compute: Compute) -> str:
-    """Why nothing is compiled, the same on every rank; "" if all ranks can compile. UserError if --compile is given."""
-    why_not = tr("switched off") if wanted is False else device.compiler_missing(compute)
+def missing(requested: bool | None, compute: Compute) -> str:
+    """Return why nothing is compiled, the same on every rank; "" if all ranks can compile.
+
+    `requested` is --compile: UserError if it is True and cannot be done.
+    """
+    why_not = tr("switched off") if requested is False else device.compiler_missing(compute)
     if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
         why_not = why_not or tr("another rank has no compiler")
-    if why_not and wanted:
+    if why_not and requested:
         raise UserError(
             tr(
                 "--compile was asked for, but cannot be used: {why}. Leave --compile out.",
@@ -154,7 +176,7 @@ def missing(wanted: bool | None, compute: Compute) -> str:
 
 
 def _unneeded(model: nn.Module, compute: Compute) -> str:
-    """Why an uncompiled step is as fast as a compiled one, the same on every rank that says it; "" if it is not."""
+    """Return why an uncompiled step is as fast as a compiled one; "" on every rank if it is not."""
     why = ""
     if isinstance(model, GPT):
         why = operations_of(model).needs_no_compiler(model.config.head_dim, model.dtype)
@@ -163,26 +185,27 @@ def _unneeded(model: nn.Module, compute: Compute) -> str:
 
 def compiled(
     model: nn.Module,
-    wanted: bool | None,
+    requested: bool | None,
     shape: tuple[int, int],
     compute: Compute,
     blocks: Sequence[nn.Module],
     ahead: Ahead | None = None,
     one_pass: OnePass | None = None,
 ) -> nn.Module:
-    """The model to train with: compiled if that works and pays, else the model itself, and a line that says why.
+    """Return the model to train with: compiled if that works and pays, else the model itself.
 
-    `wanted` None means: wherever the device has a compiler, an uncompiled step is slower, and the steps `ahead`, if
-    they are known, repay compiling. The first pass of shape (B, T) runs here, so that a compiler fails now, before any
-    state is touched. `one_pass` gives the loss of a pass just as training will call the model, since other arguments
-    would compile another graph; by default the sum of losses of a (B, T) batch. With several ranks each of `blocks` is
-    compiled by itself. A signal ends the compilation at once: Stopped.
+    The log says why. `requested` None means: compile wherever the device has a compiler, an
+    uncompiled step is slower, and the steps `ahead`, if they are known, repay compiling. The first
+    pass of shape (B, T) runs here, so that a compiler fails now, before any state is touched.
+    `one_pass` gives the loss of a pass just as training will call the model, since other arguments
+    would compile another graph; by default it is the sum of losses of a (B, T) batch. With several
+    ranks each of `blocks` is compiled by itself. A signal ends the compilation at once: Stopped.
     """
-    if why_not := missing(wanted, compute):
+    if why_not := missing(requested, compute):
         log(tr("not compiled: {why}", why=why_not))
         return model
     if (
-        wanted is None
+        requested is None
         and not (ahead and ahead.as_before)
         and (why_not := _unneeded(model, compute))
     ):
@@ -194,28 +217,30 @@ def compiled(
             model(torch.zeros((1, shape[1]), dtype=torch.long, device=compute.device))
         costs = _costs(model, shape, compute, blocks)
         cost, how = costs.estimate()
-        if wanted is None and ahead is not None and not ahead.as_before:
+        if requested is None and ahead is not None and not ahead.as_before:
             with memory.advising(shape[0], shape[0]):
                 pays = _pays(ahead, cost, lambda: _timed_pass(model, one_pass, compute), compute)
             if not pays:
                 log(
-                    f"not compiled: {ahead.steps:,} steps left would not repay about {cost:.0f} s (--compile overrides)"
+                    f"not compiled: {ahead.steps:,} steps left would not repay about {cost:.0f} "
+                    "s (--compile overrides)"
                 )
                 return model
         log(f"compiling {how}, about {cost:.0f} s ...")
-        return _compile(model, wanted, shape, compute, blocks, costs, one_pass)
+        return _compile(model, requested, shape, compute, blocks, costs, one_pass)
 
 
 def _compile(
     model: nn.Module,
-    wanted: bool | None,
+    requested: bool | None,
     shape: tuple[int, int],
     compute: Compute,
     blocks: Sequence[nn.Module],
     costs: Costs,
     one_pass: OnePass,
 ) -> nn.Module:
-    start, rows = time.monotonic(), shape[0]
+    start = time.monotonic()
+    rows = shape[0]
     compute.platform.prepare_compiling()
     from torch._dynamo.utils import counters
 
@@ -229,25 +254,24 @@ def _compile(
             fast = torch.compile(model, dynamic=False)
         with compute.platform.saving_memory(shape[0] * shape[1]):
             one_pass(fast).backward()
-    except (
-        Exception
-    ) as failure:  # the edge to a foreign compiler, which raises anything; eager always works
+    # the edge to a foreign compiler, which raises anything; uncompiled passes always work
+    except Exception as failure:
         if compute.pulse.stop_reason:  # the signal ended the compiler's processes, or another rank
             raise signals.Stopped from failure
         if memory.ran_out(failure):
             raise memory.advice(rows, rows) from failure
-        if wanted:
+        if requested:
             raise
         warn(
-            f"torch.compile failed, and training continues uncompiled: {str(failure).splitlines()[0]}"
+            "torch.compile failed, and training continues uncompiled: "
+            f"{str(failure).splitlines()[0]}"
         )
         fast = _uncompiled(model, blocks)
     else:
-        seconds, first = (
-            time.monotonic() - start,
-            counters["inductor"]["fxgraph_cache_miss"] > missed,
-        )
-        log(f"torch.compile: {seconds:.1f} s{'' if first else ', from the cache'}")
+        seconds = time.monotonic() - start
+        first = counters["inductor"]["fxgraph_cache_miss"] > missed
+        source = "" if first else ", from the cache"
+        log(f"torch.compile: {seconds:.1f} s{source}")
         if compute.main:
             costs.measured(seconds, first)
     model.zero_grad()
@@ -256,7 +280,7 @@ def _compile(
 
 
 def is_compiled(fast: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Whether compiled() has compiled the model that it gave."""
+    """Return whether compiled() has compiled the model that it returned."""
     return hasattr(fast, "_orig_mod") or any(
         block._compiled_call_impl is not None for block in blocks
     )

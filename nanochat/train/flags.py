@@ -5,20 +5,20 @@ A flag of type Free[...] changes how a run works, not what it learns: a run may 
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from nanochat import schedule
 from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import Free as Free
-from nanochat.common import UserError, log, warn
+from nanochat.common import Rare as Rare
+from nanochat.common import UserError, log, values_of, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.dataloader import Source, blend, split_rows
 from nanochat.platforms.operations import Asked
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import schedule
-from nanochat.train.optim import Rates
 
 Auto = Literal["auto"]
 FEW_STEPS = 20  # a stage with fewer gets a warning
@@ -76,36 +76,41 @@ WHY = {
 }
 
 
-def check_ranges(flags: Any) -> None:
-    """UserError (code 2) for the first flag with a number that is too small or too large; "auto", None and the like are
-    not numbers."""
-    for name in (field.name for field in fields(flags)):
-        value = getattr(flags, name)
-        if not isinstance(value, int | float):
-            continue
-        rule = f"at least {LEAST[name]}" if name in LEAST else "finite and above 0"
-        fits = (
-            value >= LEAST[name]
-            if name in LEAST
-            else name not in ABOVE_ZERO or 0 < value < math.inf
+def check_ranges(cfg: Any) -> None:
+    """Raise UserError (code 2) for the first flag with a number that is too small or too large.
+
+    "auto", None and the like are not numbers.
+    """
+    for name, value in values_of(cfg).items():
+        if isinstance(value, int | float):
+            _check_range(name, value)
+
+
+def _check_range(name: str, value: float) -> None:
+    if name in LEAST:
+        fits = value >= LEAST[name]
+        rule = f"at least {LEAST[name]}"
+    else:
+        fits = name not in ABOVE_ZERO or 0 < value < math.inf
+        rule = "finite and above 0"
+    if not fits:
+        reason = WHY.get(name, "")
+        raise UserError(
+            f"--{name} must be {rule}{reason}, got {value}: change it, or leave it out",
+            exit_code=2,
         )
-        if not fits:
-            reason = WHY.get(name, "")
-            raise UserError(
-                f"--{name} must be {rule}{reason}, got {value}: change it, or leave it out",
-                exit_code=2,
-            )
-        if value >= BELOW.get(name, math.inf):
-            raise UserError(
-                f"--{name} must be below {BELOW[name]}, got {value}: change it, or leave it out", 2
-            )
+    if value >= BELOW.get(name, math.inf):
+        raise UserError(
+            f"--{name} must be below {BELOW[name]}, got {value}: change it, or leave it out",
+            exit_code=2,
+        )
 
 
 @dataclass(frozen=True)
 class RunFlags:
     """Flags of every training script: how it runs."""
 
-    run: Free[str] = "dummy"
+    run: Free[Rare[str]] = "dummy"
     """name of the wandb run that gets the figures too; dummy: no wandb"""
     track: Free[str] = "jsonl"
     """where the figures go, with commas between: wandb, swanlab, tensorboard, and jsonl, which is always written.
@@ -114,11 +119,11 @@ class RunFlags:
     """device to train on: npu, cuda or cpu; empty: the first of these that works"""
     save_every: Free[int] = 0
     """steps between checkpoints; 0: save by time and at the end only"""
-    save_seconds: Free[float] = 60.0
+    save_seconds: Free[Rare[float]] = 60.0
     """seconds between checkpoints, longer where saving is slow; 0: never save by time"""
-    keep: Free[int] = 3
+    keep: Free[Rare[int]] = 3
     """number of newest checkpoints to keep; 0: keep all"""
-    checkpoint_files: Free[Files] = "auto"
+    checkpoint_files: Free[Rare[Files]] = "auto"
     """how many files the parameters of a checkpoint make; one: a single file, which rank 0 writes.
     per_rank: every rank writes the rows that it holds; auto: one up to 5 GB, or where a rank holds the whole model"""
     resume: Free[int | Literal["auto", "none"]] = "auto"
@@ -126,7 +131,7 @@ class RunFlags:
     Checkpoints after that step are moved aside"""
     other_code: Free[bool] = False
     """resume although the code has changed since the checkpoint was saved"""
-    hang_seconds: Free[float] = 600.0
+    hang_seconds: Free[Rare[float]] = 600.0
     """seconds without progress on one rank after which all ranks end; 0: wait for ever"""
     stop_at: Free[int | None] = None
     """step after which to save and stop; the same command without this flag resumes"""
@@ -141,27 +146,33 @@ class RunFlags:
     shard: Free[Sharding] = "grad"
     """what the ranks shard; none: nothing; grad: gradients and optimizer state (ZeRO-2).
     full: parameters too (ZeRO-3); take it when memory is short"""
-    seed: int = 42
+    seed: Rare[int] = 42
     """seed of the initial parameters, the order of rows and sampling"""
     profile: Free[bool] = False
     """time and trace ten steps, write tables and a trace to the folder profile beside the checkpoints, then continue"""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True)
-class StageFlags(RunFlags, Rates):
-    """Flags of every script that trains a stage of our own models."""
+class StageFlags:
+    """Which model a stage after pretraining starts from, and where its own checkpoints go."""
 
     data: Free[str | None] = None
     """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
-    default: the only corpus there is, or the parent's"""
+    default: the parent's"""
     model_tag: Free[str | None] = None
-    """name of the model, and of its folder of checkpoints; default: d and the depth for base, such as d4.
-    Later stages train the model of this name; default: the newest"""
-    samples: Free[int] = 4
+    """name of the model to train; default: the newest"""
+    out_tag: Free[str | None] = None
+    """name under which this stage saves its checkpoints. default: the model's own name.
+    With --conversations, --mix or --problems the name of that file is added, such as d4-mychats"""
+    samples: Free[Rare[int]] = 4
     """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
+
+    def own_tag(self, parent_tag: str, file: str | None) -> str:
+        """Return the tag of this stage's own checkpoints.
+
+        A model that learns from a `file` of your own is kept beside the one that learned the corpus.
+        """
+        return named_after(parent_tag, file) if self.out_tag is None else self.out_tag
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,8 @@ class BatchFlags:
     gradient_accumulation_steps: Free[int | None] = None
     """passes per step; normally left out, since it follows from total_batch_size and device_batch_size"""
 
+    smaller_steps: ClassVar[str] = "a smaller --total_batch_size"  # for a warning of few steps
+
 
 @dataclass(frozen=True)
 class Epochs:
@@ -186,12 +199,11 @@ class Epochs:
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
 
-    smaller_steps: ClassVar[str] = (
-        "a smaller --total_batch_size"  # what else makes more steps, for a warning
-    )
+    def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
+        """Return the number of steps that the flags ask for; warn if the data makes only a few.
 
-    def steps(self, items: int, items_per_step: int) -> int:
-        """The number of steps that the flags ask for; a warning if the data makes only a few."""
+        `smaller_steps` says what else makes more steps: a flag of the script.
+        """
         if self.num_iterations is not None:
             return self.num_iterations
         epochs = self.num_epochs
@@ -201,11 +213,17 @@ class Epochs:
         steps = max(int(epochs * items) // items_per_step, 1)
         if steps < FEW_STEPS:
             enough = f"--num_epochs={-(-2 * FEW_STEPS * items_per_step // items)}"
-            advice = f"{self.smaller_steps}, or {enough}" if items_per_step > 1 else enough
+            advice = f"{smaller_steps}, or {enough}" if items_per_step > 1 else enough
             warn(
-                f"the data is {items:,} rows, which makes {steps} step(s) of {items_per_step}: too few to learn much. "
-                f"Give {advice}"
+                f"the data is {items:,} rows, which makes {steps} step(s) of {items_per_step}: too "
+                f"few to learn much. Give {advice}"
             )
+        return steps
+
+    def steps_over(self, rows: Source, rows_per_step: int, name: str, smaller_steps: str) -> int:
+        """Return the number of steps on rows that are called `name`, and log it; see steps()."""
+        steps = self.steps(rows.count, rows_per_step, smaller_steps)
+        log(f"data: {name}, {rows.count:,} rows of {rows.row_tokens - 1} tokens; {steps:,} steps")
         return steps
 
 
@@ -219,30 +237,13 @@ class ExampleFlags:
     device_batch_size: Free[int | Auto] = 4
     """rows per pass on one device, at most; auto: as many as its memory holds.
     Lower it when memory runs out: what is learned stays the same"""
-    eval_every: Free[int] = 100
-    """steps between validations; 0: never validate"""
 
     smaller_steps: ClassVar[str] = "a smaller --target_examples_per_step"
 
 
 @dataclass(frozen=True)
-class EpochFlags(Epochs, StageFlags):
-    """Flags of the stages after pretraining, which start from the model of an earlier stage."""
-
-    weight_decay: float = 0.0
-    """decay of the matrices inside layers"""
-    out_tag: Free[str | None] = None
-    """name under which this stage saves its checkpoints. default: the model's own name.
-    With --conversations, --mix or --problems the name of that file is added, such as d4-mychats"""
-
-    def saved_as(self, tag: str) -> str:
-        """The tag of this stage's own checkpoints, where `tag` is the parent's."""
-        return tag if self.out_tag is None else self.out_tag
-
-
-@dataclass(frozen=True)
-class ChatFlags(EpochFlags):
-    """Flags of the stages that learn from conversations."""
+class ChatFlags:
+    """What a stage learns from that learns from conversations."""
 
     conversations: str | None = None
     """JSONL file of your own conversations, used instead of the corpus's mixture"""
@@ -256,39 +257,47 @@ class ChatFlags(EpochFlags):
     """corpus of these rows: a name, a folder of your own, or a mixture such as web:0.7,books:0.3.
     Default: the corpus of the stage"""
 
+    @property
+    def own_file(self) -> str | None:
+        """The file of your own conversations, if there is one."""
+        return self.conversations or self.mix
+
     def documents_of(self, auto: int) -> int:
-        """What --documents_every is, where `auto` is what auto means. UserError (code 2) if --documents names a corpus
-        from which no row would be taken."""
+        """Return what --documents_every is, where `auto` is what auto means.
+
+        UserError (code 2) if --documents names a corpus from which no row would be taken.
+        """
         every = auto if self.documents_every == "auto" else self.documents_every
         if self.documents is not None and not every:
             raise UserError(
-                "--documents needs --documents_every=N, N of at least 1, since else it gives no rows, "
-                f"got --documents={self.documents} and --documents_every={self.documents_every}: give "
-                "--documents_every=8, or leave --documents out",
+                "--documents needs --documents_every=N, N of at least 1, since else it gives no "
+                f"rows, got --documents={self.documents} and "
+                f"--documents_every={self.documents_every}: give --documents_every=8, or leave "
+                "--documents out",
                 exit_code=2,
             )
         return every
 
-    def saved_as(self, tag: str) -> str:
-        """As above; a model that learns your own conversations is kept beside the one that learned the mixture."""
-        if self.out_tag is not None:
-            return self.out_tag
-        return named_after(tag, self.conversations or self.mix)
-
     def with_documents(
-        self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer
+        self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer, seed: int
     ) -> tuple[Source, str]:
-        """Rows with one in --documents_every from --documents, and the words that say so. `auto` is what auto means."""
+        """Return rows of which one in --documents_every is from --documents, and words that say so.
+
+        `auto` is what auto means.
+        """
         every = self.documents_of(auto)
         if not every:
             return rows, ""
         data = resolve_data(self.documents or corpus)
-        documents = split_rows(data, tokenizer, "train", rows.row_tokens - 1, self.seed)
+        documents = split_rows(data, tokenizer, "train", rows.row_tokens - 1, seed)
         return blend(rows, documents, every), f" and one row in {every} of {data.name}"
 
 
 def named_after(tag: str, file: str | None) -> str:
-    """A tag with the name of a file behind it, such as d4-mychats, unless it has that already or there is no file."""
+    """Return a tag with the name of a file behind it, such as d4-mychats.
+
+    A tag that ends with that name already stays as it is, and so does every tag without a file.
+    """
     if file is None:
         return tag
     name = re.sub(r"[^\w.-]+", "-", Path(file).stem).strip("-.")

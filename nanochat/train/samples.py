@@ -1,4 +1,4 @@
-"""What a model says while it trains: greedy replies to held-out prompts, kept beside the figures of its stage."""
+"""What a model says while it trains: greedy replies to held-out prompts, and graded replies."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,24 +26,32 @@ ROWS = 64  # of held-out rows, at most, that are searched for prompts
 
 
 def held_out_prompts(rows: Source, count: int, tokenizer: Tokenizer) -> list[list[int]]:
-    """At most `count` different prompts from held-out rows: questions where the rows hold conversations, up to the mark
-    of the answer, and the first words where they hold documents."""
+    """Return at most `count` different prompts from held-out rows.
+
+    A prompt is a question, up to the mark of the answer, where the rows hold conversations, and the
+    first words of a document elsewhere.
+    """
     room = rows.row_tokens - 1 - LONGEST
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     for number in range(min(rows.count, ROWS)):
-        if len(found) >= count:
+        if len(prompts) >= count:
             break
-        prompt = _prompt(rows.batch(rows.plan_rows(number, 1))[0][0].tolist(), tokenizer)
-        if 1 < len(prompt) <= room and prompt not in found:
-            found.append(prompt)
-    return found
+        inputs = rows.batch(rows.plan_rows(number, 1))[0]
+        prompt = _prompt(inputs[0].tolist(), tokenizer)
+        if 1 < len(prompt) <= room and prompt not in prompts:
+            prompts.append(prompt)
+    return prompts
 
 
 def _prompt(row: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The beginning of the first document or conversation of a row."""
-    first = row[: row.index(tokenizer.bos, 1)] if tokenizer.bos in row[1:] else row
+    """Return the beginning of the first document or conversation of a row."""
+    text = row
+    if tokenizer.bos in row[1:]:
+        text = row[: row.index(tokenizer.bos, 1)]
     answer = tokenizer.special("assistant_start")
-    return first[: first.index(answer) + 1] if answer in first else first[: 1 + OPENING]
+    if answer in text:
+        return text[: text.index(answer) + 1]
+    return text[: 1 + OPENING]
 
 
 def keep_replies(
@@ -54,10 +62,10 @@ def keep_replies(
     tokenizer: Tokenizer,
     compute: Compute,
 ) -> None:
-    """Keep what the model of a step says to prompts in the folder of its stage; every rank must call this.
+    """Write what the model of a step says to prompts to the samples in the folder of its run.
 
-    Rank 0 speaks, with a whole copy of the model that is dropped again, since the ranks may have shards. The model and
-    all states of random numbers stay as they are.
+    Every rank must call this. Rank 0 speaks, with a whole copy of the model that is dropped again,
+    since the ranks may have shards. The model and all states of random numbers stay as they are.
     """
     if not prompts:
         return
@@ -72,45 +80,42 @@ def keep_replies(
     parallel.refresh(speaker, trained)
     room = min(max(map(len, prompts)) + LONGEST, model.config.sequence_len)
     engine = Engine(speaker, tokenizer, len(prompts), room)
-    said = engine.generate(
-        prompts, Sampling(temperature=0.0, max_tokens=LONGEST), 1, lambda *_: compute.pulse.beat()
-    )
-    keep_samples(
-        folder,
-        [
-            Sample(step, HELD_OUT, _read(prompt, tokenizer), _read(one.tokens, tokenizer))
-            for prompt, one in zip(prompts, said, strict=True)
-        ],
-    )
+    greedy = Sampling(temperature=0.0, max_tokens=LONGEST)
+    replies = engine.generate(prompts, greedy, 1, lambda *_: compute.pulse.beat())
+    samples = []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        said = _text(reply.tokens, tokenizer)
+        samples.append(Sample(step, HELD_OUT, _text(prompt, tokenizer), said))
+    keep_samples(folder, samples)
 
 
-def _read(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     return words(reply_parts(tokens, tokenizer))
 
 
 class Graded:
-    """Keeps the replies to the first problems of a measurement, on rank 0; give `hear` to evals.chat.evaluate()."""
+    """Keeps the replies to the first problems of a measurement, on rank 0.
+
+    Give `hear` to evals.chat.evaluate().
+    """
 
     def __init__(self, task: Task, count: int, compute: Compute):
-        """`count` is the number of problems, at most those of rank 0."""
-        self.task, self.main = task, compute.main
+        """`count` is the number of problems, at most the number of problems of rank 0."""
+        self.task = task
+        self.main = compute.main
         self._last = count * compute.world_size  # ranks take turns in the problems
-        self._said: dict[int, tuple[str, float]] = {}
+        self._replies: dict[int, tuple[str, float]] = {}  # the text and its grade
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
         """Take the reply to problem `i` and its grade."""
         if self.main and i < self._last:
-            self._said[i] = words(parts), grade
+            self._replies[i] = (words(parts), grade)
 
     def keep(self, folder: Path, step: int) -> None:
-        """Keep the replies as samples of a step in the folder of a stage."""
-        if self._said:
-            keep_samples(
-                folder,
-                [
-                    Sample(
-                        step, self.task.name, self.task[i].prompt.messages[-1].text, *self._said[i]
-                    )
-                    for i in sorted(self._said)
-                ],
-            )
+        """Write the replies to the samples of a step in the folder of a run."""
+        samples = []
+        for i, (reply, grade) in sorted(self._replies.items()):
+            question = self.task[i].prompt.messages[-1].text
+            samples.append(Sample(step, self.task.name, question, reply, grade))
+        if samples:
+            keep_samples(folder, samples)

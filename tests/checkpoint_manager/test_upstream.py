@@ -18,8 +18,8 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.common import UserError
 from nanochat.gpt import GPT
+from nanochat.optim import Optimizers, Rates
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
-from nanochat.train.optim import Optimizers, Rates
 from tests.support.tiny_model import TEXT, tiny_gpt, tiny_tokenizer
 from tests.support.tiny_training import CPU, WANTED
 

@@ -15,6 +15,7 @@ from nanochat.models.lora import merge
 from scripts import finetune
 from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with
+from tests.support.flags import configured
 from tests.support.tiny_model import on_cpu
 
 
@@ -29,8 +30,8 @@ def tune(tmp_path: Path) -> Any:
             print(json.dumps({"messages": messages}), file=lines)
 
     def run(rank: int) -> None:
-        finetune.train(finetune.Config(
-            model=tmp_path / "model", data=(str(tmp_path / "chats.jsonl"),), lora_rank=rank, max_length=48,
+        finetune.train(configured(
+            finetune.Config, model=tmp_path / "model", data=(str(tmp_path / "chats.jsonl"),), lora_rank=rank, max_length=48,
             num_iterations=3, target_examples_per_step=4, device_batch_size=2, learning_rate=1e-2, compile=False,
         ), on_cpu())  # fmt: skip
 

@@ -120,8 +120,8 @@ def test_another_number_of_ranks_goes_on(straight: dict[int, Path], fresh: Path,
 def everything_loaded(compute: Compute, folder: str) -> dict[str, tuple[Tensor, int]]:
     """Restore step 10 on this rank: every tensor it holds then, and its first row."""
     from nanochat.gpt import GPT, GPTConfig
+    from nanochat.optim import Optimizers, Rates
     from nanochat.runtime import parallel
-    from nanochat.train.optim import Optimizers, Rates
 
     meta = read_meta(Path(folder), 10)
     model = GPT(GPTConfig(**meta["model"]))

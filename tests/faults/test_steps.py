@@ -1,6 +1,5 @@
 """Faults T13 to T16: steps that are not finite or not like the others, on one rank of two."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,15 @@ from nanochat.checkpoint_manager import files as step_files
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.optim import Optimizers
+from nanochat.run import Run
 from nanochat.runtime import parallel
-from nanochat.train import stage as stages
-from nanochat.train.optim import Optimizers
-from nanochat.train.update import WINDOW, LossScale, Outcome, Spikes, update
+from nanochat.step import WINDOW, LossScale, Spikes, Update
 from tests.support.faults import corpus, stage
 from tests.support.rank_pool import Pool
 from tests.support.rank_training import batches, make
 from tests.support.small_world import stage_folder
+from tests.support.updates import update
 
 pytestmark = pytest.mark.ranks
 
@@ -102,21 +102,28 @@ def test_an_overflow_on_one_rank_halves_the_scale_on_all(pool: Pool) -> None:
     assert one["loss"] == two["loss"]
 
 
+class SpoiltUpdate(Update):
+    """An update whose gradients are NaN."""
+
+    factor = float("nan")  # type: ignore[assignment]
+
+
 def never_again(compute: Compute, after: int) -> dict[str, Any]:
     """The base stage, whose loss is NaN on rank 1 in every step after the first ones; what it says, and all that is
     saved then."""
-    real, count = stages.update, 0
+    real_update = Run.update
+    count = 0
 
-    def spoiling(model: Any, optimizers: Any, step: Any, *rest: Any) -> Outcome:
+    def spoiling(run: Run, *arguments: Any) -> Update:
         nonlocal count
         count += 1
+        update = real_update(run, *arguments)
         if count > after and compute.rank == 1:
-            spoilt = [(x, y, torch.full(x.shape, torch.nan)) for x, y in step.micro_batches]
-            step = replace(step, micro_batches=spoilt, extras=("weights",))
-        return real(model, optimizers, step, *rest)
+            update.__class__ = SpoiltUpdate
+        return update
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "update", spoiling)
+        patch.setattr(Run, "update", spoiling)
         with pytest.raises(UserError) as stopped:
             stage(compute, save_every=1, keep=0, eval_every=0)
     return {"says": str(stopped.value), "steps": count}

@@ -15,7 +15,7 @@ from nanochat.planner.cards import LAUNCH_SECONDS, RATINGS, rates_of
 from nanochat.planner.plan import plan_of
 from nanochat.planner.programs import CHUNKED, FUSED, PLAIN
 from nanochat.planner.work import size_of
-from nanochat.platforms import ascend_chips
+from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.train.fit import disk
 from tests.planner.support import BENCH, Kind
 

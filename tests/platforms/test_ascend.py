@@ -7,8 +7,10 @@ import sys
 import pytest
 
 from nanochat.device import port_words
-from nanochat.platforms import ascend_chips, ascend_environment, ascend_errors
-from nanochat.platforms.ascend_environment import PortBlocks
+from nanochat.platforms.ascend import chips as ascend_chips
+from nanochat.platforms.ascend import environment as ascend_environment
+from nanochat.platforms.ascend import errors as ascend_errors
+from nanochat.platforms.ascend.environment import PortBlocks
 from tools_npu import environment
 
 
@@ -115,7 +117,7 @@ def test_a_taken_port_of_a_block_is_named_with_a_free_block() -> None:
 
 
 A_JOB = """
-from nanochat.platforms.ascend_environment import PortBlocks
+from nanochat.platforms.ascend.environment import PortBlocks
 from tools_npu import environment
 ports = PortBlocks()
 print(ports.free(hold=True), flush=True)

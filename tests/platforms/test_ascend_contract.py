@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.platforms import ascend_chips
 from nanochat.platforms import ascend_kernels as npu_kernels
 from nanochat.platforms import ascend_profiler as npu_profiler
+from nanochat.platforms.ascend import chips as ascend_chips
 from tests.support.real_torch_npu import Package, Signature, signature_of, signature_of_schema
 from tests.support.remote_wheels import NoNetwork, text_of
 from tests.support.torch_npu_uses import Reader, Use, allowed_values, problem, uses
@@ -79,13 +79,17 @@ def test_the_uses_of_the_project_are_seen() -> None:
 
 # Wrong calls: the file, what is written there, and what is written instead.
 KERNELS, FUSED = (
-    "nanochat/platforms/ascend_kernels.py",
+    "nanochat/platforms/ascend/kernels.py",
     "torch_npu.npu_fusion_attention(q, k, v, q.size(2), ",
 )
 MUTATIONS = {
     "the name of an operator": (KERNELS, "torch_npu.npu_fusion_attention(", "torch_npu.npu_flash_attention("),
-    "the name of a function": ("nanochat/platforms/ascend.py", "module.get_soc_version()", "module.get_soc_name()"),
-    "the name of a value": ("nanochat/platforms/ascend_profiler.py", "ProfilerLevel.Level1", "ProfilerLevel.Level9"),
+    "the name of a function": (
+        "nanochat/platforms/ascend/platform.py",
+        "module.get_soc_version()",
+        "module.get_soc_name()",
+    ),
+    "the name of a value": ("nanochat/platforms/ascend/profiler.py", "ProfilerLevel.Level1", "ProfilerLevel.Level9"),
     "a keyword": (
         KERNELS,
         '"atten_mask": self.causal_mask(q.device),',

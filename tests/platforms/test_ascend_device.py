@@ -18,10 +18,10 @@ import torch.distributed as dist
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute, choose, compute_init
-from nanochat.platforms import ascend_kernels
-from nanochat.platforms.ascend import Ascend
-from nanochat.platforms.ascend_chips import AscendChip, chip_of
-from nanochat.platforms.ascend_environment import PortBlocks
+from nanochat.platforms.ascend import kernels as ascend_kernels
+from nanochat.platforms.ascend.chips import AscendChip, chip_of
+from nanochat.platforms.ascend.environment import PortBlocks
+from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.train import sizes
 

@@ -10,13 +10,14 @@ from torch import Tensor
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.context import Packed
+from nanochat.optim import Optimizers, Rates
 from nanochat.runtime import graphs
 from nanochat.runtime.graphs import GraphedModel
-from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
+from nanochat.step import LossScale
 from tests.emulated_npu.worker import on_npu
 from tests.platforms.test_ascend_training import CPU, VOCAB, Batch, tokens, train
 from tests.support.tiny_model import tiny_gpt
+from tests.support.updates import update
 
 
 @on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")

@@ -9,15 +9,15 @@ from torch import Tensor
 from nanochat import device
 from nanochat.attention import cache_mask
 from nanochat.common import UserError
-from nanochat.platforms import ascend_kernels
-from nanochat.platforms.ascend import Ascend
-from nanochat.platforms.ascend_chips import AscendChip, chip_of
-from nanochat.platforms.ascend_kernels import AscendFused
+from nanochat.platforms.ascend import kernels as ascend_kernels
+from nanochat.platforms.ascend.chips import AscendChip, chip_of
+from nanochat.platforms.ascend.kernels import AscendFused
+from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.base import kernels_asked
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.operations import Asked, Operations
-from nanochat.train.flags import StageFlags
-from nanochat.train.stage import Stage
+from nanochat.run import open_folder
+from nanochat.train.flags import RunFlags
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import pretend
 
@@ -338,7 +338,7 @@ def test_plain_kernels_on_an_npu_use_no_operator_of_its_own() -> None:
 
 def test_an_inference_card_is_not_trained_on() -> None:
     with pytest.raises(UserError, match=r"a 310P is for inference only, it cannot train.*chat_cli"):
-        Stage("base", StageFlags(), pretend(npu(202)), "d2")
+        open_folder("base", "d2", RunFlags(), RunFlags(), pretend(npu(202)))
 
 
 @on_npu()

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nanochat import device
-from nanochat.platforms import ascend_operators
-from nanochat.platforms.ascend_chips import OPERATORS_950
-from nanochat.platforms.ascend_operators import AscendListed
+from nanochat.platforms.ascend import operators as ascend_operators
+from nanochat.platforms.ascend.chips import OPERATORS_950
+from nanochat.platforms.ascend.operators import AscendListed
 from nanochat.platforms.operations import Operations
 from tests.emulated_npu.worker import on_npu
 

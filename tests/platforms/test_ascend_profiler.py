@@ -9,14 +9,15 @@ from nanochat import device
 from nanochat.common import UserError, base_dir, read_json
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.platforms.ascend_profiler import AscendTracer
+from nanochat.optim import Optimizers, Rates
+from nanochat.platforms.ascend.profiler import AscendTracer
 from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel, profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, PlatformTracer, TorchTracer, tracer_of
-from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
+from nanochat.step import LossScale
 from tests.emulated_npu.worker import on_npu, run_ranks
 from tests.support.tiny_training import CPU, Batches
+from tests.support.updates import update
 
 
 def run(compute: Compute, folder: Path) -> None:

@@ -7,13 +7,14 @@ import pytest
 from nanochat import device
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.optim import Optimizers, Rates
 from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
-from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
+from nanochat.step import LossScale
 from tests.emulated_npu import log, worker
 from tests.support import ranks
 from tests.support.rank_training import CONFIG, batches
+from tests.support.updates import update
 
 MODES = ("none", "grad", "full")
 

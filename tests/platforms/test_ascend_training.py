@@ -12,13 +12,14 @@ from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.platforms.ascend import Ascend
+from nanochat.optim import Muon, Optimizers, Rates
+from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Asked, Operations
-from nanochat.train.optim import Muon, Optimizers, Rates
-from nanochat.train.update import LossScale, Outcome, update
+from nanochat.step import LossScale, Outcome
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.updates import update
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 VOCAB = 290

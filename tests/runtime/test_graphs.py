@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nanochat.common import UserError
-from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime import graphs
 from tests.support.tiny_model import on_cpu, pretend

@@ -14,12 +14,13 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.optim import Muon
 from nanochat.runtime import parallel
+from nanochat.step import LossScale
 from nanochat.train import compile as compiling
-from nanochat.train.optim import Muon
-from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CONFIG, CPU, ROWS, batches, make
 from tests.support.ranks import run_ranks
+from tests.support.updates import update
 
 STEPS = 10
 

@@ -18,11 +18,12 @@ from nanochat.report.sections import training_section
 from nanochat.runtime import profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
 from nanochat.runtime.tracking import read_metrics
-from nanochat.train.update import LossScale, update
+from nanochat.step import LossScale
 from tests.support.ranks import run_ranks
 from tests.support.small_world import make_corpus, run_stage
 from tests.support.tiny_model import pretend
 from tests.support.tiny_training import CPU, Batches, make
+from tests.support.updates import update
 
 PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
 

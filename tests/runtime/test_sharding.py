@@ -8,14 +8,15 @@ import torch
 
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.device import Compute
+from nanochat.optim import Rates
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import place_of
-from nanochat.train.optim import Rates
-from nanochat.train.update import LossScale, update
+from nanochat.step import LossScale
 from tests.support.rank_training import CPU, batches, make
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_tokenizer
 from tests.support.tiny_training import WANTED, save
+from tests.support.updates import update
 from tests.support.wire import Wire
 
 MODES = ("none", "grad", "full")

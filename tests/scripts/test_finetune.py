@@ -29,6 +29,7 @@ from nanochat.runtime.tracking import read_metrics
 from nanochat.train import compile as compiling
 from scripts import finetune
 from tasks.mixtures import own_conversations
+from tests.support.flags import configured
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import on_cpu
@@ -61,7 +62,7 @@ def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config
     flags = {"max_length": 48, "target_examples_per_step": 4, "num_iterations": 4, "learning_rate": 3e-3,
              "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family,
              "data": (str(models / "chats.jsonl"),)}  # fmt: skip
-    return finetune.Config(**{**flags, **given})
+    return configured(finetune.Config, **{**flags, **given})
 
 
 def losses() -> list[float]:
@@ -198,7 +199,7 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
 
 def defaults(models: Path, **given: Any) -> finetune.Config:
     data = (str(models / "chats.jsonl"),)
-    return finetune.Config(model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
+    return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
 
 
 def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,18 +238,45 @@ def test_an_automatic_run_that_was_stopped_ends_with_the_same_bits(models: Path,
     assert last.read_bytes() == straight
 
 
-def test_a_run_that_was_begun_with_the_old_rate_and_validation_does_not_resume(models: Path) -> None:
-    flags = {"learning_rate": "auto", "stop_at": 1}
-    finetune.train(config(models, **flags), on_cpu())
-    folder = checkpoint_dir("tune", "made")
-    meta = read_meta(folder, 1)
+def as_an_earlier_version_saved_it(folder: Path, step: int, **settings: Any) -> None:
+    """Give a checkpoint the settings of a run that was begun before facts and automatic sizes."""
+    meta = read_meta(folder, step)
     for name in ("automatic learning rate", "held out"):
-        del meta["config"][name]
+        meta["config"].pop(name, None)
+    meta["config"] |= settings
     del meta["sha256"]
-    write_meta(step_dir(folder, 1), meta)
-    rules = r"automatic learning rate: 1e-4 .* before.*held out: one in 50 before, one in 10 now.*--resume=none"
-    with pytest.raises(UserError, match=rules):
-        finetune.train(config(models, **flags), on_cpu())
+    write_meta(step_dir(folder, step), meta)
+
+
+def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_validation(
+    models: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its defaults were 2,048 tokens, 32 rows, one epoch, a rate of 1e-4 and one conversation in 50 held out."""
+    then = {"max_length": 96, "target_examples_per_step": 8, "num_epochs": 2.0, "learning_rate": 1e-4}
+
+    def of_then(paths: Any, every: int | None = None) -> Any:
+        return own_conversations(paths, 50)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "own_conversations", of_then)
+        finetune.train(defaults(models, **then), on_cpu())
+        folder = checkpoint_dir("tune", "made")
+        last = max(folder.glob("step_*")) / "adapter_model.safetensors"
+        straight = last.read_bytes()
+        shutil.rmtree(base)
+        finetune.train(defaults(models, **then, stop_at=2), on_cpu())
+    as_an_earlier_version_saved_it(folder, 2, learning_rate="auto")
+    capsys.readouterr()
+    finetune.train(defaults(models), on_cpu())
+    assert last.read_bytes() == straight
+    assert "learning_rate: " not in capsys.readouterr().out
+
+
+def test_another_value_than_an_earlier_version_began_with_is_refused(models: Path) -> None:
+    finetune.train(config(models, learning_rate="auto", stop_at=1), on_cpu())
+    as_an_earlier_version_saved_it(checkpoint_dir("tune", "made"), 1)
+    with pytest.raises(UserError, match=r"--lora_rank: 8 before, 4 now.*--resume=none"):
+        finetune.train(config(models, learning_rate="auto", lora_rank=4), on_cpu())
 
 
 # --- data ----------------------------------------------------------------------------------------

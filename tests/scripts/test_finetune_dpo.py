@@ -14,8 +14,10 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.evals import preferences
 from nanochat.runtime.tracking import read_metrics
+from nanochat.schedule import TUNING_RATE_RULE
 from scripts import finetune
 from tests.emulated_npu.worker import run_ranks, skip_without_compiler
+from tests.support.flags import configured
 from tests.support.qwens import write_folder
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import on_cpu
@@ -48,7 +50,7 @@ def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config
     flags = {"max_length": 120, "target_examples_per_step": 4, "num_iterations": 4, "learning_rate": 3e-3,
              "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family, "loss": "dpo",
              "data": (str(models / "pairs.jsonl"),), "dpo_sft_weight": 0.1}  # fmt: skip
-    return finetune.Config(**{**flags, **given})
+    return configured(finetune.Config, **{**flags, **given})
 
 
 def lines(tag: str = "made") -> list[dict[str, Any]]:
@@ -150,6 +152,9 @@ def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path, tmp
 
 
 def test_the_learning_rate_follows_from_what_is_learned() -> None:
-    rates = [finetune.Config(model=Path("m"), data=("d",), loss=loss, lora_rank=rank).rate(576, 100)
-             for loss in ("answers", "dpo") for rank in (8, 0)]  # fmt: skip
+    rates = []
+    for loss in ("answers", "dpo"):
+        for rank in (8, 0):
+            cfg = configured(finetune.Config, model=Path("m"), data=("d",), loss=loss, lora_rank=rank)
+            rates.append(cfg.rate(576, 100, TUNING_RATE_RULE))
     assert rates == pytest.approx([1e-3, 1e-4, 1e-4, 1e-5])

@@ -12,7 +12,7 @@ from nanochat.gpt import GPT
 from nanochat.planner.cards import rates_of
 from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of
-from nanochat.platforms import ascend_chips
+from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.train.fit import disk
 from scripts import preflight

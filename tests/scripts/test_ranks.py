@@ -13,7 +13,7 @@ from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 from nanochat.runtime.tracking import read_metrics
 from tests.support.ranks import run_ranks
-from tests.support.small_world import STAGES, make_corpus, run_stage, shrink, small_chain, stage_folder, up_to
+from tests.support.small_world import make_corpus, run_stage, small_chain, stage_folder, up_to
 from tests.support.tiny_model import on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -27,25 +27,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A base folder with a few steps of every stage by one process."""
     with small_chain(tmp_path_factory.mktemp("alone"), num_iterations=STEPS, eval_every=STEPS) as base:
         yield base
-
-
-def a_rank(compute: Compute, stage: str) -> None:
-    shrink(pytest.MonkeyPatch())  # the process ends with the stage
-    run_stage(stage, compute, num_iterations=STEPS, eval_every=STEPS)
-    run_stage(stage, compute, num_iterations=STEPS, eval_every=STEPS)  # done: both ranks see it
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_learn_what_one_does(stage: str, alone: Path, base_folder: Path) -> None:
-    up_to(stage, alone, base_folder)
-    run_ranks(2, a_rank, stage)
-    one, two = (read_metrics(stage_folder(base, stage)) for base in (alone, base_folder))
-    assert [line["step"] for line in two] == [line["step"] for line in one]
-    for name in ("loss", "grad_norm", "val_bpb", "reward", "accuracy"):
-        pairs = [(a[name], b[name]) for a, b in zip(one, two, strict=True) if name in a]
-        assert all(b == pytest.approx(a, abs=1e-4, rel=1e-4) for a, b in pairs), (name, pairs)
-    assert any("val_bpb" in line or "accuracy" in line for line in two)
-    assert (base_folder / "report" / "sections" / f"{stage}_train.json").exists()
 
 
 def a_part(compute: Compute, mode: str, stop: int) -> None:
@@ -83,8 +64,8 @@ def test_a_step_that_ranks_cannot_share_is_refused(stage: str, flag: str, alone:
     up_to(stage, alone, base_folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprint, "check_start", lambda *_: None)
-        patch.setattr("nanochat.train.stage.finished", lambda *_: False)
-        patch.setattr("nanochat.train.stage.rows_per_step", lambda *_: None)
+        patch.setattr("nanochat.run.finished", lambda *_: False)
+        patch.setattr("nanochat.run.rows_per_step", lambda *_: None)
         with pytest.raises(UserError, match=f"^{flag} must be a multiple of the 3 ranks, got 8") as refused:
             run_stage(stage, on_cpu(0, 3), **{flag: 8})
     assert refused.value.exit_code == 2

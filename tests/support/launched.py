@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from nanochat.evals import loss as loss_eval  # noqa: E402 - after the path is known
-from nanochat.train.stage import Stage  # noqa: E402
+from nanochat.run import Run  # noqa: E402
 
 
 def inject(folder: Path, rank: int) -> None:
@@ -36,23 +36,22 @@ def inject(folder: Path, rank: int) -> None:
 
         loss_eval.bits_per_byte = endless
         return
-    start = Stage.next_step
+    real_update = Run.update
     count = 0
 
-    def begin(stage: Stage) -> bool:
+    def update(run: Run, *arguments: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
-        more = start(stage)
         if rank == int(whom) and count == int(when) and not (folder / "struck").exists():
             (folder / "struck").touch()
-            while stage._saver.busy:  # a test knows then which step is on disk
+            while run._saver.busy:  # a test knows then which step is on disk
                 time.sleep(0.01)
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             threading.Event().wait()
-        return more
+        return real_update(run, *arguments, **options)
 
-    Stage.next_step = begin  # type: ignore[method-assign]
+    Run.update = update  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizers, Rates
 from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
-from nanochat.train.optim import Optimizers, Rates
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 # Numbers of rows that ranks cannot divide evenly: gates have 3, matrices 54 and 216, scalars 1 and 3.
@@ -27,7 +27,7 @@ class Batches:
     extras: tuple[str, ...] = ("weights",)
 
 
-def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008
+def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:
     """A model whose first gradients exceed rounding errors, since AdamW makes a full step of any gradient."""
     model, generator = GPT(CONFIG, compute.dtype), torch.Generator().manual_seed(4)
     accelerate(model, compute.operations)

@@ -17,9 +17,7 @@ from tests.support.meeting import join, open_meeting
 
 # Processes are forked from one that has imported torch but not used it, which saves seconds for each.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["torch.distributed.fsdp", "nanochat.checkpoint_manager.resume", "nanochat.train.stage"]
-)
+PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "nanochat.checkpoint_manager.resume", "nanochat.run"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
@@ -49,8 +47,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def _wait(processes: list[Any], timeout: float) -> None:
     """Wait until all processes have ended. At the time limit, or 5 seconds after one fails, the others are killed."""
     end = time.monotonic() + timeout
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        next(process for process in processes if process.is_alive()).join(0.2)
+    while time.monotonic() < end:
+        running = next((process for process in processes if process.is_alive()), None)
+        if running is None:
+            break
+        running.join(0.2)
         if any(process.exitcode for process in processes):
             end = min(end, time.monotonic() + 5)
     for process in processes:

@@ -20,10 +20,11 @@ from nanochat.data.corpora import MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import write_shards
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.device import Compute
+from nanochat.run import AlreadyDone
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from nanochat.train.stage import AlreadyDone
 from scripts import base_train, chat_rl, chat_sft, mid_train
 from tasks.mixtures import rl_tasks
+from tests.support.flags import configured
 from tests.support.tiny_model import on_cpu
 
 VOCABULARY = 320
@@ -87,7 +88,7 @@ def make_corpus(base: Path, vocabulary: int = VOCABULARY) -> None:
 
 
 def config(stage: str, **changes: Any) -> Any:
-    return SCRIPTS[stage].Config(**{**EVERY_STAGE, **FLAGS[stage], **changes})
+    return configured(SCRIPTS[stage].Config, **{**EVERY_STAGE, **FLAGS[stage], **changes})
 
 
 def run_stage(stage: str, compute: Compute | None = None, **changes: Any) -> None:

@@ -9,11 +9,11 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizers, Rates
 from nanochat.platforms.base import Platform
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import ROLES, Tokenizer
-from nanochat.train.optim import Optimizers, Rates
 
 TEXT = "the cat sat on the mat 猫坐在垫子上 strawberry 12 34 56 78 90 + - * / ( ) ' . count\n"
 

@@ -11,13 +11,14 @@ from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizers, Rates
 from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
+from nanochat.step import LossScale
 from nanochat.tokenizer import Tokenizer
-from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
 from tests.support.tiny_model import on_cpu
+from tests.support.updates import update
 
 CPU = on_cpu()
 VOCAB = 290

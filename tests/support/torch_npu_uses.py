@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # Files that call torch.npu by another name, since torch.cuda has the same functions.
 MODULE_NAMES = {
     "nanochat/platforms/base.py": {"self.module"},
-    "nanochat/platforms/ascend.py": {"self.module"},
+    "nanochat/platforms/ascend/platform.py": {"self.module"},
     "nanochat/runtime/profiling.py": {"self.module"},
 }
 CONSTRUCTORS = {"torch_npu.npu.Stream", "torch_npu.npu.Event"}  # their __new__ takes what the C type takes

@@ -101,7 +101,7 @@ def test_a_handful_of_steps_is_never_compiled_and_the_log_says_why(
 ) -> None:
     monkeypatch.setattr(compiling, "_timed_pass", never_timed)
     assert not is_compiled(Ahead(steps=5, passes=1, least_seconds=0.01))
-    cost = compiling.FIRST + 2 * compiling.EACH  # a layer and the head
+    cost = compiling.MODEL_SECONDS + 2 * compiling.LAYER_SECONDS  # a layer and the head
     assert f"not compiled: 5 steps left would not repay about {cost:.0f} s" in capsys.readouterr().out
 
 
@@ -189,11 +189,11 @@ def test_a_timed_pass_leaves_no_gradients() -> None:
 
 
 def test_the_estimate_learns_from_what_this_machine_measured(cache: Path) -> None:
-    assert Costs("a", 5).estimate() == (compiling.FIRST + 5 * compiling.EACH, "for the first time")
+    assert Costs("a", 5).estimate() == (compiling.MODEL_SECONDS + 5 * compiling.LAYER_SECONDS, "for the first time")
     Costs("a", 5).measured(60.0, first=True)
-    assert Costs("a", 5).estimate() == (60 * compiling.AGAIN, "from the cache")
-    slower = 60 / (compiling.FIRST + 5 * compiling.EACH)
-    expected = slower * (compiling.FIRST + 13 * compiling.EACH)
+    assert Costs("a", 5).estimate() == (60 * compiling.CACHED_SHARE, "from the cache")
+    slower = 60 / (compiling.MODEL_SECONDS + 5 * compiling.LAYER_SECONDS)
+    expected = slower * (compiling.MODEL_SECONDS + 13 * compiling.LAYER_SECONDS)
     assert Costs("b", 13).estimate() == (pytest.approx(expected), "for the first time")
     Costs("a", 5).measured(4.0, first=False)
     Costs("a", 5).measured(9.0, first=False)  # beside other work

@@ -1,16 +1,18 @@
 """Under which name a stage keeps what it learned, how many steps it makes, and which numbers its flags refuse."""
 
-import dataclasses
 import math
+import re
 import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanochat.common import UserError, parse
-from nanochat.train.flags import ABOVE_ZERO, LEAST, WHY, ChatFlags, EpochFlags
+from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
+from nanochat.common import UserError, flags_of, parse
+from nanochat.train.flags import ABOVE_ZERO, LEAST, WHY, ChatFlags, Epochs, StageFlags
 from scripts import base_train, chat_rl, chat_sft, finetune, mid_train
+from tests.support.flags import configured
 
 SCRIPTS = {"base": base_train, "mid": mid_train, "sft": chat_sft, "rl": chat_rl, "tune": finetune}
 # Checked where they are used: by sizes.model_config(), PolicyFlags, Start, PreferenceLoss and LoraConfig.
@@ -20,61 +22,60 @@ ELSEWHERE = """depth model_dim head_dim max_seq_len bigram_rows offset_layers up
 
 def made(stage: str, **flags: Any) -> Any:
     needed = {"model": Path("m"), "data": ("a.jsonl",)} if stage == "tune" else {}
-    return SCRIPTS[stage].Config(**needed, **flags)
+    return configured(SCRIPTS[stage].Config, **needed, **flags)
 
 
 def numbers(stage: str) -> set[str]:
     """The flags of a script that may be numbers."""
-    hints = typing.get_type_hints(SCRIPTS[stage].Config)
-    kinds = {name: {hint, *typing.get_args(hint)} for name, hint in hints.items()}
-    return {field.name for field in dataclasses.fields(SCRIPTS[stage].Config) if {int, float} & kinds[field.name]}
+    return {flag.name for flag in flags_of(SCRIPTS[stage].Config) if {int, float} & kinds(flag.annotation)}
+
+
+def kinds(annotation: Any) -> set[Any]:
+    """A type and the types that it is made of."""
+    return {annotation}.union(*map(kinds, typing.get_args(annotation)))
 
 
 @pytest.mark.parametrize(
-    ("flags", "parent", "tag"),
+    ("flags", "file", "parent", "tag"),
     [
-        (EpochFlags(), "d4", "d4"),
-        (EpochFlags(out_tag="mine"), "d4", "mine"),
-        (EpochFlags(out_tag=""), "d4", ""),  # which is no name, and is refused where it is used
-        (ChatFlags(), "d4", "d4"),
-        (ChatFlags(conversations="~/chats/my-chats.jsonl"), "d4", "d4-my-chats"),
-        (ChatFlags(conversations="my-chats.jsonl"), "d4-my-chats", "d4-my-chats"),  # SFT after such a midtraining
-        (ChatFlags(mix="my-chats.jsonl"), "d4", "d4-my-chats"),
-        (ChatFlags(conversations="my-chats.jsonl", out_tag="mine"), "d4", "mine"),
-        (ChatFlags(conversations="my-chats.jsonl", out_tag=""), "d4", ""),
-        (ChatFlags(conversations="/tmp/我的 对话 (2).jsonl"), "d4", "d4-我的-对话-2"),
+        (StageFlags(), None, "d4", "d4"),
+        (StageFlags(out_tag="mine"), None, "d4", "mine"),
+        (StageFlags(out_tag=""), None, "d4", ""),  # which is no name, and is refused where it is used
+        (StageFlags(), "~/chats/my-chats.jsonl", "d4", "d4-my-chats"),
+        (StageFlags(), "my-chats.jsonl", "d4-my-chats", "d4-my-chats"),  # SFT after such a midtraining
+        (StageFlags(out_tag="mine"), "my-chats.jsonl", "d4", "mine"),
+        (StageFlags(out_tag=""), "my-chats.jsonl", "d4", ""),
+        (StageFlags(), "/tmp/我的 对话 (2).jsonl", "d4", "d4-我的-对话-2"),
     ],
 )
-def test_your_own_conversations_make_a_model_of_another_name(flags: EpochFlags, parent: str, tag: str) -> None:
-    assert flags.saved_as(parent) == tag
+def test_your_own_conversations_make_a_model_of_another_name(
+    flags: StageFlags, file: str | None, parent: str, tag: str
+) -> None:
+    assert flags.own_tag(parent, file) == tag
+    assert ChatFlags(conversations="a").own_file == ChatFlags(mix="a").own_file == "a"
 
 
 @pytest.mark.parametrize(
     ("flags", "rows", "steps", "says"),
     [
-        (EpochFlags(), 2, 1, "--num_epochs=640"),  # 40 steps of 32 rows
-        (EpochFlags(), 640, 20, ""),
-        (EpochFlags(num_epochs=3), 100, 9, "--num_epochs=13"),
-        (EpochFlags(num_iterations=3), 2, 3, ""),  # asked for
+        (Epochs(), 2, 1, "a smaller --x, or --num_epochs=640"),  # 40 steps of 32 rows
+        (Epochs(), 640, 20, ""),
+        (Epochs(num_epochs=3), 100, 9, "--num_epochs=13"),
+        (Epochs(num_iterations=3), 2, 3, ""),  # asked for
     ],
 )
 def test_data_for_few_steps_gets_a_warning_with_a_number_of_epochs(
-    flags: EpochFlags, rows: int, steps: int, says: str, capsys: pytest.CaptureFixture[str]
+    flags: Epochs, rows: int, steps: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert flags.steps(rows, 32) == steps
+    assert flags.steps(rows, 32, "a smaller --x") == steps
     said = capsys.readouterr().err
     assert (says in said) if says else not said
 
 
-@pytest.mark.parametrize(
-    ("stage", "flag"),
-    [("mid", "--total_batch_size"), ("sft", "--target_examples_per_step"), ("tune", "--target_examples_per_step")],
-)
-def test_the_warning_of_few_steps_names_the_flag_that_makes_steps_smaller(
-    stage: str, flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made(stage).steps(6, 32)
-    assert flag in capsys.readouterr().err
+@pytest.mark.parametrize("stage", ["mid", "sft", "tune"])
+def test_the_warning_of_few_steps_names_a_flag_of_the_script(stage: str) -> None:
+    flag = made(stage).batch.smaller_steps.rpartition("--")[2]
+    assert flag in {flag.name for flag in flags_of(SCRIPTS[stage].Config)}
 
 
 def test_every_number_has_a_least_value() -> None:
@@ -107,12 +108,12 @@ def test_rl_refuses_flags_that_it_would_ignore(flags: dict[str, bool]) -> None:
         made("rl", **flags)
     for stage in ("base", "mid", "sft", "tune"):
         made(stage, **flags)
-    assert parse(chat_rl.Config, ["--no_compile", "--no-graphs"]).compile is False
+    assert parse(chat_rl.Config, ["--no_compile", "--no-graphs"]).run.compile is False
 
 
 def test_a_seed_that_generators_cannot_take_is_refused() -> None:
     for stage in SCRIPTS:
-        assert made(stage, seed=2**63 - 1).seed == 2**63 - 1
+        assert made(stage, seed=2**63 - 1).run.seed == 2**63 - 1
         with pytest.raises(
             UserError, match=r"--seed must be below 9223372036854775808, got 9223372036854775808"
         ) as refused:
@@ -128,3 +129,66 @@ def test_a_corpus_of_documents_of_which_no_row_would_be_taken_is_refused() -> No
         assert refused.value.exit_code == 2
     assert ChatFlags(documents="web").documents_of(4) == 4 and ChatFlags().documents_of(0) == 0
     assert ChatFlags(documents="web", documents_every=3).documents_of(0) == 3
+
+
+# --- help, and flags of earlier versions ---------------------------------------------------------
+
+GUIDES = {
+    "base": """depth data model_tag num_iterations resume total_batch_size device_batch_size profile family max_seq_len
+        model_dim track graphs head_dim kernels compile stop_at window_pattern fp8 shard""",
+    "mid": "total_batch_size device_batch_size answers_only conversations model_tag num_iterations warmdown_ratio",
+    "sft": """target_examples_per_step device_batch_size init_lr_frac model_tag num_iterations conversations data mix
+        source start_share""",
+    "rl": """examples_per_step device_batch_size init_lr_frac loss max_new_tokens num_iterations problems
+        updates_per_rollout model_tag advantage average kl oversample overlong_tokens""",
+    "tune": """data model loss shard lora_rank lora_alpha lora_dropout lora_targets num_epochs max_length learning_rate
+        warmup_ratio weight_decay device_batch_size target_examples_per_step checkpoint_activations
+        offload_activations out_tag save_every eval_every""",
+}
+
+
+def shown(stage: str, word: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The flags that a script's --help or --help_all shows."""
+    with pytest.raises(SystemExit) as ended:
+        parse(SCRIPTS[stage].Config, [word], "What it does.")
+    assert ended.value.code == 0
+    lines = re.findall(r"^[│ ] {1,2}(-.*)", capsys.readouterr().out, re.M)
+    words = {word.replace("-", "_") for line in lines for word in re.findall(r"--([a-z][a-z0-9-]*)", line)}
+    return words & {"help", *(flag.name for flag in flags_of(SCRIPTS[stage].Config))}
+
+
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_help_shows_the_flags_of_the_guides_and_at_most_32(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    short = shown(stage, "--help", capsys)
+    assert {*GUIDES[stage].split()} <= short and len(short) <= 32
+    assert shown(stage, "--help_all", capsys) == {"help", *(flag.name for flag in flags_of(SCRIPTS[stage].Config))}
+
+
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_old_names_of_flags_are_no_flags_and_lead_to_flags(stage: str) -> None:
+    names = {flag.name for flag in flags_of(SCRIPTS[stage].Config)}
+    assert not names & {*OLD_FLAGS.renamed, *OLD_FLAGS.removed}
+    everywhere = set().union(*({flag.name for flag in flags_of(script.Config)} for script in SCRIPTS.values()))
+    assert everywhere >= {*OLD_FLAGS.renamed.values()}
+
+
+def test_a_renamed_flag_works_and_says_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--resume-from-step=3", "--batch_size", "2", "--depth=4"]
+    cfg = parse(base_train.Config, line, old_flags=OLD_FLAGS)
+    assert cfg.run.resume == 3 and cfg.batch.device_batch_size == 2
+    assert "--resume-from-step is called --resume now" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_gone_says_what_to_type() -> None:
+    with pytest.raises(UserError, match=r"--core-metric-every is gone: .*scripts.base_eval") as refused:
+        parse(base_train.Config, ["--core-metric-every=10"], old_flags=OLD_FLAGS)
+    assert refused.value.exit_code == 2
+
+
+def test_a_saved_run_with_old_names_has_the_same_settings() -> None:
+    cfg = made("base", device_batch_size=2, seed=3)
+    settings = RunSettings.of(cfg, corpus="x")
+    saved = {**settings.values, "batch_size": 2, "aspect_ratio": 64}
+    del saved["device_batch_size"]
+    assert not settings.changes(saved)
+    assert settings.changes({**saved, "seed": 4}) == ["--seed: 4 before, 3 now"]

@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.5  # of the host's free memory that the copies of all its ranks
 
 
 class Optimizers(Protocol):
-    """What a checkpoint needs of the optimizers; train/optim.py has them."""
+    """What a checkpoint needs of the optimizers; optim.py has them."""
 
     def state(self) -> State:
         """Return every tensor of this rank that a resume needs; a resume fills them in place."""

@@ -1,1 +1,12 @@
-"""CPUs: the platform, and the operations that a C++ compiler makes faster."""
+"""CPUs.
+
+What it gives: C++ kernels for inference and training that the machine compiles for itself, and 8
+bits for decoding. Without a compiler everything runs in plain torch. To read, in this order:
+
+platform.py     what the project asks of a device, answered for a host
+operations.py   the operators that faster layers call
+kernels.py      compiles the C++ of cpp/, and calls what inference needs of it
+training.py     calls what training needs of it; gradients.py makes it known to autograd
+int8.py         products of training in 8 bits
+decoding.py     attention of few new tokens as products of matrices
+"""

@@ -1,4 +1,4 @@
-"""How much disk a run takes: texts, tokens, conversations and checkpoints; the planner and the preflight ask here."""
+"""How much disk a run takes: texts, tokens, conversations and checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ import numpy as np
 
 from nanochat.data.sources.published import SOURCES
 from nanochat.prepare.token_files import dtype_for
-from nanochat.train.flags import StageFlags
+from nanochat.train.flags import RunFlags
 
 SPEEDRUN = ("base", "mid", "sft", "rl")  # the stages of a speedrun that save checkpoints
 CORPUS = "fineweb"  # what the presets of a speedrun download
@@ -42,7 +42,7 @@ def of_run(
         **{f"tokens {name}": width * TOKENS * size for name, size in texts.items()},
         "downloads": DOWNLOADS if published_chats else 0.0,
         "chats": CHATS if published_chats else 0.0,
-        **{stage: StageFlags.keep * one for stage in SPEEDRUN},
+        **{stage: RunFlags.keep * one for stage in SPEEDRUN},
         "newest": one,
     }
 

@@ -1,4 +1,4 @@
-"""Memory of an accelerator: what this process may still take, what a pass took, what to try when memory ran out."""
+"""Memory of an accelerator: what is left, what a pass took, and advice where it ran out."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ SHARE = 0.9  # of the reachable memory; the rest is for the optimizer's step and
 
 
 def reachable(compute: Compute) -> int:
-    """Bytes that this process holds or may still take. On an accelerator other processes make this less than its total;
-    on a CPU it is all physical memory."""
+    """Bytes that this process holds or may still take. On an accelerator other processes make this
+    less than its total; on a CPU it is all physical memory."""
     return compute.platform.memory_reachable()
 
 
@@ -31,7 +31,7 @@ def peak(compute: Compute) -> int:
 
 
 def ran_out(failure: BaseException) -> bool:
-    """Whether a failure means that the device or the host has no memory left; every vendor words this its own way."""
+    """Return whether a failure means that the device or the host has no memory left."""
     said = str(failure).lower()
     return isinstance(failure, RuntimeError) and (
         "out of memory" in said or "can't allocate memory" in said
@@ -47,7 +47,8 @@ def advice(rows: int, rows_of_rank: int) -> UserError:
     if smaller:
         return UserError(
             tr(
-                "out of memory in a pass of {rows} row(s) on each device. Try --device_batch_size={smaller}: it changes "
+                "out of memory in a pass of {rows} row(s) on each device. Try "
+                "--device_batch_size={smaller}: it changes "
                 "the speed, not what is learned, and the run resumes from its last checkpoint.",
                 rows=rows,
                 smaller=smaller[-1],
@@ -55,7 +56,8 @@ def advice(rows: int, rows_of_rank: int) -> UserError:
         )
     return UserError(
         tr(
-            "out of memory in a pass of one row. Take --shard=full or more devices, or a model with a smaller --depth "
+            "out of memory in a pass of one row. Take --shard=full or more devices, or a model "
+            "with a smaller --depth "
             "or --max_seq_len."
         )
     )

@@ -1,40 +1,41 @@
-"""`--device_batch_size=auto` on an accelerator: tries passes of growing size until the memory is full."""
+"""`--device_batch_size=auto` on an accelerator: tries growing passes until the memory is full."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn as nn
 
 from nanochat.common import UserError, log
 from nanochat.device import Compute
+from nanochat.model import Model
+from nanochat.optim import Optimizers
 from nanochat.runtime import parallel
 from nanochat.train.fit import memory
-from nanochat.train.optim import Optimizers
 from nanochat.train.sizes import Batch
 
 
-def fit(
-    batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, compute: Compute
-) -> Batch:
-    """Split a step into the largest passes that fit into the memory of every rank; every rank must call this.
+def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
+    """Split a step into the largest passes that the memory of every rank holds.
 
-    Nothing is probed if the user gave a size, or on a CPU, where larger passes are no faster. The model is left
-    unchanged.
+    Every rank must call this. Nothing is probed if the user gave a size, or on a CPU, where larger
+    passes are no faster. The model is left unchanged.
     """
     if not batch.probe or compute.platform.is_host:
         return batch
+    module = cast(nn.Module, model)
     rows_of_rank = batch.rows_per_step // compute.world_size
-    optimizers.state()  # makes AdamW's moments, which must take their memory before passes are tried
+    optimizers.state()  # makes AdamW's moments, whose memory must be taken before passes are tried
 
     def attempt(rows: int) -> int:
-        """Run one pass, or two if a step has several, so that gradients add up; returns the bytes that they took."""
+        """Run a pass, or two if a step has several, so that gradients add up; return its bytes."""
         memory.start_watch(compute)
         passes = min(rows_of_rank // rows, 2)
         tokens = torch.zeros((rows, length), dtype=torch.long, device=compute.device)
         for number in range(passes):
-            parallel.sync_gradients(model, number == passes - 1)
-            model(tokens, tokens, "sum").backward()
+            parallel.sync_gradients(module, number == passes - 1)
+            module(tokens, tokens, "sum").backward()
         return memory.peak(compute)
 
     try:
@@ -48,31 +49,30 @@ def fit(
 
 
 def doublings(rows: int) -> list[int]:
-    """The divisors of a rank's rows to try, each at least twice the one before; all rows come last."""
+    """Return the divisors of a rank's rows to try, each at least twice the one before."""
     sizes = [1]
-    sizes += [size for size in range(2, rows + 1) if rows % size == 0]
-    kept = [1]
-    for size in sizes:
-        if size >= 2 * kept[-1]:
-            kept.append(size)
-    return kept
+    for size in range(2, rows + 1):
+        if rows % size == 0 and size >= 2 * sizes[-1]:
+            sizes.append(size)
+    return sizes
 
 
 def largest(
     sizes: Sequence[int], attempt: Callable[[int], int], budget: int, compute: Compute
 ) -> tuple[int, str]:
-    """The largest size whose attempt stays within the budget on every rank, and why no larger size was taken.
+    """Return the largest size whose attempt stays within the budget on every rank, and why.
 
-    Ranks decide together before every attempt. From the third attempt on, a size is skipped if a line through the last
-    two attempts says that it would not fit: no rank may run out of memory alone while the others wait for it.
+    Ranks decide together before every attempt. From the third attempt on, a size is skipped if a
+    line through the last two attempts says that it would not fit: no rank may run out of memory
+    alone while the others wait for it.
     """
     budget = parallel.least(budget, compute)
     tried: list[tuple[int, int]] = []  # size, the most bytes that a rank took
     for size in sizes:
-        if len(tried) >= 2 and _expected(tried, size) > budget:
-            return tried[-1][
-                0
-            ], f"{size} would take {_gib(_expected(tried, size))} of {_gib(budget)}"
+        if len(tried) >= 2:
+            expected = _expected(tried, size)
+            if expected > budget:
+                return tried[-1][0], f"{size} would take {_gib(expected)} of {_gib(budget)}"
         try:
             taken = attempt(size)
         except RuntimeError as failure:
@@ -84,8 +84,10 @@ def largest(
         taken = -parallel.least(-taken, compute)
         if taken > budget and not tried:
             raise UserError(
-                f"one row takes {_gib(taken)}, but only {_gib(budget)} of this device may be taken: its memory may be "
-                "in use by another process. Free it, or take --shard=full, more devices, or a smaller --depth."
+                f"one row takes {_gib(taken)}, but only {_gib(budget)} of this device may be "
+                "taken: "
+                "its memory may be in use by another process. Free it, or take --shard=full, more "
+                "devices, or a smaller --depth."
             )
         if taken > budget:
             return tried[-1][0], f"{size} took {_gib(taken)} of {_gib(budget)}"
@@ -94,8 +96,10 @@ def largest(
 
 
 def _expected(tried: Sequence[tuple[int, int]], size: int) -> float:
-    (small, least), (large, most) = tried[-2:]
-    return most + (most - least) * (size - large) / (large - small)
+    """Return the bytes of a pass of this size by a line through the last two attempts."""
+    (small, small_bytes), (large, large_bytes) = tried[-2:]
+    slope = (large_bytes - small_bytes) / (large - small)
+    return large_bytes + slope * (size - large)
 
 
 def _gib(count: float) -> str:

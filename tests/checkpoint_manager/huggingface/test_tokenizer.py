@@ -17,8 +17,8 @@ from nanochat.export.huggingface import CHAT_TEMPLATE
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import Schemas, allowed_rows
+from nanochat.rl import groups
 from nanochat.tokenizer import PATTERNS
-from nanochat.train.rl import groups
 from tests.support.qwens import VOCABULARY, tiny_qwen, write_folder
 from tests.support.tiny_model import TEXT
 

@@ -18,16 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanochat.engine import Engine
+from nanochat.optim import Optimizers, Rates
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.platforms.operations import Operations
 from nanochat.runtime.graphs import GraphedModel, check
-from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, update
+from nanochat.step import LossScale
 from tests.generate.test_graphs import replies
 from tests.platforms.test_ascend_training import CPU, VOCAB, Batch
 from tests.support.qwens import VOCABULARY, tiny_qwen
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.updates import update
 
 
 class Played(TorchDispatchMode):

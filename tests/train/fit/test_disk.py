@@ -8,9 +8,9 @@ import torch
 from nanochat.checkpoint_manager.files import prune, publish, step_dir
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizers, Rates, saved_bytes
 from nanochat.train.fit import disk
-from nanochat.train.flags import StageFlags
-from nanochat.train.optim import Optimizers, Rates, saved_bytes
+from nanochat.train.flags import RunFlags
 from tests.support.tiny_model import on_cpu, tiny_tokenizer
 
 
@@ -39,7 +39,7 @@ def test_the_stages_of_a_speedrun_never_hold_more_checkpoints_than_predicted(tmp
             (temporary / "meta.json").touch()
             most = max(most, len(list(tmp_path.glob("*/*"))))
             publish(temporary, step_dir(folder, step))
-            prune(folder, StageFlags.keep, step)
+            prune(folder, RunFlags.keep, step)
     parts = disk.of_run(1 / disk.BESIDE_TENSORS, {}, 65_536, published_chats=False)
     assert sum(parts.values()) == pytest.approx(most) == 13
 

@@ -11,12 +11,13 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.platforms.base import Platform
 from nanochat.runtime.parallel import Sharding, whole_parameters
+from nanochat.step import LossScale
 from nanochat.train.fit import memory, probe
 from nanochat.train.sizes import Batch
-from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CONFIG, CPU, batches, make
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import pretend
+from tests.support.updates import update
 
 BATCH = Batch(tokens_per_step=512, rows_per_step=32, device_batch_size=4, passes=8)
 

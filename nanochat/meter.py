@@ -1,0 +1,208 @@
+"""The figures of a run while it trains, their line in the log, and the clock of saves."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanochat import device
+from nanochat.common import UserError, log, warn
+from nanochat.device import Compute
+from nanochat.runtime import parallel
+from nanochat.runtime.progress import duration
+from nanochat.step import Outcome
+
+BAD_STEPS = 10  # skipped updates in a row after which a run stops
+RECENT_STEPS = 20  # whose pace says how long the remaining steps will take
+# what checkpoints keep
+STATE = (
+    "smooth_loss",
+    "smooth_weight",
+    "seconds",
+    "cpu_seconds",
+    "bad_in_a_row",
+    "skipped",
+)
+
+
+def due(step: int, every: int, last: bool) -> bool:
+    """Return whether something that happens every `every` steps, and at the end, is due at `step`.
+
+    If `every` is 0 or less, it never is.
+    """
+    if every <= 0:
+        return False
+    return last or (step > 0 and step % every == 0)
+
+
+def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: float) -> float:
+    """Return the seconds that training on `tokens` tokens takes at the share `mfu` of `peak`.
+
+    `peak` is the FLOP/s of all ranks together.
+    """
+    return tokens * flops_per_token / (mfu * peak)
+
+
+@dataclass
+class Meter:
+    """Running figures of a run; checkpoints keep the fields that STATE names."""
+
+    steps: int  # of the whole run
+    tokens_per_step: int
+    flops_per_token: int
+    peak: float  # FLOP/s over all ranks
+    usual_mfu: float  # share of the peak that steps reach, as long as no step was measured
+    smooth_loss: float = 0.0  # exponential average, not yet debiased
+    smooth_weight: float = 0.0
+    seconds: float = 0.0  # spent in steps, over all starts of this run
+    cpu_seconds: float = 0.0  # of this rank's process, over all starts of this run
+    bad_in_a_row: int = 0
+    skipped: int = 0
+    _recent: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def start(
+        steps: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+        compute: Compute,
+        state: Mapping[str, Any],
+    ) -> "Meter":
+        """Return a new meter, or the one that a checkpoint's state holds."""
+        peak, source = device.peak_flops(compute)
+        log(f"mfu is measured against {peak / 1e12:.3g} TFLOP/s a rank ({source})")
+        return Meter(
+            steps,
+            tokens_per_step,
+            flops_per_token,
+            peak * compute.world_size,
+            compute.platform.usual_mfu(),
+            **state.get("meter", {}),
+        )
+
+    def tick(
+        self, step: int, outcome: Outcome, seconds: float, cpu_seconds: float, lrm: float
+    ) -> dict[str, Any]:
+        """Count a step (the first is 1) and return its line for metrics.jsonl.
+
+        UserError after ten skipped updates in a row.
+        """
+        self.seconds += seconds
+        self.cpu_seconds += cpu_seconds
+        self._recent = [*self._recent[-(RECENT_STEPS - 1) :], seconds]
+        if outcome.skipped:
+            self._count_skipped(step, outcome)
+        else:
+            self.bad_in_a_row = 0
+            self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * outcome.loss
+            self.smooth_weight = 0.9 * self.smooth_weight + 0.1
+        speed = self.tokens_per_step / seconds
+        return {
+            "step": step,
+            "loss": outcome.loss,
+            "smooth_loss": self.smooth,
+            "grad_norm": outcome.grad_norm,
+            "lrm": lrm,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "tokens_per_second": speed,
+            "mfu": 100 * speed * self.flops_per_token / self.peak,
+            "total_seconds": self.seconds,
+            "skipped": outcome.skipped,
+        }
+
+    def _count_skipped(self, step: int, outcome: Outcome) -> None:
+        self.skipped += 1
+        self.bad_in_a_row += 1
+        warn(
+            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: "
+            f"{outcome.reason}, update skipped"
+        )
+        if self.bad_in_a_row >= BAD_STEPS:
+            raise UserError(
+                f"{BAD_STEPS} updates in a row were skipped, the last at step {step} "
+                f"({outcome.reason}). The newest checkpoint holds the parameters from before these "
+                "updates. Lower the learning rates, or look for bad data near this step, then type "
+                "the same command again."
+            )
+
+    @property
+    def smooth(self) -> float:
+        """The debiased running mean of the loss."""
+        return self.smooth_loss / self.smooth_weight if self.smooth_weight else float("nan")
+
+    def expected(self, step: int) -> float:
+        """Return the seconds left after `step` updates, before this process has taken a step.
+
+        This is the pace of the earlier starts of the run, or the usual MFU of such a device.
+        """
+        if step:
+            return (self.steps - step) * self.seconds / step
+        tokens = self.steps * self.tokens_per_step
+        return expected_seconds(tokens, self.flops_per_token, self.peak, self.usual_mfu)
+
+    def eta(self, step: int) -> float:
+        """Return the seconds left after `step` updates, at the pace of the last twenty steps."""
+        return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps of the figures."""
+        return {name: getattr(self, name) for name in STATE}
+
+
+def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
+    """Return a step as a log shows it, in the published format.
+
+    The loss of the step itself stands behind the running mean, and the time left at the end.
+    """
+    step = line["step"]
+    parts = (
+        f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%)",
+        f"loss: {line['smooth_loss']:.3f} (this step: {line['loss']:.3f})",
+        f"lrm: {line['lrm']:.2f}",
+        f"dt: {1000 * line['seconds']:.1f}ms",
+        f"tok/sec: {line['tokens_per_second']:,.0f}",
+        f"mfu: {line['mfu']:.2f}",
+        f"total time: {duration(line['total_seconds'])}",
+        f"eta: {duration(eta)}",
+    )
+    return " | ".join(parts)
+
+
+def step_note(line: Mapping[str, Any], steps: int, eta: float) -> str:
+    """Return a step as the terminal shows it beside the progress bar."""
+    loss = f"{line['smooth_loss']:.3f} (this step {line['loss']:.3f})"
+    pace = f"{line['tokens_per_second']:,.0f} tok/s, {duration(eta)} left"
+    return f"{line['step']}/{steps} loss {loss} {pace}"
+
+
+def listed(figures: Mapping[str, float]) -> str:
+    """Return figures by name, as the log prints them behind a step."""
+    return " | ".join(f"{name}: {value:.4f}" for name, value in figures.items())
+
+
+class SaveClock:
+    """Says when to save by time: every minute, or less often where saving is slow.
+
+    Saves by time take at most three percent of a run.
+    """
+
+    def __init__(self, seconds: float = 60.0):
+        self.seconds = seconds
+        self.cost = 0.0  # seconds of training that the last save cost
+        self.last = time.monotonic()
+
+    def due(self, compute: Compute, busy: bool = False, failed: bool = False) -> bool:
+        """Return whether a save is due; rank 0 decides for all ranks.
+
+        No save is due while the last one is still `busy`. If the last one `failed`, a save is due
+        at once, because it reports the failure.
+        """
+        wait = max(self.seconds, 30 * self.cost)
+        by_time = self.seconds > 0 and not busy and time.monotonic() - self.last >= wait
+        return bool(parallel.agree(int(failed or by_time), compute))
+
+    def saved(self, cost: float) -> None:
+        """Note that a save cost `cost` seconds of training and has just ended."""
+        self.cost = cost
+        self.last = time.monotonic()

@@ -1,0 +1,532 @@
+"""The optimizers: AdamW for tables, head and scalars; Muon for the matrices in layers.
+
+RowAdam steps the table of bigrams on a CPU. muon.py has the arithmetic of Muon, and schedule.py
+says how rates change during a run.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import schedule
+from nanochat.device import is_sharded, local
+from nanochat.model import Model
+from nanochat.muon import MuonArithmetic, variance_shape
+from nanochat.platforms.base import Platform
+from nanochat.platforms.layers import operations_of
+from nanochat.platforms.together import as_stack
+from nanochat.runtime.exchange import MatrixExchange
+from nanochat.runtime.graphs import StepGraph
+from nanochat.runtime.parallel import met, place_of, trained
+
+# name -> (the tensor that this rank has, the shape of the whole, the first row that this rank has)
+State = dict[str, tuple[Tensor, tuple[int, ...], int]]
+
+# Share of matrix_lr that AdamW takes for matrices of 768 channels; dev/LOG.md has the fit.
+ADAMW_SHARE = 0.1
+
+
+# --- rates of the parameters' roles --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """What AdamW takes for the parameters of a role."""
+
+    lr: float
+    betas: tuple[float, float]
+    decay: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of the parameters' roles, before schedules, and the decay of the matrices.
+
+    The defaults are upstream's.
+    """
+
+    unembedding_lr: float = 0.008
+    """learning rate of the head (AdamW), at 768 channels; other widths are scaled from there"""
+    embedding_lr: float = 0.3
+    """learning rate of the embedding (AdamW), at 768 channels; value embeddings use half of it,
+    bigrams a tenth"""
+    matrix_lr: float = 0.02
+    """learning rate of the matrices inside layers (Muon);
+    pretraining of less than 400 steps raises it up to twofold.
+    With --matrix_optimizer=adamw a tenth of it is used"""
+    matrix_optimizer: Literal["muon", "adamw"] = "muon"
+    """optimizer of the matrices inside layers"""
+    scalar_lr: float = 0.5
+    """learning rate of the scalars of the residual stream (AdamW);
+    smear and backout use 0.4 of it"""
+    weight_decay: float = 0.28
+    """weight decay of the matrices inside layers, before it is scaled to the length of the run"""
+
+    def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
+        """Return rates and decay for pretraining; schedule.rate_scale is a factor on all rates."""
+        decay = schedule.weight_decay(
+            self.weight_decay,
+            tokens_per_step,
+            steps * tokens_per_step,
+            target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS,
+        )
+        matrix_lr = self.matrix_lr
+        if self.matrix_optimizer == "muon":
+            matrix_lr *= schedule.matrix_scale(steps)
+        return replace(
+            self.for_batch(tokens_per_step),
+            weight_decay=decay,
+            matrix_lr=matrix_lr,
+        )
+
+    def for_batch(self, tokens_per_step: int) -> "Rates":
+        """Return rates for a later stage; schedule.rate_scale is a factor on all rates."""
+        return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
+
+    def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
+        """Return what AdamW takes for the parameters of every role.
+
+        `table_momentum` is the first beta of tables and head.
+        """
+        width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
+        table = self.embedding_lr * width
+        settings = {
+            "head": AdamWSettings(
+                self.unembedding_lr * width, (table_momentum, 0.96), decay=0.01, eps=1e-10
+            ),
+            "embedding": AdamWSettings(table, (table_momentum, 0.995), decay=0.001, eps=1e-10),
+            "value_embedding": AdamWSettings(
+                0.5 * table, (table_momentum, 0.995), decay=0.01, eps=1e-10
+            ),
+            "bigram": AdamWSettings(0.1 * table, (0.0, 0.995), decay=0.0, eps=1e-10),  # see RowAdam
+            # While the projections are near zero, these scalars only scale the stream, which the
+            # last norm undoes. Their first gradients are rounding errors of 1e-11, which upstream's
+            # eps of 1e-10 would make full steps.
+            "resid": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), decay=0.05, eps=1e-6),
+            "x0": AdamWSettings(self.scalar_lr, (0.96, 0.95), decay=0.0, eps=1e-6),
+            # weights of norms, and biases
+            "scalar": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), decay=0.0, eps=1e-8),
+            # 0.2 at the default, as upstream has it. Small batches need less, as x0 does: otherwise
+            # the backout runs away to 1, where the middle of the network cancels its end
+            # (dev/LOG.md).
+            "smear": AdamWSettings(0.4 * self.scalar_lr, (0.8, 0.95), decay=0.0, eps=1e-6),
+        }
+        if self.matrix_optimizer == "adamw":
+            matrix_lr = ADAMW_SHARE * self.matrix_lr * width
+            settings["matrix"] = AdamWSettings(matrix_lr, (0.8, 0.95), self.weight_decay, eps=1e-8)
+        return settings
+
+
+@dataclass(frozen=True)
+class OneRate:
+    """AdamW with one learning rate for all parameters, as published models are fine-tuned."""
+
+    learning_rate: float
+    weight_decay: float = 0.0  # of matrices and adapters
+    matrix_optimizer: Literal["muon", "adamw"] = "adamw"
+    matrix_lr = 0.0  # of Muon, which has no parameters here
+
+    def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
+        """Return what AdamW takes for the parameters of every role."""
+        plain = AdamWSettings(self.learning_rate, (0.9, 0.95), decay=0.0, eps=1e-8)
+        decayed = replace(plain, decay=self.weight_decay)
+        return {
+            "matrix": decayed,
+            "adapter": decayed,
+            "embedding": plain,
+            "head": plain,
+            "scalar": plain,
+        }
+
+
+# --- the optimizers ------------------------------------------------------------------------------
+
+
+class RowAdam(torch.optim.Optimizer):
+    """AdamW without momentum and decay, for tables of which a step reads few rows.
+
+    Only the rows that have a gradient are touched. Without momentum any other row stays where it
+    is, and its mean squares only decay, which is made up for when the row has a gradient again. The
+    numbers are those of torch.optim.AdamW with a first beta of 0, up to rounding, and the time does
+    not depend on the size of the table.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the rows that have a gradient, which may be a sparse tensor."""
+        for group in self.param_groups:
+            beta = group["betas"][1]
+            for table in group["params"]:
+                if table.grad is not None:
+                    rows, g = met(table.grad)
+                    self._step(table, rows, g, group["lr"], beta, group["eps"])
+
+    def _step(
+        self,
+        table: Tensor,  # (R, C)
+        rows: Tensor,  # (n,) that have a gradient
+        g: Tensor,  # (n, C) their gradients
+        lr: float,
+        beta: float,
+        eps: float,
+    ) -> None:
+        state = self.state_of(table)
+        state["step"] += 1
+        state["age"] += 1
+        missed_decay = beta ** state["age"][rows]
+        mean_square = state["exp_avg_sq"][rows] * missed_decay[:, None]
+        mean_square.addcmul_(g, g, value=1 - beta)
+        state["exp_avg_sq"][rows] = mean_square
+        state["age"][rows] = 0.0
+        correction = 1 - beta ** float(state["step"])
+        size = mean_square.div_(correction).sqrt_().add_(eps)
+        table.index_add_(0, rows, g.div(size), alpha=-lr)
+
+    def state_of(self, table: Tensor) -> dict[str, Tensor]:
+        """Return the state of a table; zeros if no step has been taken yet.
+
+        It has `step`, the mean squares `exp_avg_sq` (R, C), and `age` (R,): for how many steps the
+        mean squares of each row have yet to decay.
+        """
+        if not self.state[table]:
+            self.state[table] = {
+                "step": torch.zeros(()),
+                "exp_avg_sq": torch.zeros_like(table),
+                "age": torch.zeros(len(table)),
+            }
+        return self.state[table]
+
+
+@dataclass
+class _Stack:
+    """Matrices of one shape that are stepped together: the rows that this rank has, and state."""
+
+    names: list[str]
+    matrices: list[Tensor]
+    exchange: MatrixExchange
+    momentum: Tensor  # (K, local rows, cols)
+    variance: Tensor  # (share, rows, 1) or (share, 1, cols)
+
+    @property
+    def rate_factor(self) -> float:
+        """The factor on the learning rate: tall matrices take larger steps."""
+        return max(1.0, self.exchange.rows / self.exchange.cols) ** 0.5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for all matrices, on one rank or with parameters that FSDP2 has sharded by rows.
+
+    Every rank orthogonalizes its share of the matrices of one shape; see MatrixExchange.
+    """
+
+    def __init__(
+        self,
+        named_matrices: Iterable[tuple[str, Tensor]],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        beta2: float = 0.9,
+        weight_decay: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        arithmetic: MuonArithmetic | None = None,
+    ):
+        """`dtype` is the compute dtype; `arithmetic` is the device's, the plain one by default."""
+        named = list(named_matrices)
+        self.arithmetic = arithmetic or MuonArithmetic()
+        super().__init__(
+            [matrix for _, matrix in named],
+            {"lr": lr, "momentum": momentum, "beta2": beta2, "weight_decay": weight_decay},
+        )
+        # fp16 has too few exponent bits for the Gram matrices' powers
+        self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.place = place_of(named[0][1])
+        # FSDP2 has its own references to the parameters of several ranks, replicated ones too
+        self.is_alone = self.place.shards == self.place.replicas == 1
+        if self.is_alone:
+            self.arithmetic.place([cast(nn.Parameter, matrix) for _, matrix in named])
+        self._graph: StepGraph | None = None
+        self.stacks: list[_Stack] = []
+        first_owner = 0  # goes on across stacks, so that no rank gets all the remainders
+        for members in self._by_shape(named):
+            self.stacks.append(self._stack(members, first_owner))
+            first_owner += len(members)
+
+    def _by_shape(self, named: Sequence[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+        """Return the matrices of each shape; each matrix alone where the device wants no stacks."""
+        groups: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+        for name, matrix in named:
+            groups.setdefault(tuple(matrix.shape), []).append((name, matrix))
+        by_shape = [groups[shape] for shape in sorted(groups)]
+        if self.arithmetic.stacks:
+            return by_shape
+        return [[member] for members in by_shape for member in members]
+
+    def _stack(self, members: Sequence[tuple[str, Tensor]], first_owner: int) -> _Stack:
+        matrices = [matrix for _, matrix in members]
+        rows, cols = matrices[0].shape
+        device = local(matrices[0]).device
+        exchange = MatrixExchange(self.place, len(members), rows, cols, first_owner, device)
+        share = len(exchange.share)
+        return _Stack(
+            names=[name for name, _ in members],
+            matrices=matrices,
+            exchange=exchange,
+            momentum=torch.zeros(len(members), exchange.local_rows, cols, device=device),
+            variance=torch.zeros(share, *variance_shape(rows, cols), device=device),
+        )
+
+    def capture(self, platform: Platform) -> None:
+        """Replay steps as one launch each, from the second on, where the arithmetic allows it."""
+        if self.arithmetic.is_capturable and self.is_alone:
+            self._graph = StepGraph(platform, self._step_all)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every matrix from its gradient; a matrix without gradient is the model's error."""
+        settings = self.param_groups[0]
+        rates = (settings["lr"], settings["momentum"], settings["weight_decay"])
+        gradients = []
+        for stack in self.stacks:
+            of_stack = [local(matrix.grad) for matrix in stack.matrices if matrix.grad is not None]
+            gradients.append(as_stack(of_stack))
+        take_step = self._graph or self._step_all
+        take_step(gradients, rates)
+
+    def _step_all(self, gradients: Sequence[Tensor], rates: Sequence[Any]) -> None:
+        for stack, gradient in zip(self.stacks, gradients, strict=True):
+            self._step(stack, gradient, *rates)
+
+    def _step(
+        self,
+        stack: _Stack,
+        gradient: Tensor,  # (K, local rows, cols)
+        lr: float | Tensor,
+        momentum: float | Tensor,
+        weight_decay: float | Tensor,
+    ) -> None:
+        stack.momentum.lerp_(gradient, 1 - momentum)
+        nesterov = gradient.lerp_(stack.momentum, momentum).to(self.dtype)
+        lr = lr * stack.rate_factor
+        g = stack.exchange.collect(nesterov)
+        if g.size(0):
+            g = self.arithmetic.update(g, stack.variance, self.param_groups[0]["beta2"], lr)
+        updates = stack.exchange.distribute(g, self.dtype)
+        rows = [local(matrix) for matrix in stack.matrices]
+        self.arithmetic.subtract(rows, updates, lr, weight_decay)
+
+    def named_state(self) -> State:
+        """Return the state that a checkpoint keeps."""
+        state: State = {}
+        for stack in self.stacks:
+            shape = (stack.exchange.rows, stack.exchange.cols)
+            first_row = self.place.first_row(stack.exchange.rows)
+            for name, momentum in zip(stack.names, stack.momentum, strict=True):
+                state[f"{name}.momentum"] = (momentum, shape, first_row)
+            for variance, index in zip(stack.variance, stack.exchange.share, strict=True):
+                state[f"{stack.names[index]}.variance"] = (variance, tuple(variance.shape), 0)
+        return state
+
+
+# --- side by side --------------------------------------------------------------------------------
+
+
+class Optimizers:
+    """AdamW and Muon side by side, stepped and scheduled together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        roles: Mapping[str, str],
+        model_dim: int,
+        rates: Rates | OneRate,
+        scale: float,
+        dtype: torch.dtype,
+        table_momentum: float = 0.8,
+    ):
+        """Make optimizers for the parameters that are not frozen.
+
+        `roles` come from model.parameter_roles(). `scale` multiplies every learning rate
+        (schedule.rate_scale), Muon may multiply in `dtype`, and `table_momentum` is the first beta
+        of embeddings and head (see schedule).
+        """
+        by_role: dict[str, list[tuple[str, Tensor]]] = {}
+        self.names: dict[Tensor, str] = {}
+        for name, parameter in trained(model):
+            by_role.setdefault(roles[name], []).append((name, parameter))
+            self.names[parameter] = name
+        groups: list[dict[str, Any]] = []
+        row_groups: list[dict[str, Any]] = []
+        for role, settings in rates.by_role(model_dim, table_momentum).items():
+            if role not in by_role:
+                continue
+            parameters = [parameter for _, parameter in by_role[role]]
+            group = {
+                "params": parameters,
+                "role": role,
+                "lr": settings.lr * scale,
+                "base_lr": settings.lr * scale,
+                "betas": settings.betas,
+                "weight_decay": settings.decay,
+                "eps": settings.eps,
+            }
+            is_sparse = role == "bigram" and _make_sparse(model, parameters)
+            (row_groups if is_sparse else groups).append(group)
+        places = map(place_of, self.names)
+        self.place = max(places, key=lambda place: place.shards * place.replicas)
+        self.adamw = torch.optim.AdamW(groups, fused=True)
+        self.rows = RowAdam(row_groups, {}) if row_groups else None
+        self.muon = None
+        if rates.matrix_optimizer == "muon":
+            self.muon = Muon(
+                by_role["matrix"],
+                lr=rates.matrix_lr * scale,
+                weight_decay=rates.weight_decay,
+                dtype=dtype,
+                arithmetic=operations_of(model).muon,
+            )
+        self.before_step: Callable[[], None] = lambda: None  # called before anything changes
+        self.base_matrix_lr = rates.matrix_lr * scale
+        self.base_decay = rates.weight_decay
+
+    def schedule(self, lr: float, momentum: float, decay: float) -> None:
+        """Set the rates of a step.
+
+        `lr` is a factor on the learning rates, `momentum` is Muon's, and `decay` is a factor on the
+        decay of the matrices.
+        """
+        groups = list(self.adamw.param_groups)
+        if self.rows is not None:
+            groups += self.rows.param_groups
+        for group in groups:
+            group["lr"] = group["base_lr"] * lr
+            if group["role"] in ("matrix", "adapter"):
+                group["weight_decay"] = self.base_decay * decay
+        if self.muon is not None:
+            self.muon.param_groups[0].update(
+                lr=self.base_matrix_lr * lr,
+                momentum=momentum,
+                weight_decay=self.base_decay * decay,
+            )
+
+    def step(self) -> None:
+        """Update all parameters from their gradients."""
+        self.before_step()
+        for optimizer in self._all():
+            optimizer.step()
+
+    def capture(self, platform: Platform) -> None:
+        """Let Muon's steps replay as one launch each, from the second on."""
+        if self.muon is not None:
+            self.muon.capture(platform)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self._all():
+            optimizer.zero_grad(set_to_none=True)
+
+    def _all(self) -> list[torch.optim.Optimizer]:
+        optimizers = (self.adamw, self.rows, self.muon)
+        return [optimizer for optimizer in optimizers if optimizer is not None]
+
+    def state(self) -> State:
+        """Return everything that a resume needs of this rank, by name."""
+        state = {} if self.muon is None else self.muon.named_state()
+        for parameter, moments in self._adamw_state().items():
+            name = self.names[parameter]
+            first_row = place_of(parameter).first_row(parameter.shape[0])
+            for key in ("exp_avg", "exp_avg_sq", "age"):
+                if key in moments:
+                    tensor = local(moments[key])
+                    shape = tuple(parameter.shape[: tensor.dim()])
+                    state[f"{name}.{key}"] = (tensor, shape, first_row)
+            state[f"{name}.step"] = (moments["step"].reshape(1), (1,), 0)
+        return state
+
+    def saved(self) -> State:
+        """Return the part of state() that this rank writes.
+
+        Replicas, which have the same tensors, share the work.
+        """
+        state = self.state()
+        replicated = [name for name in state if not name.endswith(".variance")]
+        share = set(replicated[self.place.replica :: self.place.replicas])
+        if self.place.shard:  # the first shard writes what every rank has whole
+            unsharded = tuple(
+                f"{name}." for parameter, name in self.names.items() if not is_sharded(parameter)
+            )
+            share = {name for name in share if not name.startswith(unsharded)}
+        return {
+            name: entry
+            for name, entry in state.items()
+            if name in share or name.endswith(".variance")
+        }
+
+    def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the state of AdamW and RowAdam; zeros if no step has been taken yet.
+
+        That of a table of bigrams is the same for both.
+        """
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                state = self.adamw.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                states[parameter] = state
+                if group["role"] == "bigram":
+                    if "age" not in state:
+                        rows = len(local(parameter))
+                        state["age"] = torch.zeros(rows, device=parameter.device)
+                    states[parameter] = {key: state[key] for key in ("step", "exp_avg_sq", "age")}
+        if self.rows is not None:
+            for group in self.rows.param_groups:
+                for table in group["params"]:
+                    states[table] = self.rows.state_of(table)
+        return states
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """Make up for the decay that RowAdam left undone, once state() has what it saved."""
+        for group in self.adamw.param_groups:
+            if group["role"] != "bigram":
+                continue
+            beta = group["betas"][1]
+            for parameter in group["params"]:
+                state = self.adamw.state[parameter]
+                missed_decay = beta ** state["age"]
+                local(state["exp_avg_sq"]).mul_(missed_decay[:, None])
+                state["age"].zero_()
+
+
+def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
+    """Return the bytes of the tensors in a checkpoint: every trained parameter and its optimizer state.
+
+    AdamW saves two moments of each parameter. Muon saves one, and so does the table of bigrams,
+    whose first beta is 0.
+    """
+    roles = model.parameter_roles()
+    one_moment = {"bigram", "matrix"} if rates.matrix_optimizer == "muon" else {"bigram"}
+    return sum(
+        parameter.nbytes * (2 if roles[name] in one_moment else 3)
+        for name, parameter in trained(cast(nn.Module, model))
+    )
+
+
+def _make_sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
+    """Make embeddings give sparse gradients where RowAdam can step them; False where it cannot.
+
+    It can where this rank, a CPU, has the tables whole.
+    """
+    place = place_of(tables[0])
+    if place.shards * place.replicas > 1 or not tables[0].is_cpu:
+        return False
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and any(module.weight is table for table in tables):
+            module.sparse = True
+    return True

@@ -1,0 +1,175 @@
+"""What the errors of torch_npu, HCCL and the driver mean, in English and Chinese, and what to do; needs no torch.
+
+Messages are returned as text: the caller decides whether to raise them.
+"""
+
+import os
+import re
+from typing import Literal
+
+from nanochat.platforms.ascend.environment import PortBlocks
+
+Language = Literal["en", "zh"]
+
+# A pattern of the error, and what the error means and what to do, in English and Chinese.
+TROUBLES = (
+    (
+        r"out of memory|EL0004|\b207001\b|\b207018\b",
+        "the NPU ran out of memory. Lower --device_batch_size (what a step learns stays the same), or see with "
+        "`npu-smi info` whether another process holds memory of this card. TASK_QUEUE_ENABLE=2, which is set unless you "
+        "set it, can raise the peak: TASK_QUEUE_ENABLE=1 may save the last few per cent",
+        "NPU 显存不足。请减小 --device_batch_size（不影响每步学到的内容），或用 npu-smi info 查看卡上有没有其他进程。"
+        "默认的 TASK_QUEUE_ENABLE=2 可能抬高显存峰值，只差一点时可以改成 TASK_QUEUE_ENABLE=1",
+    ),
+    (
+        r"[Uu]nsupported soc version",
+        "this torch_npu is older than the chip and does not know it. Install a newer one: bash setup_ascend.sh "
+        "--torch-npu VERSION (for an Ascend 950 such as 2.10.0.post4 or later, with CANN 9.1)",
+        "这个 torch_npu 比芯片旧，不认识它。请安装更新的版本：bash setup_ascend.sh --torch-npu 版本号"
+        "（Ascend 950 可用 2.10.0.post4 或更高，配 CANN 9.1）",
+    ),
+    (
+        r"SetPrecisionMode|\b500001\b",
+        "CANN could not initialise its compiler. Before CANN 9.0 that is what numpy 2 does: bash setup_ascend.sh installs "
+        "the numpy that fits this CANN. If numpy is 1.26 already, a Python package or the operator package is missing: "
+        "python check_npu.py",
+        "CANN 的编译器初始化失败。CANN 9.0 之前的版本遇到 numpy 2 就会这样：bash setup_ascend.sh 会装上配套的 numpy。"
+        "如果 numpy 已经是 1.26，那就是缺少 Python 包或算子包：python check_npu.py",
+    ),
+    (
+        r"EJ0003|EI0019",
+        "a port of this job's collectives is taken: another job on this host uses the same block. Start again with a "
+        "free block: export HCCL_IF_BASE_PORT={block}",
+        "通信端口被占用：本机另一个任务用了同一段端口。请换一段空闲端口后重试：export HCCL_IF_BASE_PORT={block}",
+    ),
+    (
+        r"EI0006",
+        "the ranks could not connect in time. Look in every rank's output for the first error; if there is none, check "
+        "the network between the hosts (HCCL_IF_IP, HCCL_SOCKET_IFNAME), then raise HCCL_CONNECT_TIMEOUT",
+        "各进程没能按时建立连接。请先看每个进程最早的报错；如果都没有报错，请检查主机之间的网络（HCCL_IF_IP、"
+        "HCCL_SOCKET_IFNAME），再调大 HCCL_CONNECT_TIMEOUT",
+    ),
+    (
+        r"EI0002",
+        "a rank waited too long for another inside a collective. Look for the rank that stopped first; if a rank "
+        "is only slow (data preparation, a save), raise HCCL_EXEC_TIMEOUT",
+        "通信时等其他进程超时。请找出最先停下的进程；如果只是慢（在准备数据或保存），请调大 HCCL_EXEC_TIMEOUT",
+    ),
+    (
+        r"-8005|HwHiAiUser",
+        "no permission for the device files. Add the user to group HwHiAiUser (sudo usermod -aG HwHiAiUser $USER), and "
+        "log in again",
+        "没有设备文件的权限。请把当前用户加入 HwHiAiUser 组（sudo usermod -aG HwHiAiUser $USER），然后重新登录",
+    ),
+    (
+        r"in forked subprocess",
+        'a process that had used the NPU was forked. Start children with torch.multiprocessing.get_context("spawn"), or '
+        "start them before the NPU is first used",
+        '用过 NPU 的进程不能再 fork。请用 torch.multiprocessing.get_context("spawn") 创建子进程，'
+        "或者在第一次用 NPU 之前创建",
+    ),
+    (
+        r"TORCH_NPU_FALLBACK_CPU_DISABLE|not currently implemented for the NPU|fall back to run on the CPU",
+        "an operator does not exist on this NPU. Update CANN and torch_npu (python check_npu.py), or try --kernels plain",
+        "NPU 上没有这个算子。请升级 CANN 和 torch_npu（先用 python check_npu.py 检查），或改用 --kernels plain",
+    ),
+)
+
+# A pattern of what importing torch_npu raises, what this means, and the command that fixes it.
+LOADING = (
+    (
+        r"libascend_hal|libdrvdsmi|libdcmi|libdrv",
+        "a library of the driver is not found: no driver, or its lib64 folders are not on LD_LIBRARY_PATH",
+        "找不到驱动的库：没装驱动，或者 LD_LIBRARY_PATH 里没有驱动的 lib64 目录",
+        "source setup_ascend.sh",
+    ),
+    (
+        r"lib\w+\.so[\w.]*: cannot open",
+        "a library of CANN is not found: its set_env.sh was not sourced",
+        "找不到 CANN 的库：还没有执行它的 set_env.sh",
+        "source setup_ascend.sh",
+    ),
+    (
+        r"undefined symbol|symbol lookup error|symbol not found|version `\S+' not found|"
+        r"Failed to load the backend extension",
+        "torch_npu was built for another torch or CANN",
+        "torch_npu 与 torch 或 CANN 版本不匹配",
+        "bash setup_ascend.sh --fix",
+    ),
+    (
+        r"Two accelerators|ERR00007",
+        "torch sees another accelerator on this host; install the build of torch for CPUs",
+        "torch 还看到了别的加速卡，需要换成 CPU 版 torch",
+        "bash setup_ascend.sh --fix",
+    ),
+    (
+        r"No module named 'torch_npu'",
+        "torch_npu is not installed",
+        "未安装 torch_npu",
+        "bash setup_ascend.sh",
+    ),
+)
+
+
+def why_not_loaded(failure: str) -> tuple[str, str, str]:
+    """Why importing torch_npu failed, in English and Chinese, and the command that fixes it; empty if unknown."""
+    for pattern, english, chinese, remedy in LOADING:
+        if re.search(pattern, failure):
+            return english, chinese, remedy
+    return "", "", ""
+
+
+def cannot_load(failure: str) -> str:
+    """The first line of the error that importing torch_npu raised, with a remedy if one is known."""
+    why, _, remedy = why_not_loaded(failure)
+    return failure.splitlines()[0] + (f" ({why}; {remedy})" if why else "")
+
+
+def spoken() -> Language:
+    """The language of messages, by NANOCHAT_LANG or the locale; as in nanochat.common, which needs packages."""
+    named = (os.environ.get(name) for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"))
+    return "zh" if next(filter(None, named), "").lower().startswith("zh") else "en"
+
+
+def explain(failure: str, language: Language | None = None) -> str:
+    """What a known error of torch_npu, HCCL or the driver means and what to do; "" for an unknown error."""
+    for pattern, english, chinese in TROUBLES:
+        if re.search(pattern, failure):
+            words = chinese if (language or spoken()) == "zh" else english
+            return words.format(block=PortBlocks().free()) if "{block}" in words else words
+    return ""
+
+
+def in_use(card: int, free: int, total: int, language: Language | None = None) -> str:
+    """A warning about a card whose memory another process holds; "" if at least 80 % of the memory is free."""
+    if free >= 0.8 * total:
+        return ""
+    left, whole = f"{free / 2**30:.0f}", f"{total / 2**30:.0f} GiB"
+    if (language or spoken()) == "zh":
+        return (
+            f"NPU {card} 正被占用：显存共 {whole}，剩余 {left}。用 npu-smi info 查看是哪个进程；"
+            "python check_npu.py --processes 列出你自己的进程，并给出结束它们的命令"
+        )
+    return (
+        f"NPU {card} is in use: {left} of {whole} are free. `npu-smi info` shows by which process; python "
+        "check_npu.py --processes lists your own"
+    )
+
+
+def cannot_open(card: int, failure: str) -> str:
+    """Why a card could not be opened, and what may help."""
+    words = explain(failure)
+    first = (failure.splitlines() or ["no reason given"])[0]
+    if spoken() == "zh":
+        return f"NPU {card} 打不开：{words or first}。" + (
+            ""
+            if words
+            else "可能被另一个容器占用，或者这张卡有故障：查看 npu-smi info，"
+            "用 ASCEND_RT_VISIBLE_DEVICES 避开它，或运行 python check_npu.py"
+        )
+    return f"NPU {card} cannot be opened: {words or first}. " + (
+        ""
+        if words
+        else "Another container may hold the card, or the card may be unhealthy: look at `npu-smi info`, "
+        "leave the card out with ASCEND_RT_VISIBLE_DEVICES, or run python check_npu.py"
+    )

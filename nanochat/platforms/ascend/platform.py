@@ -1,0 +1,240 @@
+"""Huawei Ascend NPUs under torch_npu: which chip this is, how models compute on it, how its ranks meet."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanochat.common import UserError, log, tr
+from nanochat.platforms.ascend import environment, errors
+from nanochat.platforms.ascend.chips import CHIPS, AscendChip, chip_of
+from nanochat.platforms.ascend.environment import PortBlocks
+from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain, missing
+from nanochat.platforms.ascend.operators import ATTENTION, AscendListed, try_operators
+from nanochat.platforms.ascend.profiler import AscendTracer
+from nanochat.platforms.base import Platform, Tracer
+from nanochat.platforms.operations import Asked, Operations
+
+
+class Ascend(Platform):
+    """An NPU; torch_npu is imported when unavailable() first asks for it."""
+
+    name = "npu"
+    backend = "hccl"
+
+    def __init__(self, index: int = 0):
+        super().__init__(index)
+        self.ports = PortBlocks()  # of this job's collectives, held while this object lives
+
+    def unavailable(self) -> str:
+        """Try to import torch_npu. Every failure (no CANN, a wrong version) is a reason, not an error."""
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed"
+        try:
+            version = metadata.version("torch_npu")
+        except (
+            metadata.PackageNotFoundError
+        ):  # built from source, without metadata: as torch's own release
+            version = torch.__version__
+        if why := environment.prepare_loading(version):
+            return f"torch_npu could not be loaded: {why}"
+        try:
+            usable = importlib.import_module("torch_npu").npu.is_available()
+        except (
+            Exception
+        ) as failure:  # the edge to a foreign library, which raises anything; the reason is shown
+            return f"torch_npu could not be loaded: {errors.cannot_load(str(failure) or repr(failure))}"
+        return "" if usable else "torch_npu loaded, but sees no NPU"
+
+    def idle_cards(self) -> str:
+        """Names the device file, the reason, and the commands that make the cards usable."""
+        file = environment.card_file()
+        why = self.unavailable() if file else ""
+        if not why:
+            return ""
+        return tr(
+            "this host has NPUs ({file}), but they cannot be used: {why}. Type source setup_ascend.sh, then "
+            "python check_npu.py. To use the CPU instead, set NANOCHAT_DEVICE=cpu or give --device_type=cpu.",
+            file=file,
+            why=why,
+        )
+
+    @cached_property
+    def chip(self) -> AscendChip:
+        """The chip by its SoC version. What the table does not say, torch_npu and the device are asked."""
+        soc = int(self.module.get_soc_version())
+        chip = chip_of(soc) or AscendChip(
+            f"SoC {soc}",
+            (soc,),
+            bool(self.module.is_bf16_supported()),
+            "listed",
+            0,
+            "not known",
+            0,
+            saturates=not self.module.utils.is_support_inf_nan(),
+        )
+        return (
+            chip
+            if chip.memory_gib
+            else replace(chip, memory_gib=self.module.mem_get_info()[1] / 2**30)
+        )
+
+    def chips(self) -> Sequence[AscendChip]:
+        """Every chip whose peak is known, so that one can plan for it elsewhere."""
+        return [chip for chip in CHIPS if chip.tflops]
+
+    def best_dtype(self) -> tuple[torch.dtype, str]:
+        """bf16 where the chip has bf16, else fp16."""
+        if self.chip.bf16:
+            return torch.bfloat16, "the NPU has bf16"
+        how = "a gradient scaler is used" if self.chip.trains else "for inference only"
+        return torch.float16, f"the NPU has no bf16; {how}"
+
+    def lacks_dtype(self, dtype: torch.dtype) -> str:
+        """The refusal of bf16 on a chip without bf16."""
+        if dtype != torch.bfloat16 or self.chip.bf16:
+            return ""
+        return tr(
+            "NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16"
+        )
+
+    def cannot_open(self, failure: str) -> str:
+        """Why the card could not be opened, and what may help."""
+        return errors.cannot_open(self.index, failure)
+
+    def in_use(self, free: int, total: int) -> str:
+        """A warning if less than 80 % of the card's memory is free."""
+        return errors.in_use(self.index, free, total)
+
+    # --- ranks -----------------------------------------------------------------------------------
+
+    def prepare_collectives(self) -> int:
+        """Set HCCL's time-outs where the user has not; returns the time-out of the process group in seconds."""
+        return environment.prepare_collectives()
+
+    def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
+        """Give this job's collectives a block of ports of their own, the same block for all ranks of a host."""
+        if world_size == 1:
+            return
+        if given := os.environ.get("HCCL_IF_BASE_PORT"):
+            if local_rank == 0 and given.isdigit() and (taken := self.ports.hold(int(given))):
+                raise UserError(environment.block_words(int(given), taken))
+            return
+        blocks = torch.zeros(world_size, dtype=torch.int64)
+        if local_rank == 0:
+            blocks[rank] = self.ports.free(hold=True)
+        dist.all_reduce(blocks)
+        if base := int(blocks[rank - local_rank]):
+            os.environ["HCCL_IF_BASE_PORT"] = str(base)
+
+    # --- work ------------------------------------------------------------------------------------
+
+    def operations(self, asked: Asked) -> Operations:
+        """What the chip has, or torch's own operators where plain was asked for.
+
+        On a chip that is not in the table, each fused operator is tried first.
+        """
+        chip = self.chip
+        if asked == "plain":
+            log("kernels: plain")
+            return AscendPlain(stacks_matrices=False, saturates=chip.saturates)
+        operators = NEEDS.get(chip.kernels, chip.operators)
+        if chip_of(chip.socs[0]) is None:
+            log(
+                f"{chip.name} is not in the table of chips, so its operators are tried (--kernels plain uses none)"
+            )
+            operators = try_operators(torch.device(self.name, self.index), self.best_dtype()[0])
+        if asked == "fused" and ATTENTION not in operators:
+            raise UserError(
+                tr(
+                    "--kernels fused was asked for, but a {chip} has no fused attention for training; use auto",
+                    chip=chip.name,
+                )
+            )
+        if lacking := missing(operators):
+            raise UserError(
+                f"torch_npu lacks {', '.join(lacking)}, which a {chip.name} computes with; "
+                "install one that fits CANN (python check_npu.py), or give --kernels plain"
+            )
+        log(f"kernels: {chip.kernels}" + (f" ({', '.join(operators)})" if operators else ""))
+        if chip.kernels == "listed":
+            return AscendListed(operators, saturates=chip.saturates)
+        return KINDS[chip.kernels](saturates=chip.saturates)
+
+    def cannot_train(self) -> str:
+        """Why an inference card cannot train."""
+        if self.chip.trains:
+            return ""
+        return tr(
+            "a {chip} is for inference only, it cannot train: its operators have no backward pass. "
+            "Train on another device (--device_type=cpu is one); chat_cli, chat_web and chat_eval work here.",
+            chip=self.chip.name,
+        )
+
+    def clear_overflow(self) -> None:
+        """Forget earlier overflows, on a chip that saturates."""
+        if self.chip.saturates:
+            self.module.amp.GradScaler.clear_npu_overflow_flag()
+
+    def overflows(self) -> list[torch.Tensor]:
+        """The status flag of a chip that saturates, read as torch_npu's GradScaler reads it."""
+        if not self.chip.saturates:
+            return []
+        status = torch.zeros(8, dtype=torch.float32, device=torch.device(self.name, self.index))
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        return [torch_npu.npu_get_float_status(status)[:1]]
+
+    def explain(self, failure: RuntimeError) -> str:
+        """What a known error of torch_npu, HCCL or the driver means."""
+        return errors.explain(str(failure)) or super().explain(failure)
+
+    def tracer(self, folder: Path, name: str, steps: int) -> Tracer:
+        """torch_npu's profiler."""
+        return AscendTracer(folder, name, steps)
+
+    def peak_flops(self) -> tuple[float, str] | None:
+        """The dense peak of a chip whose peak is published or estimated."""
+        return (
+            (self.chip.tflops * 1e12, f"{self.chip.name}, {self.chip.source} dense")
+            if self.chip.tflops
+            else None
+        )
+
+    def graphs_missing(self) -> str:
+        """What the chip, torch_npu or the environment lacks."""
+        if self.chip is not None and self.chip.kernels != "fused":
+            return tr(
+                "a {chip} captures no graphs; the second generation (910B, 910C) does",
+                chip=self.chip.name,
+            )
+        if not hasattr(self.module, "make_graphed_callables"):
+            return tr("this torch_npu has no make_graphed_callables; install a newer one")
+        if missing(
+            ("npu_fusion_attention_v3",)
+        ):  # torch's own attention calls it too where it exists
+            return tr(
+                "the attention of this torch_npu cannot be captured; 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 and "
+                "2.10.0 are the first releases with npu_fusion_attention_v3, for CANN 9.0"
+            )
+        if os.environ.get("TASK_QUEUE_ENABLE") == "2":
+            return tr(
+                "TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export TASK_QUEUE_ENABLE=1"
+            )
+        return ""
+
+    def new_graph(self) -> Any:
+        """An empty graph of torch_npu."""
+        return self.module.NPUGraph()
+
+    def compiler_missing(self) -> str:
+        """Compilers for NPUs are not used."""
+        return tr("off on NPUs")

@@ -1,0 +1,105 @@
+"""Holds RL near the model that it started from: GRPO's KL term, as a weight of every sampled token.
+
+Optimizers that normalise the size of a step drift as far on noise as on a signal. Without a pull
+back, a rate that teaches anything within a few hundred steps also lets the model forget what no
+reward speaks for.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from nanochat.device import Compute
+from nanochat.model import Model
+from nanochat.rl.trees import PASS_TOKENS, Sample, logprobs
+
+GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur
+# nats: a token that the reference finds likelier by more than this is pulled as if by so much
+LARGEST = 5.0
+
+Reply = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a prompt and of a reply
+
+
+def anchored(
+    samples: Sequence[Sample],
+    strength: float,
+    reference: Model,
+    compute: Compute,
+    trees: bool = False,
+) -> tuple[list[Sample], float]:
+    """Return samples whose weights also pull the model towards the reference, and their divergence.
+
+    The divergence is the sum over all tokens of an estimate of the KL divergence between both, in
+    nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html). With r = reference(token) /
+    sampler(token), the gradient of that estimate is (1 - r) times the gradient of the token's
+    log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1 - r) is taken from its
+    weight. The reference reads the replies as `trees`, if it can.
+    """
+    read = logprobs if trees else _row_logprobs
+    divergence = 0.0
+    pulled = []
+    for sample, reference_logprobs in zip(samples, read(samples, reference, compute), strict=True):
+        reply = sample.completion
+        weights = list(sample.weights)
+        columns = zip(reference_logprobs, reply.logprobs, reply.forced, strict=True)
+        for place, (of_reference, of_sampler, forced) in enumerate(columns):
+            if forced:
+                continue
+            log_ratio = min(of_reference - of_sampler, LARGEST)
+            ratio = math.exp(log_ratio)
+            weights[place] -= strength * (1 - ratio)
+            divergence += ratio - log_ratio - 1
+        pulled.append(replace(sample, weights=weights))
+    return pulled, divergence
+
+
+def _key(sample: Sample) -> Reply:
+    return tuple(sample.prompt), tuple(sample.completion.tokens)
+
+
+def _length(reply: Reply) -> int:
+    prompt, tokens = reply
+    return len(prompt) + len(tokens)
+
+
+@torch.no_grad()
+def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
+    """Return the model's log-probability of each token of each sample's reply.
+
+    Each distinct reply is read once, as a row.
+    """
+    read: dict[Reply, list[float]] = {}
+    distinct = {_key(sample) for sample in samples}
+    unread = sorted(distinct, key=lambda reply: (_length(reply), reply))
+    while unread:
+        row_tokens = -(-_length(unread[-1]) // GRAIN) * GRAIN
+        rows = max(PASS_TOKENS // row_tokens // GRAIN, 1) * GRAIN
+        replies = unread[-rows:]
+        unread = unread[:-rows]
+        read |= zip(replies, _pass_logprobs(replies, row_tokens, model, compute), strict=True)
+    return [read[_key(sample)] for sample in samples]
+
+
+def _pass_logprobs(
+    replies: Sequence[Reply], row_tokens: int, model: Model, compute: Compute
+) -> list[list[float]]:
+    """Return the log-probabilities of the tokens of each reply, read in one pass."""
+    height = -(-len(replies) // GRAIN) * GRAIN
+    tokens = torch.zeros((height, row_tokens + 1), dtype=torch.long)
+    # The positions that predict a token of a reply: only these need the head, which costs much.
+    places: list[int] = []
+    for number, (prompt, reply) in enumerate(replies):
+        tokens[number, : len(prompt) + len(reply)] = torch.tensor([*prompt, *reply])
+        first = number * row_tokens + len(prompt) - 1
+        places += range(first, first + len(reply))
+    places += [0] * (-len(places) % (GRAIN * GRAIN))
+    tokens = tokens.to(compute.device)
+    predicting = torch.tensor(places).to(compute.device)
+    hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+    targets = tokens[:, 1:].flatten()
+    losses = model.token_losses(hidden[predicting], targets[predicting]).float().cpu()
+    lengths = [len(reply) for _, reply in replies]
+    parts = losses[: sum(lengths)].split(lengths)
+    return [(-part).tolist() for part in parts]

@@ -1,0 +1,251 @@
+"""Samples several replies to each prompt as a tree: what replies have in common is computed once.
+
+Replies to one prompt begin alike. Each distinct beginning takes one slot of the cache, whatever the
+number of replies that share it, and takes another slot only where its replies choose different
+tokens. All prompts run together, and every pass adds one token to every reply that has not ended.
+The replies equal those of Engine.generate(), up to rounding.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanochat.cache import Cache
+from nanochat.context import Cached
+from nanochat.engine import Completion, sample_seeds
+from nanochat.generate.reply import Calls, Finish, answer_marks
+from nanochat.generate.sampling import Sampling, check_request, choose_among, uniform
+from nanochat.model import Model
+from nanochat.tokenizer import Tokenizer
+
+PASS_TOKENS = 4096  # prompt tokens of a prefill pass, padding included
+GRAIN = 16  # a pass has a multiple of so many rows: libraries prepare something for every shape
+
+Done = Callable[[int, Completion], None]
+
+
+@dataclass
+class _Branch:
+    """A beginning of replies, which takes one slot of the cache."""
+
+    members: list[int]  # the replies that begin so
+    reply: Completion
+    calls: Calls
+    length: int  # tokens of prompt and reply
+    cached: int  # how many of these are in the cache
+    pending: list[int] = field(default_factory=list)  # tokens of the reply that are not cached yet
+
+    def copy(self) -> "_Branch":
+        """Return a branch with the same tokens and without members."""
+        reply = self.reply
+        copied = Completion(list(reply.tokens), list(reply.forced), list(reply.logprobs))
+        return _Branch([], copied, self.calls.copy(), self.length, self.cached)
+
+
+@dataclass
+class _Option:
+    """A token that some replies of a branch have chosen."""
+
+    logprob: float
+    members: list[int] = field(default_factory=list)
+
+
+def _round_up(count: int) -> int:
+    return -(-count // GRAIN) * GRAIN
+
+
+class Groups:
+    """Samples from a model whose weights change from step to step, and reuses its cache."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer):
+        self.model = model
+        self.tokenizer = tokenizer
+        self._cache: Cache | None = None
+        self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        samples: int = 1,
+        done: Done | None = None,
+    ) -> list[Completion]:
+        """Complete every prompt `samples` times: all replies to the first prompt, then the
+        second's.
+
+        Only temperature, top_k, max_tokens and seed of `sampling` are followed. Equal replies to a
+        prompt are one object. `done` is called with the number of each finished reply, and with the
+        reply. UserError as Engine.submit() raises it.
+        """
+        longest = max(map(len, prompts), default=1)
+        room = min(longest + sampling.max_tokens, self.model.config.sequence_len)
+        for prompt in prompts:
+            check_request(prompt, sampling, room, self.model.config.vocab_size)
+        seeds: list[int] = []
+        for prompt in prompts:
+            seeds += sample_seeds(sampling.seed, prompt, range(samples))
+        self._random = [random.Random(seed) for seed in seeds]
+        self._replies = [Completion() for _ in seeds]
+        self._sampling = sampling
+        self._room = room
+        self._done = done
+        if not prompts:
+            return self._replies
+        cache = self._cache_for(_round_up(max(len(seeds), 1)), room)
+        branches = []
+        for number, prompt in enumerate(prompts):
+            members = list(range(number * samples, (number + 1) * samples))
+            calls = Calls(self.tokenizer)
+            branches.append(_Branch(members, Completion(), calls, len(prompt), cached=len(prompt)))
+        logits = self._prefill(prompts, cache)
+        while branches:
+            branches = self._grow(branches, logits, cache)
+            if branches:
+                logits = self._feed(branches, cache)
+        return self._replies
+
+    def _cache_for(self, slots: int, length: int) -> Cache:
+        """Return the cache of earlier calls, or a larger one."""
+        cache = self._cache
+        if cache is None:
+            old_slots = 0
+            old_length = 0
+        else:
+            old_slots = cache.positions.size(0)
+            old_length = cache.length
+            if old_slots >= slots and old_length >= length:
+                return cache
+        cache = self._cache = None  # its memory is free before the new one is taken
+        length = min(_round_up(max(length, old_length)), self.model.config.sequence_len)
+        self._cache = self.model.new_cache(max(slots, old_slots), length)
+        return self._cache
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:  # (prompts, V)
+        """Read the prompts into the first slots; return the logits after their last tokens."""
+        cache.clear(slice(0, len(prompts)))
+        widest = max(map(len, prompts))
+        rows = max(PASS_TOKENS // widest, 1)
+        last_hidden = []
+        for first in range(0, len(prompts), rows):
+            part = prompts[first : first + rows]
+            lengths = [len(prompt) for prompt in part]
+            padded = [[*prompt, *[0] * (widest - len(prompt))] for prompt in part]
+            idx = torch.tensor(padded).to(self.model.device)
+            count = torch.tensor(lengths).to(self.model.device)
+            slots = slice(first, first + len(part))
+            context = Cached(cache, idx, slots, count, cached=[0] * len(part), new=lengths)
+            hidden = self.model.hidden(idx, context)
+            last_hidden.append(hidden[torch.arange(len(part), device=hidden.device), count - 1])
+        return self.model.logits(torch.cat(last_hidden))
+
+    def _feed(self, branches: Sequence[_Branch], cache: Cache) -> Tensor:  # (branches, V)
+        """Feed the next token of each branch; return the logits after the tokens."""
+        rows = _round_up(len(branches))
+        padding = [0] * (rows - len(branches))
+        cache.clear(slice(len(branches), rows))
+        cached = [branch.cached for branch in branches] + padding
+        tokens = [branch.pending.pop(0) for branch in branches] + padding
+        idx = torch.tensor(tokens).to(self.model.device, non_blocking=True)[:, None]
+        context = Cached(cache, idx, slice(0, rows), cached=cached, new=[1] * rows)
+        hidden = self.model.hidden(idx, context)
+        for branch in branches:
+            branch.cached += 1
+        return self.model.logits(hidden[:, 0])[: len(branches)]
+
+    def _grow(self, branches: list[_Branch], logits: Tensor, cache: Cache) -> list[_Branch]:
+        """Choose the next token of every reply, split branches whose replies differ, end replies.
+
+        Returns the branches in flight, branch i in slot i.
+        """
+        ready = [slot for slot, branch in enumerate(branches) if not branch.pending]
+        if len(ready) < len(branches) and ready:
+            logits = logits[torch.tensor(ready, device=logits.device)]
+        chosen = self._choose([branches[slot].members for slot in ready], logits)
+        stays = {slot: branch for slot, branch in enumerate(branches) if branch.pending}
+        new: list[tuple[_Branch, int]] = []  # with the slots to copy from
+        for slot, options in zip(ready, chosen, strict=True):
+            branch = branches[slot]
+            last = len(options) - 1
+            for number, (token, option) in enumerate(options.items()):
+                child = branch if number == last else branch.copy()
+                child.members = option.members
+                if self._follow(child, token, option.logprob):
+                    self._end(child)
+                elif slot not in stays:
+                    stays[slot] = child
+                else:
+                    new.append((child, slot))
+        return self._settle(stays, new, cache)
+
+    def _choose(self, groups: Sequence[Sequence[int]], logits: Tensor) -> list[dict[int, _Option]]:
+        """Let every member of every group choose a token; return for each group token -> option."""
+        rows = [row for row, members in enumerate(groups) for _ in members]
+        members = [member for group in groups for member in group]
+        chosen: list[dict[int, _Option]] = [{} for _ in groups]
+        if not members:
+            return chosen
+        uniforms = [uniform(self._random[member]) for member in members]
+        tokens, logprobs = choose_among(
+            logits, rows, self._sampling, uniforms, self._banned, self.model.log_totals
+        )
+        for row, member, token, logprob in zip(rows, members, tokens, logprobs, strict=True):
+            chosen[row].setdefault(token, _Option(logprob)).members.append(member)
+        return chosen
+
+    def _follow(self, branch: _Branch, token: int, logprob: float) -> bool:
+        """Add a chosen token, and the calculator's answer if the token closes a call.
+
+        Returns whether the reply has ended.
+        """
+        if self._append(branch, token, logprob, forced=False):
+            return True
+        answer = branch.calls.follow(token)
+        return any(self._append(branch, answered, 0.0, forced=True) for answered in answer)
+
+    def _append(self, branch: _Branch, token: int, logprob: float, forced: bool) -> bool:
+        """Add a token to a branch; return whether the reply has ended."""
+        reply = branch.reply
+        reply.tokens.append(token)
+        reply.logprobs.append(logprob)
+        reply.forced.append(forced)
+        branch.pending.append(token)
+        branch.length += 1
+        reply.finish = self._finish(branch, token)
+        return reply.finish is not None
+
+    def _finish(self, branch: _Branch, token: int) -> Finish | None:
+        """Return why a reply ends with its last token; None if it goes on."""
+        if token in self.tokenizer.stops:
+            return "stop"
+        if len(branch.reply.tokens) == self._sampling.max_tokens or branch.length == self._room:
+            return "length"
+        return None
+
+    def _end(self, branch: _Branch) -> None:
+        for member in branch.members:
+            self._replies[member] = branch.reply
+            if self._done:
+                self._done(member, branch.reply)
+
+    @staticmethod
+    def _settle(
+        stays: dict[int, _Branch], new: list[tuple[_Branch, int]], cache: Cache
+    ) -> list[_Branch]:
+        """Bring all branches to the first slots.
+
+        New branches, and branches from behind, fill the slots that are free.
+        """
+        count = len(stays) + len(new)
+        behind = [(branch, slot) for slot, branch in stays.items() if slot >= count]
+        free = [slot for slot in range(count) if slot not in stays]
+        moved = [*behind, *new]
+        if moved:
+            tokens = max(branch.cached for branch, _ in moved)
+            cache.move([source for _, source in moved], free, tokens)
+        settled = {slot: branch for slot, branch in stays.items() if slot < count}
+        settled |= {slot: branch for slot, (branch, _) in zip(free, moved, strict=True)}
+        return [settled[slot] for slot in range(count)]

@@ -1,0 +1,408 @@
+"""Samples replies from the current model, grades them, and turns them into weighted rows."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanochat import device
+from nanochat.common import UserError, tr, warn
+from nanochat.context import TREE
+from nanochat.data.conversation import Task
+from nanochat.device import Compute
+from nanochat.engine import Completion, Engine
+from nanochat.evals.chat import generate_and_judge, grader
+from nanochat.generate.sampling import Sampling
+from nanochat.model import Model
+from nanochat.rl.anchor import anchored
+from nanochat.rl.groups import Groups
+from nanochat.rl.policy import (
+    PolicyFlags,
+    advantages,
+    averaged,
+    shaped,
+    shuffled,
+    token_weights,
+)
+from nanochat.rl.trees import APART, Sample, pack
+from nanochat.runtime import parallel
+from nanochat.tokenizer import Tokenizer
+
+ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
+ENGINE_ROWS = 64  # replies that the engine decodes at once, at most
+IGNORED = -1  # a target that is not trained
+
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a step's replies, over all ranks."""
+
+    reward: float  # mean over all samples
+    length: float  # mean tokens of a reply
+    entropy: (
+        float  # mean of -log p of the chosen tokens: an estimate of the policy's entropy in nats
+    )
+    flat: float  # share of prompts whose samples all did equally well
+    truncated: float  # share of samples that were cut off
+    kl: float | None = None  # divergence from the reference: an estimate, in nats a trained token
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A step's samples of one rank, and figures over all ranks."""
+
+    # inputs, targets, weights and, for a ratio, sampled and copies, (b, T) each; over trees as
+    # trees.pack() makes them
+    micro_batches: list[tuple[Tensor, ...]]
+    num_targets: int  # tokens that are trained, over all ranks
+    measured: Figures
+    extras: tuple[str, ...] = ("weights",)  # what a micro-batch holds after inputs and targets
+
+    def __str__(self) -> str:
+        measured = self.measured
+        parts = [
+            f"reward: {measured.reward:.3f}",
+            f"length: {measured.length:.1f}",
+            f"entropy: {measured.entropy:.3f}",
+            f"equal groups: {measured.flat:.0%}",
+            f"cut off: {measured.truncated:.0%}",
+        ]
+        if measured.kl is not None:
+            parts.append(f"kl: {measured.kl:.4f}")
+        return " | ".join(parts)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures for metrics.jsonl."""
+        figures = asdict(self.measured)
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+def task_key(task: Task) -> str:
+    """Return a name for the problems of a task: other problems have another name."""
+    digest = hashlib.sha256()
+    for number in range(len(task)):
+        digest.update(repr(task[number]).encode())
+    return f"{task.name} {len(task)} {digest.hexdigest()[:16]}"
+
+
+def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
+    """Return the problems of a task that a context of so many tokens holds, with room for a reply.
+
+    Warns if some problems are left out. UserError if all are.
+    """
+    numbers = [i for i in range(len(task)) if len(tokenizer.render_prompt(task[i])) < context]
+    if not numbers:
+        raise UserError(
+            tr(
+                "no problem of {task} fits into the model's context of {context:,} tokens. "
+                "Shorten the problems, or "
+                "train a model with a larger --max_seq_len",
+                task=task.name,
+                context=context,
+            )
+        )
+    if left_out := len(task) - len(numbers):
+        warn(
+            tr(
+                "{count:,} of {all:,} problems are left out, since they and a reply do not fit "
+                "into the model's "
+                "context of {context:,} tokens. Shorten them, or train a model with a larger "
+                "--max_seq_len",
+                count=left_out,
+                all=len(task),
+                context=context,
+            )
+        )
+    return numbers
+
+
+def roll_out(
+    task: Task,
+    numbers: Sequence[int],
+    samples: int,
+    sampling: Sampling,
+    device_batch_size: int,
+    model: Model,
+    tokenizer: Tokenizer,
+    compute: Compute,
+    policy: PolicyFlags,
+    shuffle: bool = False,
+    groups: Groups | None = None,
+    reference: Model | None = None,
+) -> tuple[Rollouts, list[Sample]]:
+    """Sample replies to this rank's share of the problems `numbers`, and weigh their tokens.
+
+    One in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all these
+    replies at random, as a control. Shuffling within each group would not be a fair control: in a
+    group with 15 right replies, most orders lower a right reply a little and few raise it a lot,
+    and optimizers that normalise the size of a step let the frequent changes win. With `groups`,
+    which samples from `model`, replies are sampled and trained as trees. `policy.kl` above 0 needs
+    the `reference` that tokens are pulled back to.
+    """
+    own_numbers = list(numbers[compute.rank :: compute.world_size])
+    prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]
+    engine = groups or _engine_for(prompts, samples, sampling, model, tokenizer)
+    grade = grader(task, tokenizer)
+    # Replies come problem by problem, `samples` of each.
+    replies, rewards = generate_and_judge(
+        engine,
+        prompts,
+        sampling,
+        samples,
+        lambda at, tokens: grade(own_numbers[at], tokens),
+        compute.pulse.beat,
+    )
+    limit = sampling.max_tokens
+    overlong = policy.overlong_tokens
+    worth = [
+        shaped(reward, len(reply.tokens), limit, overlong)
+        for reward, reply in zip(rewards, replies, strict=True)
+    ]
+    if shuffle:
+        worth = _shuffled(worth, len(numbers), samples, str(sampling.seed), compute)
+    groups_of_worth = [worth[first : first + samples] for first in range(0, len(worth), samples)]
+    judged = [advantages(of_problem, policy.advantage) for of_problem in groups_of_worth]
+    flat = [not any(of_problem) for of_problem in judged]
+    trained_samples = []
+    for problem in _trained(flat, len(numbers), policy.oversample, compute):
+        first = problem * samples
+        problem_replies = replies[first : first + samples]
+        for reply, advantage in zip(problem_replies, judged[problem], strict=True):
+            skipped = reply.finish == "length" and not overlong
+            weights = token_weights(advantage, reply.forced, skipped)
+            trained_samples.append(Sample(prompts[problem], reply, weights))
+    divergence = 0.0
+    if reference is not None:
+        trained_samples, divergence = anchored(
+            trained_samples, policy.kl, reference, compute, trees=groups is not None
+        )
+    totals = _totals(replies, rewards, flat, trained_samples, divergence, compute)
+    trained_samples = [
+        replace(
+            sample,
+            weights=averaged(
+                sample.weights, policy.average, totals.targets, totals.speaking, limit
+            ),
+        )
+        for sample in trained_samples
+    ]
+    batches, extras = _batches(
+        trained_samples, device_batch_size, tokenizer.bos, compute, policy, groups is not None
+    )
+    measured = totals.figures(with_kl=reference is not None)
+    return Rollouts(batches, int(totals.targets), measured, extras), trained_samples
+
+
+def _engine_for(
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: Sampling,
+    model: Model,
+    tokenizer: Tokenizer,
+) -> Engine:
+    """Return an engine with room for the replies to these prompts."""
+    longest = max(map(len, prompts), default=1)
+    room = min(longest + sampling.max_tokens, model.config.sequence_len)
+    rows = min(ENGINE_ROWS, max(len(prompts) * samples, 1))
+    return Engine(model, tokenizer, rows, room)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Sums over all ranks."""
+
+    reward: float
+    replies: float
+    tokens: float
+    surprise: float  # -log p of the tokens that the model chose
+    chosen: float  # tokens that the model chose
+    flat: float  # problems whose replies did equally well
+    problems: float
+    cut: float  # replies
+    targets: float  # tokens that are trained
+    speaking: float  # replies of which a token is trained
+    divergence: float
+
+    def figures(self, with_kl: bool) -> Figures:
+        """Return the means."""
+        return Figures(
+            self.reward / self.replies,
+            self.tokens / self.replies,
+            self.surprise / max(self.chosen, 1),
+            self.flat / self.problems,
+            self.cut / self.replies,
+            self.divergence / max(self.targets, 1) if with_kl else None,
+        )
+
+
+def _totals(
+    replies: Sequence[Completion],
+    rewards: Sequence[float],
+    flat: Sequence[bool],
+    samples: Sequence[Sample],
+    divergence: float,
+    compute: Compute,
+) -> _Totals:
+    """Sum over the replies of all ranks, and over the samples that are trained."""
+    surprise = 0.0
+    chosen = 0
+    for reply in replies:
+        free = [
+            logprob
+            for logprob, forced in zip(reply.logprobs, reply.forced, strict=True)
+            if not forced
+        ]
+        surprise += -sum(free)
+        chosen += len(free)
+    own = [
+        sum(rewards),
+        len(rewards),
+        sum(len(reply.tokens) for reply in replies),
+        surprise,
+        chosen,
+        sum(flat),
+        len(flat),
+        sum(reply.finish == "length" for reply in replies),
+        sum(weight != 0 for sample in samples for weight in sample.weights),
+        sum(any(sample.weights) for sample in samples),
+        divergence,
+    ]
+    return _Totals(*parallel.total([float(figure) for figure in own], compute))
+
+
+def _shuffled(
+    worth: Sequence[float], problems: int, samples: int, seed: str, compute: Compute
+) -> list[float]:
+    """Return this rank's share of the rewards of all ranks' replies, shuffled as one list."""
+    rewards = [0.0] * (problems * samples)
+    own_places = [
+        problem * samples + reply
+        for problem in range(compute.rank, problems, compute.world_size)
+        for reply in range(samples)
+    ]
+    for place, reward in zip(own_places, worth, strict=True):
+        rewards[place] = reward
+    dealt = shuffled(parallel.total(rewards, compute), seed)
+    return [dealt[place] for place in own_places]
+
+
+def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute) -> list[int]:
+    """Return which of this rank's problems are trained on.
+
+    Of all ranks' problems in their order, these are the first ones that are not flat, up to one in
+    `oversample` of the `total`.
+    """
+    marks = [0.0] * total
+    marks[compute.rank :: compute.world_size] = [float(not is_flat) for is_flat in flat]
+    teaching = [number for number, mark in enumerate(parallel.total(marks, compute)) if mark]
+    return [
+        number // compute.world_size
+        for number in teaching[: total // oversample]
+        if number % compute.world_size == compute.rank
+    ]
+
+
+def _batches(
+    samples: Sequence[Sample],
+    device_batch_size: int,
+    pad: int,
+    compute: Compute,
+    policy: PolicyFlags,
+    trees: bool,
+) -> tuple[list[tuple[Tensor, ...]], tuple[str, ...]]:
+    """Return the micro-batches of a step, and the names of their tensors after the targets."""
+    ratios = policy.loss != "reinforce"
+    extras = ("weights", "sampled", "copies") if ratios else ("weights",)
+    if not trees:
+        batches = _rows(merged(samples), device_batch_size, pad, compute)
+        return [tensors[: 2 + len(extras)] for tensors in batches], extras
+    apart = APART[policy.loss]
+    if apart == "replies":
+        samples = merged(samples)
+        extras += ("replies",)
+    batches = pack(samples, device_batch_size, pad, compute, apart, sampled=ratios)
+    return batches, extras + TREE
+
+
+def merged(samples: Sequence[Sample]) -> list[Sample]:
+    """Merge equal samples whose tokens have weights of equal sign: weights and copies add up.
+
+    Short replies are often the same. The gradient is linear in the weights, and the gradient of a
+    clipped ratio is linear as long as the weights keep their sign.
+    """
+    distinct: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], Sample] = {}
+    for sample in samples:
+        signs = tuple(weight > 0 for weight in sample.weights)
+        key = (tuple(sample.prompt), tuple(sample.completion.tokens), signs)
+        before = distinct.get(key)
+        if before is not None:
+            weights = [a + b for a, b in zip(before.weights, sample.weights, strict=True)]
+            copies = [a + b for a, b in zip(before.copies, sample.copies, strict=True)]
+            sample = Sample(before.prompt, before.completion, weights, copies)
+        distinct[key] = sample
+    return list(distinct.values())
+
+
+def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[Rows]:
+    """Return samples as padded rows, in passes of at most `rows` rows.
+
+    Every rank gets the same number of passes.
+    """
+    longest = max((sample.length for sample in samples), default=2) - 1
+    row_tokens = -(-longest // ROUND) * ROUND
+    counts = [0.0] * compute.world_size
+    counts[compute.rank] = float(-(-len(samples) // rows))
+    passes = int(max(parallel.total(counts, compute)))
+    batches = []
+    for number in range(passes):
+        part = samples[number * rows : (number + 1) * rows]
+        # Few heights as well as few lengths: libraries cache something for every shape they meet.
+        height = min(max(-(-len(part) // ROUND), 1) * ROUND, rows)
+        tensors = _pass(part, height, row_tokens, pad)
+        inputs, targets, weights, sampled, copies = (
+            device.pin(tensor, compute) for tensor in tensors
+        )
+        batches.append((inputs, targets, weights, sampled, copies))
+    return batches
+
+
+def _pass(samples: Sequence[Sample], height: int, row_tokens: int, pad: int) -> Rows:
+    """Return inputs, targets, weights, the sampler's log-probabilities and copies, (b, T) each."""
+    inputs = torch.full((height, row_tokens), pad, dtype=torch.long)
+    targets = torch.full_like(inputs, IGNORED)
+    weights, sampled, copies = (torch.zeros(inputs.shape) for _ in range(3))
+    for row, sample in enumerate(samples):
+        reply = sample.completion
+        tokens = sample.prompt + reply.tokens
+        last = len(tokens) - 1
+        first = len(sample.prompt) - 1  # the position that predicts the reply's first token
+        inputs[row, :last] = torch.tensor(tokens[:-1])
+        targets[row, first:last] = torch.tensor(reply.tokens)
+        weights[row, first:last] = torch.tensor(sample.weights)
+        sampled[row, first:last] = torch.tensor(reply.logprobs)
+        copies[row, first:last] = torch.tensor(sample.copies, dtype=torch.float32)
+    targets[weights == 0] = IGNORED
+    return inputs, targets, weights, sampled, copies
+
+
+@torch.no_grad()
+def sampler_gap(samples: Sequence[Sample], model: torch.nn.Module, compute: Compute) -> float:
+    """Return the largest gap between the sampler's and the trainer's log-probability of a token.
+
+    Each rank compares its first sample. If the model is sharded, every rank must call it.
+    """
+    sample = samples[0] if samples else None
+    tokens = sample.prompt + sample.completion.tokens if sample else [0, 0]
+    row = torch.tensor([tokens], dtype=torch.long, device=compute.device)
+    losses = model(row[:, :-1], row[:, 1:], reduction="none")[0]
+    if sample is None:
+        return 0.0
+    trainer = (-losses[len(sample.prompt) - 1 :]).tolist()
+    reply = sample.completion
+    columns = zip(trainer, reply.logprobs, reply.forced, strict=True)
+    gaps = [abs(ours - theirs) for ours, theirs, forced in columns if not forced]
+    return max(gaps, default=0.0)

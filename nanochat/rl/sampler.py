@@ -1,0 +1,35 @@
+"""The model that RL samples from: a whole copy of the trained model, in the device's fastest layout."""
+
+import copy
+from dataclasses import replace
+from typing import Any, cast
+
+import torch.nn as nn
+
+from nanochat.checkpoint_manager.families import cast_matrices, on_meta
+from nanochat.device import Compute
+from nanochat.model import Model
+from nanochat.runtime import parallel
+
+
+class Sampler:
+    """A copy of a model in the compute dtype, for inference; the trained model may be sharded.
+
+    The copy holds no numbers before renew().
+    """
+
+    def __init__(self, trained: Model, compute: Compute):
+        # The copy gets operations of its own: what serving changes in them must not change how the
+        # trained model rounds.
+        self.operations = copy.copy(compute.operations)
+        own_compute = replace(compute, operations=self.operations)
+        self.model = on_meta(cast(Any, trained.config), own_compute).eval()
+        cast_matrices(self.model, compute.dtype)
+        self.model.to_empty(device=compute.device)
+
+    def renew(self, trained: Model) -> None:
+        """Take over the weights of the trained model; every rank must call this after each update."""
+        module = cast(nn.Module, self.model)
+        self.operations.release(module)
+        parallel.refresh(self.model, cast(nn.Module, trained))
+        self.operations.serve(module)

@@ -1,0 +1,308 @@
+"""Trains on replies as trees: what the replies to one prompt have in common is one run of tokens.
+
+The gradient equals the gradient of separate rows, up to rounding. A tree predicts only tokens that
+are trained, and a token that better and worse replies share with opposite weights drops out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.context import Tree
+from nanochat.device import Compute
+from nanochat.engine import Completion
+from nanochat.model import Model
+from nanochat.runtime import parallel
+
+LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups become several trees
+PASS_TOKENS = 4096  # of a pass that only reads, padding included
+ROW = 128  # tokens of a row, if no tree is larger
+ROW_GRAIN = 32  # a row has a multiple of this many tokens
+# passes have multiples of so many rows and targets, so that few shapes occur
+GRAIN = 4
+TARGETS = 64
+NOTHING = 1e-9  # a sum of weights below this is what rounding has left
+IGNORED = -1  # a target that is not trained
+
+# Which targets of a place are not summed: targets of weights that differ in sign, or of two
+# replies.
+Apart = Literal["none", "signs", "replies"]
+# the place that predicts the target, its token, and what keeps it apart: a sign or a reply's number
+Target = tuple[int, int, int]
+# Losses with ratios have figures, which count targets whose weights would cancel each other
+APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One reply: the tokens of prompt and reply, and the weight of each reply token in the loss."""
+
+    prompt: list[int]
+    completion: Completion
+    weights: list[float]
+    # for how many replies each token is trained, where equal replies were merged
+    counted: list[int] | None = None
+
+    @property
+    def copies(self) -> list[int]:
+        """For how many replies each token of the reply is trained."""
+        if self.counted is not None:
+            return self.counted
+        return [int(weight != 0) for weight in self.weights]
+
+    @property
+    def length(self) -> int:
+        """The tokens of prompt and reply."""
+        return len(self.prompt) + len(self.completion.tokens)
+
+
+def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
+    """Return whether replies are sampled and trained as trees.
+
+    `requested` None means: on CPUs, where the model can read trees. UserError (code 2) if trees are
+    requested and the model cannot read them.
+    """
+    if requested and not model.takes_trees:
+        raise UserError(
+            "--trees was asked for, but this family of models reads rows only. Leave --trees out",
+            exit_code=2,
+        )
+    if not model.takes_trees:
+        return False
+    return compute.platform.is_host if requested is None else requested
+
+
+# --- growing -------------------------------------------------------------------------------------
+
+
+@dataclass
+class TargetSums:
+    """What the replies that share a target add up to."""
+
+    weight: float
+    logprob: float  # of the sampler
+    copies: float
+
+
+@dataclass
+class GrowingTree:
+    """A tree: its tokens, and the targets that places of the tree predict."""
+
+    tokens: list[int]
+    parents: list[int]
+    # (place, token) -> the place of that token
+    children: dict[tuple[int, int], int] = field(default_factory=dict)
+    targets: dict[Target, TargetSums] = field(default_factory=dict)
+    replies: int = 0  # number of replies that were added
+
+    def add(self, sample: Sample, apart: Apart) -> list[Target]:
+        """Add a reply and return the targets of its tokens; `targets` gets those with a weight."""
+        path = []
+        place = len(sample.prompt) - 1
+        reply = sample.completion
+        columns = (reply.tokens, sample.weights, reply.logprobs, sample.copies)
+        for token, weight, logprob, copies in zip(*columns, strict=True):
+            target = (place, token, self._bucket(weight, apart))
+            path.append(target)
+            if weight:
+                sums = self.targets.setdefault(target, TargetSums(0.0, logprob, 0.0))
+                sums.weight += weight
+                sums.copies += copies
+            place = self._child(place, token)
+        self.replies += 1
+        return path
+
+    def _bucket(self, weight: float, apart: Apart) -> int:
+        """Return the number that keeps a target apart from others of the same place and token."""
+        if apart == "replies":
+            return self.replies
+        return int(weight > 0) if apart == "signs" else 0
+
+    def _child(self, place: int, token: int) -> int:
+        """Return the place of a token that follows a place; a new one if there is none."""
+        child = self.children.get((place, token))
+        if child is None:
+            child = len(self.tokens)
+            self.children[place, token] = child
+            self.tokens.append(token)
+            self.parents.append(place)
+        return child
+
+    def pruned(self) -> "GrowingTree":
+        """Return the tree without targets that weigh nothing and tokens that no target needs."""
+        targets = {
+            target: sums for target, sums in self.targets.items() if abs(sums.weight) > NOTHING
+        }
+        needed = [False] * len(self.tokens)
+        for place, _, _ in targets:
+            needed[place] = True
+        for place in range(len(self.tokens) - 1, 0, -1):
+            if needed[place]:
+                needed[self.parents[place]] = True
+        new_places = (np.cumsum(needed) - 1).tolist()
+        places = np.flatnonzero(needed).tolist()
+        return GrowingTree(
+            [self.tokens[place] for place in places],
+            [new_places[self.parents[place]] for place in places],
+            targets={
+                (new_places[place], token, bucket): sums
+                for (place, token, bucket), sums in targets.items()
+            },
+            replies=self.replies,
+        )
+
+
+def _plant(samples: Sequence[Sample], apart: Apart) -> list[tuple[GrowingTree, list[Target]]]:
+    """Return the tree of each sample, and the targets of the sample's tokens in that tree.
+
+    A tree has one prompt.
+    """
+    planted = []
+    latest: dict[tuple[int, ...], GrowingTree] = {}
+    for sample in samples:
+        key = tuple(sample.prompt)
+        tree = latest.get(key)
+        if tree is None or len(tree.tokens) + len(sample.completion.tokens) > LARGEST:
+            prompt = list(sample.prompt)
+            tree = GrowingTree(prompt, [0, *range(len(prompt) - 1)])
+            latest[key] = tree
+        planted.append((tree, tree.add(sample, apart)))
+    return planted
+
+
+def _distinct(planted: Sequence[tuple[GrowingTree, list[Target]]]) -> list[GrowingTree]:
+    return list({id(tree): tree for tree, _ in planted}.values())
+
+
+def grow(samples: Sequence[Sample], apart: Apart) -> list[GrowingTree]:
+    """Return the trees of all samples; trees that train nothing are left out."""
+    trained = [sample for sample in samples if any(sample.weights)]
+    trees = [tree.pruned() for tree in _distinct(_plant(trained, apart))]
+    return [tree for tree in trees if tree.targets]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
+    """Return the model's log-probability of each token of each sample's reply, read as trees."""
+    every_token = [
+        replace(sample, weights=[1.0] * len(sample.completion.tokens)) for sample in samples
+    ]
+    planted = _plant(every_token, "none")
+    rows, row_tokens = _pack_rows(_distinct(planted))
+    losses: dict[tuple[int, Target], float] = {}
+    height = max(PASS_TOKENS // row_tokens // GRAIN, 1) * GRAIN
+    for first in range(0, len(rows), height):
+        pass_rows = rows[first : first + height]
+        tensors = _pass_tensors(pass_rows, row_tokens, height, 0, "none", sampled=False)
+        inputs, targets, _, *shape = (tensor.to(compute.device) for tensor in tensors)
+        module = cast(nn.Module, model)
+        pass_losses = module(inputs, targets, "none", context=Tree(*shape)).tolist()
+        keys = [(id(tree), target) for row in pass_rows for tree in row for target in tree.targets]
+        losses |= zip(keys, pass_losses, strict=False)  # targets behind them only fill up the pass
+    return [[-losses[id(tree), target] for target in path] for tree, path in planted]
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+def pack(
+    samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: Apart, sampled: bool
+) -> list[tuple[Tensor, ...]]:
+    """Return samples as passes: inputs, targets, weights, and the tensors of a Tree.
+
+    With `sampled` the sampler's log-probabilities, and for how many replies each target is trained,
+    come before the Tree. `apart` keeps weights apart in which the loss is not linear; for "replies"
+    the number of each target's reply comes before the Tree too. A pass has at most as many tokens
+    as `replies` rows of the longest sample. Every rank gets the same number of passes.
+    """
+    rows, row_tokens = _pack_rows(grow(samples, apart))
+    longest = max((sample.length for sample in samples), default=1)
+    pass_rows = max(replies * longest // row_tokens, 1)
+    counts = [0.0] * compute.world_size
+    counts[compute.rank] = float(-(-len(rows) // pass_rows))
+    passes = int(max(parallel.total(counts, compute)))
+    packed = []
+    for number in range(passes):
+        part = rows[number * pass_rows : (number + 1) * pass_rows]
+        tensors = _pass_tensors(part, row_tokens, pass_rows, pad, apart, sampled)
+        packed.append(tuple(device.pin(tensor, compute) for tensor in tensors))
+    return packed
+
+
+def _pack_rows(trees: Sequence[GrowingTree]) -> tuple[list[list[GrowingTree]], int]:
+    """Put trees, the largest first, into rows, the first that has room; return a row's tokens."""
+    trees = sorted(trees, key=lambda tree: -len(tree.tokens))
+    row_tokens = max(len(trees[0].tokens) if trees else 0, ROW)
+    row_tokens = -(-row_tokens // ROW_GRAIN) * ROW_GRAIN
+    rows: list[list[GrowingTree]] = []
+    room_left: list[int] = []
+    for tree in trees:
+        size = len(tree.tokens)
+        fitting = (number for number, room in enumerate(room_left) if room >= size)
+        number = next(fitting, len(rows))
+        if number == len(rows):
+            rows.append([])
+            room_left.append(row_tokens)
+        rows[number].append(tree)
+        room_left[number] -= size
+    return rows, row_tokens
+
+
+def _pass_tensors(
+    rows: Sequence[Sequence[GrowingTree]],
+    row_tokens: int,
+    most_rows: int,
+    pad: int,
+    apart: Apart,
+    sampled: bool,
+) -> list[Tensor]:
+    """Return the tensors of one pass, as pack() orders them."""
+    height = min(max(-(-len(rows) // GRAIN), 1) * GRAIN, most_rows)
+    inputs = np.full((height, row_tokens), pad, dtype=np.int64)
+    parents = np.tile(np.arange(row_tokens), (height, 1))
+    seen = np.tile(np.eye(row_tokens, dtype=bool), (height, 1, 1))
+    # place, target, weight, log-probability, copies, number of the reply
+    targets: list[tuple[int, int, float, float, float, int]] = []
+    replies_before = 0
+    for number, row in enumerate(rows):
+        start = 0
+        for tree in row:
+            end = start + len(tree.tokens)
+            inputs[number, start:end] = tree.tokens
+            parents[number, start:end] = np.array(tree.parents) + start
+            _see_ancestors(seen[number], tree.parents, start)
+            first = number * row_tokens + start
+            for (place, token, bucket), sums in tree.targets.items():
+                reply = replies_before + bucket
+                targets.append(
+                    (first + place, token, sums.weight, sums.logprob, sums.copies, reply)
+                )
+            start = end
+            replies_before += tree.replies
+    count = max(-(-len(targets) // TARGETS), 1) * TARGETS
+    targets += [(0, IGNORED, 0.0, 0.0, 0.0, 0)] * (count - len(targets))
+    columns = [torch.tensor(column) for column in zip(*targets, strict=True)]
+    places, tokens, weights, sampler_logprobs, copies, replies = columns
+    tensors: list[Any] = [torch.from_numpy(inputs), tokens, weights]
+    if sampled:
+        tensors += [sampler_logprobs, copies]
+    if apart == "replies":
+        tensors.append(replies)
+    return [*tensors, torch.from_numpy(parents), torch.from_numpy(seen), places]
+
+
+def _see_ancestors(seen: np.ndarray, parents: Sequence[int], start: int) -> None:
+    """Let every place of a tree see what its parent sees; `seen` (T, T) is of a row."""
+    for place, parent in enumerate(parents[1:], 1):
+        row = start + place
+        seen[row, start:row] = seen[start + parent, start:row]

@@ -1,0 +1,548 @@
+"""One run of a training stage: its folder, what it resumes, and the order of its bookkeeping.
+
+After an update a run counts the step, logs it, saves it if a save is due, then measures, and then
+writes the step's line to metrics.jsonl. The training loop stands in the script:
+
+    with Run(folder, plan, model, tokenizer, optimizers, cfg, compute) as run:
+        fast = run.prepare(rows, batch)
+        batches = run.batches(rows, batch)
+        for step in run.steps():  # 0 .. the number of steps
+            with run.between_steps(cfg.eval_every) as due:
+                if due:
+                    run.record(val_bpb=validation.bits_per_byte(batch.device_batch_size))
+            if run.ended:
+                break
+            optimizers.schedule(lrm, momentum, decay)
+            data = next(batches)
+            with run.update(data.num_targets) as update:
+                ...  # see nanochat/step.py
+            run.finish(outcome, lrm)
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import dataloader, device
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_parent, make_meta
+from nanochat.checkpoint_manager.parts.background import Saver
+from nanochat.checkpoint_manager.resume import (
+    Resumed,
+    finished,
+    hold,
+    resume_stage,
+    rows_per_step,
+)
+from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
+from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
+from nanochat.common import UserError, log, run
+from nanochat.dataloader import Source
+from nanochat.device import Compute
+from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
+from nanochat.model import Model
+from nanochat.optim import Optimizers
+from nanochat.report.samples import forget_samples
+from nanochat.report.sections import has_training_section, training_section
+from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
+from nanochat.runtime.progress import Progress, duration
+from nanochat.runtime.trackers.jsonl import describe_run
+from nanochat.runtime.tracking import Tracker, parse_trackers
+from nanochat.runtime.watch import guarded
+from nanochat.step import Outcome, Safeguards, Update
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import sizes
+from nanochat.train.compile import Ahead, compiled, is_compiled, missing
+from nanochat.train.flags import RunFlags, StageFlags
+from nanochat.train.sizes import Batch
+
+ANNOUNCED_SECONDS = 60  # the device's peak says too little about shorter runs
+
+PassLoss = Callable[..., Tensor]  # (model, *tensors of a pass) -> the sum of its losses, ()
+
+
+class AlreadyDone(Exception):
+    """An earlier start has finished this run; launch() ends the script without an error."""
+
+
+# --- where a run lives ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps its checkpoints, and the settings that it resumes with."""
+
+    stage: str  # base, mid, sft, rl or tune
+    tag: str
+    path: Path
+    settings: RunSettings  # the flags, and facts that no flag names
+    begun_rows: int | None  # rows of a step of the run that resumes; None if none does
+
+
+def open_folder(
+    stage: str, tag: str, cfg: Any, flags: RunFlags, compute: Compute, **facts: str
+) -> RunFolder:
+    """Return the folder of the run that these flags ask for; every rank must call this.
+
+    `cfg` are all flags of the script. `facts` (corpus, parent, tokenizer) join them as the settings
+    that a resumed run must share. AlreadyDone if an earlier start finished the run. UserError if
+    the device cannot train, if the ranks were not started alike, or if the settings differ from
+    those of the checkpoints in the folder.
+    """
+    if reason := compute.platform.cannot_train():
+        raise UserError(reason)
+    parse_trackers(flags.track, flags.run)  # refuses a wrong list before anything is read
+    path = checkpoint_dir(stage, tag)
+    settings = RunSettings.of(cfg, **facts)
+    fingerprint.check_start(settings.values, compute)
+    if flags.graphs:  # what cannot be done is refused before an earlier run is moved aside
+        graphs.check(compute, flags.compile)
+    elif flags.compile:
+        missing(True, compute)
+    if finished(path, settings, compute, has_training_section(stage, tag), flags.resume):
+        raise AlreadyDone
+    return RunFolder(stage, tag, path, settings, rows_per_step(path, flags.resume, compute))
+
+
+def parent_of(
+    source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
+) -> tuple[Parent, str]:
+    """Return the checkpoint that a stage starts from, the newest or that of `step`, and its own
+    tag.
+
+    `own_file` is a file of your own that the stage learns from.
+    """
+    parent = find_parent(source, flags.model_tag, step)
+    tag = flags.own_tag(parent.tag, own_file)
+    log(
+        f"{stage}: training the model {parent.tag} of stage {parent.stage}, step {parent.step:,}; "
+        f"checkpoints go to {checkpoint_dir(stage, tag)}"
+    )
+    return parent, tag
+
+
+def load_parent(parent: Parent, compute: Compute) -> tuple[Model, Tokenizer]:
+    """Return the parent's model with fp32 masters, and its tokenizer."""
+    loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
+    return loaded.model, loaded.tokenizer
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is, and what it learns from."""
+
+    steps: int
+    tokens_per_step: int  # what the printed speed counts; RL counts replies instead
+    items_per_step: int  # rows or problems: after n steps the data stands at n times as many
+    data: str  # the name of the data; a run resumes only with the same
+
+
+def sum_of_losses(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:  # (B, T) -> ()
+    """Return the loss of a pass over rows of one document each, in nats."""
+    return model(idx, targets, reduction="sum")
+
+
+class Run:
+    """A run that has been resumed. Every rank makes one and calls the same methods.
+
+    As a context it ends the run: it waits for the last checkpoint, writes the section of the report
+    if all steps are done and measured, and says where the checkpoints are. A signal ends the loop
+    over steps() after the update at work has been saved.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        model: Model,
+        tokenizer: Tokenizer,
+        optimizers: Optimizers,
+        flags: RunFlags,
+        compute: Compute,
+        facts: Mapping[str, Any] | None = None,
+        about: Mapping[str, Any] | None = None,
+    ):
+        """Load the newest checkpoint into model and optimizers, or the one that --resume names.
+
+        `facts` join the section of the report, and `about` joins the meta.json of checkpoints.
+        UserError if the checkpoint belongs to another run.
+        """
+        self.folder = folder
+        self.plan = plan
+        self.model = model
+        self.tokenizer = tokenizer
+        self.optimizers = optimizers
+        self.flags = flags
+        self.compute = compute
+        self.facts = dict(facts or {})
+        self.about = dict(about or {})
+        self._module = cast(nn.Module, model)
+        self._fast = self._module  # what prepare() made of it
+
+        resumed = self._resume()
+        self.step = resumed.step  # updates done
+        self._first = resumed.step
+        self._stop = self._last_step()
+        self._state = resumed.state
+        self.meter, self.safeguards = self._figures(resumed)
+        self._announce()
+
+        shown = f"{folder.stage}-{folder.tag}"
+        self._tracker = Tracker(
+            folder.path,
+            flags.run,
+            folder.settings.values,
+            self.step,
+            compute.main,
+            flags.track,
+            shown,
+        )
+        if compute.main:
+            self._describe()
+        self._line = self._owed_line()
+        self._saved = True  # the step of the line is on disk, or needs no checkpoint
+        self._cut = False  # a signal cut a measurement short
+        self._signalled = False  # a signal ends the run after a step of this process
+        self._clock = SaveClock(flags.save_seconds)
+        self._saver = Saver(compute, flags.keep, flags.checkpoint_files, self._clock.saved)
+        compute.ending.push(self._saver)
+        optimizers.before_step = self._saver.settle
+        self._profile = profiling.begin(
+            flags.profile, folder.stage, folder.path, self._stop - self.step, compute
+        )
+        self._step_start = (0.0, 0.0)  # seconds of the clock, CPU seconds of this process
+        self._progress = Progress(
+            folder.stage, plan.steps, "steps", completed=self.step, shown=compute.main
+        )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and self._signalled:
+            self._saver.wait()
+            log(f"{self.compute.pulse.stop_reason}: saved step {self.step:,} and stopping")
+        self._progress.close()
+        if kind is None:
+            self._close()
+
+    # --- the beginning ---------------------------------------------------------------------------
+
+    def _last_step(self) -> int:
+        return min(self.flags.stop_at or self.plan.steps, self.plan.steps)
+
+    def _resume(self) -> Resumed:
+        """Load the checkpoint to resume from, if there is one."""
+        flags = self.flags
+        path = self.folder.path
+        if "lora" in self.about:
+            refuse_parts_of_adapter(flags.checkpoint_files)
+        if flags.resume != "auto":  # refused before later steps are moved aside
+            first = 0 if flags.resume == "none" else flags.resume
+            profiling.check(flags.profile, self._last_step() - first)
+        hold(path, self.compute)
+        return resume_stage(
+            path,
+            self._module,
+            self.optimizers,
+            self.folder.settings,
+            self.compute,
+            self.plan.data,
+            flags.resume,
+            flags.other_code,
+            (self.plan.steps, self.plan.items_per_step),
+        )
+
+    def _figures(self, resumed: Resumed) -> tuple[Meter, Safeguards]:
+        """Return the running figures and the safeguards, as the checkpoint holds them."""
+        plan = self.plan
+        flops = self.model.flops_per_token()
+        state = resumed.state
+        try:
+            meter = Meter.start(plan.steps, plan.tokens_per_step, flops, self.compute, state)
+            return meter, Safeguards.start(self.compute, state)
+        except TypeError as unknown:  # a field that this version does not have
+            raise UserError(
+                f"the checkpoint of step {resumed.step:,} in {self.folder.path} holds figures that "
+                f"this version does not know ({unknown}). Resume with the version of nanochat that "
+                "wrote the checkpoint, or begin again with --resume=none."
+            ) from unknown
+
+    def _announce(self) -> None:
+        """Log how long the run will take, and warn if that is long."""
+        seconds = self.meter.expected(self.step)
+        if seconds >= ANNOUNCED_SECONDS:
+            log(f"time: about {duration(seconds)} for {self.plan.steps - self.step:,} steps")
+        sizes.warn_of_time(seconds, self.compute)
+
+    def _describe(self) -> None:
+        """Write run.json, and drop samples of later steps, which an interrupted run left."""
+        forget_samples(self.folder.path, self.step)
+        about = {"stage": self.folder.stage, "tag": self.folder.tag, "steps": self.plan.steps}
+        describe_run(self.folder.path, {**about, **self._where()})
+
+    def _where(self) -> dict[str, Any]:
+        """Return what the report says of the model, the device and the data."""
+        total = self.model.parameter_counts()["total"]
+        return {**device.summary(self.compute, total), **self.facts}
+
+    def _owed_line(self) -> dict[str, Any] | None:
+        """Return the line that metrics.jsonl lacks: of the resumed step, or of step 0.
+
+        A run that was stopped right after a save has not measured that step. Step 0 has a line only
+        if something is measured before the first step.
+        """
+        owed = parallel.agree(int(self._tracker.last < self.step), self.compute)
+        if self.step == 0:
+            return {"step": 0}
+        return self._state.get("line") if owed else None
+
+    def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
+        """Return the model to train with: captured with --graphs, or compiled where that pays.
+
+        `loss` must be how the loop calls the model, since other arguments would compile another
+        graph. A signal ends the compilation at once: signals.Stopped.
+        """
+        compute = self.compute
+        length = rows.row_tokens - 1
+        shape = (batch.device_batch_size, length)
+        if self.flags.graphs:
+            self._fast = graphs.GraphedModel(self._module, shape, compute)
+            self.optimizers.capture(compute.platform)
+            return self._fast
+        first_row = self.step * batch.rows_per_step
+        trial = dataloader.make_step(
+            rows, first_row, batch.rows_per_step, batch.device_batch_size, compute
+        )
+
+        def one_pass(model: nn.Module) -> Tensor:
+            tensors = (device.to_device(tensor, compute) for tensor in trial.micro_batches[0])
+            return loss(model, *tensors)
+
+        self._fast = compiled(
+            self._module,
+            self.flags.compile,
+            shape,
+            compute,
+            self.model.compile_groups(),
+            self._ahead(batch),
+            one_pass,
+        )
+        return self._fast
+
+    def _ahead(self, batch: Batch) -> Ahead:
+        """Return what is left to train, which says whether compiling pays."""
+        tokens_flops = self.model.flops_per_token() * self.plan.tokens_per_step
+        # checkpoints without this entry compiled in any case
+        as_before = self._state.get("compiled", self.step > 0)
+        return Ahead(
+            self._stop - self.step, batch.passes, tokens_flops / self.meter.peak, as_before
+        )
+
+    def batches(self, rows: Source, batch: Batch) -> Iterator[dataloader.Step]:
+        """Return the data of the steps to come."""
+        first_row = self.step * batch.rows_per_step
+        return dataloader.steps(
+            rows, first_row, batch.rows_per_step, batch.device_batch_size, self.compute
+        )
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of updates done, from where the run resumed to all of them."""
+        try:
+            signals.check(self.compute)
+        except signals.Stopped:
+            self._stop = self.step
+            self._cut = True
+        self._clock.saved(cost=0.0)  # the time until the next save begins
+        while True:
+            yield self.step
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further update is to be done in this process."""
+        return self.step >= self._stop
+
+    @contextlib.contextmanager
+    def between_steps(self, every: int, ends: bool = False) -> Iterator[bool]:
+        """Say whether to measure now, and write the line of the last step after the block.
+
+        A measurement is due every `every` steps and after the last one, never if `every` is 0. With
+        `ends` it is due before the first step too, and at both ends whatever `every` is. A
+        measurement that a signal cuts short is made up for by the next start of the run. After the
+        block the time of the next step begins.
+        """
+        try:
+            yield self._must_measure(every, ends)
+            self._flush()
+        except signals.Stopped:
+            self._cut = True
+            self._stop = self.step
+            if self.step > self._first:
+                self._signalled = True
+                if not self._saved:
+                    self._save()
+        if not self.ended:
+            self._profile.begin_step()
+            self._step_start = (time.perf_counter(), time.process_time())
+
+    def _must_measure(self, every: int, ends: bool) -> bool:
+        if self._line is None or self._cut:
+            return False
+        last = self.step == self.plan.steps
+        if ends and (last or self.step == 0):
+            return True
+        return due(self.step, every, last and not ends)
+
+    def record(self, **figures: float) -> None:
+        """Add measured figures to the line of the last step."""
+        assert self._line is not None, "figures belong into a block of between_steps() that is due"
+        self._line |= figures
+
+    def _flush(self) -> None:
+        """Write the line of the last step, if there is one, and it says something."""
+        if self._line is None or self._cut:
+            return
+        if len(self._line) > 1:
+            self._tracker.log(**self._line)
+        self._line = None
+
+    def update(self, num_targets: int, figures: Sequence[str] = ()) -> Update:
+        """Return the next update; step.Update describes the arguments."""
+        return Update(
+            self._module,
+            self.optimizers,
+            self.safeguards,
+            num_targets,
+            self.compute,
+            figures,
+            self.mark,
+        )
+
+    def mark(self, part: str) -> None:
+        """Count the time from here on to a part of the step; without --profile nothing happens."""
+        self._profile.mark(part)
+
+    def finish(
+        self,
+        outcome: Outcome,
+        lrm: float,
+        figures: Mapping[str, float] | None = None,
+        words: str = "",
+    ) -> None:
+        """End a step: count it, show it, and save it if a save is due.
+
+        `lrm` is the factor on the learning rates. `figures`, and those of the outcome, join the
+        step's line in metrics.jsonl; `words` and the outcome's figures are printed behind it.
+        Saving comes before measuring, which may fail.
+        """
+        self._line = {**self._count(outcome, lrm), **outcome.figures, **(figures or {})}
+        shown = " | ".join(filter(None, (words, listed(outcome.figures))))
+        if shown:
+            log(f"step {self.step:05d} | {shown}")
+        self._signalled = signals.agreed(self.compute)
+        self._saved = self._save_due() or self._signalled
+        if self._saved:
+            self._save()
+        if self._signalled:
+            self._stop = self.step
+
+    def _count(self, outcome: Outcome, lrm: float) -> dict[str, Any]:
+        """Count the step as done and show it; return its line."""
+        seconds = time.perf_counter() - self._step_start[0]
+        cpu_seconds = time.process_time() - self._step_start[1]
+        self.step += 1
+        self.compute.pulse.beat(self.step)
+        self._profile.end_step()
+        line = self.meter.tick(self.step, outcome, seconds, cpu_seconds, lrm)
+        line["memory_gb"] = device.memory_peak(self.compute) / 1e9
+        steps = self.plan.steps
+        eta = self.meter.eta(self.step)
+        self._progress.show(self.step, step_note(line, steps, eta), step_line(line, steps, eta))
+        return line
+
+    def _save_due(self) -> bool:
+        last = self.step == self._stop
+        if last or due(self.step, self.flags.save_every, last):
+            return True
+        return self._clock.due(self.compute, self._saver.busy, self._saver.failed)
+
+    def _save(self) -> None:
+        """Begin to save the last step, beside training."""
+        assert self._line is not None
+        state = {
+            "meter": self.meter.state(),
+            "line": dict(self._line),
+            **self.safeguards.state(),
+            "row": self.step * self.plan.items_per_step,
+            "data": self.plan.data,
+            "compiled": is_compiled(self._fast, self.model.compile_groups()),
+        }
+        settings = self.folder.settings.values
+        meta = make_meta(self.folder.stage, self.model.config, settings, self.plan.steps, state)
+        self._saver.save(
+            self.folder.path,
+            self.step,
+            self._module,
+            self.optimizers,
+            self.tokenizer,
+            meta | self.about,
+        )
+        if self.flags.graphs:  # no other thread may use the device while a graph is captured
+            self._saver.settle()
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Close the log, wait for the last checkpoint, and write the section of the report."""
+        self._tracker.close()
+        self._saver.wait()
+        folder = self.folder
+        done = self.step == self.plan.steps
+        if done and not self._cut and self.compute.main:
+            settings = folder.settings.values
+            training_section(folder.stage, folder.tag, folder.path, settings, self._where())
+        note = "" if done else f" (stopped at step {self.step}; {self._how_to_resume()})"
+        log(f"checkpoints: {folder.path}{note}")
+
+    def _how_to_resume(self) -> str:
+        left_out = [] if self.compute.pulse.stop_reason else ["--stop_at"]
+        if self.flags.resume != "auto":  # the same command would begin there again
+            left_out.append(f"--resume={self.flags.resume}")
+        if not left_out:
+            return "type the same command to resume"
+        return f"leave {' and '.join(left_out)} out to resume"
+
+
+def launch(
+    train: Callable[[Any, Compute], None], config: type[Any], description: str | None
+) -> None:
+    """Run a training script: parse its flags, take the device, and call `train`.
+
+    Signals are caught, and ranks watch each other.
+    """
+
+    def main(cfg: Any) -> None:
+        def work(_: RunFlags, compute: Compute) -> None:
+            with contextlib.suppress(AlreadyDone), compute.ending:  # finished() has logged it
+                train(cfg, compute)
+
+        guarded(work)(cfg.run)
+
+    run(main, config, description, OLD_FLAGS)

@@ -1,0 +1,68 @@
+"""Gets a model ready to be trained: logs its size, shards it, fills it, makes its optimizers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch.nn as nn
+
+from nanochat.common import log
+from nanochat.device import Compute
+from nanochat.gpt import GPT
+from nanochat.model import Model
+from nanochat.optim import OneRate, Optimizers, Rates, saved_bytes
+from nanochat.runtime import parallel
+from nanochat.train import sizes
+from nanochat.train.flags import RunFlags
+
+
+def set_up(
+    model: Model,
+    rates: Rates | OneRate,
+    scale: float,
+    folder: Path,
+    flags: RunFlags,
+    compute: Compute,
+    table_momentum: float = 0.8,
+    fill: Callable[[], None] | None = None,
+) -> Optimizers:
+    """Shard the model over the ranks as --shard says, and return its optimizers.
+
+    `scale` multiplies every learning rate, and `table_momentum` is the first beta of embeddings and
+    head. A model that was built on meta gets its parameters from `fill`, after it was sharded, so
+    that no rank holds more than its share. UserError if the disk cannot hold the checkpoints.
+    """
+    module = cast(nn.Module, model)
+    trained = sum(parameter.numel() for _, parameter in parallel.trained(module))
+    _describe(model, trained, compute)
+    sizes.check_disk(folder, trained, saved_bytes(model, rates), flags.keep)
+    parallel.shard(module, model.shard_groups(), compute, flags.shard)
+    if fill is not None:
+        fill()
+    return Optimizers(
+        module,
+        model.parameter_roles(),
+        model.config.n_embd,
+        rates,
+        scale,
+        compute.dtype,
+        table_momentum,
+    )
+
+
+def _describe(model: Model, trained: int, compute: Compute) -> None:
+    """Log how large a model is, and a number format that is coarser than its dtype says."""
+    shape = model.config
+    total = model.parameter_counts()["total"]
+    part = f" of which {trained:,} are trained," if trained < total else ""
+    log(
+        f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
+        f"{total:,} parameters,{part} {model.flops_per_token():,} FLOPs a token"
+    )
+    if trained == total and isinstance(model, GPT):
+        coarser = compute.operations.coarser(compute.dtype)
+        if coarser:
+            log(
+                f"the uncompiled GPT trains in {coarser}; "
+                "NANOCHAT_INT8=0 lets it train in bfloat16 alone"
+            )

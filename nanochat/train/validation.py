@@ -1,0 +1,116 @@
+"""What a run measures on held-out rows: bits per byte or another loss, and replies to prompts."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import dataloader, device
+from nanochat.dataloader import Source
+from nanochat.device import Compute
+from nanochat.evals import loss
+from nanochat.model import Model
+from nanochat.runtime import parallel, signals
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import samples
+
+
+class Sums(Protocol):
+    """A loss with figures, such as that of preferences."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of the figures beside the loss."""
+        ...
+
+    def __call__(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
+    ) -> Tensor:
+        """Return sums over the targets of a pass: of the loss and of every figure, (1 + F,)."""
+        ...
+
+
+class Validation:
+    """The held-out rows of a run. Every rank makes one and calls the same methods.
+
+    Its methods raise signals.Stopped if the run is told to stop.
+    """
+
+    def __init__(
+        self,
+        rows: Source,
+        tokens: int,
+        model: Model,
+        tokenizer: Tokenizer,
+        prompts: int,
+        compute: Compute,
+    ):
+        """Measure the first `tokens` tokens of `rows`, and let the model answer so many prompts."""
+        self.rows = rows
+        self.tokens = tokens
+        self.model = model
+        self.tokenizer = tokenizer
+        self.compute = compute
+        self.prompts = samples.held_out_prompts(rows, prompts, tokenizer)
+
+    def bits_per_byte(self, device_batch_size: int) -> float:
+        """Return the bits per byte, in passes of so many rows on each device."""
+        with _without_dropout(cast(nn.Module, self.model)):
+            return loss.bits_per_byte(
+                self.model,
+                self._steps(device_batch_size),
+                self.tokenizer.token_bytes(),
+                self.compute,
+            )
+
+    def means(self, sums: Sums, device_batch_size: int) -> dict[str, float]:
+        """Return the means over all targets: `loss`, and each figure of `sums` by its name."""
+        module = cast(nn.Module, self.model)
+        with _without_dropout(module):
+            return mean_over(sums, module, self._steps(device_batch_size), self.compute)
+
+    def keep_replies(self, folder: Path, step: int) -> None:
+        """Write the model's replies to the prompts to the samples in the folder of the run."""
+        samples.keep_replies(folder, step, self.prompts, self.model, self.tokenizer, self.compute)
+
+    def _steps(self, device_batch_size: int) -> Iterator[dataloader.Step]:
+        return dataloader.one_pass(self.rows, self.tokens, device_batch_size, self.compute)
+
+
+@contextlib.contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside this block, and into training mode after it."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+@torch.no_grad()
+def mean_over(
+    sums: Sums, model: nn.Module, steps: Iterable[dataloader.Step], compute: Compute
+) -> dict[str, float]:
+    """Return the means of a loss and of its figures over all targets of `steps`, by name.
+
+    Every rank must call it with the same number of steps, each with its own rows; all ranks get the
+    same result.
+    """
+    on_device = [torch.zeros(1 + len(sums.figures), device=compute.device)]
+    num_targets = 0
+    for step in steps:
+        signals.check(compute)
+        num_targets += step.num_targets
+        for batch in step.micro_batches:
+            inputs, targets, *others = (device.to_device(tensor, compute) for tensor in batch)
+            extras = dict(zip(step.extras, others, strict=True))
+            on_device.append(sums(model, inputs, targets, **extras))
+    # to the host first, since NPUs have no float64
+    on_host = torch.stack(on_device).cpu().double().sum(dim=0)
+    totals = parallel.total(on_host.tolist(), compute)
+    means = [total / max(num_targets, 1) for total in totals]
+    return dict(zip(("loss", *sums.figures), means, strict=True))

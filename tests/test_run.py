@@ -1,0 +1,285 @@
+"""What a run does between its steps: when it saves and measures, what it owes after a stop, and how it ends."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import device
+from nanochat.checkpoint_manager import resume
+from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, write_meta
+from nanochat.checkpoint_manager.resume import rows_per_step
+from nanochat.checkpoint_manager.same_run import free_flags
+from nanochat.common import UserError
+from nanochat.optim import Rates
+from nanochat.report.sections import has_training_section
+from nanochat.run import AlreadyDone, Plan, Run, open_folder
+from nanochat.runtime.progress import Progress
+from nanochat.runtime.tracking import read_metrics
+from nanochat.step import Outcome
+from nanochat.train.flags import RunFlags
+from nanochat.train.setup import set_up
+from scripts import base_train, chat_rl, chat_sft, mid_train
+from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
+from tests.support.tiny_training import Batches
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENIZER = tiny_tokenizer()
+
+
+def begun(total: int = 100, items: int = 4, about: Any = None, **flags: Any) -> Run:
+    """A run of a tiny model, ready for its next step."""
+    compute = on_cpu()
+    cfg = RunFlags(**flags)
+    folder = open_folder("base", "d2", cfg, cfg, compute, corpus="cats")
+    model = tiny_gpt(TOKENIZER.vocab_size, 16)
+    optimizers = set_up(model, Rates(), 0.1, folder.path, cfg, compute)
+    plan = Plan(total, 64, items, "rows")
+    return Run(folder, plan, model, TOKENIZER, optimizers, cfg, compute, about=about)
+
+
+def go(run: Run, count: int = 1000, every: int = 0, ends: bool = False) -> list[int]:
+    """Train at most `count` steps, measuring `accuracy`; return which ones. At its end the run is closed."""
+    done: list[int] = []
+    for step in run.steps():
+        with run.between_steps(every, ends) as due:
+            if due:
+                run.record(accuracy=0.5)
+        if run.ended:
+            run.__exit__(None, None, None)
+            break
+        if len(done) == count:
+            break
+        run.optimizers.schedule(0.5, 0.95, 1.0)
+        data = Batches(step, run.compute)
+        with run.update(data.num_targets) as update:
+            for idx, targets in update.passes(data.micro_batches):
+                loss = run.model(idx, targets, reduction="sum")
+                update.add(loss)
+                (loss * update.factor).backward()
+            outcome = update.step()
+        run.finish(outcome, 0.5)
+        done.append(run.step)
+    run._saver.wait()  # a thread may still be writing
+    return done
+
+
+def test_a_stage_saves_at_its_end_by_step_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stage = begun(8, save_every=2, keep=0, stop_at=5)
+    assert go(stage, 3) == [1, 2, 3] and steps(stage.folder.path) == [2]
+    now += 61
+    assert go(stage) == [4, 5] and steps(stage.folder.path) == [2, 4, 5]
+    stage = begun(8, save_seconds=0, keep=0)
+    assert stage.step == 5
+    now += 1e6
+    assert go(stage) == [6, 7, 8] and steps(stage.folder.path) == [2, 4, 5, 8]
+
+
+def test_stop_at_beyond_the_end_stops_at_the_end() -> None:
+    assert go(begun(3, stop_at=500)) == [1, 2, 3]
+
+
+def test_a_stage_measures_its_steps_and_keeps_their_figures(base_folder: Path) -> None:
+    stage = begun(5)
+    go(stage, every=2)
+    lines = read_metrics(stage.folder.path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "accuracy" in line] == [2, 4, 5]
+    assert all(0 < line["seconds"] < 60 and line["lrm"] == 0.5 for line in lines)
+    assert has_training_section("base", "d2")
+
+
+def test_a_stage_that_measures_first_does_so_before_its_first_step_and_at_its_end() -> None:
+    stage = begun(3)
+    go(stage, every=0, ends=True)
+    measured = [line["step"] for line in read_metrics(stage.folder.path) if "accuracy" in line]
+    assert measured == [0, 3]
+
+
+def test_every_step_is_in_a_log_file_while_errors_go_to_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m scripts.base_train > log`, typed on a terminal, once gave an empty log."""
+    keyboard, terminal = os.openpty()
+    log = tmp_path / "log"
+    with open(terminal, "w") as stderr, open(log, "w") as stdout, monkeypatch.context() as streams:
+        streams.setattr(sys, "stderr", stderr)
+        streams.setattr(sys, "stdout", stdout)
+        go(begun(20))
+    os.close(keyboard)
+    lines = [line.partition("/")[0] for line in log.read_text().splitlines() if " | loss: " in line]
+    assert lines == [f"step {step:05d}" for step in range(1, 21)]
+
+
+def test_only_rank_0_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = begun(3)
+    stage._progress = Progress("base", 3, "steps", shown=False)  # as on other ranks
+    go(stage)
+    assert " | loss: " not in capsys.readouterr().out
+
+
+def test_figures_of_the_script_join_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run = begun(1)
+    with run.between_steps(0):
+        pass
+    run.finish(Outcome(1.0, 1.0, False, figures={"margin": 0.5}), 1.0, {"reward": 0.25}, "reward: 0.250")
+    with run.between_steps(0):
+        pass
+    (line,) = read_metrics(run.folder.path)
+    assert list(line)[-3:] == ["memory_gb", "margin", "reward"] and line["loss"] == 1.0
+    assert "step 00001 | reward: 0.250 | margin: 0.5000" in capsys.readouterr().out
+
+
+def test_a_line_that_was_saved_but_not_logged_is_measured_by_the_next_run() -> None:
+    """A kill in the measurement after a save must not leave a hole in metrics.jsonl."""
+    run = begun(4, save_every=2)
+    go(run, 2, every=2)
+    metrics = run.folder.path / "metrics.jsonl"
+    run._tracker.close()
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
+    again = begun(4, save_every=2)
+    go(again, 0, every=2)
+    assert [line["step"] for line in read_metrics(run.folder.path)] == [1, 2]
+    assert "accuracy" in read_metrics(run.folder.path)[1]
+    go(begun(4, save_every=2), 0, every=2)
+    assert [line["step"] for line in read_metrics(run.folder.path)] == [1, 2]
+
+
+def test_figures_of_another_version_are_refused_in_one_sentence() -> None:
+    stage = begun(8, stop_at=2)
+    go(stage)
+    meta = read_meta(stage.folder.path, 2)
+    del meta["sha256"]
+    meta["state"]["meter"]["bits_saved"] = 1
+    write_meta(step_dir(stage.folder.path, 2), meta)
+    with pytest.raises(UserError, match=r"step 2 .* does not know .*bits_saved.*--resume=none"):
+        begun(8)
+
+
+def test_a_run_resumes_only_with_as_many_steps_and_rows_as_it_began_with(base_folder: Path) -> None:
+    stage = begun(8, stop_at=2)
+    go(stage)
+    before = sorted(base_folder.rglob("*"))
+    assert rows_per_step(stage.folder.path, "auto", on_cpu()) == rows_per_step(stage.folder.path, 2, on_cpu()) == 4
+    assert rows_per_step(stage.folder.path, "none", on_cpu()) is rows_per_step(stage.folder.path, 1, on_cpu()) is None
+    with pytest.raises(UserError, match=r"begun with 8 steps of 4 rows .* would make 9 steps of 4"):
+        begun(9)
+    with pytest.raises(UserError, match=r"begun with 8 steps of 4 rows .* would make 8 steps of 6"):
+        begun(8, items=6)
+    assert sorted(base_folder.rglob("*")) == before
+    meta = read_meta(stage.folder.path, 2)
+    del meta["sha256"], meta["state"]["row"]  # as early versions wrote it
+    write_meta(step_dir(stage.folder.path, 2), meta)
+    assert rows_per_step(stage.folder.path, "auto", on_cpu()) is None
+    assert begun(8, items=6).step == 2
+
+
+def test_the_end_says_where_the_checkpoints_are_and_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = begun(3, stop_at=2)
+    go(stage)
+    assert (
+        f"checkpoints: {stage.folder.path} (stopped at step 2; leave --stop_at out to resume)"
+        in capsys.readouterr().out
+    )
+    assert not has_training_section("base", "d2")
+    go(begun(3, stop_at=1, resume="none"))  # the same command would begin again
+    assert "(stopped at step 1; leave --stop_at and --resume=none out to resume)" in capsys.readouterr().out
+    go(begun(3))
+    assert capsys.readouterr().out.splitlines()[-1] == f"checkpoints: {stage.folder.path}"
+
+
+def test_a_finished_stage_says_so_and_is_not_begun_again(capsys: pytest.CaptureFixture[str]) -> None:
+    go(begun(2))
+    with pytest.raises(AlreadyDone):
+        begun(2)
+    assert "already done" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--seed: 42 before, 7 now"):
+        begun(2, seed=7)
+
+
+def test_what_the_device_cannot_do_is_refused_before_an_earlier_run_is_moved_aside(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go(begun(2))
+    before = sorted(base_folder.rglob("*"))
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no C++ compiler")
+    for flags, words in (({"compile": True}, "no C.. compiler. Leave --compile out"), ({"graphs": True}, "is a CPU"),
+                         ({"graphs": True, "compile": True}, "both asked for")):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            begun(3, resume="none", **flags)
+    assert sorted(base_folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"checkpoint_files": "per_rank"}, "--checkpoint_files=per_rank is for whole models"),
+        ({"run": "mine"}, "--run mine needs wandb, which is not installed"),
+        ({"profile": True}, "--profile needs .* this run has 3 left"),
+    ],
+)
+def test_what_the_flags_cannot_do_is_refused_before_an_earlier_run_is_moved_aside(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], words: str
+) -> None:
+    go(begun(2))
+    before = sorted(base_folder.rglob("*"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=words):
+        begun(3, resume="none", about={"lora": {}}, **flags)
+    assert sorted(base_folder.rglob("*")) == before
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from nanochat.checkpoint_manager.resume import hold
+from tests.support.tiny_model import on_cpu
+hold(Path(sys.argv[1]), on_cpu())
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_commands_cannot_train_a_stage_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = begun(4, stop_at=2)
+    go(stage)
+    stage.compute.ending.close()  # as at the end of launch()
+    monkeypatch.setattr(resume, "LOCK_SECONDS", 0.2)
+    half_saved = stage.folder.path / ".tmp-step_000003"
+    half_saved.mkdir()
+    words = [sys.executable, "-c", HOLDS, str(stage.folder.path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="d2 is training already"):
+            begun(4)
+        assert half_saved.exists(), "it is the other command's"
+        other.kill()
+        monkeypatch.setattr(resume, "LOCK_SECONDS", 10)
+        assert begun(4).step == 2, "a lock ends with its process"
+    assert not half_saved.exists()
+
+
+def test_a_checkpoint_names_the_family_of_its_model() -> None:
+    stage = begun(1)
+    go(stage)
+    assert read_meta(stage.folder.path, 1)["family"] == "gpt"
+
+
+FREE = """
+    run device_type save_every save_seconds stop_at compile kernels device_batch_size gradient_accumulation_steps
+    eval_every eval_tokens eval_examples data model_tag source source_step base_step shard profile keep resume
+    other_code hang_seconds
+"""
+
+
+def test_the_flags_that_old_runs_may_change_are_still_free() -> None:
+    """Those of the list that same_run.py once had."""
+    scripts = (base_train, mid_train, chat_sft, chat_rl)
+    assert set.union(*(set(free_flags(script.Config)) for script in scripts)) >= set(FREE.split())
