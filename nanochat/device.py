@@ -25,7 +25,7 @@ import torch.distributed as dist
 from nanochat.common import Pulse, UserError, base_dir, complain, tr
 from nanochat.platforms import host
 from nanochat.platforms.ascend.platform import Ascend
-from nanochat.platforms.base import Chip, Platform, kernels_asked
+from nanochat.platforms.base import Chip, Platform, requested_kernels
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia.platform import Nvidia
@@ -163,7 +163,7 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
         job = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
         short = str(dtype).removeprefix("torch.")
         print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){job}", flush=True)
-    operations = platform.operations(kernels_asked(kernels))
+    operations = platform.operations(requested_kernels(kernels))
     return Compute(
         device,
         name,

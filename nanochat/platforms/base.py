@@ -15,7 +15,7 @@ import torch
 from nanochat.common import UserError, warn
 from nanochat.model import Model
 from nanochat.platforms import host
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Chip(Protocol):
@@ -56,10 +56,10 @@ class Tracer(Protocol):
     def finish(self) -> Trace: ...
 
 
-def kernels_asked(flag: str) -> Asked:
+def requested_kernels(flag: str) -> KernelChoice:
     """auto, fused or plain: what --kernels says, and NANOCHAT_KERNELS where the flag says auto."""
     name = (os.environ.get("NANOCHAT_KERNELS") or "auto") if flag == "auto" else flag
-    for known in get_args(Asked):
+    for known in get_args(KernelChoice):
         if name == known:
             return known
     raise UserError(f"NANOCHAT_KERNELS must be auto, fused or plain, got {name!r}", exit_code=2)
@@ -178,7 +178,7 @@ class Platform:
 
     # --- work ------------------------------------------------------------------------------------
 
-    def operations(self, asked: Asked) -> Operations:
+    def operations(self, asked: KernelChoice) -> Operations:
         """How models compute on this device; logs the choice. UserError if what was asked for cannot be had."""
         raise NotImplementedError
 
@@ -186,7 +186,7 @@ class Platform:
         """Why models cannot be trained on this device; "" if they can."""
         return ""
 
-    def refuse_fused(self, asked: Asked) -> None:
+    def refuse_fused(self, asked: KernelChoice) -> None:
         """UserError if fused kernels were asked for on a platform that has none."""
         if asked == "fused":
             raise UserError(

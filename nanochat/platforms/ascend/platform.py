@@ -21,7 +21,7 @@ from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain, missing
 from nanochat.platforms.ascend.operators import ATTENTION, AscendListed, try_operators
 from nanochat.platforms.ascend.profiler import AscendTracer
 from nanochat.platforms.base import Platform, Tracer
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Ascend(Platform):
@@ -137,7 +137,7 @@ class Ascend(Platform):
 
     # --- work ------------------------------------------------------------------------------------
 
-    def operations(self, asked: Asked) -> Operations:
+    def operations(self, asked: KernelChoice) -> Operations:
         """What the chip has, or torch's own operators where plain was asked for.
 
         On a chip that is not in the table, each fused operator is tried first.

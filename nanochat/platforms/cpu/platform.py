@@ -16,7 +16,7 @@ from nanochat.platforms.base import Platform
 from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the caches
 
@@ -73,7 +73,7 @@ class Cpu(Platform):
         if not _has_averages():
             _fix_fsdp()
 
-    def operations(self, asked: Asked) -> Operations:
+    def operations(self, asked: KernelChoice) -> Operations:
         """C++ kernels, or plain torch; fused kernels are refused."""
         self.refuse_fused(asked)
         return CpuOperations(asked != "plain", asked != "plain", int8.reason())

@@ -11,7 +11,7 @@ from nanochat.model import Model
 from nanochat.platforms.base import Chip, Platform
 from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.attention import NvidiaOperations
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
 PEAKS = {
@@ -108,7 +108,7 @@ class Nvidia(Platform):
             "by which process; CUDA_VISIBLE_DEVICES chooses another"
         )
 
-    def operations(self, asked: Asked) -> Operations:
+    def operations(self, asked: KernelChoice) -> Operations:
         """The fastest attention with windows that this host has; torch's own where plain was asked for."""
         self.refuse_fused(asked)
         made = NvidiaOperations(torch.cuda.get_device_capability()[0], plain=asked == "plain")
