@@ -53,11 +53,21 @@ def choose(asked: str | None) -> tuple[str, str, str]:
     if asked:
         if asked not in PLATFORMS:
             raise UserError(
-                f"the device must be one of {', '.join(PLATFORMS)}, got {asked!r}", exit_code=2
+                tr(
+                    "the device must be one of {platforms}, got {asked!r}",
+                    platforms=", ".join(PLATFORMS),
+                    asked=asked,
+                ),
+                exit_code=2,
             )
         if why := PLATFORMS[asked]().unavailable():
             raise UserError(
-                f"device {asked} was asked for but cannot be used: {why}. Name no device to use the best that works."
+                tr(
+                    "device {asked} was asked for but cannot be used: {why}. Name no device "
+                    "to use the best that works.",
+                    asked=asked,
+                    why=why,
+                )
             )
         return asked, PLATFORMS[asked].backend, "asked for"
     passed_over = []
@@ -133,7 +143,12 @@ def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
         return platform.best_dtype()
     if asked not in DTYPES:
         raise UserError(
-            f"NANOCHAT_DTYPE must be one of {', '.join(DTYPES)}, got {asked!r}", exit_code=2
+            tr(
+                "NANOCHAT_DTYPE must be one of {dtypes}, got {asked!r}",
+                dtypes=", ".join(DTYPES),
+                asked=asked,
+            ),
+            exit_code=2,
         )
     if why := platform.lacks_dtype(DTYPES[asked]):
         raise UserError(why)
@@ -235,7 +250,13 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
             words = compute.platform.explain(failure)
             if not words:
                 raise
-            raise UserError(f"{words}. It said: {str(failure).splitlines()[0]}") from failure
+            raise UserError(
+                tr(
+                    "{words}. It said: {splitlines}",
+                    words=words,
+                    splitlines=str(failure).splitlines()[0],
+                )
+            ) from failure
         finally:
             compute_cleanup()
 
@@ -330,7 +351,8 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
             return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
         except ValueError as mistake:
             raise UserError(
-                f"NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", exit_code=2
+                tr("NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", override=override),
+                exit_code=2,
             ) from mistake
     return compute.platform.peak_flops() or _matmul_flops(compute)
 

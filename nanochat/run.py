@@ -43,7 +43,7 @@ from nanochat.checkpoint_manager.resume import (
 )
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
-from nanochat.common import UserError, log, run
+from nanochat.common import UserError, log, run, tr
 from nanochat.dataloader import Source
 from nanochat.device import Compute
 from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
@@ -122,8 +122,15 @@ def parent_of(
     parent = find_parent(source, flags.model_tag, step)
     tag = flags.own_tag(parent.tag, own_file)
     log(
-        f"{stage}: training the model {parent.tag} of stage {parent.stage}, step {parent.step:,}; "
-        f"checkpoints go to {checkpoint_dir(stage, tag)}"
+        tr(
+            "{stage}: training the model {tag} of stage {stage_2}, step {step:,}; "
+            "checkpoints go to {stage_3}",
+            stage=stage,
+            tag=parent.tag,
+            stage_2=parent.stage,
+            step=parent.step,
+            stage_3=checkpoint_dir(stage, tag),
+        )
     )
     return parent, tag
 
@@ -236,7 +243,13 @@ class Run:
     ) -> None:
         if kind is None and self._signalled:
             self._saver.wait()
-            log(f"{self.compute.pulse.stop_reason}: saved step {self.step:,} and stopping")
+            log(
+                tr(
+                    "{stop_reason}: saved step {step:,} and stopping",
+                    stop_reason=self.compute.pulse.stop_reason,
+                    step=self.step,
+                )
+            )
         self._progress.close()
         if kind is None:
             self._close()
@@ -278,16 +291,27 @@ class Run:
             return meter, Safeguards.start(self.compute, state)
         except TypeError as unknown:  # a field that this version does not have
             raise UserError(
-                f"the checkpoint of step {resumed.step:,} in {self.folder.path} holds figures that "
-                f"this version does not know ({unknown}). Resume with the version of nanochat that "
-                "wrote the checkpoint, or begin again with --resume=none."
+                tr(
+                    "the checkpoint of step {step:,} in {path} holds figures that this "
+                    "version does not know ({unknown}). Resume with the version of nanochat "
+                    "that wrote the checkpoint, or begin again with --resume=none.",
+                    step=resumed.step,
+                    path=self.folder.path,
+                    unknown=unknown,
+                )
             ) from unknown
 
     def _announce(self) -> None:
         """Log how long the run will take, and warn if that is long."""
         seconds = self.meter.expected(self.step)
         if seconds >= ANNOUNCED_SECONDS:
-            log(f"time: about {duration(seconds)} for {self.plan.steps - self.step:,} steps")
+            log(
+                tr(
+                    "time: about {seconds} for {steps:,} steps",
+                    seconds=duration(seconds),
+                    steps=self.plan.steps - self.step,
+                )
+            )
         sizes.warn_of_time(seconds, self.compute)
 
     def _describe(self) -> None:

@@ -20,7 +20,7 @@ from nanochat.checkpoint_manager.huggingface.base import Base, open_base
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
@@ -142,8 +142,10 @@ class Config:
         check_ranges(self)
         if not self.data:
             raise UserError(
-                "--data needs at least one file of conversations, got none: name one, such as "
-                "a.jsonl",
+                tr(
+                    "--data needs at least one file of conversations, got none: name one, "
+                    "such as a.jsonl"
+                ),
                 exit_code=2,
             )
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 
 BYTES = 256
 
@@ -43,9 +43,12 @@ def installed_rustbpe() -> Any:
         return rustbpe
     except (ImportError, AttributeError) as missing:
         raise UserError(
-            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Install "
-            "everything with `bash setup_env.sh` and `source .venv/bin/activate`, then type the "
-            "same command again."
+            tr(
+                "rustbpe, which trains tokenizers, is not installed for {executable}. "
+                "Install everything with `bash setup_env.sh` and `source "
+                ".venv/bin/activate`, then type the same command again.",
+                executable=sys.executable,
+            )
         ) from missing
 
 
@@ -71,8 +74,10 @@ def train(
     options: dict[str, Any] = {}
     if encoding_rustbpe() is None:  # logged once in a run, not by every stage that encodes
         log(
-            "the published rustbpe is installed: training takes about ten times as long, and "
-            "tiktoken encodes"
+            tr(
+                "the published rustbpe is installed: training takes about ten times as long, "
+                "and tiktoken encodes"
+            )
         )
     elif progress is not None:
         options["progress"] = progress

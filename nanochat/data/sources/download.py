@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 
 import requests
 
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, visible, write_json
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr, visible, write_json
 from nanochat.data.locks import hold_lock, open_regular
 from nanochat.data.sources.hub import how_to_be_admitted
 
@@ -176,9 +176,14 @@ def check_space(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"the download needs about {needed / 1e9:.1f} GB, but {folder} has "
-            f"{free / 1e9:.1f} GB free. Free some space, fetch fewer files, or set "
-            "NANOCHAT_BASE_DIR to a folder on another disk."
+            tr(
+                "the download needs about {needed:.1f} GB, but {folder} has {free:.1f} GB "
+                "free. Free some space, fetch fewer files, or set NANOCHAT_BASE_DIR to a "
+                "folder on another disk.",
+                needed=needed / 1000000000.0,
+                folder=folder,
+                free=free / 1000000000.0,
+            )
         )
 
 
@@ -252,7 +257,16 @@ def _gave_up(
 ) -> UserError:
     tries = f"{failures} attempts" if failures > 1 else "1 attempt"
     saved = f" The {arrived:,} bytes that arrived are kept as a .part file." if arrived else ""
-    return UserError(f"could not download {url}: {problem} ({tries}).{saved} {hint}".rstrip())
+    return UserError(
+        tr(
+            "could not download {url}: {problem} ({tries}).{saved} {hint}",
+            url=url,
+            problem=problem,
+            tries=tries,
+            saved=saved,
+            hint=hint,
+        ).rstrip()
+    )
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
@@ -263,9 +277,13 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
         if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"the disk is full: {part_of(remote.path)} keeps the {part_size(remote.path):,} bytes "
-            "that arrived. Free some space and type the same command again, which resumes the "
-            "download, or delete the file"
+            tr(
+                "the disk is full: {path} keeps the {path_2:,} bytes that arrived. Free some "
+                "space and type the same command again, which resumes the download, or "
+                "delete the file",
+                path=part_of(remote.path),
+                path_2=part_size(remote.path),
+            )
         ) from failure
 
 

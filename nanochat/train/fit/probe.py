@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.device import Compute
 from nanochat.model import Model
 from nanochat.optim import Optimizers
@@ -84,10 +84,13 @@ def largest(
         taken = -parallel.least(-taken, compute)
         if taken > budget and not tried:
             raise UserError(
-                f"one row takes {_gib(taken)}, but only {_gib(budget)} of this device may be "
-                "taken: "
-                "its memory may be in use by another process. Free it, or take --shard=full, more "
-                "devices, or a smaller --depth."
+                tr(
+                    "one row takes {taken}, but only {budget} of this device may be taken: "
+                    "its memory may be in use by another process. Free it, or take "
+                    "--shard=full, more devices, or a smaller --depth.",
+                    taken=_gib(taken),
+                    budget=_gib(budget),
+                )
             )
         if taken > budget:
             return tried[-1][0], f"{size} took {_gib(taken)} of {_gib(budget)}"
