@@ -42,7 +42,7 @@ PLATFORMS: dict[str, type[Platform]] = {"npu": Ascend, "cuda": Nvidia, "cpu": Cp
 MEASURE = "python check_npu.py --bench"  # measures this host's cards for nanochat.planner
 
 
-def choose(asked: str | None) -> tuple[str, str, str]:
+def choose(requested: str | None) -> tuple[str, str, str]:
     """Return (device type, backend, reason) of the chosen device.
 
     It is the requested one, or the first usable one of npu, cuda, cpu.
@@ -50,26 +50,26 @@ def choose(asked: str | None) -> tuple[str, str, str]:
 
     UserError says why a device that was asked for cannot be used.
     """
-    if asked:
-        if asked not in PLATFORMS:
+    if requested:
+        if requested not in PLATFORMS:
             raise UserError(
                 tr(
                     "the device must be one of {platforms}, got {asked!r}",
                     platforms=", ".join(PLATFORMS),
-                    asked=asked,
+                    asked=requested,
                 ),
                 exit_code=2,
             )
-        if why := PLATFORMS[asked]().unavailable():
+        if why := PLATFORMS[requested]().unavailable():
             raise UserError(
                 tr(
                     "device {asked} was asked for but cannot be used: {why}. Name no device "
                     "to use the best that works.",
-                    asked=asked,
+                    asked=requested,
                     why=why,
                 )
             )
-        return asked, PLATFORMS[asked].backend, "asked for"
+        return requested, PLATFORMS[requested].backend, "asked for"
     passed_over = []
     for name, platform in PLATFORMS.items():
         why = platform().unavailable()
@@ -138,24 +138,24 @@ class Compute:
 
 def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
     """The format to compute in, and why: NANOCHAT_DTYPE, or the best that the device has."""
-    asked = os.environ.get("NANOCHAT_DTYPE")
-    if not asked:
+    requested = os.environ.get("NANOCHAT_DTYPE")
+    if not requested:
         return platform.best_dtype()
-    if asked not in DTYPES:
+    if requested not in DTYPES:
         raise UserError(
             tr(
                 "NANOCHAT_DTYPE must be one of {dtypes}, got {asked!r}",
                 dtypes=", ".join(DTYPES),
-                asked=asked,
+                asked=requested,
             ),
             exit_code=2,
         )
-    if why := platform.lacks_dtype(DTYPES[asked]):
+    if why := platform.lacks_dtype(DTYPES[requested]):
         raise UserError(why)
-    return DTYPES[asked], "NANOCHAT_DTYPE"
+    return DTYPES[requested], "NANOCHAT_DTYPE"
 
 
-def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
+def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute:
     """Take this process's device and, under torchrun, join the process group.
 
     `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what
@@ -163,8 +163,8 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
     touching the accelerator. UserError if this host has cards that cannot be used, unless the CPU
     was asked for, or if the launcher's variables are incomplete.
     """
-    name, collectives, why = choose(asked) if asked else (device_type, backend, reason)
-    if not asked:
+    name, collectives, why = choose(requested) if requested else (device_type, backend, reason)
+    if not requested:
         check_idle_cards(name)
     place = host.read_ranks(met=dist.is_initialized())
     rank, local_rank, world_size = place.rank, place.local_rank, place.world_size

@@ -459,9 +459,9 @@ class Run:
             self.mark,
         )
 
-    def mark(self, part: str) -> None:
+    def mark(self, phase: str) -> None:
         """Count the time from here on to a part of the step; without --profile nothing happens."""
-        self._profile.mark(part)
+        self._profile.mark(phase)
 
     def finish(
         self,
@@ -538,11 +538,11 @@ class Run:
         self._tracker.close()
         self._saver.wait()
         folder = self.folder
-        done = self.step == self.plan.steps
-        if done and not self._cut and self.compute.main:
+        is_complete = self.step == self.plan.steps
+        if is_complete and not self._cut and self.compute.main:
             settings = folder.settings.values
             training_section(folder.stage, folder.tag, folder.path, settings, self._where())
-        note = "" if done else f" (stopped at step {self.step}; {self._how_to_resume()})"
+        note = "" if is_complete else f" (stopped at step {self.step}; {self._how_to_resume()})"
         log(f"checkpoints: {folder.path}{note}")
 
     def _how_to_resume(self) -> str:

@@ -156,10 +156,10 @@ def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: 
     if step < warmup:
         return (step + 1) / warmup
     down = round(warmdown_ratio * steps)
-    left = steps - step
-    if left >= down or down == 0:
+    steps_left = steps - step
+    if steps_left >= down or down == 0:
         return 1.0
-    return final + (1 - final) * left / down
+    return final + (1 - final) * steps_left / down
 
 
 def cosine(step: int, steps: int, warmup_ratio: float) -> float:
@@ -188,10 +188,10 @@ def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
     rise = min(400, max(steps // 4, 1))
     down = round(warmdown_ratio * steps)
     peak = 0.85 + (high - 0.85) * min(step / rise, 1.0)
-    left = steps - step
-    if left >= down or down == 0:
+    steps_left = steps - step
+    if steps_left >= down or down == 0:
         return peak
-    return low + (peak - low) * left / down
+    return low + (peak - low) * steps_left / down
 
 
 def decay_factor(step: int, steps: int) -> float:

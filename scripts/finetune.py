@@ -241,8 +241,8 @@ def train(cfg: Config, compute: Compute) -> None:
     rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else schedule.TUNING_RATE_RULE
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
-    own = own_pairs if preference else own_conversations
-    conversations = own(cfg.data, HELD_OUT if earlier else None)
+    read_own = own_pairs if preference else own_conversations
+    conversations = read_own(cfg.data, HELD_OUT if earlier else None)
     facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
     if cfg.learning_rate == "auto":
         facts[RATE_FACT] = rule

@@ -189,7 +189,7 @@ def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     pairs = []
     for rank, token in enumerate(ranks[BYTES:], start=BYTES):
         parts = _apply_merges_before(rank, token, numbers)
-        if len(parts) != 2 or not all(part in numbers for part in parts):
+        if len(parts) != 2 or not all(half in numbers for half in parts):
             raise ValueError(
                 f"token {rank} is not made of two earlier tokens: the vocabulary is damaged"
             )

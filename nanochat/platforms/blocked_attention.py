@@ -176,7 +176,7 @@ class BlockedAttention(torch.autograd.Function):
         gradient = grads[0].transpose(1, 2).reshape(B * H, T, D)
         work: Callable[..., Any] = _opaque_backward if is_compiling() else _backward
         parts = work(*ctx.saved_tensors, gradient, ctx.window, ctx.hidden)
-        return *(part.view(B, H, T, D).transpose(1, 2) for part in parts), None, None
+        return *(grad.view(B, H, T, D).transpose(1, 2) for grad in parts), None, None
 
 
 def ungrouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

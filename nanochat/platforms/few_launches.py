@@ -80,18 +80,18 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
-        few = x.flatten(0, -2)[:, : weight.size(1)]
-        return x.view_as(x), (few @ weight.mT).unflatten(0, x.shape[:-1])
+        first_channels = x.flatten(0, -2)[:, : weight.size(1)]
+        return x.view_as(x), (first_channels @ weight.mT).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        whole, narrow = grads[0], grads[1].flatten(0, -2)
-        few = slice(0, weight.size(1))
-        whole.flatten(0, -2)[:, few].addmm_(
+        x_grad, narrow = grads[0], grads[1].flatten(0, -2)
+        first_channels = slice(0, weight.size(1))
+        x_grad.flatten(0, -2)[:, first_channels].addmm_(
             narrow, weight
         )  # nobody else holds the gradient of the view given above
-        return whole, narrow.mT @ x.flatten(0, -2)[:, few]
+        return x_grad, narrow.mT @ x.flatten(0, -2)[:, first_channels]
 
 
 def narrow(
@@ -204,9 +204,9 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         head, x_grads, weight_grad, losses = weight.to(x.dtype), [], torch.empty(0), []
         for i in range(0, x.size(0), chunk):
-            part = slice(i, i + chunk)
+            rows = slice(i, i + chunk)
             loss, to_x, to_head = _chunk_loss(
-                x[part], head, targets[part], scale[part], vocab, hidden
+                x[rows], head, targets[rows], scale[rows], vocab, hidden
             )
             losses.append(loss)
             x_grads.append(to_x)

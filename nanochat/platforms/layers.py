@@ -196,20 +196,20 @@ def accelerate(model: Model, operations: Operations) -> Counter[str]:
     module = cast(Any, model)
     module.attention = operations
     counts: Counter[str] = Counter()
-    for part in module.modules():
-        if isinstance(part, Head):
-            part.loss_tokens = operations.loss_chunk
-            part.capped_logits = operations.capped_logits
-        elif isinstance(part, Vocabulary):
-            part.loss_tokens = operations.loss_chunk
-            part.loss_logits = operations.loss_logits
+    for submodule in module.modules():
+        if isinstance(submodule, Head):
+            submodule.loss_tokens = operations.loss_chunk
+            submodule.capped_logits = operations.capped_logits
+        elif isinstance(submodule, Vocabulary):
+            submodule.loss_tokens = operations.loss_chunk
+            submodule.loss_logits = operations.loss_logits
     if not operations.fuses_layers:
         return counts
     swaps = LAYERS if isinstance(model, GPT) else qwen_layers.LAYERS
-    for part in module.modules():
-        faster = swaps.get(type(part))
+    for submodule in module.modules():
+        faster = swaps.get(type(submodule))
         if faster is not None:
-            part.__class__ = faster
-            part.operations = operations
+            submodule.__class__ = faster
+            submodule.operations = operations
             counts[faster.__name__] += 1
     return counts

@@ -31,9 +31,11 @@ Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
 Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
 
 
-def finite_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def finite_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what to add to scores: 0 where a key is seen, a large negative number, never -inf, where it is not."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, HIDDEN)
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, HIDDEN
+    )
 
 
 def times(matrix: nn.Module, x: Tensor, cast_weight: Tensor | None) -> Tensor:
@@ -145,7 +147,7 @@ class Operations(PlainAttention):
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
         sharpen: float,
-        made: Tensor | None = None,  # the matrices as one, from cast_together()
+        joined_weight: Tensor | None = None,  # the matrices as one, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """Queries and keys, rotated, normed and multiplied by `sharpen`, and values.
 
@@ -172,7 +174,7 @@ class Operations(PlainAttention):
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
         sharpen: float,
-        made: Sequence[Tensor]
+        cast_weights: Sequence[Tensor]
         | None = None,  # the matrices as one, and the gate's, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """As heads(), and each head of a value gains 3 sigmoid(gate) times the value embedding."""
@@ -196,13 +198,15 @@ class Operations(PlainAttention):
         before: Tensor
         | None,  # (B, T, C) x of the token before each token; None: the rows of x are whole sequences
         gate: nn.Module,  # from the first channels of x to (B, T, 1)
-        most: Tensor,  # (1,) fp32
+        smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
         """x plus a gated part of the token before: most sigmoid(gate) times it."""
         before = Rows().previous(x) if before is None else before
         return (
             x
-            + most.to(x.dtype) * torch.sigmoid(gate(x[..., : cast(int, gate.in_features)])) * before
+            + smear_lambda.to(x.dtype)
+            * torch.sigmoid(gate(x[..., : cast(int, gate.in_features)]))
+            * before
         )
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
@@ -283,12 +287,12 @@ class Operations(PlainAttention):
         many stay as fill a multiple of KEPT_GRAIN, since memory of ever new sizes is used again less often."""
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights
-        wanted = targets >= 0
-        count = max(-(-int(wanted.sum()) // KEPT_GRAIN), 1) * KEPT_GRAIN
+        has_target = targets >= 0
+        count = max(-(-int(has_target.sum()) // KEPT_GRAIN), 1) * KEPT_GRAIN
         if count >= len(targets):
             return x, targets, weights
-        kept = wanted.logical_not().int().argsort(stable=True)[:count]
-        return x[kept], targets[kept], None if weights is None else weights[kept]
+        index = has_target.logical_not().int().argsort(stable=True)[:count]
+        return x[index], targets[index], None if weights is None else weights[index]
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
         """The factor of the scores that attend() is to be given after heads(); None means 1/sqrt(D)."""
@@ -303,19 +307,21 @@ class Operations(PlainAttention):
         x: Tensor,  # (..., C)
         into: nn.Module,  # the matrix from x to the inner channels
         out: nn.Module,  # the matrix from the inner channels
-        made: Sequence[Tensor | None],  # both matrices in the compute dtype, from cast_together()
+        cast_weights: Sequence[
+            Tensor | None
+        ],  # both matrices in the compute dtype, from cast_together()
     ) -> Tensor:  # (..., C)
         """Two matrices with a squared ReLU between them."""
-        return times(out, self.squared_relu(times(into, x, made[0])), made[1])
+        return times(out, self.squared_relu(times(into, x, cast_weights[0])), cast_weights[1])
 
     def project(
         self,
         x: Tensor,  # (..., inputs)
         matrix: nn.Module,
-        made: Tensor | None,  # the matrix in the compute dtype, from cast_together()
+        cast_weight: Tensor | None,  # the matrix in the compute dtype, from cast_together()
     ) -> Tensor:  # (..., outputs)
         """A matrix, such as the one that attention's heads are joined by."""
-        return times(matrix, x, made)
+        return times(matrix, x, cast_weight)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """The sum of squares of each tensor."""

@@ -45,8 +45,8 @@ class Joined:
     def __call__(self, x: Tensor) -> list[Tensor]:  # (..., inputs) -> (..., outputs) of each matrix
         parts = self.multiply(x).split(self._sizes, dim=-1)
         results = []
-        for matrix, part in zip(self._matrices, parts, strict=True):
-            results.append(part if matrix.adapter is None else matrix.adapter(x, part))
+        for matrix, product in zip(self._matrices, parts, strict=True):
+            results.append(product if matrix.adapter is None else matrix.adapter(x, product))
         return results
 
 
@@ -126,8 +126,8 @@ class OperatorAttention(Attention):
         Hkv = c.n_kv_head
         if c.qk_norm and not c.output_gate and self.joined.plain:  # the fewest operators
             heads = self.joined.multiply(x).unflatten(2, (H + 2 * Hkv, -1))
-            both = self._turned(heads[:, :, : H + Hkv], rotary)
-            return both[:, :, :H], both[:, :, H:], heads[:, :, H + Hkv :], None
+            q_and_k = self._turned(heads[:, :, : H + Hkv], rotary)
+            return q_and_k[:, :, :H], q_and_k[:, :, H:], heads[:, :, H + Hkv :], None
         q, k, v = self.joined(x)
         q = q.unflatten(2, (H, -1))
         k = k.unflatten(2, (Hkv, -1))

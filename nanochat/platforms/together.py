@@ -87,33 +87,36 @@ class _Cast(torch.autograd.Function):
         for group in ctx.groups.values():
             block = as_stack([parameter.detach() for parameter in group]).to(dtype)
             cast_to |= zip(group, block.unbind(), strict=True)
-        rest, results = list(parameters), []
+        remaining, results = list(parameters), []
         for count in units:
-            parts, rest = [cast_to[parameter] for parameter in rest[:count]], rest[count:]
+            parts, remaining = (
+                [cast_to[parameter] for parameter in remaining[:count]],
+                remaining[count:],
+            )
             results.append(_below_one_another(parts))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        given: dict[nn.Parameter, Tensor] = {}
-        rest = list(ctx.parameters)
+        grad_of: dict[nn.Parameter, Tensor] = {}
+        remaining = list(ctx.parameters)
         for count, grad in zip(ctx.units, grads, strict=True):
-            mine, rest = rest[:count], rest[count:]
-            given |= zip(mine, grad.split([len(parameter) for parameter in mine]), strict=True)
-        found: dict[nn.Parameter, Tensor] = {}
+            unit, remaining = remaining[:count], remaining[count:]
+            grad_of |= zip(unit, grad.split([len(parameter) for parameter in unit]), strict=True)
+        cast_grads: dict[nn.Parameter, Tensor] = {}
         for shape, group in ctx.groups.items():
             block = torch.empty(len(group), *shape, dtype=group[0].dtype, device=group[0].device)
             places = list(block.unbind())
-            torch._foreach_copy_(places, [given[p] for p in group])  # pyright: ignore[reportPrivateImportUsage]
-            found |= zip(group, places, strict=True)
-        return None, None, *(found[parameter] for parameter in ctx.parameters)
+            torch._foreach_copy_(places, [grad_of[p] for p in group])  # pyright: ignore[reportPrivateImportUsage]
+            cast_grads |= zip(group, places, strict=True)
+        return None, None, *(cast_grads[parameter] for parameter in ctx.parameters)
 
 
 def _below_one_another(parts: Sequence[Tensor]) -> Tensor:
     """Matrices of one width as one matrix."""
     if len(parts) == 1:
         return parts[0]
-    if len({part.shape for part in parts}) == 1:
+    if len({tensor.shape for tensor in parts}) == 1:
         return as_stack(parts).flatten(0, 1)
     return torch.cat(list(parts))
 
@@ -121,8 +124,8 @@ def _below_one_another(parts: Sequence[Tensor]) -> Tensor:
 def cast_together(layers: Sequence[Sequence[Unit]], dtype: torch.dtype) -> list[list[Tensor]]:
     """Every unit of every layer as one matrix of a format, differentiably; made once a pass instead of at every use."""
     units = [unit for layer in layers for unit in layer]
-    made = _Cast.apply(
+    cast_tensors = _Cast.apply(
         dtype, [len(unit) for unit in units], *(parameter for unit in units for parameter in unit)
     )
-    rest = iter(cast(tuple[Tensor, ...], made))
-    return [[next(rest) for _ in layer] for layer in layers]
+    remaining = iter(cast(tuple[Tensor, ...], cast_tensors))
+    return [[next(remaining) for _ in layer] for layer in layers]

@@ -84,8 +84,8 @@ def keep_replies(
     replies = engine.generate(prompts, greedy, 1, lambda *_: compute.pulse.beat())
     samples = []
     for prompt, reply in zip(prompts, replies, strict=True):
-        said = _text(reply.tokens, tokenizer)
-        samples.append(Sample(step, HELD_OUT, _text(prompt, tokenizer), said))
+        reply_text = _text(reply.tokens, tokenizer)
+        samples.append(Sample(step, HELD_OUT, _text(prompt, tokenizer), reply_text))
     keep_samples(folder, samples)
 
 

@@ -123,7 +123,7 @@ def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
     forced = [False, False, True, True, False]
     says = iter(["cat", "mats"] * len(NUMBERS))  # right and wrong, so that no group is flat
 
-    def generate(self, prompts, sampling, samples, done=None):
+    def generate(self, prompts, sampling, samples, on_done=None):
         assert samples == 2
         replies = [TOKENIZER.encode(next(says)) for _ in range(2 * len(prompts))]
         made = [

@@ -194,8 +194,8 @@ def part_of(path: Path) -> Path:
 
 def part_size(path: Path) -> int:
     """Return how many bytes of a file have already been downloaded."""
-    part = part_of(path)
-    return part.stat().st_size if part.exists() else 0
+    partial_path = part_of(path)
+    return partial_path.stat().st_size if partial_path.exists() else 0
 
 
 # --- one file ------------------------------------------------------------------------------------
@@ -289,11 +289,11 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
     """Append the missing bytes of a file to its part, check the complete file and rename it."""
-    part = part_of(remote.path)
+    partial_path = part_of(remote.path)
     # A second process that fetches the same file waits here.
-    with open_regular(part, owned=True) as file, hold_lock(file, waiting=lambda: None):
+    with open_regular(partial_path, owned=True) as file, hold_lock(file, waiting=lambda: None):
         if remote.path.exists():
-            part.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             return Fetched(remote.path, remote.path.stat().st_size, None)
         offset = file.seek(0, os.SEEK_END)  # another process may have written while we waited
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
@@ -305,22 +305,22 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
             else:
                 _check_range(response, file, offset, transfer)
                 _note_etag(remote.path, response)
-                check_space(part.parent, (total or 0) - file.tell())
+                check_space(partial_path.parent, (total or 0) - file.tell())
                 _receive(response, file, total, transfer)
             promised_sha256 = remote.sha256 or _promised_sha256(response)
         file.flush()
         os.fsync(file.fileno())
-        if promised_sha256 and sha256_of(part) != promised_sha256:
+        if promised_sha256 and sha256_of(partial_path) != promised_sha256:
             why = f"the downloaded file does not have the promised SHA-256 {promised_sha256}"
             raise _start_over(file, transfer, why)
         try:
-            transfer.check(part)
+            transfer.check(partial_path)
         except UserError:  # no further attempt would help
             raise
         except ValueError as problem:
             raise _start_over(file, transfer, str(problem)) from problem
         size = file.tell()
-        os.replace(part, remote.path)
+        os.replace(partial_path, remote.path)
     _etag_file(remote.path).unlink(missing_ok=True)
     fsync_path(remote.path.parent)
     return Fetched(remote.path, size, promised_sha256)

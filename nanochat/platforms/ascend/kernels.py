@@ -56,9 +56,9 @@ class AscendPlain(Operations):
         self.saturates = saturates
         self.kept = TensorCache(16)  # masks and vectors of ones
 
-    def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
+    def mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
         """See PlainAttention.mask."""
-        return finite_mask(seen, dtype) if self._finite(dtype) else seen
+        return finite_mask(visible, dtype) if self._finite(dtype) else visible
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """See PlainAttention.causal."""
@@ -67,8 +67,8 @@ class AscendPlain(Operations):
         length, device, dtype = q.size(2), q.device, q.dtype
 
         def triangle() -> Tensor:  # (T, T) which keys each query sees
-            seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-            return finite_mask(seen, dtype)
+            visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            return finite_mask(visible, dtype)
 
         return F.scaled_dot_product_attention(
             q,
@@ -107,14 +107,15 @@ class AscendChunked(AscendPlain):
         cos: Tensor,
         sin: Tensor,
         sharpen: float,
-        made: Tensor | None = None,
+        joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """See Operations.heads. One matmul makes all heads, and queries and keys are rotated and normed together."""
         weights = [cast(Tensor, matrix.weight) for matrix in matrices]
         counts = [weight.size(0) // head_dim for weight in weights]
-        made = torch.cat([weight.to(x.dtype) for weight in weights]) if made is None else made
-        both = F.linear(x, made).unflatten(-1, (-1, head_dim))
-        qk, v = both.split((counts[0] + counts[1], counts[2]), dim=2)
+        if joined_weight is None:
+            joined_weight = torch.cat([weight.to(x.dtype) for weight in weights])
+        q_and_k = F.linear(x, joined_weight).unflatten(-1, (-1, head_dim))
+        qk, v = q_and_k.split((counts[0] + counts[1], counts[2]), dim=2)
         q, k = self.sharpened(self.norm(self.rotary(qk, cos, sin)), sharpen).split(
             (counts[0], counts[1]), dim=2
         )
@@ -130,12 +131,12 @@ class AscendChunked(AscendPlain):
         cos: Tensor,
         sin: Tensor,
         sharpen: float,
-        made: Sequence[Tensor] | None = None,
+        cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """See Operations.gated_heads."""
-        whole, narrow = made or (None, cast(Tensor, gate.weight).to(x.dtype))
+        joined_weight, narrow = cast_weights or (None, cast(Tensor, gate.weight).to(x.dtype))
         x, logits = few_launches.narrow(x, narrow)
-        q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen, whole)
+        q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen, joined_weight)
         return q, k, few_launches.add_values(v, value.view_as(v), logits)
 
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
@@ -222,13 +223,13 @@ class AscendInference(AscendChunked):
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        seen: Tensor,  # (B, 1, T, K)
+        visible: Tensor,  # (B, 1, T, K)
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """See PlainAttention.masked."""
         if q.dtype == torch.float16:
-            return prompt(q, k, v, seen)
-        return super().masked(q, k, v, seen, scale)
+            return prompt(q, k, v, visible)
+        return super().masked(q, k, v, visible, scale)
 
     def by_lengths(
         self,
@@ -425,7 +426,7 @@ class AscendFused(AscendChunked):
 
 
 KINDS: dict[str, type[AscendPlain]] = {
-    made.name: made for made in (AscendPlain, AscendChunked, AscendInference, AscendFused)
+    kind.name: kind for kind in (AscendPlain, AscendChunked, AscendInference, AscendFused)
 }
 
 
@@ -454,7 +455,7 @@ def prompt(
     q: Tensor,  # (B, T, H, D) fp16
     k: Tensor,  # (B, K, Hkv, D)
     v: Tensor,  # (B, K, Hkv, D)
-    seen: Tensor,  # (1 or B, 1, T, K) bool, True = seen
+    visible: Tensor,  # (1 or B, 1, T, K) bool, True = seen
 ) -> Tensor:  # (B, T, H, D)
     """Attention of many queries on an inference card, which takes whole masks only."""
     import torch_npu  # pyright: ignore[reportMissingImports]
@@ -465,7 +466,7 @@ def prompt(
         q,
         k,
         v,
-        atten_mask=~seen,
+        atten_mask=~visible,
         num_heads=q.size(2),
         scale_value=q.size(3) ** -0.5,
         next_tokens=WHOLE,

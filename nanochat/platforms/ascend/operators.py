@@ -184,7 +184,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     copy, one_head = (
-        part.clone(memory_format=torch.contiguous_format) for part in (x, x[:, :, :1])
+        tensor.clone(memory_format=torch.contiguous_format) for tensor in (x, x[:, :, :1])
     )
     return torch_npu.npu_apply_rotary_pos_emb(copy, one_head, cos, sin, "BSND", "half")[0]
 
@@ -220,7 +220,7 @@ def _why_not(
     if missing((operator,)):
         return "this torch_npu does not have it"
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn((2, 64, heads, 32), generator=generator).to(dtype) for heads in (4, 2, 2)]
+    qkv = [torch.randn((2, 64, heads, 32), generator=generator).to(dtype) for heads in (4, 2, 2)]
     backward = trial is not _decodes
 
     def results(operations: Operations, tensors: list[Tensor]) -> list[Tensor]:
@@ -233,18 +233,18 @@ def _why_not(
                 if backward
                 else ()
             )
-        return [out.detach(), *(part for part in parts if part is not None)]
+        return [out.detach(), *(grad for grad in parts if grad is not None)]
 
     try:
-        found = [
-            part.float().cpu()
-            for part in results(AscendListed((operator,)), [x.to(device) for x in given])
+        outputs = [
+            output.float().cpu()
+            for output in results(AscendListed((operator,)), [x.to(device) for x in qkv])
         ]
     except RuntimeError as failure:
         return (str(failure).strip().splitlines() or [repr(failure)])[0][:200]
-    expected = results(Operations(), [x.float() for x in given])
+    expected = results(Operations(), [x.float() for x in qkv])
     error = max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(outputs, expected, strict=True)
     )
     return "" if error <= WRONG else f"its error is {error:.3g} of the largest value"
 
@@ -272,6 +272,6 @@ def _decodes(operations: Operations, qkv: list[Tensor]) -> Tensor:
     singles = []
     for i, end in enumerate(ends):
         row = slice(i, i + 1)
-        seen = torch.ones(1, 1, 1, end, dtype=torch.bool, device=q.device)
-        singles.append(operations.masked(q[row, :1], k[row, :end], v[row, :end], seen))
+        visible = torch.ones(1, 1, 1, end, dtype=torch.bool, device=q.device)
+        singles.append(operations.masked(q[row, :1], k[row, :end], v[row, :end], visible))
     return torch.cat(singles)

@@ -20,9 +20,9 @@ def one_query(
     """
     B, _, H, D = q.shape
     J = k.size(2)
-    own = torch.eye(J, dtype=q.dtype, device=q.device).view(1, J, 1, J, 1)
+    diagonal = torch.eye(J, dtype=q.dtype, device=q.device).view(1, J, 1, J, 1)
     spread = (
-        q.unflatten(2, (J, -1)).squeeze(1).transpose(2, 3)[:, :, :, None] * own
+        q.unflatten(2, (J, -1)).squeeze(1).transpose(2, 3)[:, :, :, None] * diagonal
     )  # (B, Hkv, D, Hkv, H / Hkv)
     products = (
         torch.bmm(k.flatten(2), spread.reshape(B, J * D, H)).transpose(1, 2).float()

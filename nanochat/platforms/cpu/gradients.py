@@ -97,8 +97,10 @@ class Heads(torch.autograd.Function):
         rows, size = x.flatten(0, -2), 2 * cos.size(-1)
         sizes = [len(weight) for weight in weights]
         matrix = use.matrix(weights, x)
-        made = matrix.times(rows)  # (N, C')
-        q, k, v = made.view(*x.shape[:-1], -1, size).split([part // size for part in sizes], dim=2)
+        products = matrix.times(rows)  # (N, C')
+        q, k, v = products.view(*x.shape[:-1], -1, size).split(
+            [part // size for part in sizes], dim=2
+        )
         opened = None
         if gate is not None and value is not None:
             gate, value = gate.to(x.dtype), value.contiguous().view(len(rows), -1, size)
@@ -110,17 +112,17 @@ class Heads(torch.autograd.Function):
             [weight.dtype for weight in weights],
         )
         ctx.matrix = matrix
-        ctx.save_for_backward(rows, made, cos, sin, gate, value, opened)
-        q, k = (use.kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
+        ctx.save_for_backward(rows, products, cos, sin, gate, value, opened)
+        q, k = (use.kernels.turn(head, None, cos, sin, EPSILON, sharpen) for head in (q, k))
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, made, cos, sin, gate, value, opened = ctx.saved_tensors
+        rows, products, cos, sin, gate, value, opened = ctx.saved_tensors
         use, (B, T, _, size) = ctx.use, grads[0].shape
-        g = torch.empty_like(made)
+        g = torch.empty_like(products)
         heads = [part // size for part in ctx.sizes]
-        parts, by_parts = (x.view(B, T, -1, size).split(heads, dim=2) for x in (made, g))
+        parts, by_parts = (x.view(B, T, -1, size).split(heads, dim=2) for x in (products, g))
         for slope, x, dx in zip(grads[:2], parts[:2], by_parts[:2], strict=True):
             use.training.turn_back(slope, x, cos, sin, dx, EPSILON, ctx.sharpen)
         by_parts[2].copy_(grads[2])
@@ -197,9 +199,11 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, logs = ctx.saved_tensors
-        made = [x.new_empty(x.shape) for x in (q, k, v)]
-        ctx.use.training.attention_back(q, k, v, y, side_by_side(grads[0]), logs, made, *ctx.how)
-        return None, *made, None, None
+        grads_qkv = [x.new_empty(x.shape) for x in (q, k, v)]
+        ctx.use.training.attention_back(
+            q, k, v, y, side_by_side(grads[0]), logs, grads_qkv, *ctx.how
+        )
+        return None, *grads_qkv, None, None
 
 
 class Smear(torch.autograd.Function):
@@ -207,20 +211,25 @@ class Smear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Trained, x: Tensor, weight: Tensor, most: Tensor
+        ctx: Any, use: Trained, x: Tensor, weight: Tensor, smear_lambda: Tensor
     ) -> Tensor:  # (B, T, C), (R,), ()
-        ctx.use, ctx.formats = use, (weight.dtype, most.dtype)
-        x, weight, most = x.contiguous(), weight.to(x.dtype), most.to(x.dtype)
-        y, gates = use.training.smear(x, weight, most)
-        ctx.save_for_backward(x, weight, most, gates)
+        ctx.use, ctx.formats = use, (weight.dtype, smear_lambda.dtype)
+        x, weight, smear_lambda = x.contiguous(), weight.to(x.dtype), smear_lambda.to(x.dtype)
+        y, gates = use.training.smear(x, weight, smear_lambda)
+        ctx.save_for_backward(x, weight, smear_lambda, gates)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, most, gates = ctx.saved_tensors
-        dx, sums = ctx.use.training.smear_back(grads[0], x, weight, most, gates)
+        x, weight, smear_lambda, gates = ctx.saved_tensors
+        dx, sums = ctx.use.training.smear_back(grads[0], x, weight, smear_lambda, gates)
         by_weight, by_most = sums.split([len(weight), 1])
-        return None, dx, by_weight.to(ctx.formats[0]), by_most.view_as(most).to(ctx.formats[1])
+        return (
+            None,
+            dx,
+            by_weight.to(ctx.formats[0]),
+            by_most.view_as(smear_lambda).to(ctx.formats[1]),
+        )
 
 
 class Offset(torch.autograd.Function):
@@ -255,9 +264,9 @@ class Loss(torch.autograd.Function):
         multiply: Callable[[Tensor], Tensor] | None,  # with the head, instead of torch
     ) -> Tensor:
         def chunk_loss(
-            part: Tensor, cast_head: Tensor, targets: Tensor, shares: Tensor
+            rows: Tensor, cast_head: Tensor, targets: Tensor, shares: Tensor
         ) -> tuple[Tensor, Tensor]:
-            logits = F.linear(part, cast_head) if multiply is None else multiply(part)
+            logits = F.linear(rows, cast_head) if multiply is None else multiply(rows)
             return fused(logits, targets, shares, vocab, cap), logits
 
         frozen = not ctx.needs_input_grad[1]

@@ -26,15 +26,15 @@ OUTPUTS = 32  # as in int8.h: a matrix must have multiples of them, and as many 
 def reason() -> str:
     """Why models of bf16 train with products in 8 bits on this host; "" if they do not. NANOCHAT_INT8 decides, or else
     whether the processor multiplies 8 bits faster. UserError (code 2) if it is neither 0 nor 1."""
-    asked = os.environ.get("NANOCHAT_INT8") or "auto"
-    if asked not in ("auto", "0", "1"):
-        raise UserError(f"NANOCHAT_INT8 must be 0 or 1, got {asked!r}", exit_code=2)
+    setting = os.environ.get("NANOCHAT_INT8") or "auto"
+    if setting not in ("auto", "0", "1"):
+        raise UserError(f"NANOCHAT_INT8 must be 0 or 1, got {setting!r}", exit_code=2)
     flags = host.cpu_flags()
     if (
-        asked == "auto" and "avx512_vnni" in flags and "amx_bf16" not in flags
+        setting == "auto" and "avx512_vnni" in flags and "amx_bf16" not in flags
     ):  # AMX multiplies bf16 faster than VNNI 8
         return "the CPU has avx512_vnni"
-    return "NANOCHAT_INT8" if asked == "1" else ""
+    return "NANOCHAT_INT8" if setting == "1" else ""
 
 
 class Matrix:
@@ -44,8 +44,8 @@ class Matrix:
         """`masters` are (outputs, inputs) each."""
         self.kernels = kernels
         self.weight = masters[0].new_empty(sum(map(len, masters)), masters[0].size(1), dtype=dtype)
-        for part, master in zip(self.weight.split([*map(len, masters)]), masters, strict=True):
-            part.copy_(master)
+        for copy, master in zip(self.weight.split([*map(len, masters)]), masters, strict=True):
+            copy.copy_(master)
 
     def times(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
         """All outputs."""
@@ -101,5 +101,7 @@ class Matrix8(Matrix):
 def fits(masters: Sequence[Tensor]) -> bool:
     """Whether Matrix8 can multiply with these matrices, forward and back."""
     inputs = masters[0].size(1)
-    whole = sum(map(len, masters)) % OUTPUTS == 0 and inputs % OUTPUTS == 0
-    return whole and all(master.dtype in (torch.float32, torch.bfloat16) for master in masters)
+    fills_blocks = sum(map(len, masters)) % OUTPUTS == 0 and inputs % OUTPUTS == 0
+    return fills_blocks and all(
+        master.dtype in (torch.float32, torch.bfloat16) for master in masters
+    )

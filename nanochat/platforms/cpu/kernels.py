@@ -75,15 +75,17 @@ def compiled(folder: Path, command: str, source: Path | None = None) -> Path:
     made."""
     source = source or SOURCE
     flags = host.cpu_flags()
-    own = ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
-    own += ["-mprefer-vector-width=512"] if "avx512f" in flags else []
-    made_from = repr((command, FLAGS, own, sorted(flags), host.cpu_model())).encode()
+    machine_flags = [
+        "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    ]
+    machine_flags += ["-mprefer-vector-width=512"] if "avx512f" in flags else []
+    made_from = repr((command, FLAGS, machine_flags, sorted(flags), host.cpu_model())).encode()
     made_from += b"".join(path.read_bytes() for path in (source, *(CPP / name for name in HEADERS)))
     library = folder / f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not _is_ours(library):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = library.with_name(f".{library.name}-{os.getpid()}")
-        words = [command, *FLAGS, *own, f"-I{CPP}", str(source), "-o", str(fresh)]
+        words = [command, *FLAGS, *machine_flags, f"-I{CPP}", str(source), "-o", str(fresh)]
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
         os.replace(fresh, library)
     return library
@@ -119,8 +121,10 @@ def found(folder: Path, source: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compiled(folder, command, source)))
     except (OSError, subprocess.SubprocessError) as failure:
-        said = (getattr(failure, "stderr", None) or str(failure)).strip().splitlines()[:1]
-        warn(tr("small operators stay torch's own, which are slower: {why}", why="".join(said)))
+        first_line = (getattr(failure, "stderr", None) or str(failure)).strip().splitlines()[:1]
+        warn(
+            tr("small operators stay torch's own, which are slower: {why}", why="".join(first_line))
+        )
         return None
 
 
@@ -204,9 +208,9 @@ class Kernels:
             return None
         if not compare:
             return place
-        found = torch.frombuffer((ctypes.c_char * size).from_address(place), dtype=weight.dtype)
-        wanted = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
-        return place if torch.equal(found.view(wanted.shape), wanted) else None
+        packed = torch.frombuffer((ctypes.c_char * size).from_address(place), dtype=weight.dtype)
+        blocks = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
+        return place if torch.equal(packed.view(blocks.shape), blocks) else None
 
     def multiply(
         self, x: Tensor, place: int, outputs: int
@@ -387,7 +391,7 @@ class Kernels:
         """The weighted sum of the cross-entropies of rows of logits, of which the first `vocab` count."""
         targets, weights = targets.contiguous(), weights.contiguous()
         losses = torch.empty_like(weights)
-        known = self._functions["loss", logits.dtype](
+        status = self._functions["loss", logits.dtype](
             logits.data_ptr(),
             targets.data_ptr(),
             weights.data_ptr(),
@@ -397,6 +401,6 @@ class Kernels:
             vocab,
             cap,
         )
-        if not known:
+        if not status:
             raise IndexError(f"a target is not one of the {vocab:,} tokens of the vocabulary")
         return losses.sum()

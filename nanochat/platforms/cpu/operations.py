@@ -92,10 +92,12 @@ class CpuOperations(Operations):
     def _trained(self) -> Trained | None:
         """The kernels of training on this machine, or None if they cannot or shall not be compiled. Passes without
         gradients do not use them, so that a validation rounds alike before and after the first step of training."""
-        made = training(host.use_compile_cache(base_dir())) if self._library is not None else None
-        if self._library is None or made is None:
+        kernels = (
+            training(host.use_compile_cache(base_dir())) if self._library is not None else None
+        )
+        if self._library is None or kernels is None:
             return None
-        return Trained(self._library, made, bool(self._int8))
+        return Trained(self._library, kernels, bool(self._int8))
 
     def _train(self, *tensors: Tensor) -> Trained | None:
         """The kernels of training, if gradients are wanted and the kernels can compute with these tensors."""
@@ -110,8 +112,8 @@ class CpuOperations(Operations):
 
     def coarser(self, dtype: torch.dtype) -> str:
         """See Operations.coarser. Products in 8 bits need the kernels of training."""
-        asked = self._compiles and self._int8 and dtype == torch.bfloat16
-        return f"int8 ({self._int8})" if asked and self._trained is not None else ""
+        wants_int8 = self._compiles and self._int8 and dtype == torch.bfloat16
+        return f"int8 ({self._int8})" if wants_int8 and self._trained is not None else ""
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""
@@ -195,11 +197,13 @@ class CpuOperations(Operations):
         use = self._train(x)
         return super().norm_and_keep(x) if use is None else gradients.Norm.apply(use, x, None)
 
-    def smear(self, x: Tensor, before: Tensor | None, gate: nn.Module, most: Tensor) -> Tensor:
+    def smear(
+        self, x: Tensor, before: Tensor | None, gate: nn.Module, smear_lambda: Tensor
+    ) -> Tensor:
         """See Operations.smear."""
         if before is not None or not _own(gate) or (use := self._train(x)) is None:
-            return super().smear(x, before, gate, most)
-        return gradients.Smear.apply(use, x, gate.weight[0], most)
+            return super().smear(x, before, gate, smear_lambda)
+        return gradients.Smear.apply(use, x, gate.weight[0], smear_lambda)
 
     def offset_keys(self, k: Tensor) -> Tensor:
         """See Operations.offset_keys."""
@@ -213,17 +217,17 @@ class CpuOperations(Operations):
         return gradients.Mix.apply(use, x, middle, x.new_ones(()), -share.to(x.dtype))[0]
 
     def mlp(
-        self, x: Tensor, into: nn.Module, out: nn.Module, made: Sequence[Tensor | None]
+        self, x: Tensor, into: nn.Module, out: nn.Module, cast_weights: Sequence[Tensor | None]
     ) -> Tensor:
         """See Operations.mlp."""
         if not (_own(into) and _own(out)) or (use := self._train(x)) is None:
-            return super().mlp(x, into, out, made)
+            return super().mlp(x, into, out, cast_weights)
         return gradients.SquaredReluMlp.apply(use, x, into.weight, out.weight)
 
-    def project(self, x: Tensor, matrix: nn.Module, made: Tensor | None) -> Tensor:
+    def project(self, x: Tensor, matrix: nn.Module, cast_weight: Tensor | None) -> Tensor:
         """See Operations.project."""
         if not _own(matrix) or (use := self._train(x)) is None:
-            return super().project(x, matrix, made)
+            return super().project(x, matrix, cast_weight)
         return gradients.Product.apply(use, x, matrix.weight)
 
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,15 +264,15 @@ class CpuOperations(Operations):
         cos: Tensor,
         sin: Tensor,
         sharpen: float,
-        made: Tensor | None = None,
+        joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations.heads. Rotating keeps the norm of a head, so it does not matter what comes first."""
         if (trained := self._trained_heads(x, matrices, head_dim, cos, sin, sharpen)) is not None:
             return trained
         if (kernels := self._fast(x, cos)) is None:
-            return super().heads(x, matrices, head_dim, cos, sin, sharpen, made)
+            return super().heads(x, matrices, head_dim, cos, sin, sharpen, joined_weight)
         q, k, v = multiplied(x, matrices, head_dim)
-        q, k = (kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
+        q, k = (kernels.turn(head, None, cos, sin, EPSILON, sharpen) for head in (q, k))
         return q, k, v
 
     def _trained_heads(
@@ -305,12 +309,12 @@ class CpuOperations(Operations):
         cos: Tensor,
         sin: Tensor,
         sharpen: float,
-        made: Sequence[Tensor] | None = None,
+        cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations.gated_heads."""
-        found = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen, gate, value)
-        return found or super().gated_heads(
-            x, matrices, gate, value, head_dim, cos, sin, sharpen, made
+        heads = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen, gate, value)
+        return heads or super().gated_heads(
+            x, matrices, gate, value, head_dim, cos, sin, sharpen, cast_weights
         )
 
     def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,7 +412,7 @@ class CpuOperations(Operations):
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        seen: Tensor,  # (B, 1, T, K)
+        visible: Tensor,  # (B, 1, T, K)
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """See PlainAttention.masked.
@@ -420,21 +424,21 @@ class CpuOperations(Operations):
         B, T, H, D = q.shape
         groups = H // k.size(2)
         if not q.dtype == k.dtype == torch.bfloat16:
-            return super().masked(q, k, v, seen, scale)
+            return super().masked(q, k, v, visible, scale)
         if T > 1:
             products = q.requires_grad and groups == 1
             return (
-                by_products(q, k, v, seen, scale)
+                by_products(q, k, v, visible, scale)
                 if products
-                else super().masked(q, k, v, seen, scale)
+                else super().masked(q, k, v, visible, scale)
             )
         if groups == 1 and B * k.size(1) >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
-            return one_query(q, k, v, seen, scale)
+            return one_query(q, k, v, visible, scale)
         several = q.reshape(B, k.size(2), groups, D)
         if groups == 1:
             several = several.expand(-1, -1, 2, -1)
         y = F.scaled_dot_product_attention(
-            several, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen, scale=scale
+            several, k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, scale=scale
         )  # (B, Hkv, queries, D)
         return y[:, :, :groups].reshape(B, 1, H, D)
 

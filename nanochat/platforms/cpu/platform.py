@@ -73,10 +73,10 @@ class Cpu(Platform):
         if not _has_averages():
             _fix_fsdp()
 
-    def operations(self, asked: Asked) -> Operations:
+    def operations(self, choice: Asked) -> Operations:
         """C++ kernels, or plain torch; fused kernels are refused."""
-        self.refuse_fused(asked)
-        return CpuOperations(asked != "plain", asked != "plain", int8.reason())
+        self.refuse_fused(choice)
+        return CpuOperations(choice != "plain", choice != "plain", int8.reason())
 
     def synchronize(self) -> None:
         """The host is always done."""

@@ -148,7 +148,7 @@ class Training:
         (B, T, H, D), half = x.shape, cos.size(-1)
         assert half * 2 == D
         g, cos, sin = g.contiguous(), cos.contiguous(), sin.contiguous()
-        spaces = [tokens_apart(each)[1] for each in (x, dx)]
+        spaces = [tokens_apart(tensor)[1] for tensor in (x, dx)]
         sizes = (*spaces, cos.numel() // half, B * T, H, D)
         self._call("turn_back", x.dtype, (g, x, cos, sin, dx), sizes, (epsilon, sharpen))
 
@@ -159,7 +159,7 @@ class Training:
         self._call("squared_relu_back", y.dtype, (g, y, dx), (y.numel(),))
 
     def smear(
-        self, x: Tensor, w: Tensor, most: Tensor
+        self, x: Tensor, w: Tensor, smear_lambda: Tensor
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (R,), ()
         """x + most sigmoid(w x[:R]) before, (B, T, C), where `before` is x of the token before; and the sigmoids,
         (B, T) in fp32."""
@@ -170,7 +170,7 @@ class Training:
             x.new_empty(B, T, C),
             x.new_empty(B, T, dtype=torch.float32),
         )
-        self._call("smear", x.dtype, (x, w, most, y, gates), (B * T, T, C, len(w)))
+        self._call("smear", x.dtype, (x, w, smear_lambda, y, gates), (B * T, T, C, len(w)))
         return y, gates
 
     def smear_back(
@@ -178,7 +178,7 @@ class Training:
         g: Tensor,  # (B, T, C)
         x: Tensor,  # (B, T, C) contiguous
         w: Tensor,  # (R,)
-        most: Tensor,  # ()
+        smear_lambda: Tensor,  # ()
         gates: Tensor,  # (B, T) fp32
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (R + 1,) fp32
         """The gradient of x; and those of w and, last, of `most`."""
@@ -188,7 +188,9 @@ class Training:
             torch.empty_like(x),
             x.new_empty(len(w) + 1, dtype=torch.float32),
         )
-        self._call("smear_back", x.dtype, (g, x, w, most, gates, dx, sums), (B * T, T, C, len(w)))
+        self._call(
+            "smear_back", x.dtype, (g, x, w, smear_lambda, gates, dx, sums), (B * T, T, C, len(w))
+        )
         return dx, sums
 
     def gate(
@@ -215,13 +217,13 @@ class Training:
         dx: Tensor,  # (N, C) contiguous; what x gets by the gates is added here
     ) -> tuple[Tensor, Tensor]:  # (N, H, D), (H, R) fp32
         """The gradients of value and w."""
-        (N, H, D), read = value.shape, w.size(1)
+        (N, H, D), gate_channels = value.shape, w.size(1)
         by_value, sums = torch.empty_like(value), w.new_empty(w.shape, dtype=torch.float32)
         self._call(
             "gate_back",
             x.dtype,
             (g, x, w, value, gates, by_value, dx, sums),
-            (N, x.size(1), g.stride(0), H, D, read),
+            (N, x.size(1), g.stride(0), H, D, gate_channels),
         )
         return by_value, sums
 
