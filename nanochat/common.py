@@ -12,6 +12,7 @@ import errno
 import functools
 import gettext
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -509,6 +510,19 @@ def settings(config: Any) -> dict[str, Any]:
     Tuples become lists, and paths become texts.
     """
     return json.loads(json.dumps(values_of(config), default=str))
+
+
+# --- appendices ----------------------------------------------------------------------------------
+
+
+def appendix(name: str) -> Any:
+    """Return the module `name` of an appendix; None where the appendix was torn out of the tree."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and f"{name}.".startswith(f"{missing.name}."):
+            return None
+        raise
 
 
 # --- the edge of a process -----------------------------------------------------------------------

@@ -17,19 +17,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 
-from nanochat.common import Pulse, UserError, base_dir, complain, tr
+from nanochat.common import Pulse, UserError, appendix, base_dir, complain, tr
 from nanochat.platforms import host
-from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.base import Chip, Platform, kernels_asked
-from nanochat.platforms.cpu.operations import CpuOperations
-from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.platforms.operations import Operations
+from nanochat.platforms.plain import Host
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,9 +34,26 @@ if TYPE_CHECKING:
 MASTER = torch.float32  # the format that parameters are trained and kept in
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# One row for each vendor, the best first. A new vendor is a file in platforms/ and a row here.
-PLATFORMS: dict[str, type[Platform]] = {"npu": Ascend, "cuda": Nvidia, "cpu": Cpu}
+# The best first. A new vendor is a folder in platforms/ and a row here.
+VENDORS = {"npu": ("ascend", "Ascend"), "cuda": ("nvidia", "Nvidia"), "cpu": ("cpu", "Cpu")}
 MEASURE = "python check_npu.py --bench"  # measures this host's cards for nanochat.planner
+
+
+def _platforms() -> dict[str, type[Platform]]:
+    """Return the class of each vendor's platform. A vendor that was torn out of the tree has none.
+
+    The host is always there, then in plain torch.
+    """
+    platforms: dict[str, type[Platform]] = {}
+    for name, (folder, class_name) in VENDORS.items():
+        module = appendix(f"nanochat.platforms.{folder}.platform")
+        if module is not None:
+            platforms[name] = getattr(module, class_name)
+    platforms.setdefault("cpu", Host)
+    return platforms
+
+
+PLATFORMS = _platforms()
 
 
 def choose(requested: str | None) -> tuple[str, str, str]:
@@ -107,9 +121,11 @@ class Compute:
     world_size: int
     dtype: torch.dtype
     dtype_reason: str
-    platform: Platform = field(default_factory=Cpu, compare=False, repr=False)
+    platform: Platform = field(default_factory=PLATFORMS["cpu"], compare=False, repr=False)
     operations: Operations = field(
-        default_factory=CpuOperations, compare=False, repr=False
+        default_factory=lambda: cast(Host, PLATFORMS["cpu"]()).default_operations(),
+        compare=False,
+        repr=False,
     )  # how models compute
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
     ending: contextlib.ExitStack = field(

@@ -43,16 +43,15 @@ from nanochat.checkpoint_manager.resume import (
 )
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
-from nanochat.common import UserError, log, run, tr
+from nanochat.common import UserError, appendix, log, run, tr
 from nanochat.dataloader import Source
 from nanochat.device import Compute
 from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
 from nanochat.model import Model
 from nanochat.optim import Optimizers
-from nanochat.report.samples import forget_samples
-from nanochat.report.sections import has_training_section, training_section
 from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
 from nanochat.runtime.progress import Progress, duration
+from nanochat.runtime.samples import forget_samples
 from nanochat.runtime.trackers.jsonl import describe_run
 from nanochat.runtime.tracking import Tracker, parse_trackers
 from nanochat.runtime.watch import guarded
@@ -73,6 +72,8 @@ class AlreadyDone(Exception):
 
 
 # --- where a run lives ---------------------------------------------------------------------------
+
+report = appendix("nanochat.report.sections")  # None in a tree without reports
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def open_folder(
         graphs.check(compute, flags.compile)
     elif flags.compile:
         missing(True, compute)
-    if finished(path, settings, compute, has_training_section(stage, tag), flags.resume):
+    is_reported = report is None or report.has_training_section(stage, tag)
+    if finished(path, settings, compute, is_reported, flags.resume):
         raise AlreadyDone
     return RunFolder(stage, tag, path, settings, rows_per_step(path, flags.resume, compute))
 
@@ -539,9 +541,10 @@ class Run:
         self._saver.wait()
         folder = self.folder
         is_complete = self.step == self.plan.steps
-        if is_complete and not self._cut and self.compute.main:
+        if is_complete and not self._cut and self.compute.main and report is not None:
             settings = folder.settings.values
-            training_section(folder.stage, folder.tag, folder.path, settings, self._where())
+            where = self._where()
+            report.training_section(folder.stage, folder.tag, folder.path, settings, where)
         note = "" if is_complete else f" (stopped at step {self.step}; {self._how_to_resume()})"
         log(f"checkpoints: {folder.path}{note}")
 

@@ -17,15 +17,15 @@ from tyro.conf import arg
 from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, log, read_json, run, tr, warn
-from nanochat.data.conversation import Part, Task
+from nanochat.data.conversation import Part, Task, words
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import DTYPES, Compute, with_compute
-from nanochat.evals.chat import Score, by_group, chat_core, evaluate, words
+from nanochat.evals.chat import Score, by_group, chat_core, evaluate
 from nanochat.evals.records import Records, fingerprint, records_dir
 from nanochat.generate.sampling import Sampling
-from nanochat.report.samples import Sample, keep_samples
 from nanochat.report.sections import report_dir, write_section
 from nanochat.runtime import graphs, parallel
+from nanochat.runtime.samples import Sample, keep_samples
 from tasks.catalogue import chat_tasks, use_task_data
 from tasks.mixtures import CURRICULA, curriculum
 

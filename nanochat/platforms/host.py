@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import shlex
+import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -44,6 +45,11 @@ def bf16_unit() -> tuple[bool, str]:
 def cpu_model() -> str:
     """The processor's name, or "CPU" if the system does not tell."""
     return _cpuinfo("model name") or "CPU"
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler: $CXX, g++ or clang++; None if there is none."""
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
 def memory_free() -> int:

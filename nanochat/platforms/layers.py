@@ -12,11 +12,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from nanochat.common import appendix
 from nanochat.context import Context, whole_rows
 from nanochat.gpt import GPT, MLP, QK_SCALE, Block, CausalSelfAttention, Head, offset_keys
 from nanochat.model import Model
-from nanochat.models.qwen.layers import Vocabulary
-from nanochat.platforms import qwen_layers
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Pack, Product, Unit, joined
 
@@ -182,6 +181,9 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+_family_layers = appendix("nanochat.platforms.qwen_layers")
+
+
 def operations_of(model: nn.Module) -> Operations:
     """Return the operations that a model computes with: plain torch's unless accelerate() gave it others."""
     attention = getattr(model, "attention", None)
@@ -200,12 +202,12 @@ def accelerate(model: Model, operations: Operations) -> Counter[str]:
         if isinstance(submodule, Head):
             submodule.loss_tokens = operations.loss_chunk
             submodule.capped_logits = operations.capped_logits
-        elif isinstance(submodule, Vocabulary):
+        elif hasattr(submodule, "loss_logits"):  # the vocabulary of a published family
             submodule.loss_tokens = operations.loss_chunk
             submodule.loss_logits = operations.loss_logits
     if not operations.fuses_layers:
         return counts
-    swaps = LAYERS if isinstance(model, GPT) else qwen_layers.LAYERS
+    swaps = LAYERS if isinstance(model, GPT) else _family_layers.LAYERS
     for submodule in module.modules():
         faster = swaps.get(type(submodule))
         if faster is not None:

@@ -18,7 +18,6 @@ from nanochat.attention import PlainAttention
 from nanochat.context import Rows
 from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
-from nanochat.models.qwen.functions import weighted_norm
 from nanochat.muon import MuonArithmetic
 from nanochat.platforms.together import Unit, restore
 
@@ -116,6 +115,8 @@ class Operations(PlainAttention):
         epsilon: float,
     ) -> Tensor:
         """RMS norm over the last dimension, times a weight for each channel."""
+        from nanochat.models.qwen.functions import weighted_norm
+
         return weighted_norm(x, weight, epsilon)
 
     def rotary_tables(

@@ -5,7 +5,7 @@ reads its data."""
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nanochat import device, schedule
 from nanochat.checkpoint_manager.families import on_meta
@@ -15,11 +15,13 @@ from nanochat.dataloader import Rows
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.model import ModelConfig
-from nanochat.models.qwen.config import QwenConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
+
+if TYPE_CHECKING:
+    from nanochat.models.qwen.config import QwenConfig
 
 Shape = TypeVar("Shape", bound=ModelConfig)
 Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
@@ -49,7 +51,7 @@ def model_config(
     kind: Kind = "gpt",
     bigram_rows: int | Auto = "auto",
     offset_layers: int | Auto = "auto",
-) -> GPTConfig | QwenConfig:
+) -> "GPTConfig | QwenConfig":
     """Return the shape of a model from its depth and the sizes that override what follows from it.
 
     A GPT gets bigrams unless bigram_rows is 0 or the corpus has no use for them; keep_bigrams()
@@ -94,6 +96,8 @@ def model_config(
     if kind == "qwen3":
         _check_qwen(bigram_rows, window_pattern)
         hidden = -(-8 * model_dim // (3 * 64)) * 64
+        from nanochat.models.qwen.config import QwenConfig
+
         return QwenConfig(
             length,
             vocab_size,
@@ -150,7 +154,7 @@ class ModelSize:
     flops_per_token: int
 
 
-def model_size(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool) -> ModelSize:
+def model_size(shape: "GPTConfig | QwenConfig", compute: Compute, fp8: bool) -> ModelSize:
     """Return the size of a model of this shape, which takes no memory.
 
     UserError if the model is to train in FP8, and the device or the family cannot.

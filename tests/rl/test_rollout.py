@@ -130,9 +130,9 @@ def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
             Completion([*([words[0]] * 4), words[1] if len(words) > 1 else words[0]], forced, [-1.0] * 5, "stop")
             for words in replies
         ]
-        assert done is not None
+        assert on_done is not None
         for at, completion in enumerate(made):
-            done(at, completion)
+            on_done(at, completion)
         return made
 
     monkeypatch.setattr(Engine, "generate", generate)

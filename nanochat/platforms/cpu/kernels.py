@@ -9,7 +9,6 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from ctypes import c_bool, c_float, c_int64, c_void_p
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from nanochat.common import log, tr, warn
 from nanochat.platforms import host
+from nanochat.platforms.host import compiler
 
 CPP = Path(__file__).with_name("cpp")
 SOURCE = CPP / "kernels.cpp"
@@ -62,11 +62,6 @@ FUNCTIONS = {
 }
 EPSILON = 2.0**-23  # that torch's RMS norm adds by default
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, g++ or clang++; None if there is none."""
-    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
 def compiled(folder: Path, command: str, source: Path | None = None) -> Path:
