@@ -73,8 +73,6 @@ class AlreadyDone(Exception):
 
 # --- where a run lives ---------------------------------------------------------------------------
 
-report = appendix("nanochat.report.sections")  # None in a tree without reports
-
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -107,6 +105,7 @@ def open_folder(
         graphs.check(compute, flags.compile)
     elif flags.compile:
         missing(True, compute)
+    report = appendix("nanochat.report.sections")
     is_reported = report is None or report.has_training_section(stage, tag)
     if finished(path, settings, compute, is_reported, flags.resume):
         raise AlreadyDone
@@ -541,6 +540,7 @@ class Run:
         self._saver.wait()
         folder = self.folder
         is_complete = self.step == self.plan.steps
+        report = appendix("nanochat.report.sections")
         if is_complete and not self._cut and self.compute.main and report is not None:
             settings = folder.settings.values
             where = self._where()

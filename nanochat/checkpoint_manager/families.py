@@ -1,5 +1,6 @@
 """The families of models: meta.json names one, and a table maps the name to its classes."""
 
+import functools
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -54,15 +55,19 @@ class Family:
     config: Any
 
 
-FAMILIES = {"gpt": Family(GPT, GPTConfig)}
-qwen = appendix("nanochat.models.qwen.model")  # None in a tree without published families
-if qwen is not None:
-    FAMILIES["qwen"] = Family(qwen.Qwen, qwen.QwenConfig)
+@functools.cache
+def families() -> dict[str, Family]:
+    """Return the families by name: the GPT, and the published ones unless they were torn out."""
+    table = {"gpt": Family(GPT, GPTConfig)}
+    qwen = appendix("nanochat.models.qwen.model")
+    if qwen is not None:
+        table["qwen"] = Family(qwen.Qwen, qwen.QwenConfig)
+    return table
 
 
 def family_of(config: Any) -> str:
     """Return the name of the family that a configuration belongs to."""
-    return next(name for name, family in FAMILIES.items() if type(config) is family.config)
+    return next(name for name, family in families().items() if type(config) is family.config)
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -121,12 +126,12 @@ def build(
     of another model.
     """
     name = meta.get("family", "gpt")
-    if name not in FAMILIES:
+    if name not in families():
         raise UserError(
             f"the checkpoint holds a model of family {name!r}, and this version knows "
-            f"{', '.join(FAMILIES)}. Update nanochat to the version that wrote the checkpoint."
+            f"{', '.join(families())}. Update nanochat to the version that wrote the checkpoint."
         )
-    family = FAMILIES[name]
+    family = families()[name]
     shape = checked_shape(family.config, meta["model"], where)
     with torch.device("meta"):
         parallel.check_shapes(family.model(shape), values)
@@ -141,7 +146,7 @@ def on_meta(shape: Any, compute: Compute, fp8: bool = False) -> Any:
     Call to_empty() on it, then init_weights() or load its parameters. With `fp8` it trains in FP8;
     UserError where the device or the family cannot.
     """
-    family = FAMILIES[family_of(shape)]
+    family = families()[family_of(shape)]
     with torch.device("meta"):
         model = family.model(shape, dtype=compute.dtype)
     accelerate(model, compute.operations)

@@ -181,9 +181,6 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-_family_layers = appendix("nanochat.platforms.qwen_layers")
-
-
 def operations_of(model: nn.Module) -> Operations:
     """Return the operations that a model computes with: plain torch's unless accelerate() gave it others."""
     attention = getattr(model, "attention", None)
@@ -207,7 +204,9 @@ def accelerate(model: Model, operations: Operations) -> Counter[str]:
             submodule.loss_logits = operations.loss_logits
     if not operations.fuses_layers:
         return counts
-    swaps = LAYERS if isinstance(model, GPT) else _family_layers.LAYERS
+    swaps = LAYERS
+    if not isinstance(model, GPT):
+        swaps = appendix("nanochat.platforms.qwen_layers").LAYERS
     for submodule in module.modules():
         faster = swaps.get(type(submodule))
         if faster is not None:
