@@ -85,7 +85,7 @@ class PlainAttention:
             x = x.unflatten(2, (blocks, W))
             return torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
 
-        rest = F.scaled_dot_product_attention(
+        later_blocks = F.scaled_dot_product_attention(
             later(q),
             pairs(k),
             pairs(v),
@@ -93,15 +93,17 @@ class PlainAttention:
             scale=scale,
             enable_gqa=k.size(1) != q.size(1),
         )
-        rest = rest.unflatten(0, (B, blocks - 1)).transpose(1, 2).flatten(2, 3)  # (B, H, T - W, D)
-        return torch.cat((first, rest), dim=2)[:, :, :T].transpose(1, 2)
+        later_blocks = (
+            later_blocks.unflatten(0, (B, blocks - 1)).transpose(1, 2).flatten(2, 3)
+        )  # (B, H, T - W, D)
+        return torch.cat((first, later_blocks), dim=2)[:, :, :T].transpose(1, 2)
 
     def masked(
         self,
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        seen: Tensor,  # (B, 1, T, K) bool, True where a query sees a key
+        visible: Tensor,  # (B, 1, T, K) bool, True where a query sees a key
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """Attend to the keys that each query sees."""
@@ -109,7 +111,7 @@ class PlainAttention:
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=self.mask(seen, q.dtype),
+            attn_mask=self.mask(visible, q.dtype),
             scale=scale,
             enable_gqa=k.size(2) != q.size(2),
         )
@@ -159,9 +161,9 @@ class PlainAttention:
             q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
         )
 
-    def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
+    def mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask that torch's operator reads, from what queries of a format see."""
-        return seen
+        return visible
 
     def _band(self, window: int, device: torch.device) -> Tensor:
         """Return which keys of its own block and the one before each query sees, (W, 2W) bool.

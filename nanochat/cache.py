@@ -80,13 +80,13 @@ class Cache:
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` tokens of each source slot, as they were, to its target slot."""
         device = self.positions.device
-        read = torch.tensor(sources).to(device, non_blocking=True)
-        write = torch.tensor(targets).to(device, non_blocking=True)
+        source_slots = torch.tensor(sources).to(device, non_blocking=True)
+        target_slots = torch.tensor(targets).to(device, non_blocking=True)
         for entries in (self.k, self.v):
             first_entries = entries[:, :, : tokens + self.extra_keys]
-            first_entries.index_copy_(1, write, first_entries.index_select(1, read))
+            first_entries.index_copy_(1, target_slots, first_entries.index_select(1, source_slots))
         for state in self.states:
-            state.index_copy_(0, write, state.index_select(0, read))
+            state.index_copy_(0, target_slots, state.index_select(0, source_slots))
 
     def take(self, slot: int, tokens: int) -> list[Tensor]:
         """Return a copy of a slot of `tokens` tokens, for put()."""

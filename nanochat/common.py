@@ -12,6 +12,7 @@ import errno
 import functools
 import gettext
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -352,7 +353,7 @@ class OldFlags:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
     removed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> what to do now
 
-    def translated(self, argv: Sequence[str], known: Container[str]) -> list[str]:
+    def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
         """Return a command line in which flags have the names that they have now.
 
         Names in `known` are flags of the program. UserError (code 2) for a flag that is gone.
@@ -361,10 +362,10 @@ class OldFlags:
         for word in argv:
             name, equals, value = word.partition("=")
             old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-            if old in self.removed and old not in known:
+            if old in self.removed and old not in current:
                 raise UserError(f"{name} is gone: {self.removed[old]}", exit_code=2)
             new = self.renamed.get(old, "")
-            if new in known and old not in known:
+            if new in current and old not in current:
                 warn(f"{name} is called --{new} now")
                 word = f"--{new}{equals}{value}"
             words.append(word)
@@ -509,6 +510,19 @@ def settings(config: Any) -> dict[str, Any]:
     Tuples become lists, and paths become texts.
     """
     return json.loads(json.dumps(values_of(config), default=str))
+
+
+# --- appendices ----------------------------------------------------------------------------------
+
+
+def appendix(name: str) -> Any:
+    """Return the module `name` of an appendix; None where the appendix was torn out of the tree."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and f"{name}.".startswith(f"{missing.name}."):
+            return None
+        raise
 
 
 # --- the edge of a process -----------------------------------------------------------------------

@@ -180,13 +180,13 @@ class Tree(Rows):
     def __init__(
         self,
         parents: Tensor,  # (B, T) index in the row of the token before each token; its own where a sequence begins
-        seen: Tensor,  # (B, T, T) bool, True where a token (dim 1) sees another one: itself and those before it
+        visible: Tensor,  # (B, T, T) bool, True where a token (dim 1) sees another one: itself and those before it
         targets_at: Tensor,  # (N,) index in all rows, one after the other, of the token that predicts each target
     ):
         self.parents = parents
-        self.seen = seen
+        self.seen = visible
         self.targets_at = targets_at
-        self.positions: Tensor = seen.sum(dim=2) - 1
+        self.positions: Tensor = visible.sum(dim=2) - 1
         self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, T) which keys each query sees
 
     def previous(self, x: Tensor) -> Tensor:

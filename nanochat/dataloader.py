@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from nanochat import device
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation
 from nanochat.data.corpora import Split
 from nanochat.data.mixing import Data
@@ -399,8 +399,12 @@ def steps(
     """
     if rows_per_step <= 0 or rows_per_step % compute.world_size:
         raise UserError(
-            f"a step must have a multiple of {compute.world_size} rows (one for each rank), got "
-            f"{rows_per_step}; change --total_batch_size or the number of ranks"
+            tr(
+                "a step must have a multiple of {world_size} rows (one for each rank), got "
+                "{rows_per_step}; change --total_batch_size or the number of ranks",
+                world_size=compute.world_size,
+                rows_per_step=rows_per_step,
+            )
         )
     with ThreadPoolExecutor(1, thread_name_prefix="loader") as loader:
         sizes = (rows_per_step, device_batch_size)

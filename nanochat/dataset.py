@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from nanochat.common import UserError, log, run
+from nanochat.common import UserError, log, run, tr
 from nanochat.data.corpora import MAKE_FINEWEB, MAKE_TINYWORLD, Corpus, existing, resolve, shards
 from nanochat.data.shards import batches, check_sha256
 from nanochat.data.sources.fetch import download
@@ -65,13 +65,16 @@ def verify(corpus: Corpus) -> None:
         check_sha256(path)
         for _ in batches(path):
             pass
-    log(f"{corpus.name}: all {len(paths)} shards are intact")
+    log(tr("{name}: all {paths_count} shards are intact", name=corpus.name, paths_count=len(paths)))
 
 
 def main(cfg: Config) -> None:
     """Do what the command line says, then name the next command."""
     if cfg.num_workers < 1:
-        raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
+        raise UserError(
+            tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),
+            exit_code=2,
+        )
     if cfg.verify:
         verify(resolve(cfg.data))
         return
@@ -81,7 +84,7 @@ def main(cfg: Config) -> None:
             print("\n".join(published.listing(cfg.num_files, cfg.host)))
             return
     corpus = make_corpus(cfg)
-    log(f"next: python -m scripts.tok_train --data {quote(corpus.name)}")
+    log(tr("next: python -m scripts.tok_train --data {name}", name=quote(corpus.name)))
 
 
 def make_corpus(cfg: Config) -> Corpus:
@@ -110,7 +113,7 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
     """Fetch the files of --urls and import them."""
     if cfg.data is not None or cfg.num_files is not None:
         raise UserError(
-            "--urls lists every file to fetch, so it goes without --data and -n", exit_code=2
+            tr("--urls lists every file to fetch, so it goes without --data and -n"), exit_code=2
         )
     return download_urls(Path(urls), cfg.name, cfg.text_column, Progress, cfg.num_workers)
 

@@ -17,19 +17,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 
-from nanochat.common import Pulse, UserError, base_dir, complain, tr
+from nanochat.common import Pulse, UserError, appendix, base_dir, complain, tr
 from nanochat.platforms import host
-from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.base import Chip, Platform, requested_kernels
-from nanochat.platforms.cpu.operations import CpuOperations
-from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.platforms.operations import Operations
+from nanochat.platforms.plain import Host
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,12 +34,29 @@ if TYPE_CHECKING:
 MASTER = torch.float32  # the format that parameters are trained and kept in
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# One row for each vendor, the best first. A new vendor is a file in platforms/ and a row here.
-PLATFORMS: dict[str, type[Platform]] = {"npu": Ascend, "cuda": Nvidia, "cpu": Cpu}
+# The best first. A new vendor is a folder in platforms/ and a row here.
+VENDORS = {"npu": ("ascend", "Ascend"), "cuda": ("nvidia", "Nvidia"), "cpu": ("cpu", "Cpu")}
 MEASURE = "python check_npu.py --bench"  # measures this host's cards for nanochat.planner
 
 
-def choose(asked: str | None) -> tuple[str, str, str]:
+def _platforms() -> dict[str, type[Platform]]:
+    """Return the class of each vendor's platform. A vendor that was torn out of the tree has none.
+
+    The host is always there, then in plain torch.
+    """
+    platforms: dict[str, type[Platform]] = {}
+    for name, (folder, class_name) in VENDORS.items():
+        module = appendix(f"nanochat.platforms.{folder}.platform")
+        if module is not None:
+            platforms[name] = getattr(module, class_name)
+    platforms.setdefault("cpu", Host)
+    return platforms
+
+
+PLATFORMS = _platforms()
+
+
+def choose(requested: str | None) -> tuple[str, str, str]:
     """Return (device type, backend, reason) of the chosen device.
 
     It is the requested one, or the first usable one of npu, cuda, cpu.
@@ -50,16 +64,26 @@ def choose(asked: str | None) -> tuple[str, str, str]:
 
     UserError says why a device that was asked for cannot be used.
     """
-    if asked:
-        if asked not in PLATFORMS:
+    if requested:
+        if requested not in PLATFORMS:
             raise UserError(
-                f"the device must be one of {', '.join(PLATFORMS)}, got {asked!r}", exit_code=2
+                tr(
+                    "the device must be one of {platforms}, got {asked!r}",
+                    platforms=", ".join(PLATFORMS),
+                    asked=requested,
+                ),
+                exit_code=2,
             )
-        if why := PLATFORMS[asked]().unavailable():
+        if why := PLATFORMS[requested]().unavailable():
             raise UserError(
-                f"device {asked} was asked for but cannot be used: {why}. Name no device to use the best that works."
+                tr(
+                    "device {asked} was asked for but cannot be used: {why}. Name no device "
+                    "to use the best that works.",
+                    asked=requested,
+                    why=why,
+                )
             )
-        return asked, PLATFORMS[asked].backend, "asked for"
+        return requested, PLATFORMS[requested].backend, "asked for"
     passed_over = []
     for name, platform in PLATFORMS.items():
         why = platform().unavailable()
@@ -97,9 +121,11 @@ class Compute:
     world_size: int
     dtype: torch.dtype
     dtype_reason: str
-    platform: Platform = field(default_factory=Cpu, compare=False, repr=False)
+    platform: Platform = field(default_factory=PLATFORMS["cpu"], compare=False, repr=False)
     operations: Operations = field(
-        default_factory=CpuOperations, compare=False, repr=False
+        default_factory=lambda: cast(Host, PLATFORMS["cpu"]()).default_operations(),
+        compare=False,
+        repr=False,
     )  # how models compute
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
     ending: contextlib.ExitStack = field(
@@ -128,19 +154,24 @@ class Compute:
 
 def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
     """The format to compute in, and why: NANOCHAT_DTYPE, or the best that the device has."""
-    asked = os.environ.get("NANOCHAT_DTYPE")
-    if not asked:
+    requested = os.environ.get("NANOCHAT_DTYPE")
+    if not requested:
         return platform.best_dtype()
-    if asked not in DTYPES:
+    if requested not in DTYPES:
         raise UserError(
-            f"NANOCHAT_DTYPE must be one of {', '.join(DTYPES)}, got {asked!r}", exit_code=2
+            tr(
+                "NANOCHAT_DTYPE must be one of {dtypes}, got {asked!r}",
+                dtypes=", ".join(DTYPES),
+                asked=requested,
+            ),
+            exit_code=2,
         )
-    if why := platform.lacks_dtype(DTYPES[asked]):
+    if why := platform.lacks_dtype(DTYPES[requested]):
         raise UserError(why)
-    return DTYPES[asked], "NANOCHAT_DTYPE"
+    return DTYPES[requested], "NANOCHAT_DTYPE"
 
 
-def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
+def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute:
     """Take this process's device and, under torchrun, join the process group.
 
     `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what
@@ -148,8 +179,8 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
     touching the accelerator. UserError if this host has cards that cannot be used, unless the CPU
     was asked for, or if the launcher's variables are incomplete.
     """
-    name, collectives, why = choose(asked) if asked else (device_type, backend, reason)
-    if not asked:
+    name, collectives, why = choose(requested) if requested else (device_type, backend, reason)
+    if not requested:
         check_idle_cards(name)
     place = host.read_ranks(met=dist.is_initialized())
     rank, local_rank, world_size = place.rank, place.local_rank, place.world_size
@@ -235,7 +266,13 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
             words = compute.platform.explain(failure)
             if not words:
                 raise
-            raise UserError(f"{words}. It said: {str(failure).splitlines()[0]}") from failure
+            raise UserError(
+                tr(
+                    "{words}. It said: {splitlines}",
+                    words=words,
+                    splitlines=str(failure).splitlines()[0],
+                )
+            ) from failure
         finally:
             compute_cleanup()
 
@@ -330,7 +367,8 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
             return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
         except ValueError as mistake:
             raise UserError(
-                f"NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", exit_code=2
+                tr("NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", override=override),
+                exit_code=2,
             ) from mistake
     return compute.platform.peak_flops() or _matmul_flops(compute)
 

@@ -221,7 +221,7 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         samples: int = 1,
-        done: Callable[[int, Completion], None] | None = None,
+        on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt `samples` times; return all samples of the first prompt, then of
         the second, ...
@@ -249,8 +249,8 @@ class Engine:
                         raise UserError(BROKEN)
                     completion = completions[index[event.request]]
                     completion.add(event)
-                    if event.finish and done:
-                        done(index[event.request], completion)
+                    if event.finish and on_done:
+                        on_done(index[event.request], completion)
         finally:
             for number in index:  # after an error or Ctrl-C, leave no request behind
                 self.cancel(number)

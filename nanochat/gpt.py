@@ -571,5 +571,5 @@ class GPT(nn.Module):
         matrices = sum(
             module.weight.numel() for module in self.modules() if isinstance(module, Linear)
         )
-        seen = sum(min(window, self.config.sequence_len) for window in self.config.windows)
-        return 6 * matrices + 12 * self.config.n_embd * seen
+        keys = sum(min(window, self.config.sequence_len) for window in self.config.windows)
+        return 6 * matrices + 12 * self.config.n_embd * keys

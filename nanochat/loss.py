@@ -166,16 +166,16 @@ def loss_and_gradients(
     )  # a sum of many chunks
     x_grads = []
     for i in range(0, x.size(0), chunk):
-        part = x[i : i + chunk]
+        rows = x[i : i + chunk]
         shares = scale[i : i + chunk]
-        part_loss, logits_grad = chunk_loss(part, cast_head, targets[i : i + chunk], shares)
+        part_loss, logits_grad = chunk_loss(rows, cast_head, targets[i : i + chunk], shares)
         loss = loss + part_loss
         x_grads.append(logits_grad @ cast_head)
         if head_grad is not None:
             if logits_grad.dtype == head_grad.dtype:
-                head_grad.addmm_(logits_grad.mT, part)  # without a second tensor of the head's size
+                head_grad.addmm_(logits_grad.mT, rows)  # without a second tensor of the head's size
             else:
-                head_grad += logits_grad.mT @ part
+                head_grad += logits_grad.mT @ rows
     return loss, torch.cat(x_grads), None if head_grad is None else head_grad.to(head.dtype)
 
 

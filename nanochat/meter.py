@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat import device
-from nanochat.common import UserError, log, warn
+from nanochat.common import UserError, log, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import duration
@@ -120,10 +120,15 @@ class Meter:
         )
         if self.bad_in_a_row >= BAD_STEPS:
             raise UserError(
-                f"{BAD_STEPS} updates in a row were skipped, the last at step {step} "
-                f"({outcome.reason}). The newest checkpoint holds the parameters from before these "
-                "updates. Lower the learning rates, or look for bad data near this step, then type "
-                "the same command again."
+                tr(
+                    "{bad_steps} updates in a row were skipped, the last at step {step} "
+                    "({reason}). The newest checkpoint holds the parameters from before "
+                    "these updates. Lower the learning rates, or look for bad data near this "
+                    "step, then type the same command again.",
+                    bad_steps=BAD_STEPS,
+                    step=step,
+                    reason=outcome.reason,
+                )
             )
 
     @property

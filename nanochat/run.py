@@ -43,16 +43,15 @@ from nanochat.checkpoint_manager.resume import (
 )
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
-from nanochat.common import UserError, log, run
+from nanochat.common import UserError, appendix, log, run, tr
 from nanochat.dataloader import Source
 from nanochat.device import Compute
 from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
 from nanochat.model import Model
 from nanochat.optim import Optimizers
-from nanochat.report.samples import forget_samples
-from nanochat.report.sections import has_training_section, training_section
 from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
 from nanochat.runtime.progress import Progress, duration
+from nanochat.runtime.samples import forget_samples
 from nanochat.runtime.trackers.jsonl import describe_run
 from nanochat.runtime.tracking import Tracker, parse_trackers
 from nanochat.runtime.watch import guarded
@@ -106,7 +105,9 @@ def open_folder(
         graphs.check(compute, flags.compile)
     elif flags.compile:
         missing(True, compute)
-    if finished(path, settings, compute, has_training_section(stage, tag), flags.resume):
+    report = appendix("nanochat.report.sections")
+    is_reported = report is None or report.has_training_section(stage, tag)
+    if finished(path, settings, compute, is_reported, flags.resume):
         raise AlreadyDone
     return RunFolder(stage, tag, path, settings, rows_per_step(path, flags.resume, compute))
 
@@ -122,8 +123,15 @@ def parent_of(
     parent = find_parent(source, flags.model_tag, step)
     tag = flags.own_tag(parent.tag, own_file)
     log(
-        f"{stage}: training the model {parent.tag} of stage {parent.stage}, step {parent.step:,}; "
-        f"checkpoints go to {checkpoint_dir(stage, tag)}"
+        tr(
+            "{stage}: training the model {tag} of stage {stage_2}, step {step:,}; "
+            "checkpoints go to {stage_3}",
+            stage=stage,
+            tag=parent.tag,
+            stage_2=parent.stage,
+            step=parent.step,
+            stage_3=checkpoint_dir(stage, tag),
+        )
     )
     return parent, tag
 
@@ -236,7 +244,13 @@ class Run:
     ) -> None:
         if kind is None and self._signalled:
             self._saver.wait()
-            log(f"{self.compute.pulse.stop_reason}: saved step {self.step:,} and stopping")
+            log(
+                tr(
+                    "{stop_reason}: saved step {step:,} and stopping",
+                    stop_reason=self.compute.pulse.stop_reason,
+                    step=self.step,
+                )
+            )
         self._progress.close()
         if kind is None:
             self._close()
@@ -278,16 +292,27 @@ class Run:
             return meter, Safeguards.start(self.compute, state)
         except TypeError as unknown:  # a field that this version does not have
             raise UserError(
-                f"the checkpoint of step {resumed.step:,} in {self.folder.path} holds figures that "
-                f"this version does not know ({unknown}). Resume with the version of nanochat that "
-                "wrote the checkpoint, or begin again with --resume=none."
+                tr(
+                    "the checkpoint of step {step:,} in {path} holds figures that this "
+                    "version does not know ({unknown}). Resume with the version of nanochat "
+                    "that wrote the checkpoint, or begin again with --resume=none.",
+                    step=resumed.step,
+                    path=self.folder.path,
+                    unknown=unknown,
+                )
             ) from unknown
 
     def _announce(self) -> None:
         """Log how long the run will take, and warn if that is long."""
         seconds = self.meter.expected(self.step)
         if seconds >= ANNOUNCED_SECONDS:
-            log(f"time: about {duration(seconds)} for {self.plan.steps - self.step:,} steps")
+            log(
+                tr(
+                    "time: about {seconds} for {steps:,} steps",
+                    seconds=duration(seconds),
+                    steps=self.plan.steps - self.step,
+                )
+            )
         sizes.warn_of_time(seconds, self.compute)
 
     def _describe(self) -> None:
@@ -435,9 +460,9 @@ class Run:
             self.mark,
         )
 
-    def mark(self, part: str) -> None:
+    def mark(self, phase: str) -> None:
         """Count the time from here on to a part of the step; without --profile nothing happens."""
-        self._profile.mark(part)
+        self._profile.mark(phase)
 
     def finish(
         self,
@@ -514,11 +539,13 @@ class Run:
         self._tracker.close()
         self._saver.wait()
         folder = self.folder
-        done = self.step == self.plan.steps
-        if done and not self._cut and self.compute.main:
+        is_complete = self.step == self.plan.steps
+        report = appendix("nanochat.report.sections")
+        if is_complete and not self._cut and self.compute.main and report is not None:
             settings = folder.settings.values
-            training_section(folder.stage, folder.tag, folder.path, settings, self._where())
-        note = "" if done else f" (stopped at step {self.step}; {self._how_to_resume()})"
+            where = self._where()
+            report.training_section(folder.stage, folder.tag, folder.path, settings, where)
+        note = "" if is_complete else f" (stopped at step {self.step}; {self._how_to_resume()})"
         log(f"checkpoints: {folder.path}{note}")
 
     def _how_to_resume(self) -> str:

@@ -7,7 +7,7 @@ fitted here.
 import math
 from dataclasses import dataclass
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
 REFERENCE_BATCH = 2**19  # tokens a step at which the learning rates were tuned
 # matrices and head of the 12-layer reference at vocabulary 32,768
@@ -49,7 +49,13 @@ def horizon(
     """
     if num_iterations is not None:
         if num_iterations < 1:
-            raise UserError(f"num_iterations must be at least 1, got {num_iterations}", exit_code=2)
+            raise UserError(
+                tr(
+                    "num_iterations must be at least 1, got {num_iterations}",
+                    num_iterations=num_iterations,
+                ),
+                exit_code=2,
+            )
         return Horizon(num_iterations, "given")
     if target_flops is not None:
         steps = round(target_flops / (flops_per_token * tokens_per_step))
@@ -150,10 +156,10 @@ def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: 
     if step < warmup:
         return (step + 1) / warmup
     down = round(warmdown_ratio * steps)
-    left = steps - step
-    if left >= down or down == 0:
+    steps_left = steps - step
+    if steps_left >= down or down == 0:
         return 1.0
-    return final + (1 - final) * left / down
+    return final + (1 - final) * steps_left / down
 
 
 def cosine(step: int, steps: int, warmup_ratio: float) -> float:
@@ -182,10 +188,10 @@ def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
     rise = min(400, max(steps // 4, 1))
     down = round(warmdown_ratio * steps)
     peak = 0.85 + (high - 0.85) * min(step / rise, 1.0)
-    left = steps - step
-    if left >= down or down == 0:
+    steps_left = steps - step
+    if steps_left >= down or down == 0:
         return peak
-    return low + (peak - low) * left / down
+    return low + (peak - low) * steps_left / down
 
 
 def decay_factor(step: int, steps: int) -> float:
@@ -203,13 +209,23 @@ def micro_batches(
     """
     if device_batch_size < 1:
         raise UserError(
-            f"device_batch_size must be at least 1, got {device_batch_size}", exit_code=2
+            tr(
+                "device_batch_size must be at least 1, got {device_batch_size}",
+                device_batch_size=device_batch_size,
+            ),
+            exit_code=2,
         )
     if tokens_per_step < 1 or tokens_per_step % (row_tokens * world_size):
         raise UserError(
-            f"total_batch_size must be a multiple of {row_tokens * world_size:,} (one row of "
-            f"{row_tokens:,} tokens on "
-            f"each of {world_size} rank(s)), got {tokens_per_step:,}",
+            tr(
+                "total_batch_size must be a multiple of {row_tokens:,} (one row of "
+                "{row_tokens_2:,} tokens on each of {world_size} rank(s)), got "
+                "{tokens_per_step:,}",
+                row_tokens=row_tokens * world_size,
+                row_tokens_2=row_tokens,
+                world_size=world_size,
+                tokens_per_step=tokens_per_step,
+            ),
             exit_code=2,
         )
     rows = tokens_per_step // (row_tokens * world_size)

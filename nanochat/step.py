@@ -151,7 +151,7 @@ class Optimizers(Protocol):
         ...
 
 
-def unmarked(part: str) -> None:
+def unmarked(phase: str) -> None:
     """Do nothing: the `mark` of an update that nobody profiles."""
 
 

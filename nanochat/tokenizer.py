@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import UserError, base_dir, read_json, write_atomic, write_json
+from nanochat.common import UserError, base_dir, read_json, tr, write_atomic, write_json
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Message, user
 
@@ -134,26 +134,49 @@ class Tokenizer:
         """
         if pattern not in PATTERNS:
             names = ", ".join(PATTERNS)
-            raise UserError(f"--pattern must be one of {names}, got {pattern!r}", exit_code=2)
+            raise UserError(
+                tr(
+                    "--pattern must be one of {names}, got {pattern!r}",
+                    names=names,
+                    pattern=pattern,
+                ),
+                exit_code=2,
+            )
         smallest_size = BYTES + len(ROLES)
         if vocab_size < smallest_size:
             raise UserError(
-                f"the vocabulary must hold at least {smallest_size} tokens ({BYTES} bytes and "
-                f"{len(ROLES)} special tokens), got {vocab_size}; choose a larger --vocab_size",
+                tr(
+                    "the vocabulary must hold at least {smallest_size} tokens ({bytes} bytes "
+                    "and {roles_count} special tokens), got {vocab_size}; choose a larger "
+                    "--vocab_size",
+                    smallest_size=smallest_size,
+                    bytes=BYTES,
+                    roles_count=len(ROLES),
+                    vocab_size=vocab_size,
+                ),
                 exit_code=2,
             )
         if vocab_size > MOST_TOKENS:
             raise UserError(
-                f"--vocab_size must be at most {MOST_TOKENS:,}, got {vocab_size:,}", exit_code=2
+                tr(
+                    "--vocab_size must be at most {most_tokens:,}, got {vocab_size:,}",
+                    most_tokens=MOST_TOKENS,
+                    vocab_size=vocab_size,
+                ),
+                exit_code=2,
             )
         regex = PATTERNS[pattern]
         ranks = bpe.train(_checked(texts), vocab_size - len(ROLES), regex, progress)
         learned_size = len(ranks) + len(ROLES)
         if learned_size < vocab_size:
             raise UserError(
-                f"the text is too small for a vocabulary of {vocab_size:,}: it gives at most "
-                f"{learned_size:,} tokens. Use --vocab_size {learned_size} or less, or add more "
-                "text."
+                tr(
+                    "the text is too small for a vocabulary of {vocab_size:,}: it gives at "
+                    "most {learned_size:,} tokens. Use --vocab_size {learned_size} or less, "
+                    "or add more text.",
+                    vocab_size=vocab_size,
+                    learned_size=learned_size,
+                )
             )
         return cls(ranks, pattern, regex)
 
@@ -169,7 +192,14 @@ class Tokenizer:
         path = folder / FILE_NAME
         train_command = f"python -m scripts.tok_train --data {quote(folder.name)}"
         if not path.exists():
-            raise UserError(f"there is no tokenizer at {path}. Train it first: {train_command}", 2)
+            raise UserError(
+                tr(
+                    "there is no tokenizer at {path}. Train it first: {train_command}",
+                    path=path,
+                    train_command=train_command,
+                ),
+                2,
+            )
         remedy = f"Delete the file and train the tokenizer again: {train_command}"
         try:
             content = read_json(path)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model
-from nanochat.common import UserError, base_dir, log, run, sha256_of, warn, write_atomic
+from nanochat.common import UserError, base_dir, log, run, sha256_of, tr, warn, write_atomic
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
@@ -116,7 +116,12 @@ def evaluate_tasks(
     names = [name.strip() for name in (cfg.tasks or "").split("|") if name.strip()]
     if any(name not in makers for name in names):
         raise UserError(
-            f"--tasks takes {', '.join(makers)}, with | between several; got {cfg.tasks!r}", 2
+            tr(
+                "--tasks takes {makers}, with | between several; got {tasks!r}",
+                makers=", ".join(makers),
+                tasks=cfg.tasks,
+            ),
+            2,
         )
     use_task_data(cfg.task_data)
     limit, tokens = limits(cfg, loaded, compute)
@@ -139,7 +144,7 @@ def evaluate_tasks(
                 )
             log(str(scores[name]))
         except UserError as why:
-            warn(f"{name} is left out: {why}")
+            warn(tr("{name} is left out: {why}", name=name, why=why))
             broken.append(name)
     return scores, broken
 
@@ -149,8 +154,11 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
     bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
         log(
-            f"CORE is left out: there is no eval bundle in {base_dir() / 'eval_bundle'}. Download "
-            "it with --download, or name your own copy with --eval_bundle DIR"
+            tr(
+                "CORE is left out: there is no eval bundle in {base_dir}. Download it with "
+                "--download, or name your own copy with --eval_bundle DIR",
+                base_dir=base_dir() / "eval_bundle",
+            )
         )
         return None
     limit, tokens = limits(cfg, loaded, compute)
@@ -183,7 +191,7 @@ def evaluate_bits(
     except UserError as missing:
         if cfg.data is not None:
             raise
-        log(f"bits per byte are left out: {missing}")
+        log(tr("bits per byte are left out: {missing}", missing=missing))
         return None
     loss = loss_eval.evaluate_split(
         loaded.model,
@@ -216,8 +224,10 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     bits = evaluate_bits(cfg, loaded, compute)
     if core is None and bits is None and not scores and not broken:
         raise UserError(
-            "nothing was evaluated: neither an eval bundle nor the corpus is here. The lines above "
-            "say how to get them",
+            tr(
+                "nothing was evaluated: neither an eval bundle nor the corpus is here. The "
+                "lines above say how to get them"
+            ),
             exit_code=2,
         )
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "core": None, "val": None}
@@ -230,8 +240,12 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         write_section("base_eval", section)
     if broken:
         raise UserError(
-            f"{len(broken)} of the tasks could not be evaluated: {', '.join(broken)}. The warnings "
-            "above say why; the other tasks are done, and the same command skips them"
+            tr(
+                "{broken_count} of the tasks could not be evaluated: {broken}. The warnings "
+                "above say why; the other tasks are done, and the same command skips them",
+                broken_count=len(broken),
+                broken=", ".join(broken),
+            )
         )
     return section
 

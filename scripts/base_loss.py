@@ -20,9 +20,9 @@ from nanochat.evals.domains import evaluate_domains
 from nanochat.evals.loss import Loss
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
-from nanochat.report.samples import Sample, keep_samples
 from nanochat.report.sections import read_sections, write_section
 from nanochat.runtime import parallel
+from nanochat.runtime.samples import Sample, keep_samples
 
 PROMPTS = (
     "The capital of Japan is",

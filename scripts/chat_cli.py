@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TextIO
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded
-from nanochat.common import UserError, base_dir, run
+from nanochat.common import UserError, base_dir, run, tr
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
@@ -434,7 +434,7 @@ def main(cfg: Config) -> None:
     prompt = sys.stdin.read() if piped else cfg.prompt
     if prompt is not None and not prompt.strip():
         raise UserError(
-            'the prompt is empty: write a question after -p, such as -p "What is 37 * 48?"',
+            tr('the prompt is empty: write a question after -p, such as -p "What is 37 * 48?"'),
             exit_code=2,
         )
     try:

@@ -16,16 +16,16 @@ from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import UserError, log, read_json, run, warn
-from nanochat.data.conversation import Part, Task
+from nanochat.common import UserError, log, read_json, run, tr, warn
+from nanochat.data.conversation import Part, Task, words
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import DTYPES, Compute, with_compute
-from nanochat.evals.chat import Score, by_group, chat_core, evaluate, words
+from nanochat.evals.chat import Score, by_group, chat_core, evaluate
 from nanochat.evals.records import Records, fingerprint, records_dir
 from nanochat.generate.sampling import Sampling
-from nanochat.report.samples import Sample, keep_samples
 from nanochat.report.sections import report_dir, write_section
 from nanochat.runtime import graphs, parallel
+from nanochat.runtime.samples import Sample, keep_samples
 from tasks.catalogue import chat_tasks, use_task_data
 from tasks.mixtures import CURRICULA, curriculum
 
@@ -115,8 +115,11 @@ def choose_tasks(
         names = [name.strip() for name in task_names.split("|") if name.strip()]
         if not names or any(name not in makers for name in names):
             raise UserError(
-                f"--task_name takes {', '.join(makers)}, with | between several; got "
-                f"{task_names!r}",
+                tr(
+                    "--task_name takes {makers}, with | between several; got {task_names!r}",
+                    makers=", ".join(makers),
+                    task_names=task_names,
+                ),
                 2,
             )
     tasks: list[Task] = []
@@ -128,13 +131,16 @@ def choose_tasks(
         except UserError as why:
             if len(names) == 1:
                 raise
-            warn(f"{name} is left out: {why}")
+            warn(tr("{name} is left out: {why}", name=name, why=why))
             missing.append(name)
         else:
             tasks.append(task)
     if not tasks:
         raise UserError(
-            "none of the tasks can be evaluated here: the warnings above say what each task needs",
+            tr(
+                "none of the tasks can be evaluated here: the warnings above say what each "
+                "task needs"
+            ),
             2,
         )
     return tasks, [] if task_names is None else missing
@@ -327,8 +333,10 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     """Evaluate the tasks one after another, and add their figures to the report."""
     if cfg.num_samples > 1 and not cfg.temperature:
         raise UserError(
-            "--num_samples above 1 needs --temperature above 0, such as --temperature=1: else all "
-            "samples are equal",
+            tr(
+                "--num_samples above 1 needs --temperature above 0, such as --temperature=1: "
+                "else all samples are equal"
+            ),
             2,
         )
     defaults = settings(Config(), compute.dtype)
@@ -360,7 +368,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         except UserError as why:
             if len(tasks) == 1:
                 raise
-            warn(f"{task.name} is left out: {why}")
+            warn(tr("{name} is left out: {why}", name=task.name, why=why))
             broken.append(task.name)
             continue
         if score is not None:
@@ -372,8 +380,12 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         save_figures(loaded, run_settings, defaults, new_figures)
     if broken:
         raise UserError(
-            f"{len(broken)} of the tasks could not be evaluated: {', '.join(broken)}. The warnings "
-            "above say why; the other tasks are done, and the same command skips them"
+            tr(
+                "{broken_count} of the tasks could not be evaluated: {broken}. The warnings "
+                "above say why; the other tasks are done, and the same command skips them",
+                broken_count=len(broken),
+                broken=", ".join(broken),
+            )
         )
     return scores
 

@@ -172,8 +172,8 @@ def train(cfg: Config, compute: Compute) -> None:
             outcome = NO_UPDATE
             for _ in range(cfg.policy.updates_per_rollout if replies.num_targets else 0):
                 with run.update(replies.num_targets, names) as update:
-                    for idx, targets, *others in update.passes(replies.micro_batches):
-                        extras = dict(zip(replies.extras, others, strict=True))
+                    for idx, targets, *extra_tensors in update.passes(replies.micro_batches):
+                        extras = dict(zip(replies.extras, extra_tensors, strict=True))
                         figures = None
                         if ratio_loss is None:
                             loss = model(idx, targets, reduction="sum", **model_arguments(extras))

@@ -113,9 +113,13 @@ def check(cfg: Config) -> None:
     """Raise UserError (code 2) for settings out of range."""
     if cfg.num_gpus != 1:
         raise UserError(
-            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs on one device, where each "
-            f"model answers {cfg.slots} chats at once. To use more devices, start one server per "
-            "device, each with its own --port.",
+            tr(
+                "--num_gpus must be 1, got {num_gpus}: this server runs on one device, where "
+                "each model answers {slots} chats at once. To use more devices, start one "
+                "server per device, each with its own --port.",
+                num_gpus=cfg.num_gpus,
+                slots=cfg.slots,
+            ),
             exit_code=2,
         )
     limits = {
@@ -130,14 +134,23 @@ def check(cfg: Config) -> None:
     for name, (low, high) in limits.items():
         value = getattr(cfg, name)
         if value != "auto" and not low <= value <= high:
-            raise UserError(f"--{name} must be from {low} to {high:,}, got {value}", exit_code=2)
+            raise UserError(
+                tr(
+                    "--{name} must be from {low} to {high:,}, got {value}",
+                    name=name,
+                    low=low,
+                    high=high,
+                    value=value,
+                ),
+                exit_code=2,
+            )
     if cfg.headless and (cfg.runs or cfg.runs_only):
         raise UserError(
-            "--headless serves no page, and --runs is one: leave one of them out", exit_code=2
+            tr("--headless serves no page, and --runs is one: leave one of them out"), exit_code=2
         )
     if cfg.runs_only and names_model(cfg):
         raise UserError(
-            "--runs_only loads no model: leave out the flags that name one, or use --runs",
+            tr("--runs_only loads no model: leave out the flags that name one, or use --runs"),
             exit_code=2,
         )
     check_key(cfg)

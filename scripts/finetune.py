@@ -20,7 +20,7 @@ from nanochat.checkpoint_manager.huggingface.base import Base, open_base
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
@@ -142,8 +142,10 @@ class Config:
         check_ranges(self)
         if not self.data:
             raise UserError(
-                "--data needs at least one file of conversations, got none: name one, such as "
-                "a.jsonl",
+                tr(
+                    "--data needs at least one file of conversations, got none: name one, "
+                    "such as a.jsonl"
+                ),
                 exit_code=2,
             )
 
@@ -239,8 +241,8 @@ def train(cfg: Config, compute: Compute) -> None:
     rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else schedule.TUNING_RATE_RULE
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
-    own = own_pairs if preference else own_conversations
-    conversations = own(cfg.data, HELD_OUT if earlier else None)
+    read_own = own_pairs if preference else own_conversations
+    conversations = read_own(cfg.data, HELD_OUT if earlier else None)
     facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
     if cfg.learning_rate == "auto":
         facts[RATE_FACT] = rule

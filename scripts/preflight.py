@@ -178,10 +178,16 @@ def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> floa
 def check(cfg: Config, compute: Compute) -> None:
     """Print what the run needs. UserError (code 2) names everything that is missing."""
     if cfg.devices < 1:
-        raise UserError(f"--devices must be at least 1, got {cfg.devices}", exit_code=2)
+        raise UserError(
+            tr("--devices must be at least 1, got {devices}", devices=cfg.devices), exit_code=2
+        )
     if not 0 <= cfg.tokens < math.inf:  # NaN is in no range
         raise UserError(
-            f"--tokens must be a number of tokens, or 0 for the usual number, got {cfg.tokens}", 2
+            tr(
+                "--tokens must be a number of tokens, or 0 for the usual number, got {tokens}",
+                tokens=cfg.tokens,
+            ),
+            2,
         )
     shape = sizes.model_config(
         cfg.depth,

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.common import UserError, log, read_json, run, settings, write_json
+from nanochat.common import UserError, log, read_json, run, settings, tr, write_json
 from nanochat.data.corpora import shards
 from nanochat.data.mixing import Data, resolve_data
 from nanochat.data.shards import read_about, texts
@@ -64,8 +64,12 @@ def train(cfg: Config) -> Tokenizer:
     tokenizer = saved_tokenizer(folder, cfg, data, corpora)
     if tokenizer is not None:
         log(
-            f"the tokenizer of {data.name} is already there: {tokenizer.vocab_size:,} tokens in "
-            f"{folder}"
+            tr(
+                "the tokenizer of {name} is already there: {vocab_size:,} tokens in {folder}",
+                name=data.name,
+                vocab_size=tokenizer.vocab_size,
+                folder=folder,
+            )
         )
         export(tokenizer, exported)
         return tokenizer
@@ -96,9 +100,17 @@ def train(cfg: Config) -> Tokenizer:
     write_json(folder / NOTE, note)
     _report(cfg, data, tokenizer, used, seconds, ratios)
     log(
-        f"trained {tokenizer.vocab_size:,} tokens on {used.documents:,} documents "
-        f"({used.characters:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per "
-        f"token on held-out text; saved in {folder}"
+        tr(
+            "trained {vocab_size:,} tokens on {documents:,} documents ({characters:,} "
+            "characters) in {seconds}; {val:.2f} bytes per token on held-out text; saved in "
+            "{folder}",
+            vocab_size=tokenizer.vocab_size,
+            documents=used.documents,
+            characters=used.characters,
+            seconds=duration(seconds),
+            val=ratios["val"],
+            folder=folder,
+        )
     )
     export(tokenizer, exported)
     return tokenizer
@@ -110,12 +122,23 @@ def _check(cfg: Config) -> None:
         value = getattr(cfg, name)
         if value <= 0:
             raise UserError(
-                f"--{name} must be positive, the most characters to read, got {value}",
+                tr(
+                    "--{name} must be positive, the most characters to read, got {value}",
+                    name=name,
+                    value=value,
+                ),
                 exit_code=2,
             )
     if cfg.pattern not in PATTERNS:
         names = ", ".join(PATTERNS)
-        raise UserError(f"--pattern must be one of {names}, got {cfg.pattern!r}", exit_code=2)
+        raise UserError(
+            tr(
+                "--pattern must be one of {names}, got {pattern!r}",
+                names=names,
+                pattern=cfg.pattern,
+            ),
+            exit_code=2,
+        )
 
 
 # --- the text to learn from ----------------------------------------------------------------------
@@ -281,7 +304,11 @@ def export_folder(cfg: Config) -> Path | None:
     nearest = next(path for path in paths if path.exists())
     if not nearest.is_dir():
         raise UserError(
-            f"--export must name a folder, got {folder}, which is a file or below one", exit_code=2
+            tr(
+                "--export must name a folder, got {folder}, which is a file or below one",
+                folder=folder,
+            ),
+            exit_code=2,
         )
     return folder
 

@@ -78,7 +78,7 @@ class ChoiceTask:
         self,
         name: str,
         table: Table,
-        read: Callable[[Mapping[str, Any]], ChoiceProblem],
+        to_problem: Callable[[Mapping[str, Any]], ChoiceProblem],
         plain: Plain | None = None,
         examples: Table | None = None,
         shots: int = 0,
@@ -86,11 +86,11 @@ class ChoiceTask:
         self.name = name
         self.shots = shots
         self._table = table
-        self._read = read
+        self._read = to_problem
         self._plain = plain or Plain()
         self._examples: dict[str, list[ChoiceProblem]] = {}
         if examples is not None and shots:
-            self._examples = _by_subject(examples, read)
+            self._examples = _by_subject(examples, to_problem)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -158,12 +158,12 @@ def _checked(problem: ChoiceProblem, where: str) -> ChoiceProblem:
 
 
 def _by_subject(
-    table: Table, read: Callable[[Mapping[str, Any]], ChoiceProblem]
+    table: Table, to_problem: Callable[[Mapping[str, Any]], ChoiceProblem]
 ) -> dict[str, list[ChoiceProblem]]:
     """Return the examples of each subject in the order in which they were published."""
     examples: dict[str, list[ChoiceProblem]] = {}
     for i in table.in_published_order():
-        problem = _checked(read(table[i]), table.source)
+        problem = _checked(to_problem(table[i]), table.source)
         examples.setdefault(problem.subject, []).append(problem)
     return examples
 

@@ -15,14 +15,14 @@ from tasks.record_keys import check_message, is_trained
 
 
 def one_of(
-    what: str,
+    label: str,
     value: str,
     allowed: Sequence[str],
 ) -> str:
     """Return `value` if it is allowed; otherwise raise a UserError that lists the allowed
     values."""
     if value not in allowed:
-        raise UserError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
+        raise UserError(f"{label} must be one of {', '.join(allowed)}, got {value!r}")
     return value
 
 

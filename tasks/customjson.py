@@ -153,8 +153,8 @@ def _is_pair(value: Any) -> bool:
 
 def read_file(
     filepath: str | Path,
-    read: Callable[[Any], Record],
-    what: str,
+    to_record: Callable[[Any], Record],
+    label: str,
     shape: str,
 ) -> list[Record]:
     """Return what `read` makes of every JSON value of a file, one value per line or in one list;
@@ -166,30 +166,30 @@ def read_file(
     path = Path(filepath).expanduser()
     if not path.is_file():
         raise UserError(
-            f"there is no file {path}. Check the path; the file should hold one {what} per line: "
+            f"there is no file {path}. Check the path; the file should hold one {label} per line: "
             f"{shape}",
             2,
         )
     items = []
     try:
         for place, value in records(path):
-            items.append(_read_at(place, value, read))
+            items.append(_read_at(place, value, to_record))
     except ValueError as broken:  # not UTF-8, not JSON, or against a rule of `read`
         raise UserError(f"{path}, {broken}. A line should look like {shape}") from broken
     if not items:
-        raise UserError(f"{path} holds no {what}. Write one {what} per line: {shape}")
+        raise UserError(f"{path} holds no {label}. Write one {label} per line: {shape}")
     return items
 
 
 def _read_at(
     place: str,
     value: Any,
-    read: Callable[[Any], Record],
+    to_record: Callable[[Any], Record],
 ) -> Record:
     """Return what `read` makes of a record. ValueError, which names its place, if it breaks a
     rule."""
     try:
-        return read(value)
+        return to_record(value)
     except ValueError as broken:
         raise ValueError(f"{place}: {broken}") from broken
 

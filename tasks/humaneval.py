@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from nanochat.data.conversation import Conversation, chat
-from nanochat.evals import sandbox
 from tasks.published import Published, load_table
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -85,6 +84,8 @@ class HumanEval:
     ):
         self._unsafe_exec = unsafe_exec
         self._seconds = seconds
+        from nanochat.evals import sandbox
+
         sandbox.tier(unsafe_exec)
         columns = ("prompt", "canonical_solution", "test", "entry_point")
         self._table = load_table(source(), columns, folder)
@@ -100,6 +101,8 @@ class HumanEval:
         return ()
 
     def grade(self, i: int, reply: str) -> float:
+        from nanochat.evals import sandbox
+
         row = self._table[i]
         program = build_program(row["prompt"], reply, row["test"], row["entry_point"])
         result = sandbox.run_program(program, self._seconds, unsafe_exec=self._unsafe_exec)

@@ -244,8 +244,8 @@ def own_pairs(files: Sequence[str], held_out_every: int | None = None) -> Mix:
 
 def _read_weighted(
     files: Sequence[str],
-    read: Callable[[str], Records[Item]],
-    what: str,
+    read_records: Callable[[str], Records[Item]],
+    label: str,
     held_out_every: int | None,
 ) -> tuple[str, str, Numbered[Item]]:
     """Return the names of files, a key of their content, and what `read` finds in each, as often as
@@ -266,7 +266,7 @@ def _read_weighted(
     for file in files:
         path, weight = _split_weight(file)
         content = _content(path)
-        file_items = read(path)
+        file_items = read_records(path)
         for i in range(max(int(len(file_items) * weight), 1)):
             number = int(i / weight) % len(file_items)
             items.append(file_items[number])
@@ -276,7 +276,7 @@ def _read_weighted(
     different = len(original_of)
     if different < 2:
         raise UserError(
-            f"{files[0]} must hold at least 2 {what}, since one is for validation, got "
+            f"{files[0]} must hold at least 2 {label}, since one is for validation, got "
             f"{different}; add more"
         )
     key = " + ".join(keys)

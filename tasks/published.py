@@ -80,8 +80,8 @@ class Published:
         return sorted(path for path in folder.glob(f"*.{ending}") if name.fullmatch(path.name))
 
     def __str__(self) -> str:
-        part = ", ".join(filter(None, (self.subset, self.split)))
-        return f"{self.repo} ({part})"
+        names = ", ".join(filter(None, (self.subset, self.split)))
+        return f"{self.repo} ({names})"
 
 
 def carry_in(repos: Sequence[str]) -> str:
@@ -175,9 +175,9 @@ class _Joined:
         return self._starts[-1]
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        part = bisect_right(self._starts, i) - 1
-        subject, rows = self._parts[part]
-        position = i - self._starts[part]
+        part_index = bisect_right(self._starts, i) - 1
+        subject, rows = self._parts[part_index]
+        position = i - self._starts[part_index]
         return {"id": position, **rows[position], "subject": subject}
 
 

@@ -303,7 +303,7 @@ def test_generate_after_an_interruption_finds_an_empty_engine(model):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompts([5, 6, 7]), GREEDY, done=interrupt)
+        engine.generate(prompts([5, 6, 7]), GREEDY, on_done=interrupt)
     assert not engine.busy and engine.free_slots == 2
 
 

@@ -1,18 +1,17 @@
 """The families of models: meta.json names one, and a table maps the name to its classes."""
 
+import functools
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
 
-from nanochat.common import UserError
+from nanochat.common import UserError, appendix
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.models.qwen.config import QwenConfig
-from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 
@@ -45,7 +44,7 @@ MAY_BE_ZERO = {
 }
 POSITIVE_FRACTIONS = ("rope_theta", "norm_eps")
 LONGEST_TEXT = 1_000  # characters of a value such as window_pattern: one letter a layer
-Shape = TypeVar("Shape", GPTConfig, QwenConfig)
+Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,19 @@ class Family:
     config: Any
 
 
-FAMILIES = {"gpt": Family(GPT, GPTConfig), "qwen": Family(Qwen, QwenConfig)}
+@functools.cache
+def families() -> dict[str, Family]:
+    """Return the families by name: the GPT, and the published ones unless they were torn out."""
+    table = {"gpt": Family(GPT, GPTConfig)}
+    qwen = appendix("nanochat.models.qwen.model")
+    if qwen is not None:
+        table["qwen"] = Family(qwen.Qwen, qwen.QwenConfig)
+    return table
 
 
 def family_of(config: Any) -> str:
     """Return the name of the family that a configuration belongs to."""
-    return next(name for name, family in FAMILIES.items() if type(config) is family.config)
+    return next(name for name, family in families().items() if type(config) is family.config)
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -93,7 +99,7 @@ def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Sh
     UserError, which names the file `where`, if a value has a wrong type or is out of bounds.
     """
     settings = _renamed_settings(shape)
-    names = {field.name for field in fields(kind)}
+    names = {field.name for field in fields(cast(Any, kind))}
     wrong = [
         f"{name} is {reprlib.repr(value)}"
         for name, value in settings.items()
@@ -120,12 +126,12 @@ def build(
     of another model.
     """
     name = meta.get("family", "gpt")
-    if name not in FAMILIES:
+    if name not in families():
         raise UserError(
             f"the checkpoint holds a model of family {name!r}, and this version knows "
-            f"{', '.join(FAMILIES)}. Update nanochat to the version that wrote the checkpoint."
+            f"{', '.join(families())}. Update nanochat to the version that wrote the checkpoint."
         )
-    family = FAMILIES[name]
+    family = families()[name]
     shape = checked_shape(family.config, meta["model"], where)
     with torch.device("meta"):
         parallel.check_shapes(family.model(shape), values)
@@ -134,13 +140,13 @@ def build(
     return model
 
 
-def on_meta(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool = False) -> Any:
+def on_meta(shape: Any, compute: Compute, fp8: bool = False) -> Any:
     """Return a model of a shape that takes no memory yet.
 
     Call to_empty() on it, then init_weights() or load its parameters. With `fp8` it trains in FP8;
     UserError where the device or the family cannot.
     """
-    family = FAMILIES[family_of(shape)]
+    family = families()[family_of(shape)]
     with torch.device("meta"):
         model = family.model(shape, dtype=compute.dtype)
     accelerate(model, compute.operations)

@@ -45,6 +45,7 @@ NUMBERS = ("meter", "scale", "norms")  # values of the state that hold numbers o
 # The parameters of a step: one file, or files of all ranks with an INDEX; of an adapter, peft's.
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."  # of peft's names in that file
 HASH_THREADS = 4  # to verify files: Python releases its lock while hashing
 
 

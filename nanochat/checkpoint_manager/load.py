@@ -16,15 +16,10 @@ from nanochat.checkpoint_manager.files import (
     verify,
     weights_hash,
 )
-from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
-from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
-from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 from nanochat.checkpoint_manager.locate import MADE_BY, find
 from nanochat.checkpoint_manager.parts.model import read_parameters
 from nanochat.common import UserError, read_json, sha256_of, tr, warn
 from nanochat.device import Compute
-from nanochat.models.lora import LoraConfig, add_adapters, merge
-from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -89,6 +84,8 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     path = folder / "tokenizer.json"
     is_published = path.is_file() and "added_tokens" in read_json(path)
     if is_published:
+        from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+
         # It has the members of a Tokenizer that the users of a model need.
         return cast(Tokenizer, FolderTokenizer(folder, vocab_size))
     return Tokenizer.load(folder)
@@ -102,6 +99,10 @@ def load_published(
     `dtype` is the number format of matrices and tables (default: the compute dtype). UserError if
     files are missing, damaged, of an unknown kind, or do not fit each other.
     """
+    from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
+    from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
+    from nanochat.models.lora import merge
+
     folder = folder.expanduser().resolve()
     model = load_qwen(folder, compute, dtype)
     tag = folder.name
@@ -191,11 +192,14 @@ def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -
 
 def _load_base(
     meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
-) -> Qwen:
+) -> Any:
     """Return the published model that an adapter was trained on, with an adapter without values.
 
     UserError if that model is missing or has changed.
     """
+    from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
+    from nanochat.models.lora import LoraConfig, add_adapters
+
     base = Path(meta["base"]["folder"])
     if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
         state = tr("another one now") if base.is_dir() else tr("gone")

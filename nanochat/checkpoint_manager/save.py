@@ -20,6 +20,7 @@ import torch.nn as nn
 from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import (
     ADAPTER,
+    ADAPTER_PREFIX,
     FORMAT,
     MODEL,
     prune,
@@ -28,7 +29,6 @@ from nanochat.checkpoint_manager.files import (
     step_dir,
     write_meta,
 )
-from nanochat.checkpoint_manager.huggingface import adapter
 from nanochat.checkpoint_manager.parts import model as parameter_files
 from nanochat.checkpoint_manager.parts.model import Files, Seals
 from nanochat.checkpoint_manager.parts.rank_state import Optimizers, RankState
@@ -63,7 +63,11 @@ class Step:
         files: Files,
     ) -> "Step":
         """Return a step as it is now: `meta` is copied. Every rank must call this."""
-        facts = adapter.facts(model) if meta.get("lora") else {}
+        facts: dict[str, str] = {}
+        if meta.get("lora"):
+            from nanochat.checkpoint_manager.huggingface import adapter
+
+            facts = adapter.facts(model)
         return Step(folder, number, tokenizer, copy.deepcopy(meta), keep, files, facts)
 
     @property
@@ -190,7 +194,7 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
         optimizer_seal = beside.submit(_write_optimizer, folder / optimizer_file, state)
         if lora:
             seals = parameter_files.write_whole(
-                folder / ADAPTER, parameters, compute, group, adapter.PREFIX, step.facts
+                folder / ADAPTER, parameters, compute, group, ADAPTER_PREFIX, step.facts
             )
         elif parameter_files.in_one_file(parameters, step.files):
             seals = parameter_files.write_whole(folder / MODEL, parameters, compute, group, "", {})
@@ -201,6 +205,8 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
         step.tokenizer.save(folder)
         seals["tokenizer.json"] = seal(folder / "tokenizer.json")
         if lora:
+            from nanochat.checkpoint_manager.huggingface import adapter
+
             adapter.write_settings(folder, lora, step.meta["base"]["folder"])
     return seals
 

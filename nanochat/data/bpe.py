@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 
 BYTES = 256
 
@@ -43,9 +43,12 @@ def installed_rustbpe() -> Any:
         return rustbpe
     except (ImportError, AttributeError) as missing:
         raise UserError(
-            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Install "
-            "everything with `bash setup_env.sh` and `source .venv/bin/activate`, then type the "
-            "same command again."
+            tr(
+                "rustbpe, which trains tokenizers, is not installed for {executable}. "
+                "Install everything with `bash setup_env.sh` and `source "
+                ".venv/bin/activate`, then type the same command again.",
+                executable=sys.executable,
+            )
         ) from missing
 
 
@@ -71,8 +74,10 @@ def train(
     options: dict[str, Any] = {}
     if encoding_rustbpe() is None:  # logged once in a run, not by every stage that encodes
         log(
-            "the published rustbpe is installed: training takes about ten times as long, and "
-            "tiktoken encodes"
+            tr(
+                "the published rustbpe is installed: training takes about ten times as long, "
+                "and tiktoken encodes"
+            )
         )
     elif progress is not None:
         options["progress"] = progress
@@ -184,7 +189,7 @@ def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     pairs = []
     for rank, token in enumerate(ranks[BYTES:], start=BYTES):
         parts = _apply_merges_before(rank, token, numbers)
-        if len(parts) != 2 or not all(part in numbers for part in parts):
+        if len(parts) != 2 or not all(half in numbers for half in parts):
             raise ValueError(
                 f"token {rank} is not made of two earlier tokens: the vocabulary is damaged"
             )

@@ -1,5 +1,6 @@
 """Conversations, and the protocol of a task that asks questions and grades replies."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -68,6 +69,12 @@ def assistant(*parts: str | Part) -> Message:
 def chat(question: str, *answer: str | Part) -> Conversation:
     """Return a conversation of one question and its answer."""
     return Conversation((user(question), assistant(*answer)))
+
+
+def words(parts: Sequence[Part]) -> str:
+    """Return a reply as readable text, with calculator calls and answers in brackets."""
+    shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
+    return "".join(shown[part.kind].format(part.text) for part in parts)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,13 @@ def _imported(
     if imported:
         names = " and ".join(corpus.name for corpus in imported)
         raise UserError(
-            f"{data} was imported as {names}; choose one with --data {quote(imported[0].name)}", 2
+            tr(
+                "{data} was imported as {names}; choose one with --data {name}",
+                data=data,
+                names=names,
+                name=quote(imported[0].name),
+            ),
+            2,
         )
     raise UserError(
         tr(
@@ -183,8 +189,13 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
         )
     if len(paths) < 2:
         raise UserError(
-            "a corpus needs at least two shards, one for training and one for validation; "
-            f"{corpus.folder} has {len(paths)}. Get more with: {make}",
+            tr(
+                "a corpus needs at least two shards, one for training and one for "
+                "validation; {folder} has {paths_count}. Get more with: {make}",
+                folder=corpus.folder,
+                paths_count=len(paths),
+                make=make,
+            ),
             exit_code=2,
         )
     return paths[-1:] if split == "val" else paths[:-1]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, tr, warn
 
 # What flock answers on a file system without locks, such as Lustre mounted without -o flock.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -49,7 +49,13 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _planted(path: Path, problem: str) -> UserError:
-    return UserError(f"{path} {problem}. Delete it, then type the same command again")
+    return UserError(
+        tr(
+            "{path} {problem}. Delete it, then type the same command again",
+            path=path,
+            problem=problem,
+        )
+    )
 
 
 @contextlib.contextmanager
@@ -90,9 +96,12 @@ def _lock_of_this_host(path: Path) -> BinaryIO:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if ranks > ranks_here:
         raise UserError(
-            f"the file system of {path.parent} has no locks, so several hosts would write the same "
-            "files there at once. Mount it with locks (Lustre: -o flock), or set NANOCHAT_BASE_DIR "
-            "to a folder on another file system"
+            tr(
+                "the file system of {parent} has no locks, so several hosts would write the "
+                "same files there at once. Mount it with locks (Lustre: -o flock), or set "
+                "NANOCHAT_BASE_DIR to a folder on another file system",
+                parent=path.parent,
+            )
         )
     _warn_no_locks(path.parent)
     full_path = str(path.absolute()).encode("utf-8", "surrogateescape")
@@ -103,4 +112,10 @@ def _lock_of_this_host(path: Path) -> BinaryIO:
 
 @functools.cache
 def _warn_no_locks(folder: Path) -> None:
-    warn(f"the file system of {folder} has no locks, so only runs on this host wait for each other")
+    warn(
+        tr(
+            "the file system of {folder} has no locks, so only runs on this host wait for "
+            "each other",
+            folder=folder,
+        )
+    )

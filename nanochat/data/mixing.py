@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.corpora import Corpus, corpora, existing, resolve
 
 EXAMPLE = "--data web:0.7,books:0.3"
@@ -57,12 +57,22 @@ def resolve_data(data: str | None) -> Data:
     weighted_names = [_parse(item.strip(), data) for item in data.split(",")]
     if len(weighted_names) < 2:
         raise UserError(
-            f"a mixture needs at least two corpora, as in {EXAMPLE}, got {data!r}", exit_code=2
+            tr(
+                "a mixture needs at least two corpora, as in {example}, got {data!r}",
+                example=EXAMPLE,
+                data=data,
+            ),
+            exit_code=2,
         )
     weights = [weight for _, weight in weighted_names]
     if None in weights and any(weights):
         raise UserError(
-            f"give a weight to every corpus, as in {EXAMPLE}, or to none, got {data!r}", exit_code=2
+            tr(
+                "give a weight to every corpus, as in {example}, or to none, got {data!r}",
+                example=EXAMPLE,
+                data=data,
+            ),
+            exit_code=2,
         )
     mixed = tuple(resolve(name) for name, _ in weighted_names)
     _check_names([corpus.name for corpus in mixed], data)
@@ -82,7 +92,11 @@ def _check_names(names: list[str], data: str) -> None:
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise UserError(
-            f"{repeated[0]} is named twice in {data!r}; give it once, with the sum of its weights",
+            tr(
+                "{repeated} is named twice in {data!r}; give it once, with the sum of its weights",
+                repeated=repeated[0],
+                data=data,
+            ),
             exit_code=2,
         )
     length = len(",".join(names).encode())
@@ -106,7 +120,12 @@ def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
         value = Fraction(0)
     if not name or value <= 0:
         raise UserError(
-            f"a weight must be a number above 0, as in {EXAMPLE}, got {item!r} in {data!r}",
+            tr(
+                "a weight must be a number above 0, as in {example}, got {item!r} in {data!r}",
+                example=EXAMPLE,
+                item=item,
+                data=data,
+            ),
             exit_code=2,
         )
     return name, value

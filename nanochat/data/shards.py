@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, write_json
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr, write_json
 from nanochat.data.parquet_footers import check_packing
 
 COLUMN = "text"
@@ -63,8 +63,13 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, why: str) -> UserError:
     return UserError(
-        f"{path} is damaged: {why}. Delete {path.parent} and make the corpus again with "
-        "python -m nanochat.dataset."
+        tr(
+            "{path} is damaged: {why}. Delete {parent} and make the corpus again with python "
+            "-m nanochat.dataset.",
+            path=path,
+            why=why,
+            parent=path.parent,
+        )
     )
 
 
@@ -158,8 +163,11 @@ def write_shards(
         val.close()
         if not train.paths or not val.paths:
             raise UserError(
-                "a corpus needs at least two different documents, since one is held out for "
-                f"validation; got {train.documents + val.documents} document(s). Add more text."
+                tr(
+                    "a corpus needs at least two different documents, since one is held out "
+                    "for validation; got {documents} document(s). Add more text.",
+                    documents=train.documents + val.documents,
+                )
             )
         files = {}
         for number, path in enumerate([*train.paths, *val.paths]):
@@ -230,9 +238,14 @@ def _digest(number: int, text: str) -> int:
         encoded = text.encode()
     except UnicodeEncodeError as failure:
         raise UserError(
-            f"documents must be valid Unicode, but document {number} has half of a surrogate pair "
-            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove that "
-            "character from the source and type the same command again."
+            tr(
+                "documents must be valid Unicode, but document {number} has half of a "
+                "surrogate pair (U+{text:04X}) at character {start}. Remove that character "
+                "from the source and type the same command again.",
+                number=number,
+                text=ord(text[failure.start]),
+                start=failure.start,
+            )
         ) from None
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big")
 
@@ -353,5 +366,11 @@ def _damaged(path: Path, why: str) -> UserError:
     # together.
     broken = path if about.get("kind") == "download" else path.parent
     return UserError(
-        f"the shard {path} is damaged: {why}. Fix it with: rm -r {quote(str(broken))} && {make}"
+        tr(
+            "the shard {path} is damaged: {why}. Fix it with: rm -r {broken} && {make}",
+            path=path,
+            why=why,
+            broken=quote(str(broken)),
+            make=make,
+        )
     )

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 from nanochat.common import UserError
-from nanochat.data.conversation import Conversation, Part, Task
+from nanochat.data.conversation import Conversation, Part, Task, words
 from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
 from nanochat.evals.likelihood import PromptRow, score_rows
@@ -360,14 +360,8 @@ def _grade(task: Task, i: int, parts: list[Part]) -> float:
     """Grade a reply by its text or, if the task has grade_parts, by all its parts."""
     if hasattr(task, "grade_parts"):
         return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]
-    text = "".join(part.text for part in parts if part.kind == "text")
+    text = "".join(segment.text for segment in parts if segment.kind == "text")
     return task.grade(i, text)
-
-
-def words(parts: Sequence[Part]) -> str:
-    """Return a reply as readable text, with calculator calls and answers in brackets."""
-    shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
-    return "".join(shown[part.kind].format(part.text) for part in parts)
 
 
 def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:

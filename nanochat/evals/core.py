@@ -28,6 +28,7 @@ from nanochat.common import (
     log,
     parse_json,
     sha256_of,
+    tr,
     warn,
 )
 from nanochat.data.sources import download
@@ -477,7 +478,7 @@ def evaluate_core(
         except UserError as why:
             if len(broken) == len(tasks) - 1:
                 raise
-            warn(f"{task.label} is left out: {why}")
+            warn(tr("{label} is left out: {why}", label=task.label, why=why))
             broken.append(task.label)
             continue
         scores.append(score)

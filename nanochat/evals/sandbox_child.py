@@ -255,7 +255,7 @@ def drop_rights() -> None:
 def refuse_calls(
     architecture: int,
     denied: list[int],
-    own: list[int],
+    own_files: list[int],
     zero: list[int],
 ) -> None:
     """Let the kernel refuse system calls (seccomp).
@@ -276,7 +276,7 @@ def refuse_calls(
     ]
     for number in denied:
         code += [(JUMP_IF_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    first_arguments = dict.fromkeys(own, os.getpid()) | dict.fromkeys(zero, 0)
+    first_arguments = dict.fromkeys(own_files, os.getpid()) | dict.fromkeys(zero, 0)
     for number, first_argument in first_arguments.items():
         code += [
             (JUMP_IF_EQUAL, 0, 4, number),

@@ -8,9 +8,12 @@ pass, where that would cost too much, copies the halves of each row's adapter. S
 the largest rank, B rows, T tokens of a row.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -19,7 +22,9 @@ from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.linear import Linear
-from nanochat.models.lora import Adapter
+
+if TYPE_CHECKING:
+    from nanochat.models.lora import Adapter
 
 NONE = -1  # the number of a row without an adapter
 # With more adapters than this for each row, copying those of the rows is cheaper than reading all.
@@ -128,7 +133,7 @@ class Adapters:
         name: str,
         matrix: Linear,
         adapters: Sequence[Adapter],
-    ) -> "_Halves":
+    ) -> _Halves:
         """Return what all adapters have for one matrix; zeros where one has nothing."""
         first = torch.zeros(self._count, self._rank, matrix.in_features, dtype=self._dtype)
         second = torch.zeros(self._count, self._rank, matrix.out_features, dtype=self._dtype)

@@ -59,9 +59,9 @@ class Tracer(Protocol):
 def requested_kernels(flag: str) -> KernelChoice:
     """auto, fused or plain: what --kernels says, and NANOCHAT_KERNELS where the flag says auto."""
     name = (os.environ.get("NANOCHAT_KERNELS") or "auto") if flag == "auto" else flag
-    for known in get_args(KernelChoice):
-        if name == known:
-            return known
+    for choice in get_args(KernelChoice):
+        if name == choice:
+            return choice
     raise UserError(f"NANOCHAT_KERNELS must be auto, fused or plain, got {name!r}", exit_code=2)
 
 
@@ -178,7 +178,7 @@ class Platform:
 
     # --- work ------------------------------------------------------------------------------------
 
-    def operations(self, asked: KernelChoice) -> Operations:
+    def operations(self, choice: KernelChoice) -> Operations:
         """How models compute on this device; logs the choice. UserError if what was asked for cannot be had."""
         raise NotImplementedError
 
@@ -186,9 +186,9 @@ class Platform:
         """Why models cannot be trained on this device; "" if they can."""
         return ""
 
-    def refuse_fused(self, asked: KernelChoice) -> None:
+    def refuse_fused(self, choice: KernelChoice) -> None:
         """UserError if fused kernels were asked for on a platform that has none."""
-        if asked == "fused":
+        if choice == "fused":
             raise UserError(
                 f"--kernels fused was asked for, but the device is {self.name}, which has no fused kernels of its own; "
                 "leave --kernels out"

@@ -119,13 +119,13 @@ def main() -> None:
         limit_time(seconds)
         try:
             answer = answer or script.begin(setup)
-            found = answer(question)
+            reply = answer(question)
         except (
             Exception,
             RecursionError,
         ) as failure:  # the edge of a process: the parent hears of it
-            found = {"error": f"{type(failure).__name__}: {failure}"[:500]}
-        print(json.dumps(found), flush=True)
+            reply = {"error": f"{type(failure).__name__}: {failure}"[:500]}
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import shlex
+import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -44,6 +45,11 @@ def bf16_unit() -> tuple[bool, str]:
 def cpu_model() -> str:
     """The processor's name, or "CPU" if the system does not tell."""
     return _cpuinfo("model name") or "CPU"
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler: $CXX, g++ or clang++; None if there is none."""
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
 def memory_free() -> int:
@@ -251,21 +257,27 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
             exit_code=2,
         )
     world_size = _number_in(variables, "WORLD_SIZE", 1)
-    here = _number_in(variables, "LOCAL_WORLD_SIZE", 1, world_size) or world_size
+    local_size = _number_in(variables, "LOCAL_WORLD_SIZE", 1, world_size) or world_size
     if not met:
         _number_in(variables, "MASTER_PORT", 1, 65_535)
     rank = _number_in(variables, "RANK", 0, world_size - 1)
-    local_rank = _number_in(variables, "LOCAL_RANK", 0, here - 1)
+    local_rank = _number_in(variables, "LOCAL_RANK", 0, local_size - 1)
     return Ranks(rank, local_rank, world_size, meets)
 
 
-def _number_in(variables: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+def _number_in(
+    variables: Mapping[str, str], name: str, smallest: int, largest: int | None = None
+) -> int:
     """The number in a variable, 0 if the variable is not set. UserError (code 2) if the number is out of range."""
     word = variables[name]
     if not word:
         return 0
-    if not word.isdecimal() or int(word) < least or (most is not None and int(word) > most):
-        rule = f"from {least} to {most}" if most is not None else f"at least {least}"
+    if (
+        not word.isdecimal()
+        or int(word) < smallest
+        or (largest is not None and int(word) > largest)
+    ):
+        rule = f"from {smallest} to {largest}" if largest is not None else f"at least {smallest}"
         raise UserError(
             f"{name} must be a number {rule}, got {word!r}. torchrun and python -m nanochat.runtime.launch set it; to "
             f"run one process alone: unset {' '.join(PLACE)}",

@@ -13,11 +13,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from nanochat.common import appendix
 from nanochat.context import Context, whole_rows
 from nanochat.gpt import GPT, MLP, QK_SCALE, Block, CausalSelfAttention, Head, offset_keys
 from nanochat.model import Model
-from nanochat.models.qwen.layers import Vocabulary
-from nanochat.platforms import qwen_layers
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Layer, Pack, Product, joined
 
@@ -281,7 +280,9 @@ def accelerate(model: Model, operations: Operations) -> Counter[str]:
     counts: Counter[str] = Counter()
     if not operations.fuses_layers:
         return counts
-    swaps = LAYERS if isinstance(model, GPT) else qwen_layers.LAYERS
+    swaps = LAYERS
+    if not isinstance(model, GPT):
+        swaps = appendix("nanochat.platforms.qwen_layers").LAYERS
     for layer in module.modules():
         faster = swaps.get(type(layer))
         if faster is not None:
@@ -297,6 +298,7 @@ def _set_chunks(model: nn.Module, operations: Operations) -> None:
         if isinstance(module, Head):
             module.loss_tokens = operations.loss_chunk
             module.capped_logits = operations.capped_logits
-        elif isinstance(module, Vocabulary):
-            module.loss_tokens = operations.loss_chunk
-            module.loss_logits = operations.loss_logits
+        elif hasattr(module, "loss_logits"):  # the vocabulary of a published family
+            vocabulary = cast(Any, module)
+            vocabulary.loss_tokens = operations.loss_chunk
+            vocabulary.loss_logits = operations.loss_logits

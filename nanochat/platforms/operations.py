@@ -19,7 +19,6 @@ from nanochat.attention import PlainAttention
 from nanochat.context import Rows
 from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
-from nanochat.models.qwen.functions import weighted_norm
 from nanochat.muon import MuonArithmetic
 from nanochat.platforms.together import HasUnits, restore
 
@@ -152,6 +151,8 @@ class Operations(PlainAttention):
         epsilon: float,
     ) -> Tensor:
         """Return the RMS norm over the last dimension, times a weight for each channel."""
+        from nanochat.models.qwen.functions import weighted_norm
+
         return weighted_norm(x, weight, epsilon)
 
     def add_weighted_norm(
@@ -213,7 +214,7 @@ class Operations(PlainAttention):
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
         sharpen: float,
-        cast_weight: Tensor | None = None,  # the matrices as one, from cast_together()
+        joined_weight: Tensor | None = None,  # the matrices as one, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """Return queries and keys, rotated, normed and multiplied by `sharpen`, and values.
 
@@ -304,13 +305,13 @@ class Operations(PlainAttention):
         # (B, T, C) x of the token before each token; None: the rows of x are whole sequences.
         previous: Tensor | None,
         gate: nn.Module,  # from the first channels of x to (B, T, 1)
-        strength: Tensor,  # (1,) fp32
+        smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
-        """Return x plus a gated part of the token before: strength sigmoid(gate) times it."""
+        """Return x plus a gated part of the token before: smear_lambda sigmoid(gate) times it."""
         if previous is None:
             previous = Rows().previous(x)
         opened = torch.sigmoid(gate(_first_channels(x, gate)))
-        return x + strength.to(x.dtype) * opened * previous
+        return x + smear_lambda.to(x.dtype) * opened * previous
 
     def mix(
         self,

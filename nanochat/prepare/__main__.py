@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from nanochat.common import UserError, log, run
+from nanochat.common import UserError, log, run, tr
 from nanochat.data.mixing import resolve_data
 from nanochat.prepare.clean import clean, take_back
 from nanochat.prepare.documents import prepare_documents
@@ -65,23 +65,35 @@ def main(cfg: Config) -> None:
                 open_tokens(tokens.folder, verify=True)
             checked = ", all intact" if cfg.verify else ""
             log(
-                f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} "
-                f"tokens{checked}"
+                tr(
+                    "{name} {split}: {documents:,} documents, {tokens:,} tokens{checked}",
+                    name=corpus.name,
+                    split=split,
+                    documents=tokens.documents,
+                    tokens=tokens.tokens,
+                    checked=checked,
+                )
             )
 
 
 def _check_flags(cfg: Config, cleans: bool) -> None:
     """Raise UserError for flags out of range, and for flags that contradict each other."""
     if cfg.num_workers is not None and cfg.num_workers < 1:
-        raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
+        raise UserError(
+            tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),
+            exit_code=2,
+        )
     if cfg.drop_contaminated and cfg.check_against is None:
         raise UserError(
-            "--drop_contaminated needs --check_against DIR, which says what to look for",
+            tr("--drop_contaminated needs --check_against DIR, which says what to look for"),
             exit_code=2,
         )
     if cfg.all_documents and cleans:
         raise UserError(
-            "--all_documents keeps every document, so it goes without --dedup and --check_against",
+            tr(
+                "--all_documents keeps every document, so it goes without --dedup and "
+                "--check_against"
+            ),
             2,
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import UserError, atomic_path, log, sha256_of, write_atomic, write_json
+from nanochat.common import UserError, atomic_path, log, sha256_of, tr, write_atomic, write_json
 from nanochat.data.corpora import DROPPED, Corpus, list_of_dropped, shards
 from nanochat.data.shards import ABOUT, batches, check_sha256, count_rows, read_about
 from nanochat.prepare.minhash import Signatures, near_duplicates, signatures
@@ -87,7 +87,7 @@ def take_back(corpus: Corpus) -> None:
         write_json(corpus.folder / ABOUT, about)
         for path in (corpus.folder / DROPPED).glob("*.npy"):
             path.unlink()
-        log(f"{corpus.name}: no document is left out any more")
+        log(tr("{name}: no document is left out any more", name=corpus.name))
 
 
 def _refuse_to_take_back(
@@ -104,9 +104,13 @@ def _refuse_to_take_back(
     for reason, flag, repeated in reasons:
         if earlier.get(reason) and not repeated:
             raise UserError(
-                f"an earlier command left out documents by {flag}, and this one would take them "
-                f"back: it was {earlier['make']}. Type its flags as well, or take all documents "
-                "back first with --all_documents",
+                tr(
+                    "an earlier command left out documents by {flag}, and this one would "
+                    "take them back: it was {make}. Type its flags as well, or take all "
+                    "documents back first with --all_documents",
+                    flag=flag,
+                    make=earlier["make"],
+                ),
                 exit_code=2,
             )
 
@@ -188,8 +192,14 @@ def _log_summary(corpus: Corpus, summary: dict[str, Any]) -> None:
     if "near_duplicates" in summary:
         count = summary["near_duplicates"]
         log(
-            f"{corpus.name}: {count:,} of {total:,} documents ({count / total:.2%}) are "
-            "near-duplicates and are left out"
+            tr(
+                "{name}: {count:,} of {total:,} documents ({count_2:.2%}) are "
+                "near-duplicates and are left out",
+                name=corpus.name,
+                count=count,
+                total=total,
+                count_2=count / total,
+            )
         )
     if "check_against" in summary:
         count = summary["contaminated"]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nanochat.common import UserError, base_dir, write_json
+from nanochat.common import UserError, base_dir, tr, write_json
 from nanochat.data.bpe import joined
 from nanochat.data.conversation import Conversation
 from nanochat.prepare.token_files import (
@@ -132,7 +132,10 @@ def _write(
         entry = writer.finish({})
     if not entry["documents"]:
         raise UserError(
-            f"there are no conversations to tokenise for {folder}; check the data of this stage"
+            tr(
+                "there are no conversations to tokenise for {folder}; check the data of this stage",
+                folder=folder,
+            )
         )
     meta = {**identity, "dtype": dtype, "border": tokenizer.border, "parts": [entry]}
     write_json(folder / META, meta)

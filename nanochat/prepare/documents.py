@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.common import read_json, warn, write_json
+from nanochat.common import read_json, tr, warn, write_json
 from nanochat.data.corpora import DROPPED, Corpus, dropped_documents, dropped_entry, shards
 from nanochat.data.shards import batches, check_sha256, count_rows, read_about
 from nanochat.prepare.token_files import (
@@ -144,7 +144,13 @@ def _read_note(path: Path) -> dict[str, Any] | None:
     try:
         entry = read_json(path) if path.exists() else None
     except ValueError as failure:
-        warn(f"{path} is damaged ({failure.__cause__}): this shard is tokenised again")
+        warn(
+            tr(
+                "{path} is damaged ({cause}): this shard is tokenised again",
+                path=path,
+                cause=failure.__cause__,
+            )
+        )
         return None
     return entry if entry and files_exist(path.parent, entry) else None
 

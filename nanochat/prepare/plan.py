@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from nanochat.common import UserError, fsync_path, log, sha256_of, warn, write_json
+from nanochat.common import UserError, fsync_path, log, sha256_of, tr, warn, write_json
 from nanochat.prepare.packing import Packing, count_marked, cut_at, pack
 from nanochat.prepare.token_files import (
     FIX,
@@ -139,7 +139,13 @@ def _load_plan(
     # UserError is a ValueError; all other errors are numpy's.
     except (ValueError, OSError, EOFError, KeyError) as failure:
         problem = str(failure).partition(FIX)[0]
-        warn(f"the packing plan {folder} cannot be used and is made again: {problem}")
+        warn(
+            tr(
+                "the packing plan {folder} cannot be used and is made again: {problem}",
+                folder=folder,
+                problem=problem,
+            )
+        )
         return None
 
 
@@ -226,8 +232,12 @@ def _make_plan(
             lengths = lengths[has_targets] - 1
     if not len(starts):
         raise UserError(
-            f"{token_set.folder} holds nothing to train on that fits into rows of "
-            f"{row_tokens - 1} tokens; use longer rows or more data"
+            tr(
+                "{folder} holds nothing to train on that fits into rows of {row_tokens} "
+                "tokens; use longer rows or more data",
+                folder=token_set.folder,
+                row_tokens=row_tokens - 1,
+            )
         )
     packing = pack(starts, lengths, row_tokens, cut)
     if pairs:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from nanochat.common import UserError, fsync_path, log, read_json, sha256_of, write_json
+from nanochat.common import UserError, fsync_path, log, read_json, sha256_of, tr, write_json
 from nanochat.data.locks import hold_lock, open_regular
 from nanochat.runtime.progress import Progress
 
@@ -302,7 +302,7 @@ def damaged(
     if not again and not _unchecked(folder, existing):
         return problems
     if not os.access(folder, os.W_OK):
-        log(f"{folder} is read-only, so its files are hashed at every start")
+        log(tr("{folder} is read-only, so its files are hashed at every start", folder=folder))
         wrong, _ = _hash(folder, existing)
         return problems | wrong
     with locked(folder / f".{CHECKED}.lock"):

@@ -37,10 +37,12 @@ def anchored(
     log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1 - r) is taken from its
     weight. The reference reads the replies as `trees`, if it can.
     """
-    read = logprobs if trees else _row_logprobs
+    row_logprobs = logprobs if trees else _row_logprobs
     divergence = 0.0
     pulled = []
-    for sample, reference_logprobs in zip(samples, read(samples, reference, compute), strict=True):
+    for sample, reference_logprobs in zip(
+        samples, row_logprobs(samples, reference, compute), strict=True
+    ):
         reply = sample.completion
         weights = list(sample.weights)
         columns = zip(reference_logprobs, reply.logprobs, reply.forced, strict=True)
@@ -70,7 +72,7 @@ def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> 
 
     Each distinct reply is read once, as a row.
     """
-    read: dict[Reply, list[float]] = {}
+    logprobs_of: dict[Reply, list[float]] = {}
     distinct = {_key(sample) for sample in samples}
     unread = sorted(distinct, key=lambda reply: (_length(reply), reply))
     while unread:
@@ -78,8 +80,10 @@ def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> 
         rows = max(PASS_TOKENS // row_tokens // GRAIN, 1) * GRAIN
         replies = unread[-rows:]
         unread = unread[:-rows]
-        read |= zip(replies, _pass_logprobs(replies, row_tokens, model, compute), strict=True)
-    return [read[_key(sample)] for sample in samples]
+        logprobs_of |= zip(
+            replies, _pass_logprobs(replies, row_tokens, model, compute), strict=True
+        )
+    return [logprobs_of[_key(sample)] for sample in samples]
 
 
 def _pass_logprobs(
@@ -102,4 +106,4 @@ def _pass_logprobs(
     losses = model.token_losses(hidden[predicting], targets[predicting]).float().cpu()
     lengths = [len(reply) for _, reply in replies]
     parts = losses[: sum(lengths)].split(lengths)
-    return [(-part).tolist() for part in parts]
+    return [(-row_losses).tolist() for row_losses in parts]

@@ -72,7 +72,7 @@ class Groups:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         samples: int = 1,
-        done: Done | None = None,
+        on_done: Done | None = None,
     ) -> list[Completion]:
         """Complete every prompt `samples` times: all replies to the first prompt, then the
         second's.
@@ -92,7 +92,7 @@ class Groups:
         self._replies = [Completion() for _ in seeds]
         self._sampling = sampling
         self._room = room
-        self._done = done
+        self._done = on_done
         if not prompts:
             return self._replies
         cache = self._cache_for(_round_up(max(len(seeds), 1)), room)
@@ -131,15 +131,17 @@ class Groups:
         rows = max(PASS_TOKENS // widest, 1)
         last_hidden = []
         for first in range(0, len(prompts), rows):
-            part = prompts[first : first + rows]
-            lengths = [len(prompt) for prompt in part]
-            padded = [[*prompt, *[0] * (widest - len(prompt))] for prompt in part]
+            pass_prompts = prompts[first : first + rows]
+            lengths = [len(prompt) for prompt in pass_prompts]
+            padded = [[*prompt, *[0] * (widest - len(prompt))] for prompt in pass_prompts]
             idx = torch.tensor(padded).to(self.model.device)
             count = torch.tensor(lengths).to(self.model.device)
-            slots = slice(first, first + len(part))
-            context = Cached(cache, idx, slots, count, cached=[0] * len(part), new=lengths)
+            slots = slice(first, first + len(pass_prompts))
+            context = Cached(cache, idx, slots, count, cached=[0] * len(pass_prompts), new=lengths)
             hidden = self.model.hidden(idx, context)
-            last_hidden.append(hidden[torch.arange(len(part), device=hidden.device), count - 1])
+            last_hidden.append(
+                hidden[torch.arange(len(pass_prompts), device=hidden.device), count - 1]
+            )
         return self.model.logits(torch.cat(last_hidden))
 
     def _feed(self, branches: Sequence[_Branch], cache: Cache) -> Tensor:  # (branches, V)

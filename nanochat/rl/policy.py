@@ -87,8 +87,8 @@ class PolicyFlags:
                 f"--max_new_tokens={max_new_tokens}, got {self.overlong_tokens}",
             ),
         )
-        for kept, rule in rules:
-            if not kept:
+        for holds, rule in rules:
+            if not holds:
                 raise UserError(rule, exit_code=2)
 
     @property
@@ -145,11 +145,12 @@ def averaged(
 
     `tokens` and `replies` are those that the whole step trains, `limit` the most tokens of a reply.
     """
-    own = sum(weight != 0 for weight in weights)
-    if average == "token" or not own:
+    own_targets = sum(weight != 0 for weight in weights)
+    if average == "token" or not own_targets:
         return list(weights)
     return [
-        weight * tokens / (replies * (own if average == "reply" else limit)) for weight in weights
+        weight * tokens / (replies * (own_targets if average == "reply" else limit))
+        for weight in weights
     ]
 
 

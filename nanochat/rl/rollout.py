@@ -258,7 +258,7 @@ def _totals(
         ]
         surprise += -sum(free)
         chosen += len(free)
-    own = [
+    own_replies = [
         sum(rewards),
         len(rewards),
         sum(len(reply.tokens) for reply in replies),
@@ -271,7 +271,7 @@ def _totals(
         sum(any(sample.weights) for sample in samples),
         divergence,
     ]
-    return _Totals(*parallel.total([float(figure) for figure in own], compute))
+    return _Totals(*parallel.total([float(figure) for figure in own_replies], compute))
 
 
 def _shuffled(
@@ -359,10 +359,10 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
     passes = int(max(parallel.total(counts, compute)))
     batches = []
     for number in range(passes):
-        part = samples[number * rows : (number + 1) * rows]
+        pass_samples = samples[number * rows : (number + 1) * rows]
         # Few heights as well as few lengths: libraries cache something for every shape they meet.
-        height = min(max(-(-len(part) // ROUND), 1) * ROUND, rows)
-        tensors = _pass(part, height, row_tokens, pad)
+        height = min(max(-(-len(pass_samples) // ROUND), 1) * ROUND, rows)
+        tensors = _pass(pass_samples, height, row_tokens, pad)
         inputs, targets, weights, sampled, copies = (
             device.pin(tensor, compute) for tensor in tensors
         )

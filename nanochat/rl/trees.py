@@ -233,8 +233,8 @@ def pack(
     passes = int(max(parallel.total(counts, compute)))
     packed = []
     for number in range(passes):
-        part = rows[number * pass_rows : (number + 1) * pass_rows]
-        tensors = _pass_tensors(part, row_tokens, pass_rows, pad, apart, sampled)
+        pass_trees = rows[number * pass_rows : (number + 1) * pass_rows]
+        tensors = _pass_tensors(pass_trees, row_tokens, pass_rows, pad, apart, sampled)
         packed.append(tuple(device.pin(tensor, compute) for tensor in tensors))
     return packed
 
@@ -270,7 +270,7 @@ def _pass_tensors(
     height = min(max(-(-len(rows) // GRAIN), 1) * GRAIN, most_rows)
     inputs = np.full((height, row_tokens), pad, dtype=np.int64)
     parents = np.tile(np.arange(row_tokens), (height, 1))
-    seen = np.tile(np.eye(row_tokens, dtype=bool), (height, 1, 1))
+    visible = np.tile(np.eye(row_tokens, dtype=bool), (height, 1, 1))
     # place, target, weight, log-probability, copies, number of the reply
     targets: list[tuple[int, int, float, float, float, int]] = []
     replies_before = 0
@@ -280,7 +280,7 @@ def _pass_tensors(
             end = start + len(tree.tokens)
             inputs[number, start:end] = tree.tokens
             parents[number, start:end] = np.array(tree.parents) + start
-            _see_ancestors(seen[number], tree.parents, start)
+            _see_ancestors(visible[number], tree.parents, start)
             first = number * row_tokens + start
             for (place, token, bucket), sums in tree.targets.items():
                 reply = replies_before + bucket
@@ -298,11 +298,11 @@ def _pass_tensors(
         tensors += [sampler_logprobs, copies]
     if apart == "replies":
         tensors.append(replies)
-    return [*tensors, torch.from_numpy(parents), torch.from_numpy(seen), places]
+    return [*tensors, torch.from_numpy(parents), torch.from_numpy(visible), places]
 
 
-def _see_ancestors(seen: np.ndarray, parents: Sequence[int], start: int) -> None:
+def _see_ancestors(visible: np.ndarray, parents: Sequence[int], start: int) -> None:
     """Let every place of a tree see what its parent sees; `seen` (T, T) is of a row."""
     for place, parent in enumerate(parents[1:], 1):
         row = start + place
-        seen[row, start:row] = seen[start + parent, start:row]
+        visible[row, start:row] = visible[start + parent, start:row]

@@ -44,8 +44,8 @@ class MatrixExchange:
         local: Tensor,  # (K, local rows, cols)
     ) -> Tensor:  # (len(share), rows, cols)
         """Return the matrices that this rank works on, whole."""
-        whole = local if self.place.shards == 1 else self._to_owners(local)
-        return whole[self.place.replica :: self.place.replicas]
+        matrices = local if self.place.shards == 1 else self._to_owners(local)
+        return matrices[self.place.replica :: self.place.replicas]
 
     def distribute(
         self,
@@ -67,8 +67,8 @@ class MatrixExchange:
         sizes_in = [owned * rows * self.cols for rows in self.row_counts]
         parts = self._all_to_all(outgoing, sizes_out, sizes_in).split(sizes_in)
         blocks = [
-            part.view(owned, rows, self.cols)
-            for part, rows in zip(parts, self.row_counts, strict=True)
+            received.view(owned, rows, self.cols)
+            for received, rows in zip(parts, self.row_counts, strict=True)
         ]
         return torch.cat(blocks, dim=1)
 

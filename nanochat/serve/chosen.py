@@ -8,15 +8,12 @@ from typing import Annotated, Literal, cast
 import torch
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
-from nanochat.checkpoint_manager.huggingface.adapter import read_adapter
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
 from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute
 from nanochat.generate.adapters import Adapters
-from nanochat.models.qwen.int8 import hold_in_int8
-from nanochat.models.qwen.model import Qwen
+from nanochat.gpt import GPT
 from nanochat.platforms.base import Platform
 from nanochat.runtime import graphs
 
@@ -117,6 +114,8 @@ def _lay_out(
             raise UserError(
                 f"--weights int8 was asked for, but {reason}. Leave --weights out.", exit_code=2
             )
+        from nanochat.models.qwen.int8 import hold_in_int8
+
         hold_in_int8(loaded.model)
     compute.operations.serve(loaded.model)
 
@@ -131,7 +130,7 @@ def _no_int8(loaded: Loaded, compute: Compute) -> str:
             "8-bit matrices are faster only where a CPU computes in bfloat16, and this one "
             f"computes in {dtype}"
         )
-    if not isinstance(loaded.model, Qwen):
+    if isinstance(loaded.model, GPT):
         return "this is no Qwen model, and no other family has matrices in 8 bits"
     return ""
 
@@ -169,6 +168,8 @@ def choose_also(
 
 def names_adapter(value: str) -> bool:
     """Whether a value of --also, NAME=FOLDER, is an adapter's."""
+    from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
+
     _, _, folder = value.partition("=")
     return bool(folder) and (Path(folder).expanduser() / ADAPTER_SETTINGS).is_file()
 
@@ -208,6 +209,8 @@ def load_adapters(
     if not folders:
         return None
     model = first.loaded.model
+    from nanochat.checkpoint_manager.huggingface.adapter import read_adapter
+
     adapters = {name: read_adapter(model, folder) for name, folder in folders.items()}
     return Adapters(model, adapters, model.dtype, compute.device)
 

@@ -209,7 +209,7 @@ def compiled(
         and not (ahead and ahead.as_before)
         and (why_not := _unneeded(model, compute))
     ):
-        log(f"not compiled: {why_not} (--compile overrides)")
+        log(tr("not compiled: {why_not} (--compile overrides)", why_not=why_not))
         return model
     one_pass = one_pass or sum_of_losses(shape, compute)
     with signals.at_once(compute.pulse):
@@ -222,8 +222,12 @@ def compiled(
                 pays = _pays(ahead, cost, lambda: _timed_pass(model, one_pass, compute), compute)
             if not pays:
                 log(
-                    f"not compiled: {ahead.steps:,} steps left would not repay about {cost:.0f} "
-                    "s (--compile overrides)"
+                    tr(
+                        "not compiled: {steps:,} steps left would not repay about {cost:.0f} "
+                        "s (--compile overrides)",
+                        steps=ahead.steps,
+                        cost=cost,
+                    )
                 )
                 return model
         log(f"compiling {how}, about {cost:.0f} s ...")
@@ -263,8 +267,10 @@ def _compile(
         if requested:
             raise
         warn(
-            "torch.compile failed, and training continues uncompiled: "
-            f"{str(failure).splitlines()[0]}"
+            tr(
+                "torch.compile failed, and training continues uncompiled: {splitlines}",
+                splitlines=str(failure).splitlines()[0],
+            )
         )
         fast = _uncompiled(model, blocks)
     else:

@@ -13,7 +13,7 @@ from nanochat import schedule
 from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import Free as Free
 from nanochat.common import Rare as Rare
-from nanochat.common import UserError, log, values_of, warn
+from nanochat.common import UserError, log, tr, values_of, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.dataloader import Source, blend, split_rows
 from nanochat.platforms.operations import KernelChoice
@@ -223,7 +223,15 @@ class Epochs:
     def steps_over(self, rows: Source, rows_per_step: int, name: str, smaller_steps: str) -> int:
         """Return the number of steps on rows that are called `name`, and log it; see steps()."""
         steps = self.steps(rows.count, rows_per_step, smaller_steps)
-        log(f"data: {name}, {rows.count:,} rows of {rows.row_tokens - 1} tokens; {steps:,} steps")
+        log(
+            tr(
+                "data: {name}, {count:,} rows of {row_tokens} tokens; {steps:,} steps",
+                name=name,
+                count=rows.count,
+                row_tokens=rows.row_tokens - 1,
+                steps=steps,
+            )
+        )
         return steps
 
 

@@ -7,16 +7,15 @@ from typing import Any, cast
 import torch.nn as nn
 
 from nanochat.checkpoint_manager.families import cast_matrices, on_meta
-from nanochat.data.conversation import Part, Task
+from nanochat.data.conversation import Part, Task, words
 from nanochat.dataloader import Source
 from nanochat.device import Compute
 from nanochat.engine import Engine
-from nanochat.evals.chat import words
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.model import Model
-from nanochat.report.samples import Sample, keep_samples
 from nanochat.runtime import parallel
+from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.tokenizer import Tokenizer
 
 HELD_OUT = "held_out"  # the source of these samples; the page of runs has words for it
@@ -84,8 +83,8 @@ def keep_replies(
     replies = engine.generate(prompts, greedy, 1, lambda *_: compute.pulse.beat())
     samples = []
     for prompt, reply in zip(prompts, replies, strict=True):
-        said = _text(reply.tokens, tokenizer)
-        samples.append(Sample(step, HELD_OUT, _text(prompt, tokenizer), said))
+        reply_text = _text(reply.tokens, tokenizer)
+        samples.append(Sample(step, HELD_OUT, _text(prompt, tokenizer), reply_text))
     keep_samples(folder, samples)
 
 

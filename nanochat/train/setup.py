@@ -54,10 +54,10 @@ def _describe(model: Model, trained: int, compute: Compute) -> None:
     """Log how large a model is, and a number format that is coarser than its dtype says."""
     shape = model.config
     total = model.parameter_counts()["total"]
-    part = f" of which {trained:,} are trained," if trained < total else ""
+    trained_part = f" of which {trained:,} are trained," if trained < total else ""
     log(
         f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
-        f"{total:,} parameters,{part} {model.flops_per_token():,} FLOPs a token"
+        f"{total:,} parameters,{trained_part} {model.flops_per_token():,} FLOPs a token"
     )
     if trained == total and isinstance(model, GPT):
         coarser = compute.operations.coarser(compute.dtype)

@@ -5,7 +5,7 @@ reads its data."""
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nanochat import device, schedule
 from nanochat.checkpoint_manager.families import on_meta
@@ -15,11 +15,13 @@ from nanochat.dataloader import Rows
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.model import ModelConfig
-from nanochat.models.qwen.config import QwenConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
+
+if TYPE_CHECKING:
+    from nanochat.models.qwen.config import QwenConfig
 
 Shape = TypeVar("Shape", bound=ModelConfig)
 Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
@@ -49,7 +51,7 @@ def model_config(
     kind: Kind = "gpt",
     bigram_rows: int | Auto = "auto",
     offset_layers: int | Auto = "auto",
-) -> GPTConfig | QwenConfig:
+) -> "GPTConfig | QwenConfig":
     """Return the shape of a model from its depth and the sizes that override what follows from it.
 
     A GPT gets bigrams unless bigram_rows is 0 or the corpus has no use for them; keep_bigrams()
@@ -64,9 +66,14 @@ def model_config(
     }
     for flag, size in sizes.items():
         if size != "auto" and size < 1:
-            raise UserError(f"{flag} must be at least 1, got {size}", exit_code=2)
+            raise UserError(
+                tr("{flag} must be at least 1, got {size}", flag=flag, size=size), exit_code=2
+            )
     if bigram_rows != "auto" and bigram_rows < 0:
-        raise UserError(f"bigram_rows must be at least 0, got {bigram_rows}", exit_code=2)
+        raise UserError(
+            tr("bigram_rows must be at least 0, got {bigram_rows}", bigram_rows=bigram_rows),
+            exit_code=2,
+        )
     if head_dim == "auto":
         # 128 channels per head suit matrix units best, but below eight layers there would be too
         # few heads
@@ -75,7 +82,12 @@ def model_config(
         model_dim = -(-depth * 64 // head_dim) * head_dim
     if model_dim % head_dim:
         raise UserError(
-            f"model_dim must be a multiple of head_dim, got {model_dim} and {head_dim}", exit_code=2
+            tr(
+                "model_dim must be a multiple of head_dim, got {model_dim} and {head_dim}",
+                model_dim=model_dim,
+                head_dim=head_dim,
+            ),
+            exit_code=2,
         )
     length = max_seq_len
     if length == "auto":
@@ -84,6 +96,8 @@ def model_config(
     if kind == "qwen3":
         _check_qwen(bigram_rows, window_pattern)
         hidden = -(-8 * model_dim // (3 * 64)) * 64
+        from nanochat.models.qwen.config import QwenConfig
+
         return QwenConfig(
             length,
             vocab_size,
@@ -140,7 +154,7 @@ class ModelSize:
     flops_per_token: int
 
 
-def model_size(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool) -> ModelSize:
+def model_size(shape: "GPTConfig | QwenConfig", compute: Compute, fp8: bool) -> ModelSize:
     """Return the size of a model of this shape, which takes no memory.
 
     UserError if the model is to train in FP8, and the device or the family cannot.
@@ -269,7 +283,15 @@ def warn_of_time(seconds: float, compute: Compute) -> None:
 def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_step: int) -> None:
     """Log how often a run reads its rows; warn if it is so often that it learns them by heart."""
     epochs = steps * rows_per_step / rows
-    log(f"data: {corpus}, {rows:,} rows of {row_tokens} tokens, {epochs:,.2f} epochs")
+    log(
+        tr(
+            "data: {corpus}, {rows:,} rows of {row_tokens} tokens, {epochs:,.2f} epochs",
+            corpus=corpus,
+            rows=rows,
+            row_tokens=row_tokens,
+            epochs=epochs,
+        )
+    )
     if epochs > MANY_EPOCHS:
         enough = max(MANY_EPOCHS * rows // rows_per_step, 1)
         warn(
@@ -291,8 +313,14 @@ def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
     if per_step % ranks:
         fitting = max(per_step // ranks, 1) * ranks
         raise UserError(
-            f"{flag} must be a multiple of the {ranks} ranks, got {per_step}. Take "
-            f"--{flag}={fitting}.",
+            tr(
+                "{flag} must be a multiple of the {ranks} ranks, got {per_step}. Take "
+                "--{flag}={fitting}.",
+                flag=flag,
+                ranks=ranks,
+                per_step=per_step,
+                fitting=fitting,
+            ),
             exit_code=2,
         )
 

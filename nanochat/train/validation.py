@@ -106,8 +106,10 @@ def mean_over(
         signals.check(compute)
         num_targets += step.num_targets
         for batch in step.micro_batches:
-            inputs, targets, *others = (device.to_device(tensor, compute) for tensor in batch)
-            extras = dict(zip(step.extras, others, strict=True))
+            inputs, targets, *extra_tensors = (
+                device.to_device(tensor, compute) for tensor in batch
+            )
+            extras = dict(zip(step.extras, extra_tensors, strict=True))
             on_device.append(sums(model, inputs, targets, **extras))
     # to the host first, since NPUs have no float64
     on_host = torch.stack(on_device).cpu().double().sum(dim=0)

@@ -123,16 +123,16 @@ def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
     forced = [False, False, True, True, False]
     says = iter(["cat", "mats"] * len(NUMBERS))  # right and wrong, so that no group is flat
 
-    def generate(self, prompts, sampling, samples, done=None):
+    def generate(self, prompts, sampling, samples, on_done=None):
         assert samples == 2
         replies = [TOKENIZER.encode(next(says)) for _ in range(2 * len(prompts))]
         made = [
             Completion([*([words[0]] * 4), words[1] if len(words) > 1 else words[0]], forced, [-1.0] * 5, "stop")
             for words in replies
         ]
-        assert done is not None
+        assert on_done is not None
         for at, completion in enumerate(made):
-            done(at, completion)
+            on_done(at, completion)
         return made
 
     monkeypatch.setattr(Engine, "generate", generate)

@@ -23,7 +23,7 @@ from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
 from nanochat.evals.records import read_records
 from nanochat.optim import Optimizers, Rates
-from nanochat.report.samples import read_samples
+from nanochat.runtime.samples import read_samples
 from scripts import base_eval, base_loss
 from tests.support import published
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from nanochat.common import UserError, read_json, write_json
-from nanochat.data.conversation import Part, Task
+from nanochat.data.conversation import Part, Task, words
 from nanochat.data.traits import traits
 from nanochat.device import Compute
-from nanochat.evals.chat import words
 from nanochat.evals.records import read_records
-from nanochat.report.samples import read_samples
+from nanochat.runtime.samples import read_samples
 from scripts import chat_eval
 from scripts.chat_eval import Config
 from tasks import tinyworld

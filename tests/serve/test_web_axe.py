@@ -10,7 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from nanochat.data.conversation import Part
-from nanochat.report.samples import Sample, keep_samples
+from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.serve.app import create_runs_app
 from nanochat.serve.models import Announced, Loadable
 from tests.serve.test_web_runs import write

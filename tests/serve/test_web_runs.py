@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from nanochat.report.samples import Sample, keep_samples
+from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.runtime.trackers.jsonl import Jsonl, describe_run
 from nanochat.serve.app import create_runs_app
 from nanochat.serve.runs import routes

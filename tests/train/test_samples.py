@@ -11,8 +11,8 @@ from nanochat.data.conversation import Part
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
-from nanochat.report.samples import read_samples
 from nanochat.runtime.parallel import whole_parameters
+from nanochat.runtime.samples import read_samples
 from nanochat.train.samples import HELD_OUT, LONGEST, OPENING, Graded, held_out_prompts, keep_replies
 from tests.support.ranks import run_ranks
 from tests.support.small_world import (

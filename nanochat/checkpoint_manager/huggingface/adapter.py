@@ -12,7 +12,7 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat.checkpoint_manager.files import ADAPTER, new_folder
+from nanochat.checkpoint_manager.files import ADAPTER, ADAPTER_PREFIX, new_folder
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, read_json, tr, write_json
 from nanochat.device import local
@@ -22,7 +22,6 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
 SETTINGS = "adapter_config.json"
-PREFIX = "base_model.model."  # of peft's names
 TABLES = ("model.embed_tokens.", "lm_head.")  # no adapter can change these here
 # Settings of peft that this program does not compute -> the value that means "no".
 ABSENT = {
@@ -96,7 +95,7 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
     `base` is the name or the folder of the base model. UserError (code 2) if the folder exists.
     """
     tensors = {
-        PREFIX + name: parameter.detach()
+        ADAPTER_PREFIX + name: parameter.detach()
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
@@ -228,7 +227,7 @@ def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
             metadata = file.metadata() or {}
             names = list(file.keys())
             for name in names:
-                our_name = name.removeprefix(PREFIX)
+                our_name = name.removeprefix(ADAPTER_PREFIX)
                 our_name = our_name.replace("model.language_model.", "model.", 1)
                 tensors[our_name] = file.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as failure:

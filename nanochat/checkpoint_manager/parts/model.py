@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.checkpoint_manager.files import ADAPTER, MODEL, seal
-from nanochat.checkpoint_manager.huggingface.adapter import PREFIX
+from nanochat.checkpoint_manager.files import ADAPTER, ADAPTER_PREFIX, MODEL, seal
 from nanochat.checkpoint_manager.parts.index import (
     INDEX,
     Piece,
@@ -182,7 +181,7 @@ def read_parameters(folder: Path) -> Mapping[str, Rows]:
     """
     if (folder / ADAPTER).is_file():
         tensors = read_tensors(folder / ADAPTER)
-        return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in tensors.items()}
     if (folder / INDEX).is_file():
         return _read_all_files(folder)
     return read_tensors(folder / MODEL)

@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 
 import requests
 
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, visible, write_json
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr, visible, write_json
 from nanochat.data.locks import hold_lock, open_regular
 from nanochat.data.sources.hub import how_to_be_admitted
 
@@ -176,9 +176,14 @@ def check_space(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"the download needs about {needed / 1e9:.1f} GB, but {folder} has "
-            f"{free / 1e9:.1f} GB free. Free some space, fetch fewer files, or set "
-            "NANOCHAT_BASE_DIR to a folder on another disk."
+            tr(
+                "the download needs about {needed:.1f} GB, but {folder} has {free:.1f} GB "
+                "free. Free some space, fetch fewer files, or set NANOCHAT_BASE_DIR to a "
+                "folder on another disk.",
+                needed=needed / 1000000000.0,
+                folder=folder,
+                free=free / 1000000000.0,
+            )
         )
 
 
@@ -189,8 +194,8 @@ def part_of(path: Path) -> Path:
 
 def part_size(path: Path) -> int:
     """Return how many bytes of a file have already been downloaded."""
-    part = part_of(path)
-    return part.stat().st_size if part.exists() else 0
+    partial_path = part_of(path)
+    return partial_path.stat().st_size if partial_path.exists() else 0
 
 
 # --- one file ------------------------------------------------------------------------------------
@@ -252,7 +257,16 @@ def _gave_up(
 ) -> UserError:
     tries = f"{failures} attempts" if failures > 1 else "1 attempt"
     saved = f" The {arrived:,} bytes that arrived are kept as a .part file." if arrived else ""
-    return UserError(f"could not download {url}: {problem} ({tries}).{saved} {hint}".rstrip())
+    return UserError(
+        tr(
+            "could not download {url}: {problem} ({tries}).{saved} {hint}",
+            url=url,
+            problem=problem,
+            tries=tries,
+            saved=saved,
+            hint=hint,
+        ).rstrip()
+    )
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
@@ -263,19 +277,23 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
         if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"the disk is full: {part_of(remote.path)} keeps the {part_size(remote.path):,} bytes "
-            "that arrived. Free some space and type the same command again, which resumes the "
-            "download, or delete the file"
+            tr(
+                "the disk is full: {path} keeps the {path_2:,} bytes that arrived. Free some "
+                "space and type the same command again, which resumes the download, or "
+                "delete the file",
+                path=part_of(remote.path),
+                path_2=part_size(remote.path),
+            )
         ) from failure
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
     """Append the missing bytes of a file to its part, check the complete file and rename it."""
-    part = part_of(remote.path)
+    partial_path = part_of(remote.path)
     # A second process that fetches the same file waits here.
-    with open_regular(part, owned=True) as file, hold_lock(file, waiting=lambda: None):
+    with open_regular(partial_path, owned=True) as file, hold_lock(file, waiting=lambda: None):
         if remote.path.exists():
-            part.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             return Fetched(remote.path, remote.path.stat().st_size, None)
         offset = file.seek(0, os.SEEK_END)  # another process may have written while we waited
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
@@ -287,22 +305,22 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
             else:
                 _check_range(response, file, offset, transfer)
                 _note_etag(remote.path, response)
-                check_space(part.parent, (total or 0) - file.tell())
+                check_space(partial_path.parent, (total or 0) - file.tell())
                 _receive(response, file, total, transfer)
             promised_sha256 = remote.sha256 or _promised_sha256(response)
         file.flush()
         os.fsync(file.fileno())
-        if promised_sha256 and sha256_of(part) != promised_sha256:
+        if promised_sha256 and sha256_of(partial_path) != promised_sha256:
             why = f"the downloaded file does not have the promised SHA-256 {promised_sha256}"
             raise _start_over(file, transfer, why)
         try:
-            transfer.check(part)
+            transfer.check(partial_path)
         except UserError:  # no further attempt would help
             raise
         except ValueError as problem:
             raise _start_over(file, transfer, str(problem)) from problem
         size = file.tell()
-        os.replace(part, remote.path)
+        os.replace(partial_path, remote.path)
     _etag_file(remote.path).unlink(missing_ok=True)
     fsync_path(remote.path.parent)
     return Fetched(remote.path, size, promised_sha256)

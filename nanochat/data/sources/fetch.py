@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, base_dir, log, sha256_of, write_json
+from nanochat.common import UserError, base_dir, log, sha256_of, tr, write_json
 from nanochat.data.corpora import DROPPED, MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import ABOUT, COLUMN, read_about, shard_paths
 from nanochat.data.sources.download import (
@@ -105,8 +105,14 @@ def download(
     write_about()
     disk_bytes = sum(path.stat().st_size for path in shard_paths(corpus.folder))
     log(
-        f"{corpus.name}: {len(entries) - 1} training shards and 1 for validation, "
-        f"{disk_bytes / 1e9:.1f} GB in {corpus.folder}"
+        tr(
+            "{name}: {entries_count} training shards and 1 for validation, {disk_bytes:.1f} "
+            "GB in {folder}",
+            name=corpus.name,
+            entries_count=len(entries) - 1,
+            disk_bytes=disk_bytes / 1000000000.0,
+            folder=corpus.folder,
+        )
     )
     return corpus
 
@@ -120,7 +126,12 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
         raise
     except ValueError as failure:
         raise UserError(
-            f"{path}: {failure}. Delete the file and type the same command again, which fetches it"
+            tr(
+                "{path}: {failure}. Delete the file and type the same command again, which "
+                "fetches it",
+                path=path,
+                failure=failure,
+            )
         ) from failure
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 

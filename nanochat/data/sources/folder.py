@@ -53,8 +53,11 @@ def check_name(name: str) -> None:
     has_forbidden = any(character in name for character in "/:,")
     if not name or is_hidden or has_forbidden or visible(name) != name:
         raise UserError(
-            "the name of a corpus must be a plain folder name without / : , and control "
-            f"characters, got {name!r}; choose one with --name",
+            tr(
+                "the name of a corpus must be a plain folder name without / : , and control "
+                "characters, got {name!r}; choose one with --name",
+                name=name,
+            ),
             2,
         )
 
@@ -78,14 +81,22 @@ def import_folder(
     check_name(name)
     if visible(str(source)) != str(source):
         raise UserError(
-            f"the path {source} has control characters or is not UTF-8: rename the file or folder",
+            tr(
+                "the path {source} has control characters or is not UTF-8: rename the file "
+                "or folder",
+                source=source,
+            ),
             2,
         )
     files = _readable_files(source)
     if not files:
         raise UserError(
-            f"{source} holds no {', '.join(READERS)} file, so there is nothing to import; check "
-            "the path, or convert your files to one of these formats",
+            tr(
+                "{source} holds no {readers} file, so there is nothing to import; check the "
+                "path, or convert your files to one of these formats",
+                source=source,
+                readers=", ".join(READERS),
+            ),
             exit_code=2,
         )
     if make is None:
@@ -104,7 +115,10 @@ def import_folder(
     is_reserved = name == "tinyworld" or name in SOURCES
     if is_reserved or _is_of_another_source(corpus, source):
         raise UserError(
-            f"another corpus is already named {name!r}; choose another name with --name",
+            tr(
+                "another corpus is already named {name!r}; choose another name with --name",
+                name=name,
+            ),
             exit_code=2,
         )
     return _write(corpus, documents(files, text_column), about, bars)
@@ -138,7 +152,14 @@ def _is_complete(corpus: Corpus, about: dict[str, Any]) -> bool:
         return False
     if any(not (corpus.folder / name).exists() for name in existing["shards"]):
         return False
-    log(f"{corpus.name} is already there: {_summary(existing)} in {corpus.folder}")
+    log(
+        tr(
+            "{name} is already there: {existing} in {folder}",
+            name=corpus.name,
+            existing=_summary(existing),
+            folder=corpus.folder,
+        )
+    )
     return True
 
 

@@ -7,7 +7,7 @@ To add a corpus, add a Source to SOURCES at the end.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.shards import shard_name
 from nanochat.data.sources.hub import Host, file_address
 
@@ -55,16 +55,25 @@ class Source:
         if self.files is None:
             if count < 1:
                 raise UserError(
-                    f"{self.title} needs at least 1 training file, and -1 for all is not possible "
-                    f"because nobody has counted its files; got {count}. Type for example: -n 8",
+                    tr(
+                        "{title} needs at least 1 training file, and -1 for all is not "
+                        "possible because nobody has counted its files; got {count}. Type "
+                        "for example: -n 8",
+                        title=self.title,
+                        count=count,
+                    ),
                     2,
                 )
             return [*range(1, count + 1), 0]
         training_files = self.files - 1
         if count < -1 or count == 0 or count > training_files:
             raise UserError(
-                f"{self.title} has 1 to {training_files} training shards, or -1 for all, got "
-                f"{count}",
+                tr(
+                    "{title} has 1 to {training_files} training shards, or -1 for all, got {count}",
+                    title=self.title,
+                    training_files=training_files,
+                    count=count,
+                ),
                 2,
             )
         if count == -1:
@@ -84,8 +93,11 @@ class Source:
             return file_address(self.repo, path)
         if self.modelscope is None:
             raise UserError(
-                f"no copy of {self.title} on ModelScope is known. Leave out --from modelscope; a "
-                "mirror of the hub works too: HF_ENDPOINT=https://hf-mirror.com",
+                tr(
+                    "no copy of {title} on ModelScope is known. Leave out --from modelscope; "
+                    "a mirror of the hub works too: HF_ENDPOINT=https://hf-mirror.com",
+                    title=self.title,
+                ),
                 2,
             )
         return file_address(self.modelscope, path, host)

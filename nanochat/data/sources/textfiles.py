@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, log, parse_json
+from nanochat.common import UserError, log, parse_json, tr
 from nanochat.data.shards import read_column
 
 # The line between two documents in the .txt files of published data sets.
@@ -28,12 +28,15 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
                 text.encode()
             except UnicodeEncodeError:
                 raise UserError(
-                    f"{where}: the text is not valid Unicode, it has half of a surrogate pair; "
-                    "remove that character and type the same command again"
+                    tr(
+                        "{where}: the text is not valid Unicode, it has half of a surrogate "
+                        "pair; remove that character and type the same command again",
+                        where=where,
+                    )
                 ) from None
             yield text
     if empty:
-        log(f"skipped {empty:,} documents without text")
+        log(tr("skipped {empty:,} documents without text", empty=empty))
 
 
 # --- one reader for each type: they yield where a document stands, and its text ------------------
@@ -57,7 +60,11 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         raise
     except (pa.ArrowException, OSError, ValueError) as failure:
         raise UserError(
-            f"{path} cannot be read: {failure}. Get the file again or leave it out."
+            tr(
+                "{path} cannot be read: {failure}. Get the file again or leave it out.",
+                path=path,
+                failure=failure,
+            )
         ) from failure
 
 
@@ -79,7 +86,13 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         try:
             record = parse_json(line)
         except ValueError as failure:
-            raise UserError(f"{where} is not JSON: {failure}. Fix or remove the line.") from failure
+            raise UserError(
+                tr(
+                    "{where} is not JSON: {failure}. Fix or remove the line.",
+                    where=where,
+                    failure=failure,
+                )
+            ) from failure
         if not isinstance(record, dict):
             raise _no_column(where, column, [])
         if column not in record:
@@ -120,8 +133,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
     except UnicodeDecodeError as failure:
         raise UserError(
-            f"{path} is not UTF-8 after line {number}: {failure.reason}. Convert the file, for "
-            f"example with iconv -f GB18030 -t UTF-8 {path.name}"
+            tr(
+                "{path} is not UTF-8 after line {number}: {reason}. Convert the file, for "
+                "example with iconv -f GB18030 -t UTF-8 {name}",
+                path=path,
+                number=number,
+                reason=failure.reason,
+                name=path.name,
+            )
         ) from failure
 
 
@@ -132,7 +151,13 @@ def _no_column(
 ) -> UserError:
     fields = ", ".join(names) or "none"
     return UserError(
-        f"{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column", 2
+        tr(
+            "{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column",
+            where=where,
+            column=column,
+            fields=fields,
+        ),
+        2,
     )
 
 

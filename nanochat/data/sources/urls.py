@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 from urllib.parse import unquote, urlsplit
 
-from nanochat.common import UserError, base_dir, log, sha256_of, visible
+from nanochat.common import UserError, base_dir, log, sha256_of, tr, visible
 from nanochat.data.corpora import Corpus
 from nanochat.data.sources.download import (
     Patience,
@@ -74,8 +74,12 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as failure:
         raise UserError(
-            "--urls names a file with an address on each line, and "
-            f"{path} cannot be read: {failure}",
+            tr(
+                "--urls names a file with an address on each line, and {path} cannot be "
+                "read: {failure}",
+                path=path,
+                failure=failure,
+            ),
             2,
         ) from failure
     remotes: dict[Path, Remote] = {}
@@ -86,8 +90,14 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
         name = _file_name(words[0])
         if not _is_importable(name) or not _is_sha256_or_nothing(words[1:]):
             raise UserError(
-                f"{path} line {number} must be the address of a {', '.join(READERS)} file, and "
-                f"after it the file's SHA-256 or nothing; got {line.strip()[:200]!r}",
+                tr(
+                    "{path} line {number} must be the address of a {readers} file, and after "
+                    "it the file's SHA-256 or nothing; got {strip!r}",
+                    path=path,
+                    number=number,
+                    readers=", ".join(READERS),
+                    strip=line.strip()[:200],
+                ),
                 2,
             )
         digest = hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
@@ -96,7 +106,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
         sha256 = words[1] if len(words) == 2 else None
         remotes[local] = Remote(words[0], local, sha256)
     if not remotes:
-        raise UserError(f"{path} names no address; write one on each line", 2)
+        raise UserError(tr("{path} names no address; write one on each line", path=path), 2)
     return list(remotes.values())
 
 
@@ -135,7 +145,13 @@ def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
     """
     for remote in remotes:
         if remote.sha256 and remote.path.exists() and sha256_of(remote.path) != remote.sha256:
-            log(f"{remote.path} does not have the SHA-256 {remote.sha256} and is fetched again")
+            log(
+                tr(
+                    "{path} does not have the SHA-256 {sha256} and is fetched again",
+                    path=remote.path,
+                    sha256=remote.sha256,
+                )
+            )
             remote.path.unlink()
     listed = {remote.path for remote in remotes}
     unlisted = [path for path in _readable_files(folder) if path not in listed]

@@ -109,13 +109,13 @@ def mental_sum(
     language: Language,
     rng: random.Random,
     mental: Mental,
-    part: MentalPart = "practised",
+    split: MentalPart = "practised",
     held_out_wording: bool = False,
 ) -> Sum:
     """Draw a mental sum from a part of the split, to be answered at once, without the
     calculator."""
     terms = _draw_terms(mental, rng)
-    while mental.part(*terms) != part:
+    while mental.part(*terms) != split:
         terms = _draw_terms(mental, rng)
     wording = wordings()["mental", language]
     pattern = rng.choice(wording.held_out if held_out_wording else wording.trained)

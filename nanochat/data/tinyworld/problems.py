@@ -317,22 +317,22 @@ def rl_evaluation(
     """Return the measure of RL: practised mental sums in held-out wordings or, with `unseen`, sums
     that no training asks."""
     name = f"rl evaluation/{seed}/{unseen}"
-    part: MentalPart = "unseen" if unseen else "practised"
-    return _mental_problems(name, size, mental, part, held_out_wording=True)
+    split: MentalPart = "unseen" if unseen else "practised"
+    return _mental_problems(name, size, mental, split, held_out_wording=True)
 
 
 def _mental_problems(
     name: str,
     size: int,
     mental: Mental | None,
-    part: MentalPart,
+    split: MentalPart,
     held_out_wording: bool,
 ) -> list[Problem]:
     rng = random.Random(name)
     problems = []
     for i in range(size):
         language = LANGUAGES[i % 2]
-        task = mental_sum(language, rng, mental or Mental(), part, held_out_wording)
+        task = mental_sum(language, rng, mental or Mental(), split, held_out_wording)
         problems.append(_number_problem(task, "mental", language, tool="forbidden"))
     return problems
 

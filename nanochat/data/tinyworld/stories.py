@@ -58,8 +58,8 @@ def counting_story(
     p, q = rng.sample(data["names"][language], 2)
     expression = kind["expression"].format(n=n, m=m)
     result = value_of(expression)
-    thing = lexicon()[rng.choice(data["things"])][language]
-    slots = {"p": p, "q": q, "n": n, "m": m, "r": result, "t": thing}
+    object_name = lexicon()[rng.choice(data["things"])][language]
+    slots = {"p": p, "q": q, "n": n, "m": m, "r": result, "t": object_name}
     patterns = kind[language]
     text = rng.choice(patterns["tell"]).format(**slots)
     question = rng.choice(patterns["ask"]).format(**slots)
@@ -107,9 +107,9 @@ def logic_story(language: Language, rng: random.Random) -> Story:
     data = story_data()
     kind = rng.choice(data["logic"])
     p, q, o = rng.sample(data["names"][language], 3)
-    things = rng.sample(data["things"], 2)
+    objects = rng.sample(data["things"], 2)
     places = rng.sample(list(data["places"].items()), 2)
-    t, u = (lexicon()[key][language] for key in things)
+    t, u = (lexicon()[key][language] for key in objects)
     a, b = (_place(names, language) for names in places)
     slots = {"p": p, "q": q, "o": o, "t": t, "u": u, "a": a, "b": b}
     patterns = kind[language]

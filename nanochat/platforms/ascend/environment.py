@@ -55,11 +55,11 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
     """
     environ.setdefault("HCCL_CONNECT_TIMEOUT", "1200")
     environ.setdefault("HCCL_WHITELIST_DISABLE", "1")
-    given = environ.get("HCCL_EXEC_TIMEOUT", "")
-    inner = int(given) if given.isdigit() else 1836  # its default
+    seconds = environ.get("HCCL_EXEC_TIMEOUT", "")
+    inner = int(seconds) if seconds.isdigit() else 1836  # its default
     if inner == 0:  # HCCL's word for never, which no outer time-out may cut short
         return NEVER
-    if given.isdigit():
+    if seconds.isdigit():
         environ.setdefault("HCCL_EVENT_TIMEOUT", str(inner + 120))
     return max(2400, inner + 300)
 
@@ -141,10 +141,10 @@ class PortBlocks:
         return 0
 
 
-def block_words(base: int, taken: int) -> str:
+def block_words(base: int, taken_port: int) -> str:
     """Why the block of ports that HCCL_IF_BASE_PORT asks for cannot be had, with a free block."""
     return (
         f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "
-        f"{taken} is taken by another. Leave it out to have a block chosen, or use "
+        f"{taken_port} is taken by another. Leave it out to have a block chosen, or use "
         f"HCCL_IF_BASE_PORT={PortBlocks().free()}"
     )

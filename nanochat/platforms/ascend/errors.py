@@ -144,14 +144,14 @@ def in_use(card: int, free: int, total: int, language: Language | None = None) -
     """A warning about a card whose memory another process holds; "" if at least 80 % of the memory is free."""
     if free >= 0.8 * total:
         return ""
-    left, whole = f"{free / 2**30:.0f}", f"{total / 2**30:.0f} GiB"
+    free_size, total_size = f"{free / 2**30:.0f}", f"{total / 2**30:.0f} GiB"
     if (language or spoken()) == "zh":
         return (
-            f"NPU {card} 正被占用：显存共 {whole}，剩余 {left}。用 npu-smi info 查看是哪个进程；"
+            f"NPU {card} 正被占用：显存共 {total_size}，剩余 {free_size}。用 npu-smi info 查看是哪个进程；"
             "python check_npu.py --processes 列出你自己的进程，并给出结束它们的命令"
         )
     return (
-        f"NPU {card} is in use: {left} of {whole} are free. `npu-smi info` shows by which process; python "
+        f"NPU {card} is in use: {free_size} of {total_size} are free. `npu-smi info` shows by which process; python "
         "check_npu.py --processes lists your own"
     )
 

@@ -134,7 +134,7 @@ class AscendChunked(AscendPlain):
         cos: Tensor,
         sin: Tensor,
         sharpen: float,
-        cast_weight: Tensor | None = None,
+        joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """See Operations.heads.
 
@@ -142,9 +142,9 @@ class AscendChunked(AscendPlain):
         """
         weights = [cast(Tensor, matrix.weight) for matrix in matrices]
         H, Hkv, _ = (len(weight) // head_dim for weight in weights)
-        if cast_weight is None:
-            cast_weight = torch.cat([weight.to(x.dtype) for weight in weights])
-        heads = F.linear(x, cast_weight).unflatten(-1, (-1, head_dim))
+        if joined_weight is None:
+            joined_weight = torch.cat([weight.to(x.dtype) for weight in weights])
+        heads = F.linear(x, joined_weight).unflatten(-1, (-1, head_dim))
         qk, v = heads.split((H + Hkv, Hkv), dim=2)
         qk = self.norm(self.rotary(qk, cos, sin))
         qk = self.sharpened(qk, sharpen)

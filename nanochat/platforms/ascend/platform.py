@@ -124,9 +124,13 @@ class Ascend(Platform):
         """Give this job's collectives a block of ports of their own, the same block for all ranks of a host."""
         if world_size == 1:
             return
-        if given := os.environ.get("HCCL_IF_BASE_PORT"):
-            if local_rank == 0 and given.isdigit() and (taken := self.ports.hold(int(given))):
-                raise UserError(environment.block_words(int(given), taken))
+        if base_port := os.environ.get("HCCL_IF_BASE_PORT"):
+            if (
+                local_rank == 0
+                and base_port.isdigit()
+                and (taken_port := self.ports.hold(int(base_port)))
+            ):
+                raise UserError(environment.block_words(int(base_port), taken_port))
             return
         blocks = torch.zeros(world_size, dtype=torch.int64)
         if local_rank == 0:
@@ -137,13 +141,13 @@ class Ascend(Platform):
 
     # --- work ------------------------------------------------------------------------------------
 
-    def operations(self, asked: KernelChoice) -> Operations:
+    def operations(self, choice: KernelChoice) -> Operations:
         """What the chip has, or torch's own operators where plain was asked for.
 
         On a chip that is not in the table, each fused operator is tried first.
         """
         chip = self.chip
-        if asked == "plain":
+        if choice == "plain":
             log("kernels: plain")
             return AscendPlain(stacks_matrices=False, saturates=chip.saturates)
         operators = NEEDS.get(chip.kernels, chip.operators)
@@ -152,7 +156,7 @@ class Ascend(Platform):
                 f"{chip.name} is not in the table of chips, so its operators are tried (--kernels plain uses none)"
             )
             operators = try_operators(torch.device(self.name, self.index), self.best_dtype()[0])
-        if asked == "fused" and ATTENTION not in operators:
+        if choice == "fused" and ATTENTION not in operators:
             raise UserError(
                 tr(
                     "--kernels fused was asked for, but a {chip} has no fused attention for training; use auto",

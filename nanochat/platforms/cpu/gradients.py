@@ -295,26 +295,31 @@ class Smear(torch.autograd.Function):
         use: Trained,
         x: Tensor,  # (B, T, C)
         gate: Tensor,  # (R,)
-        strength: Tensor,  # ()
+        smear_lambda: Tensor,  # ()
     ) -> Tensor:  # (B, T, C)
         ctx.use = use
         ctx.gate_dtype = gate.dtype
-        ctx.strength_dtype = strength.dtype
+        ctx.smear_lambda_dtype = smear_lambda.dtype
         x = x.contiguous()
         gate = gate.to(x.dtype)
-        strength = strength.to(x.dtype)
-        y, opened = use.training.smear(x, gate, strength)
-        ctx.save_for_backward(x, gate, strength, opened)
+        smear_lambda = smear_lambda.to(x.dtype)
+        y, opened = use.training.smear(x, gate, smear_lambda)
+        ctx.save_for_backward(x, gate, smear_lambda, opened)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        x, gate, strength, opened = ctx.saved_tensors
+        x, gate, smear_lambda, opened = ctx.saved_tensors
         training = ctx.use.training
-        x_grad, sums = training.smear_back(grads[0], x, gate, strength, opened)
-        gate_grad, strength_grad = sums.split([len(gate), 1])
-        strength_grad = strength_grad.view_as(strength)
-        return None, x_grad, gate_grad.to(ctx.gate_dtype), strength_grad.to(ctx.strength_dtype)
+        x_grad, sums = training.smear_back(grads[0], x, gate, smear_lambda, opened)
+        gate_grad, smear_lambda_grad = sums.split([len(gate), 1])
+        smear_lambda_grad = smear_lambda_grad.view_as(smear_lambda)
+        return (
+            None,
+            x_grad,
+            gate_grad.to(ctx.gate_dtype),
+            smear_lambda_grad.to(ctx.smear_lambda_dtype),
+        )
 
 
 class Offset(torch.autograd.Function):

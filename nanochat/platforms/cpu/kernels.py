@@ -10,7 +10,6 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from ctypes import c_bool, c_float, c_int64, c_void_p
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from nanochat.common import log, tr, warn
 from nanochat.platforms import host
+from nanochat.platforms.host import compiler
 
 CPP = Path(__file__).with_name("cpp")
 SOURCE = CPP / "kernels.cpp"
@@ -69,12 +69,6 @@ SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 # --- compiling -----------------------------------------------------------------------------------
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler: $CXX, g++ or clang++; None if there is none."""
-    preferred = os.environ.get("CXX") or "g++"
-    return shutil.which(preferred) or shutil.which("clang++")
 
 
 def compiled(

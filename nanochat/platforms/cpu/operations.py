@@ -297,7 +297,7 @@ class CpuOperations(Operations):
         cos: Tensor,
         sin: Tensor,
         sharpen: float,
-        cast_weight: Tensor | None = None,
+        joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations.heads.
 
@@ -308,7 +308,7 @@ class CpuOperations(Operations):
             return trained
         kernels = self._fast(x, cos)
         if kernels is None:
-            return super().heads(x, matrices, head_dim, cos, sin, sharpen, cast_weight)
+            return super().heads(x, matrices, head_dim, cos, sin, sharpen, joined_weight)
         q, k, v = multiplied(x, matrices, head_dim)
         q = kernels.turn(q, None, cos, sin, EPSILON, sharpen)
         k = kernels.turn(k, None, cos, sin, EPSILON, sharpen)
@@ -423,14 +423,14 @@ class CpuOperations(Operations):
         x: Tensor,  # (B, T, C)
         previous: Tensor | None,
         gate: nn.Module,
-        strength: Tensor,  # (1,) fp32
+        smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:
         """See Operations.smear."""
         use = self._train(x) if previous is None and _own(gate) else None
         if use is None:
-            return super().smear(x, previous, gate, strength)
+            return super().smear(x, previous, gate, smear_lambda)
         gate_weight = cast(Linear, gate).weight[0]
-        return gradients.Smear.apply(use, x, gate_weight, strength)
+        return gradients.Smear.apply(use, x, gate_weight, smear_lambda)
 
     def mix(
         self,

@@ -242,9 +242,9 @@ class Training:
         self,
         x: Tensor,  # (B, T, C)
         w: Tensor,  # (R,)
-        strength: Tensor,  # ()
+        smear_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, T) fp32
-        """Return x + strength sigmoid(w x[:R]) previous, and the sigmoids.
+        """Return x + smear_lambda sigmoid(w x[:R]) previous, and the sigmoids.
 
         `previous` is x of the token before.
         """
@@ -254,7 +254,7 @@ class Training:
         y = x.new_empty(B, T, C)
         opened = x.new_empty(B, T, dtype=torch.float32)
         sizes = (B * T, T, C, len(w))
-        self._call("smear", x.dtype, (x, w, strength, y, opened), sizes)
+        self._call("smear", x.dtype, (x, w, smear_lambda, y, opened), sizes)
         return y, opened
 
     def smear_back(
@@ -262,15 +262,15 @@ class Training:
         y_grad: Tensor,  # (B, T, C)
         x: Tensor,  # (B, T, C) contiguous
         w: Tensor,  # (R,)
-        strength: Tensor,  # ()
+        smear_lambda: Tensor,  # ()
         opened: Tensor,  # (B, T) fp32
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (R + 1,) fp32
-        """Return the gradient of x; and those of w and, last, of `strength`."""
+        """Return the gradient of x; and those of w and, last, of `smear_lambda`."""
         B, T, C = x.shape
         y_grad = y_grad.contiguous()
         x_grad = torch.empty_like(x)
         sums = x.new_empty(len(w) + 1, dtype=torch.float32)
-        tensors = (y_grad, x, w, strength, opened, x_grad, sums)
+        tensors = (y_grad, x, w, smear_lambda, opened, x_grad, sums)
         self._call("smear_back", x.dtype, tensors, (B * T, T, C, len(w)))
         return x_grad, sums
 

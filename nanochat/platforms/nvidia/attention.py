@@ -49,8 +49,8 @@ class NvidiaOperations(Operations):
             return
         if name := os.environ.get(HUB):
             self.flash, self.name = _of_hub(name), name
-        elif found := _of_package(PACKAGES.get(generation, ())):
-            self.flash, self.name = found
+        elif package := _of_package(PACKAGES.get(generation, ())):
+            self.flash, self.name = package
         else:
             self.of_rows = windows_of_torch()
             self.name = "torch's own" if self.of_rows is None else "torch's FlashAttention"

@@ -30,8 +30,8 @@ def rounded(
     bound: float | None = None,  # that no number in x exceeds; None: the largest is looked for
 ) -> tuple[Tensor, Tensor]:  # as x, and () fp32
     """The numbers in eight bits, and the factor that gives them their size again."""
-    most = x.abs().amax().float() if bound is None else torch.full((), bound, device=x.device)
-    factor = most.clamp_min(LEAST) / torch.finfo(form).max
+    largest = x.abs().amax().float() if bound is None else torch.full((), bound, device=x.device)
+    factor = largest.clamp_min(LEAST) / torch.finfo(form).max
     return (x.float() / factor).to(form), factor
 
 
@@ -76,12 +76,12 @@ def product(
 def use(model: Model) -> None:
     """Let the large matrices inside a GPT's layers multiply in FP8 in training. UserError for other models, and for
     sizes that the GPU does not take."""
-    found = {
+    matrices = {
         name: matrix
         for name, matrix in cast(nn.Module, model).named_modules()
         if isinstance(matrix, Linear) and name.endswith((*NORMED, PROJECTION))
     }
-    if not found:
+    if not matrices:
         raise UserError(
             "only a GPT trains in FP8, got another family: leave --fp8 out", exit_code=2
         )
@@ -91,7 +91,7 @@ def use(model: Model) -> None:
             "or leave --fp8 out",
             exit_code=2,
         )
-    for name, matrix in found.items():
+    for name, matrix in matrices.items():
         if wrong := [size for size in (matrix.in_features, matrix.out_features) if size % GRAIN]:
             raise UserError(
                 f"FP8 needs matrices whose sides are multiples of {GRAIN}, and {name} has {wrong[0]}: choose another "

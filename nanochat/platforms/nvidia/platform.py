@@ -42,7 +42,7 @@ FP8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply in 
 
 def peak_tflops(name: str) -> float | None:
     """The peak of a GPU by its full name; None for an unknown GPU."""
-    return next((tflops for part, tflops in PEAKS.items() if part in name), None)
+    return next((tflops for short_name, tflops in PEAKS.items() if short_name in name), None)
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,14 @@ class Nvidia(Platform):
             "by which process; CUDA_VISIBLE_DEVICES chooses another"
         )
 
-    def operations(self, asked: KernelChoice) -> Operations:
+    def operations(self, choice: KernelChoice) -> Operations:
         """The fastest attention with windows that this host has; torch's own where plain was asked for."""
-        self.refuse_fused(asked)
-        made = NvidiaOperations(torch.cuda.get_device_capability()[0], plain=asked == "plain")
-        log(f"attention: {made.name}")
-        return made
+        self.refuse_fused(choice)
+        operations = NvidiaOperations(
+            torch.cuda.get_device_capability()[0], plain=choice == "plain"
+        )
+        log(f"attention: {operations.name}")
+        return operations
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         """An empty CUDA graph."""
@@ -144,7 +146,7 @@ class Nvidia(Platform):
     def chip(self) -> Chip | None:
         """The GPU by its name, with the memory that this one has; None for kinds that the planner does not know."""
         name = torch.cuda.get_device_name(self.index)
-        known = next(
+        advice = next(
             (chip for chip in CHIPS if chip.name in name and peak_tflops(name) == chip.tflops), None
         )
-        return None if known is None else NvidiaChip(known.name, self.memory_total() / 2**30)
+        return None if advice is None else NvidiaChip(advice.name, self.memory_total() / 2**30)

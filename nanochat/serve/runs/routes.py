@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
-from nanochat.report.samples import read_samples
+from nanochat.runtime.samples import read_samples
 from nanochat.serve.routes.answers import while_connected
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.runs.describe import Describer, Run, find_runs

@@ -36,14 +36,14 @@ def of_run(
     because it deletes its oldest checkpoint after it has written a new one.
     """
     width = np.dtype(dtype_for(vocab_size)).itemsize / 2
-    one = BESIDE_TENSORS * checkpoint
+    checkpoint_bytes = BESIDE_TENSORS * checkpoint
     return {
         **{f"texts {name}": size for name, size in texts.items()},
         **{f"tokens {name}": width * TOKENS * size for name, size in texts.items()},
         "downloads": DOWNLOADS if published_chats else 0.0,
         "chats": CHATS if published_chats else 0.0,
-        **{stage: RunFlags.keep * one for stage in SPEEDRUN},
-        "newest": one,
+        **{stage: RunFlags.keep * checkpoint_bytes for stage in SPEEDRUN},
+        "newest": checkpoint_bytes,
     }
 
 

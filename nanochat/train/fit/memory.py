@@ -32,9 +32,9 @@ def peak(compute: Compute) -> int:
 
 def ran_out(failure: BaseException) -> bool:
     """Return whether a failure means that the device or the host has no memory left."""
-    said = str(failure).lower()
+    message = str(failure).lower()
     return isinstance(failure, RuntimeError) and (
-        "out of memory" in said or "can't allocate memory" in said
+        "out of memory" in message or "can't allocate memory" in message
     )
 
 

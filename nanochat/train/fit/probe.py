@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.device import Compute
 from nanochat.model import Model
 from nanochat.optim import Optimizers
@@ -74,24 +74,27 @@ def largest(
             if expected > budget:
                 return tried[-1][0], f"{size} would take {_gib(expected)} of {_gib(budget)}"
         try:
-            taken = attempt(size)
+            peak_bytes = attempt(size)
         except RuntimeError as failure:
             if not memory.ran_out(failure):
                 raise
             if tried and compute.world_size == 1:
                 return tried[-1][0], f"{size} ran out of memory"
             raise memory.advice(size, size) from failure
-        taken = -parallel.least(-taken, compute)
-        if taken > budget and not tried:
+        peak_bytes = -parallel.least(-peak_bytes, compute)
+        if peak_bytes > budget and not tried:
             raise UserError(
-                f"one row takes {_gib(taken)}, but only {_gib(budget)} of this device may be "
-                "taken: "
-                "its memory may be in use by another process. Free it, or take --shard=full, more "
-                "devices, or a smaller --depth."
+                tr(
+                    "one row takes {taken}, but only {budget} of this device may be taken: "
+                    "its memory may be in use by another process. Free it, or take "
+                    "--shard=full, more devices, or a smaller --depth.",
+                    taken=_gib(peak_bytes),
+                    budget=_gib(budget),
+                )
             )
-        if taken > budget:
-            return tried[-1][0], f"{size} took {_gib(taken)} of {_gib(budget)}"
-        tried.append((size, taken))
+        if peak_bytes > budget:
+            return tried[-1][0], f"{size} took {_gib(peak_bytes)} of {_gib(budget)}"
+        tried.append((size, peak_bytes))
     return tried[-1][0], "a rank's rows of a step"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nanochat.report.samples import Sample, keep_samples
+from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.runtime.trackers.jsonl import Jsonl, describe_run
 from nanochat.serve.app import create_runs_app
 from nanochat.serve.runs import routes

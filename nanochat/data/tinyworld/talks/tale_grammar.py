@@ -160,15 +160,15 @@ def _english_slots() -> dict[str, dict[str, Facts]]:
 def _chinese_slots() -> dict[str, dict[str, Facts]]:
     data = tale_data()
     words = lexicon()
-    things: dict[str, Facts] = {}
+    objects: dict[str, Facts] = {}
     counted_things: dict[str, Facts] = {}
     for prop, colour in itertools.product(data["props"], data["colours"]):
-        thing = f"{words[colour].zh.name}的{words[prop].zh.name}"
-        things[thing] = {"o": prop, "c": colour}
-        counted_things[_measure(prop) + thing] = {"o": prop, "c": colour}
+        object_name = f"{words[colour].zh.name}的{words[prop].zh.name}"
+        objects[object_name] = {"o": prop, "c": colour}
+        counted_things[_measure(prop) + object_name] = {"o": prop, "c": colour}
     return {
         "h": {word.zh.name: {"h": key} for key, word in heroes().items()},
-        "co": things,
+        "co": objects,
         "mo": counted_things,
         "x": {zh: {"x": en} for en, _, zh in data["homes"]},
         "t": {zh: {"t": en} for en, zh in data["traits"]},

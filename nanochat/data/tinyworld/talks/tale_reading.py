@@ -54,8 +54,8 @@ def fault(
     from the first sentence to the last.
     """
     story_sentences = sentences(story)
-    fewest, most = SENTENCES
-    if not fewest <= len(story_sentences) <= most:
+    smallest, largest = SENTENCES
+    if not smallest <= len(story_sentences) <= largest:
         return f"it has {len(story_sentences)} sentences"
     if len(set(story_sentences)) < len(story_sentences):
         return "a sentence comes twice"

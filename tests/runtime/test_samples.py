@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.report.samples import MAX_LETTERS, Sample, forget_samples, keep_samples, read_samples
+from nanochat.runtime.samples import MAX_LETTERS, Sample, forget_samples, keep_samples, read_samples
 
 
 def test_samples_of_other_checkpoints_and_measurements_stay(tmp_path: Path) -> None:
