@@ -30,7 +30,9 @@ def allocator_variable(torch_npu: str) -> str:
     torchs_name, own_name = ALLOCATORS
     version = re.match(r"(\d+)\.(\d+)", torch_npu)
     patch = re.search(r"post(\d+)", torch_npu)
-    minor = (int(version[1]), int(version[2])) if version else (0, 0)
+    minor = (0, 0)
+    if version:
+        minor = (int(version[1]), int(version[2]))
     if minor >= (2, 13):
         return torchs_name
     first_patch = FIRST_WITH_TORCHS_NAME.get(minor)
