@@ -19,7 +19,7 @@ LAST_BLOCK = 65504
 
 # The first patch of each minor of torch_npu in which PYTORCH_ALLOC_CONF is read (TorchNPU 26.2 with torch 2.10 or
 # later, seen in the compiled library of each wheel); all read PYTORCH_NPU_ALLOC_CONF.
-FIRST_WITH_TORCHS_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
+FIRST_WITH_TORCHS_NAME: dict[tuple[int, ...], int] = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
 
 
 def allocator_variable(torch_npu: str) -> str:
@@ -30,9 +30,7 @@ def allocator_variable(torch_npu: str) -> str:
     torchs_name, own_name = ALLOCATORS
     version = re.match(r"(\d+)\.(\d+)", torch_npu)
     patch = re.search(r"post(\d+)", torch_npu)
-    minor = (0, 0)
-    if version:
-        minor = (int(version[1]), int(version[2]))
+    minor = tuple(map(int, version.groups())) if version else ()
     if minor >= (2, 13):
         return torchs_name
     first_patch = FIRST_WITH_TORCHS_NAME.get(minor)

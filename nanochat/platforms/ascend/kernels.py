@@ -236,6 +236,8 @@ class AscendChunked(AscendPlain):
     ) -> Tensor:  # (B, T, H, D)
         """See PlainAttention.attend."""
         k, v = ungrouped(q, k, v)
+        if scale is not None:  # the matmuls in blocks divide by sqrt(D)
+            q = q * (scale * q.size(3) ** 0.5)
         return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
 
 
@@ -266,7 +268,7 @@ class AscendInference(AscendChunked):
             return cache_mask(positions[None], T, window)
 
         visible = self.constants.get((T, window, device), causal)
-        return prompt(q, k, v, visible)
+        return prompt(q, k, v, visible, scale)
 
     def masked(
         self,
@@ -278,7 +280,7 @@ class AscendInference(AscendChunked):
     ) -> Tensor:  # (B, T, H, D)
         """See PlainAttention.masked."""
         if q.dtype == torch.float16:
-            return prompt(q, k, v, visible)
+            return prompt(q, k, v, visible, scale)
         return super().masked(q, k, v, visible, scale)
 
     def by_lengths(
@@ -299,7 +301,7 @@ class AscendInference(AscendChunked):
         if q.size(1) > 1 or not _in_units(q):
             return None
         k, v, ends = _last_keys(k, v, ends, recent, window)
-        return decode(q, k, v, ends)
+        return decode(q, k, v, ends, scale)
 
 
 def prompt(
@@ -307,20 +309,20 @@ def prompt(
     k: Tensor,  # (B, K, Hkv, D)
     v: Tensor,  # (B, K, Hkv, D)
     visible: Tensor,  # (1 or B, 1, T, K) bool, True = visible
+    scale: float | None = None,
 ) -> Tensor:  # (B, T, H, D)
     """Return attention of many queries on an inference card, which takes whole masks only."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
-    H = q.size(2)
-    D = q.size(3)
+    scale = _scale(q, scale)
     k, v = ungrouped(q, k, v)
     return torch_npu.npu_prompt_flash_attention(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
         atten_mask=~visible,
-        num_heads=H,
-        scale_value=D**-0.5,
+        num_heads=q.size(2),
+        scale_value=scale,
         next_tokens=WHOLE,
         input_layout="BSND",
     )
@@ -331,12 +333,12 @@ def decode(
     k: Tensor,  # (B, K, Hkv, D)
     v: Tensor,  # (B, K, Hkv, D)
     ends: Sequence[int],
+    scale: float | None = None,
 ) -> Tensor:  # (B, 1, H, D)
     """Return attention of one query a row over the first `ends` keys, on an inference card."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
-    H = q.size(2)
-    D = q.size(3)
+    scale = _scale(q, scale)
     longest = max(ends)
     k, v = ungrouped(q, k[:, :longest], v[:, :longest])
     return torch_npu.npu_incre_flash_attention(
@@ -344,8 +346,8 @@ def decode(
         k.contiguous(),
         v.contiguous(),
         actual_seq_lengths=list(ends),
-        num_heads=H,
-        scale_value=D**-0.5,
+        num_heads=q.size(2),
+        scale_value=scale,
         input_layout="BSND",
     )
 
