@@ -1,6 +1,7 @@
-"""What the rest of the project asks of a device. Each vendor's file has one subclass, and device.py has their table.
+"""What the rest of the project asks of a device.
 
-The defaults suit an accelerator whose module in torch has the functions of torch.cuda.
+Each vendor's folder has one subclass of Platform, and device.py has their table. The
+defaults suit an accelerator whose module in torch has the functions of torch.cuda.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Chip(Protocol):
-    """A kind of card, as nanochat.planner plans for it."""
+    """A kind of card that nanochat.planner can plan for."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +38,7 @@ class Chip(Protocol):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a vendor's own profiler measured: milliseconds of a step on average, and every operator that ran."""
+    """What a vendor's own profiler measured: mean milliseconds of a step, and every operator."""
 
     computing_ms: float
     communication_ms: float
@@ -48,7 +49,7 @@ class Trace:
 
 
 class Tracer(Protocol):
-    """A vendor's own profiler: start() before the step in which the profiler settles, step() after each step."""
+    """A vendor's own profiler: start() before the step in which it settles, step() after each step."""
 
     def start(self) -> None: ...
 
@@ -58,8 +59,10 @@ class Tracer(Protocol):
 
 
 def requested_kernels(flag: str) -> KernelChoice:
-    """auto, fused or plain: what --kernels says, and NANOCHAT_KERNELS where the flag says auto."""
-    name = (os.environ.get("NANOCHAT_KERNELS") or "auto") if flag == "auto" else flag
+    """Return what --kernels says, or NANOCHAT_KERNELS where the flag says auto."""
+    name = flag
+    if flag == "auto":
+        name = os.environ.get("NANOCHAT_KERNELS") or "auto"
     for choice in get_args(KernelChoice):
         if name == choice:
             return choice
@@ -91,7 +94,7 @@ class Platform:
     long_run_seconds = math.inf  # a run that takes longer gets a warning
 
     def __init__(self, index: int = 0):
-        """`index` is the number of the device among those that this process sees; opens nothing."""
+        """Name the device by its number among those that this process sees; open nothing."""
         self.index = index
 
     @property
@@ -102,38 +105,44 @@ class Platform:
     # --- choosing and opening --------------------------------------------------------------------
 
     def unavailable(self) -> str:
-        """Why no such device can be used in this process; "" if one can."""
+        """Return why no such device can be used in this process; "" if one can."""
         raise NotImplementedError
 
     def idle_cards(self) -> str:
-        """What to do about cards that this host has and that cannot be used; "" if there are no such cards."""
+        """Return what to do about cards that cannot be used; "" if this host has no such cards."""
         return ""
 
     def count(self) -> int:
-        """How many such devices this process sees."""
+        """Return how many such devices this process sees."""
         return int(self.module.device_count())
 
     def is_slow(self) -> bool:
-        """Whether it takes several times as long as others of its kind, so that a speedrun should be a small one."""
+        """Return whether it is several times slower than others of its kind: a speedrun is small then."""
         return False
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """The number format to compute in, and why."""
+        """Return the number format to compute in, and why."""
         raise NotImplementedError
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Why the device cannot compute in the format that NANOCHAT_DTYPE asks for; "" if the device can."""
+        """Return why the device cannot compute in the format of NANOCHAT_DTYPE; "" if it can."""
         return ""
 
     def use_fp8(self, model: Model) -> None:
-        """Let the large matrices of a model multiply in eight bits in training. UserError if that cannot be done."""
+        """Let the large matrices of a model multiply in eight bits in training.
+
+        UserError if that cannot be done.
+        """
         raise UserError(
             f"--fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), but the device is "
             f"{self.describe()}: leave the flag out"
         )
 
     def open(self) -> torch.device:
-        """Take the device for this process. UserError if the device cannot be opened; a warning if it is in use."""
+        """Take the device for this process; warn if it is in use.
+
+        UserError if the device cannot be opened.
+        """
         count = self.count()
         if self.index >= count:
             raise UserError(
@@ -145,21 +154,22 @@ class Platform:
             free, total = self.module.mem_get_info()
         except RuntimeError as failure:
             raise UserError(self.cannot_open(str(failure))) from failure
-        if in_use := self.in_use(free, total):
+        in_use = self.in_use(free, total)
+        if in_use:
             warn(in_use)
         torch.set_float32_matmul_precision("high")
         return torch.device(self.name, self.index)
 
     def cannot_open(self, failure: str) -> str:
-        """Why the device could not be opened, and what may help."""
+        """Return why the device could not be opened, and what may help."""
         raise NotImplementedError
 
     def in_use(self, free: int, total: int) -> str:
-        """A warning about a device whose memory other processes hold; "" if the device is nearly empty."""
+        """Return a warning about memory that other processes hold; "" if nearly all is free."""
         return ""
 
     def describe(self) -> str:
-        """The device in words."""
+        """Return the device in words."""
         return f"{self.name} {self.module.get_device_name(self.index)}"
 
     # --- ranks -----------------------------------------------------------------------------------
@@ -170,32 +180,37 @@ class Platform:
         return f"cpu:gloo,{self.name}:{self.backend}"
 
     def prepare_collectives(self) -> int:
-        """Set the environment of the collectives where the user has not; returns their time-out in seconds."""
+        """Set the collectives' environment where the user has not; return their time-out in seconds."""
         return 2400
 
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
-        """Do what needs all ranks, after they have joined the process group and before their first collective on the
-        device."""
+        """Do what needs all ranks before their first collective on the device.
+
+        They have joined the process group.
+        """
 
     def prepare_sharding(self) -> None:
         """Make FSDP2 work on this device, before a model is sharded."""
 
     def communicates(self, operator: str) -> bool:
-        """Whether an operator of a trace, by its name, is a collective."""
+        """Return whether an operator of a trace, by its name, is a collective."""
         return self.backend in operator.lower()
 
     # --- work ------------------------------------------------------------------------------------
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """How models compute on this device; logs the choice. UserError if what was asked for cannot be had."""
+        """Return how models compute on this device; log the choice.
+
+        UserError if what was asked for cannot be had.
+        """
         raise NotImplementedError
 
     def cannot_train(self) -> str:
-        """Why models cannot be trained on this device; "" if they can."""
+        """Return why models cannot be trained on this device; "" if they can."""
         return ""
 
     def refuse_fused(self, choice: KernelChoice) -> None:
-        """UserError if fused kernels were asked for on a platform that has none."""
+        """Raise UserError if fused kernels were asked for on a platform that has none."""
         if choice == "fused":
             raise UserError(
                 f"--kernels fused was asked for, but the device is {self.name}, which has no fused kernels of its own; "
@@ -208,7 +223,10 @@ class Platform:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Copies inside this block run beside what other threads let the device compute; they are done at its end."""
+        """Let copies inside this block run beside what other threads let the device compute.
+
+        They are done at the end of the block.
+        """
         stream = self.module.Stream(device=self.index)
         with self.module.stream(stream):
             yield
@@ -218,17 +236,20 @@ class Platform:
         """Forget earlier overflows, on a chip that saturates where others give inf."""
 
     def overflows(self) -> list[torch.Tensor]:
-        """On a chip that saturates: (1,), not 0 if anything overflowed since clear_overflow(). Else nothing."""
+        """Return (1,), not 0 if anything overflowed since clear_overflow(), on a chip that saturates."""
         return []
 
     def explain(self, failure: RuntimeError) -> str:
-        """What a known error of the device means and what the user can do; "" for an unknown error."""
+        """Return what a known error means and what the user can do; "" for an unknown error."""
         if isinstance(failure, torch.OutOfMemoryError):
             return "out of memory. Free the device, or take a smaller --depth, --device_batch_size or --max_seq_len"
         return ""
 
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer | None:
-        """The vendor's own profiler, which writes into a folder under a name; None where torch's profiler serves."""
+        """Return the vendor's own profiler, which writes into a folder under a name.
+
+        None where torch's profiler serves.
+        """
         return None
 
     def int8_missing(self, dtype: torch.dtype) -> str:
@@ -241,20 +262,20 @@ class Platform:
     # --- memory and speed ------------------------------------------------------------------------
 
     def memory_total(self) -> int:
-        """Bytes of the device's memory."""
+        """Return the bytes of the device's memory."""
         return int(self.module.mem_get_info()[1])
 
     def memory_reachable(self) -> int:
-        """Bytes that this process holds or may still take; memory that other processes hold is left out."""
+        """Return the bytes that this process holds or may still take."""
         free, _ = self.module.mem_get_info()
         return int(free + self.module.memory_reserved())
 
     def memory_free(self) -> int:
-        """Bytes of the device's memory that nobody holds."""
+        """Return the bytes of the device's memory that nobody holds."""
         return int(self.module.mem_get_info()[0])
 
     def memory_peak(self) -> int:
-        """Bytes that this process has allocated at most."""
+        """Return the most bytes that this process has had allocated."""
         return int(self.module.max_memory_allocated())
 
     def start_memory_watch(self) -> None:
@@ -263,20 +284,20 @@ class Platform:
         self.module.reset_peak_memory_stats()
 
     def memory_taken(self) -> int:
-        """Bytes that this process has taken from the device at most since start_memory_watch()."""
+        """Return the most bytes that this process took since start_memory_watch()."""
         self.synchronize()
         return int(self.module.max_memory_reserved())
 
     def usual_mfu(self) -> float:
-        """The share of the peak that training usually reaches, to tell its time before a step was measured."""
+        """Return the share of the peak that training usually reaches, before a step was measured."""
         return 0.4
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """FLOP/s by the data sheet, and their source; None where no data sheet is known."""
+        """Return FLOP/s by the data sheet, and their source; None where no data sheet is known."""
         return None
 
     def chips(self) -> Sequence[Chip]:
-        """The kinds of cards that nanochat.planner can plan for, whether or not this host has one."""
+        """Return the kinds of cards that nanochat.planner can plan for, also those of other hosts."""
         return ()
 
     @property
@@ -287,49 +308,55 @@ class Platform:
     # --- graphs ----------------------------------------------------------------------------------
 
     def graphs_missing(self) -> str:
-        """Why sequences of operators cannot be captured and replayed on this device; "" if they can."""
+        """Return why sequences of operators cannot be captured and replayed here; "" if they can."""
         return ""
 
     def graphed(
-        self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]
+        self,
+        call: torch.nn.Module,
+        samples: tuple[torch.Tensor, ...],
     ) -> Callable[..., Any]:
-        """A call whose forward and backward pass each replay as one launch, on inputs of the samples' shapes.
+        """Return a call whose forward and backward pass each replay as one launch.
 
-        The module runs a few times, and gradients of its parameters may be left behind. Its arguments and results are
-        tensors, and it must not wait for the device.
+        Its inputs have the samples' shapes. The module runs a few times, and gradients of its
+        parameters may be left behind. Its arguments and results are tensors, and it must not wait
+        for the device.
         """
         return self.module.make_graphed_callables(call, samples)
 
     def captured(self, work: Callable[[], None], pool: Any = None) -> Callable[[], None]:
-        """A function that repeats `work` as one launch, on the same tensors. `work` must have run once before; what it
-        computes now is undefined until the first replay, and tensors that it makes live as long as the function. With
-        a `pool`, they share memory with those of other functions, and a replay overwrites the results of others."""
+        """Return a function that repeats `work` as one launch, on the same tensors.
+
+        `work` must have run once before. What it computes now is undefined until the first replay,
+        and tensors that it makes live as long as the function. With a `pool`, they share memory
+        with those of other functions, and a replay overwrites the results of others.
+        """
         graph = self.new_graph()
         with self.module.graph(graph, pool=pool):
             work()
         return graph.replay
 
     def graph_pool(self) -> Any:
-        """Memory that graphs share whose results are used before another one is replayed; for captured()."""
+        """Return memory for captured() that graphs share whose results are used at once."""
         return self.module.graph_pool_handle()
 
     def new_graph(self) -> Any:
-        """An empty graph."""
+        """Return an empty graph."""
         raise NotImplementedError
 
     # --- the compiler ----------------------------------------------------------------------------
 
     def compiler_missing(self) -> str:
-        """Why torch.compile cannot be used; "" if it can."""
+        """Return why torch.compile cannot be used; "" if it can."""
         return ""
 
     def prepare_compiling(self) -> None:
-        """Set up torch's compiler: use its cache, and repeat compiled training on this device bit for bit."""
+        """Let torch's compiler use its cache, and repeat compiled training bit for bit."""
         host.prepare_compiling()
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Let a model that is compiled here, for passes of `tokens`, keep less for its backward pass."""
+        """Let a model compiled here, for passes of `tokens`, keep less for its backward pass."""
         yield
 
     def finish_compiling(self) -> None:

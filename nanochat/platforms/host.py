@@ -1,5 +1,8 @@
-"""The host, which every device has beside it: the processor, the C library's memory, the compiler's cache, and the
-launcher's variables, by which this process knows its place in a job."""
+"""The host, which every device has beside it.
+
+Its processor, the C library's memory, the compiler's cache, and the launcher's variables, by which
+this process knows its place in a job.
+"""
 
 import contextlib
 import ctypes
@@ -16,21 +19,23 @@ import torch
 
 from nanochat.common import UserError, warn
 
-MEMORY, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMORY = Path("/proc/meminfo")
+CONTAINER = Path("/sys/fs/cgroup")
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # which process this is
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where the processes meet
 
 
 def cpu_flags() -> frozenset[str]:
-    """The processor's features, as Linux lists them; empty elsewhere."""
+    """Return the processor's features, as Linux lists them; empty elsewhere."""
     return frozenset(_cpuinfo("flags").split())
 
 
 def bf16_unit() -> tuple[bool, str]:
-    """Whether a unit of the processor multiplies bf16 faster than fp32, and why or why not in words.
+    """Return whether a unit of the processor multiplies bf16 faster than fp32, and why or why not.
 
-    Intel's AVX512-BF16 starts one instruction a cycle where fp32 starts two: a matmul of bf16 reaches 79 GFLOP/s on one
-    thread and one of fp32 140 (dev/LOG.md). AMD's reaches twice the speed of fp32. AMX is far above both.
+    Intel's AVX512-BF16 starts one instruction a cycle where fp32 starts two: a matmul of bf16
+    reaches 79 GFLOP/s on one thread and one of fp32 140 (dev/LOG.md). AMD's reaches twice the speed
+    of fp32. AMX is far above both.
     """
     flags = cpu_flags()
     if "amx_bf16" in flags:
@@ -43,7 +48,7 @@ def bf16_unit() -> tuple[bool, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name, or "CPU" if the system does not tell."""
+    """Return the processor's name, or "CPU" if the system does not tell."""
     return _cpuinfo("model name") or "CPU"
 
 
@@ -53,60 +58,80 @@ def compiler() -> str | None:
 
 
 def memory_free() -> int:
-    """Bytes of memory that a process may still take without others having to swap, within the limit of a container."""
+    """Return the bytes of memory that a process may still take without others having to swap.
+
+    The limit of a container counts.
+    """
     try:
         free = 1024 * _number(MEMORY, "MemAvailable:")
-    except (
-        OSError,
-        StopIteration,
-    ):  # not Linux: pages that are only cached cannot be told from used ones
+    except (OSError, StopIteration):
+        # Not Linux: pages that are only cached cannot be told from used ones.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
-        limit, used = (
-            int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current")
-        )
-        return min(free, max(limit - used + _number(CONTAINER / "memory.stat", "inactive_file"), 0))
+        limit = int((CONTAINER / "memory.max").read_text())
+        used = int((CONTAINER / "memory.current").read_text())
+        cached = _number(CONTAINER / "memory.stat", "inactive_file")
     except (OSError, ValueError, StopIteration):  # no limit
         return free
+    left_in_container = max(limit - used + cached, 0)
+    return min(free, left_in_container)
 
 
 def _number(path: Path, key: str) -> int:
-    """The number behind a key at the beginning of a line of a file."""
-    with open(path, encoding="utf-8") as f:
-        return next(int(line.split()[1]) for line in f if line.startswith(key))
+    """Return the number behind a key at the beginning of a line of a file.
+
+    StopIteration if no line has the key.
+    """
+    with open(path, encoding="utf-8") as file:
+        line = next(line for line in file if line.startswith(key))
+    return int(line.split()[1])
 
 
 def _cpuinfo(key: str) -> str:
+    """Return the first value of a key; "" if there is none."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return next((line.partition(":")[2].strip() for line in f if line.startswith(key)), "")
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith(key):
+                    return line.partition(":")[2].strip()
     except OSError:
-        return ""
+        pass
+    return ""
+
+
+# --- the compiler's cache ------------------------------------------------------------------------
 
 
 def use_compile_cache(base: Path) -> Path:
-    """The folder of compiled kernels, in which every stage and run finds what an earlier one compiled.
+    """Return the folder of compiled kernels, where all stages and runs find what others compiled.
 
-    It is TORCHINDUCTOR_CACHE_DIR; else ~/.cache/nanochat/compile_cache, whatever the base folder, so that two base
-    folders compile once; else `base`/compile_cache; else a private folder among the temporary files. What the folder
-    holds is loaded and run, so a folder that another user could write to is passed over, and one line says so. The
-    compiler's command line is not quoted, so a path with a space or a quote is passed over too, unless it was asked
-    for. Call this early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
+    It is TORCHINDUCTOR_CACHE_DIR; else ~/.cache/nanochat/compile_cache, whatever the base folder, so
+    that two base folders compile once; else `base`/compile_cache; else a private folder among the
+    temporary files. What the folder holds is loaded and run, so a folder that another user could
+    write to is passed over, and one line says so. The compiler's command line is not quoted, so a
+    path with a space or a quote is passed over too, unless it was asked for. Call this early: the
+    first optimizer imports torch's compiler, which then settles on a folder of its own.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if named and _is_usable(Path(named), is_named=True):
+        return Path(named)
+    folder = _first_usable_folder(base) or _private_folder()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
+
+
+def _first_usable_folder(base: Path) -> Path | None:
     places = [base / "compile_cache"]
     with contextlib.suppress(RuntimeError):  # no home
         places.insert(0, Path.home() / ".cache" / "nanochat" / "compile_cache")
-    places = [place for place in places if plain_path(place)]
-    if named and _is_usable(Path(named), is_named=True):
-        return Path(named)
-    chosen = next((place for place in places if _is_usable(place)), None)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(chosen or _private_folder())
-    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    for place in places:
+        if plain_path(place) and _is_usable(place):
+            return place
+    return None
 
 
 def plain_path(path: Path) -> bool:
-    """Whether a path is one word of an unquoted command line."""
+    """Return whether a path is one word of an unquoted command line."""
     try:
         return shlex.split(str(path)) == [str(path)]
     except ValueError:  # a quote without an end
@@ -114,8 +139,10 @@ def plain_path(path: Path) -> bool:
 
 
 def _is_usable(folder: Path, is_named: bool = False) -> bool:
-    """Whether this user can write to a folder, which is made if it is missing, and no other user can. A folder that
-    the user has named may be read-only."""
+    """Return whether this user can write to a folder and no other user can.
+
+    The folder is made if it is missing. A folder that the user has named may be read-only.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -131,7 +158,7 @@ def _is_usable(folder: Path, is_named: bool = False) -> bool:
 
 
 def not_private(folder: Path) -> str:
-    """Why another user could put files into a folder, or put another folder in its place; "" if none could."""
+    """Return why another user could put files into a folder, or replace it; "" if none could."""
     about = folder.stat()
     if about.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {about.st_uid}, and must belong to user {os.geteuid()}, who runs this command"
@@ -139,21 +166,24 @@ def not_private(folder: Path) -> str:
         return f"other users may write to it; if you trust what it holds, run `chmod go-w {shlex.quote(str(folder))}`"
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         about = parent.stat()
-        if (
-            _others_write(about) and not about.st_mode & stat.S_ISVTX
-        ):  # with this bit, others cannot rename it
+        can_rename = not about.st_mode & stat.S_ISVTX  # with this bit, others cannot
+        if can_rename and _others_write(about):
             return f"other users may write to {parent}; run `chmod go-w {shlex.quote(str(parent))}`"
     return ""
 
 
 def _others_write(about: os.stat_result) -> bool:
-    """Whether a mode lets users write that are not the owner. A group with the owner's number holds nobody else."""
-    of_group = about.st_mode & stat.S_IWGRP and about.st_gid != about.st_uid
-    return bool(about.st_mode & stat.S_IWOTH or of_group)
+    """Return whether users may write who are not the owner.
+
+    A group with the owner's number holds nobody else.
+    """
+    if about.st_mode & stat.S_IWOTH:
+        return True
+    return bool(about.st_mode & stat.S_IWGRP) and about.st_gid != about.st_uid
 
 
 def _private_folder() -> Path:
-    """A folder among the temporary files that no other user can write to."""
+    """Return a folder among the temporary files that no other user can write to."""
     folder = Path(tempfile.gettempdir()) / f"nanochat-compile-cache-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -163,17 +193,18 @@ def _private_folder() -> Path:
 
 
 def prepare_compiling() -> None:
-    """Let torch's compiler find what an earlier process compiled, also one of another checkout in another folder.
+    """Let torch's compiler find what an earlier process compiled, also one of another checkout.
 
-    The names of compiled files are hashes of the compiler's command line, which names the folder of torch. That folder
-    gets a name in the cache that is the same for all checkouts, and that has no space or quote.
+    The names of compiled files are hashes of the compiler's command line, which names the folder of
+    torch. That folder gets a name in the cache that is the same for all checkouts, and that has no
+    space or quote.
     """
     from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.utils import cpp_extension
 
-    # The loss and attention are functions with gradients of their own, which the cache leaves out unless it is told to
-    # take them: their code is part of the key.
+    # The loss and attention are functions with gradients of their own, which the cache leaves out
+    # unless it is told to take them: their code is part of the key.
     if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):  # from torch 2.9 on
         config.autograd_cache_allow_custom_autograd_functions = True
     link = Path(cache_dir()) / f"torch-{torch.__version__}"
@@ -189,28 +220,30 @@ def prepare_compiling() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep memory that one step frees for the next step, in blocks of up to 32 MB, its maximum.
+    """Let glibc's malloc keep memory that one step frees for the next step.
 
-    Otherwise malloc maps larger tensors from fresh, zeroed pages each time and gives the pages back, which costs a
-    tenth of a training step's CPU seconds (dev/LOG.md). Other C libraries have no such option and are left alone.
+    It keeps blocks of up to 32 MB, its maximum. Otherwise malloc maps larger tensors from fresh,
+    zeroed pages each time and gives the pages back, which costs a tenth of a training step's CPU
+    seconds (dev/LOG.md). Other C libraries have no such option and are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
-        option = ctypes.CDLL(None).mallopt
-        for name, size in (
-            (-3, 32 << 20),
-            (-1, 1 << 30),
-            (-2, 64 << 20),
-        ):  # mmap threshold, trim threshold, top pad
-            option(name, size)
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(-3, 32 << 20)  # mmap threshold
+        set_option(-1, 1 << 30)  # trim threshold
+        set_option(-2, 64 << 20)  # top pad
 
 
 def give_freed_memory_back() -> None:
-    """Return freed memory from the C library to the system, if the library can (glibc): 0.5 GB after compiling."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    """Return freed memory from the C library to the system, if the library can (glibc).
+
+    After compiling that is 0.5 GB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
         trim(0)
 
 
-# --- the launcher's variables ----------------------------------------------------------------------
+# --- the launcher's variables --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -224,10 +257,11 @@ class Ranks:
 
 
 def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
-    """This process's place in its job. A variable that is empty counts as not set.
+    """Return this process's place in its job. A variable that is empty counts as not set.
 
-    `met`: the processes have met already, so that no variable needs to say where. UserError (code 2) if variables are
-    missing or out of range: a process that guessed would wait for the others forever, or train without them.
+    `met`: the processes have met already, so that no variable needs to say where. UserError (code
+    2) if variables are missing or out of range: a process that guessed would wait for the others
+    forever, or train without them.
     """
     variables = {
         "RANK": environ.get("RANK", ""),
@@ -247,11 +281,13 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
             1,
             meets and variables["RANK"] != "",
         )
-    missing = [name for name in (*PLACE, *(() if met else MEETING)) if not variables[name]]
+    needed = PLACE if met else (*PLACE, *MEETING)
+    missing = [name for name in needed if not variables[name]]
     if missing:
         present = [name for name in PLACE if variables[name]]
+        settings = ", ".join(f"{name}={variables[name]}" for name in present)
         raise UserError(
-            f"{', '.join(f'{name}={variables[name]}' for name in present)}: this process is part of a job of several, "
+            f"{settings}: this process is part of a job of several, "
             f"but {', '.join(missing)} must be set too. Start the job with torchrun or python -m "
             f"nanochat.runtime.launch, which set them all; to run one process alone: unset {' '.join(present)}",
             exit_code=2,
@@ -266,21 +302,25 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
 
 
 def _number_in(
-    variables: Mapping[str, str], name: str, smallest: int, largest: int | None = None
+    variables: Mapping[str, str],
+    name: str,
+    smallest: int,
+    largest: int | None = None,
 ) -> int:
-    """The number in a variable, 0 if the variable is not set. UserError (code 2) if the number is out of range."""
+    """Return the number in a variable, 0 if the variable is not set.
+
+    UserError (code 2) if the number is out of range.
+    """
     word = variables[name]
     if not word:
         return 0
-    if (
-        not word.isdecimal()
-        or int(word) < smallest
-        or (largest is not None and int(word) > largest)
-    ):
-        rule = f"from {smallest} to {largest}" if largest is not None else f"at least {smallest}"
-        raise UserError(
-            f"{name} must be a number {rule}, got {word!r}. torchrun and python -m nanochat.runtime.launch set it; to "
-            f"run one process alone: unset {' '.join(PLACE)}",
-            exit_code=2,
-        )
-    return int(word)
+    if word.isdecimal():
+        number = int(word)
+        if smallest <= number and (largest is None or number <= largest):
+            return number
+    rule = f"at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+    raise UserError(
+        f"{name} must be a number {rule}, got {word!r}. torchrun and python -m nanochat.runtime.launch set it; to "
+        f"run one process alone: unset {' '.join(PLACE)}",
+        exit_code=2,
+    )

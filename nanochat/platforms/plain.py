@@ -6,6 +6,7 @@ import resource
 import sys
 import sysconfig
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,33 +36,39 @@ class Host(Platform):
 
     @property
     def module(self) -> None:
-        """The host needs no driver."""
+        """None: the host needs no driver."""
         return None
 
     def unavailable(self) -> str:
-        """Every machine has a CPU."""
+        """Return "": every machine has a CPU."""
         return ""
 
     def count(self) -> int:
-        """One, however many ranks share the host."""
+        """Return one, however many ranks share the host."""
         return 1
 
     def is_slow(self) -> bool:
-        """Whether the processor has no registers of 512 bits, which double or triple the speed of a step."""
+        """Return whether the processor has no registers of 512 bits.
+
+        They double or triple the speed of a step.
+        """
         return "avx512f" not in host.cpu_flags()
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """bf16 where the processor multiplies it faster than fp32; elsewhere bf16 is emulated, or no faster."""
+        """Return bf16 where the processor multiplies it faster than fp32, else fp32.
+
+        Elsewhere bf16 is emulated, or no faster.
+        """
         faster, reason = host.bf16_unit()
         return (torch.bfloat16 if faster else torch.float32), reason
 
     def open(self) -> torch.device:
-        """Nothing can fail; freed memory is kept for the next step."""
+        """Keep freed memory for the next step; nothing can fail."""
         host.keep_freed_memory()
         return torch.device("cpu")
 
     def describe(self) -> str:
-        """The processor's name, and how many threads torch uses."""
+        """Return the processor's name, and how many threads torch uses."""
         return f"{host.cpu_model()}, {torch.get_num_threads()} thread(s)"
 
     @property
@@ -75,7 +82,7 @@ class Host(Platform):
             _fix_fsdp()
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Plain torch; fused kernels are refused."""
+        """Return plain torch; refuse fused kernels."""
         self.refuse_fused(choice)
         return Operations(stacks_matrices=choice != "plain")
 
@@ -84,11 +91,11 @@ class Host(Platform):
         return Operations()
 
     def synchronize(self) -> None:
-        """The host is always done."""
+        """Return at once: the host is always done."""
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Copies are made by the thread that asks for them."""
+        """Do nothing: copies are made by the thread that asks for them."""
         yield
 
     def int8_missing(self, dtype: torch.dtype) -> str:
@@ -102,55 +109,62 @@ class Host(Platform):
         )
 
     def memory_total(self) -> int:
-        """Bytes of physical memory."""
+        """Return the bytes of physical memory."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def memory_reachable(self) -> int:
-        """All physical memory: the system can take pages back from other processes."""
+        """Return all physical memory: the system can take pages back from other processes."""
         return self.memory_total()
 
     def memory_free(self) -> int:
-        """Bytes that this process may still take without others having to swap, within a container's limit."""
+        """Return the bytes that this process may still take without others having to swap.
+
+        The limit of a container counts.
+        """
         return host.memory_free()
 
     def memory_peak(self) -> int:
-        """Bytes of this process that were resident at most."""
+        """Return the most bytes of this process that were resident."""
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def start_memory_watch(self) -> None:
-        """The host has nothing to reset."""
+        """Do nothing: the host has nothing to reset."""
 
     def memory_taken(self) -> int:
-        """Nobody asks this of the host."""
+        """Refuse: passes are not probed on the host."""
         raise NotImplementedError("passes are not probed on the host")
 
     def graphs_missing(self) -> str:
-        """The host launches nothing."""
+        """Return that the host launches nothing."""
         return tr("the device is a CPU, which launches no operators that a graph could hold")
 
     def compiler_missing(self) -> str:
-        """What torch.compile lacks on the host."""
+        """Return what torch.compile lacks on the host."""
         if host.compiler() is None:
             return "no C++ compiler (g++) was found"
-        if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        headers = sysconfig.get_paths()["include"]
+        if not os.path.exists(os.path.join(headers, "Python.h")):
             return "Python's headers (python3-dev) were not found"
         return ""
 
     def prepare_compiling(self) -> None:
-        """As for every device; and several compiled threads would otherwise add to a row of a table in any order."""
+        """Do what every device does, and let compiled threads add to rows of tables in one order."""
         super().prepare_compiling()
         os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs alone
         if torch.get_num_threads() > 1:
             torch.use_deterministic_algorithms(True, warn_only=True)
             # Filling new memory is for debugging, and slow.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+            deterministic: Any = torch.utils.deterministic
+            deterministic.fill_uninitialized_memory = False
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """In passes too large for the caches, recompute in the backward pass what costs no matmul (norms, rotations,
-        squares): half the memory of activations, and 5 % less time at 16,384 tokens. At 4,096 tokens recomputing would
-        take 5 % more time."""
+        """In passes too large for the caches, recompute in the backward pass what costs no matmul.
+
+        That is norms, rotations and squares: half the memory of activations, and 5 % less time at
+        16,384 tokens. At 4,096 tokens recomputing would take 5 % more time.
+        """
         if tokens <= PASS_TOKENS:
             yield
             return
@@ -158,12 +172,13 @@ class Host(Platform):
 
         # The reasons for which the compiler keeps values that are cheap to recompute.
         reasons = ("materialized_backward", "used_far_apart", "long_fusible_chains", "reductions")
-        with config.patch({f"ban_recompute_{reason}": False for reason in reasons}):
+        settings = {f"ban_recompute_{reason}": False for reason in reasons}
+        with config.patch(settings):
             yield
 
 
 def _has_averages() -> bool:
-    """Whether gloo can average, which FSDP2 asks for; gloo of torch 2.7 cannot."""
+    """Return whether gloo can average, which FSDP2 asks for; gloo of torch 2.7 cannot."""
     try:
         dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
     except RuntimeError:
@@ -174,16 +189,21 @@ def _has_averages() -> bool:
 def _fix_fsdp() -> None:
     """Give FSDP2 of torch 2.7 the two things that it lacks on CPUs.
 
-    FSDP2 asks for averages: gloo's all-reduce raises, and its reduce-scatter gives the sum without a word. FSDP2 is
-    told to sum and divide instead, as it does for fp16. And with replicas FSDP2 waits for an event that a host's stream
-    never gave.
+    FSDP2 asks for averages: gloo's all-reduce raises, and its reduce-scatter gives the sum without a
+    word. FSDP2 is told to sum and divide instead, as it does for fp16. And with replicas FSDP2 waits
+    for an event that a host's stream never gave.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     def factors(
-        scattered: dist.ProcessGroup, replicated: dist.ProcessGroup | None, *_: object
+        scattered: dist.ProcessGroup,
+        replicated: dist.ProcessGroup | None,
+        *_: object,
     ) -> tuple[float, float]:  # before and after the sum
-        return 1.0, float(scattered.size() * (replicated.size() if replicated is not None else 1))
+        ranks = scattered.size()
+        if replicated is not None:
+            ranks *= replicated.size()
+        return 1.0, float(ranks)
 
     _fsdp_collectives._get_gradient_divide_factors = factors  # type: ignore[assignment]
     torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()  # type: ignore[assignment,method-assign]

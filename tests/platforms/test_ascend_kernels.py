@@ -218,7 +218,10 @@ def test_an_inference_card_attends_with_its_own_operators() -> None:
             out = operations.attend(*(x.npu() for x in given), window)
             expected = softmax_attention(*(x.float() for x in given), window, 0.25)
             torch.testing.assert_close(out.cpu().float(), expected, atol=0.01, rtol=0.01)
-    assert seen.operators["npu_prompt_flash_attention"] == 2
+        out = operations.attend(*(x.npu() for x in given), 5, 0.4)
+        expected = softmax_attention(*(x.float() for x in given), 5, 0.4)
+        torch.testing.assert_close(out.cpu().float(), expected, atol=0.01, rtol=0.01)
+    assert seen.operators["npu_prompt_flash_attention"] == 3
     with torch.inference_mode(), log.record() as seen:
         for window in (1, 16, 64):
             check_lengths(1, window, 2, torch.float16)
@@ -238,6 +241,7 @@ def test_an_inference_card_attends_with_its_own_operators() -> None:
 @on_npu(chip="910A", devices=1)
 def test_attention_in_blocks_is_a_banded_softmax_with_its_gradients(T: int, window: int, kv_heads: int) -> None:
     check_attention(T, window, kv_heads)
+    check_attention(T, window, kv_heads, scale=0.36)
 
 
 @on_npu(chip="910A", devices=1)
@@ -293,7 +297,9 @@ def test_fused_kernels_are_refused_on_chips_without(soc: int, who: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "fused"])
-def test_an_operator_that_is_missing_is_an_error_and_no_fallback(name: KernelChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_that_is_missing_is_an_error_and_no_fallback(
+    name: KernelChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ascend_kernels, "missing", lambda operators: ["npu_rotary_mul"])
     with pytest.raises(UserError, match=r"torch_npu lacks npu_rotary_mul, .* a 910B3 .* or give --kernels plain"):
         npu(223).operations(name)
