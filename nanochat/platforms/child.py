@@ -1,7 +1,7 @@
-"""Runs someone else's program in a process of its own, with limits of time and memory: a template, a JSON schema.
+"""Runs someone else's program in a process of its own, with limits of time and memory.
 
-The parent and the child talk in lines of JSON. The child runs this same file, which therefore imports nothing of the
-package.
+Such programs are templates and JSON schemas. The parent and the child talk in lines of JSON. The
+child runs this same file, which therefore imports nothing of the package.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ BYTES = 1 << 29  # memory of a child
 START_SECONDS = 60.0  # that a child may take to start on a busy machine
 
 
-# --- the parent ------------------------------------------------------------------------------------
+# --- the parent ----------------------------------------------------------------------------------
 
 
 class Child:
     """Answers questions with a script that runs in a child process.
 
-    The script has a function begin(setup), which returns a function that answers one question. The process starts with
-    the first question, and it ends when this object or this process does.
+    The script has a function begin(setup), which returns a function that answers one question. The
+    process starts with the first question, and it ends when this object or this process does.
     """
 
     def __init__(self, script: Path, setup: Any):
@@ -35,8 +35,10 @@ class Child:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The answer to a question, or {"error": reason} if the script raises an exception. None if the answer takes
-        more than `seconds` or too much memory: the process has then been ended, and the next question starts another.
+        """Return the answer to a question, or {"error": reason} if the script raises an exception.
+
+        None if the answer takes more than `seconds` or too much memory: the process has then been
+        ended, and the next question starts another.
         """
         process = self._process or self._start()
         assert process.stdin is not None
@@ -51,7 +53,8 @@ class Child:
         return json.loads(line)
 
     def _start(self) -> "subprocess.Popen[str]":
-        # -I: neither the current folder nor the environment can put modules in the place of those that the script uses.
+        # -I: neither the current folder nor the environment can put modules in the place of those
+        # that the script uses.
         command = [sys.executable, "-I", __file__, str(self._script)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -77,35 +80,36 @@ class Child:
 
 
 def _line(process: "subprocess.Popen[str]", seconds: float) -> str:
-    """The next line of a process; empty if it ends or does not write one in time."""
+    """Return the next line of a process; empty if it ends or does not write one in time."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return process.stdout.readline() if ready else ""
 
 
-# --- the child -------------------------------------------------------------------------------------
+# --- the child -----------------------------------------------------------------------------------
 
 
 def limit_time(seconds: float) -> None:
-    """Let this process use so many more seconds of a processor, beside those that it has used: the parent may have
-    been killed, and then nobody else ends a question without an end."""
+    """Let this process use so many more seconds of a processor, beside those that it has used.
+
+    The parent may have been killed, and then nobody else ends a question without an end.
+    """
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
-    )
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 def main() -> None:
     """Answer questions with the script that the command line names, until standard input ends."""
     import resource
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the parent, whose end ends this process
+    # Ctrl-C goes to the parent, whose end ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     spec = importlib.util.spec_from_file_location("script", sys.argv[1])
     assert spec is not None and spec.loader is not None

@@ -1,9 +1,9 @@
 """The arithmetic of a layer and of the loss in few operators that move few bytes.
 
 Each function has its own backward pass. They are for devices on which every operator costs a launch
-and reads and writes memory; plain torch, which runs everywhere. The values are those of operations.py
-and loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head dimension, N tokens,
-V vocabulary.
+and reads and writes memory; plain torch, which runs everywhere. The values are those of
+operations.py and loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head
+dimension, N tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def squared_relu(
 
 
 class _Narrow(torch.autograd.Function):
-    """A matrix on the first channels of x. Its gradient is added in place to that of all channels."""
+    """A matrix on the first channels of x. Its gradient is added in place to that of all."""
 
     @staticmethod
     def forward(

@@ -112,7 +112,7 @@ class Operations(PlainAttention):
     # --- what a user is told ---------------------------------------------------------------------
 
     def coarser(self, dtype: torch.dtype) -> str:
-        """Return in which format uncompiled training of a GPT multiplies more coarsely than `dtype`.
+        """Return in which format uncompiled training multiplies a GPT more coarsely than `dtype`.
 
         The words say why; "" if it does not.
         """
@@ -246,7 +246,7 @@ class Operations(PlainAttention):
         return q, k, v + opened.unsqueeze(-1) * value.view_as(v)
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
-        """Return keys of whole sequences, half of each from the token before; see gpt.offset_keys."""
+        """Return keys of whole sequences, half of each from the token before: gpt.offset_keys."""
         return offset_keys(k, Rows().previous(k))
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
@@ -293,7 +293,7 @@ class Operations(PlainAttention):
         return F.relu(x).square()
 
     def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
-        """Return silu of the first half of the channels times the second half, without gradients."""
+        """Return silu of the first half of the channels times the second, without gradients."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 

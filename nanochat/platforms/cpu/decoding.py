@@ -1,4 +1,4 @@
-"""Attention under a mask as products of matrices, where that is faster than torch's own operator."""
+"""Attention under a mask as products of matrices, where torch's own operator is slower."""
 
 import torch
 from torch import Tensor
@@ -21,21 +21,24 @@ def one_query(
     B, _, H, D = q.shape
     J = k.size(2)
     group = H // J
-    is_same_head = torch.eye(J, dtype=q.dtype, device=q.device).view(1, J, 1, J, 1)
-    grouped = q.unflatten(2, (J, -1)).squeeze(1).transpose(2, 3)  # (B, Hkv, D, group)
-    spread = grouped[:, :, :, None] * is_same_head  # (B, Hkv, D, Hkv, group)
+    same_head = torch.eye(J, dtype=q.dtype, device=q.device)
+    same_head = same_head.view(1, J, 1, J, 1)
+    grouped = q.reshape(B, J, group, D).transpose(2, 3)  # (B, Hkv, D, group)
+    spread = grouped[:, :, :, None] * same_head  # (B, Hkv, D, Hkv, group)
     spread = spread.reshape(B, J * D, H)
 
     scores = torch.bmm(k.flatten(2), spread)  # (B, K, H)
     scores = scores.transpose(1, 2).float()
-    scores.mul_(D**-0.5 if scale is None else scale)
+    factor = D**-0.5 if scale is None else scale
+    scores.mul_(factor)
     scores.masked_fill_(~mask[:, 0], float("-inf"))
     weights = scores.softmax(dim=2).to(v.dtype)
 
     y = torch.bmm(weights, v.flatten(2))  # (B, H, Hkv * D)
     y = y.view(B, J, group, J, D)
-    same_head = y.diagonal(dim1=1, dim2=3)  # (B, group, D, Hkv)
-    return same_head.permute(0, 3, 1, 2).reshape(B, 1, H, D)
+    own_head = y.diagonal(dim1=1, dim2=3)  # (B, group, D, Hkv)
+    own_head = own_head.permute(0, 3, 1, 2)
+    return own_head.reshape(B, 1, H, D)
 
 
 def by_products(
@@ -53,9 +56,15 @@ def by_products(
     K = k.size(1)
     hidden = finite_mask(mask, q.dtype)
     hidden = hidden.expand(B, H, T, K).flatten(0, 1)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * H, T, D)
+    q = _heads_first(q)
+    k = _heads_first(k)
+    v = _heads_first(v)
     factor = D**-0.5 if scale is None else scale
     scores = torch.baddbmm(hidden, q, k.mT, alpha=factor)
     weights = scores.softmax(dim=2)
     y = torch.bmm(weights, v).unflatten(0, (B, H))
     return y.transpose(1, 2)
+
+
+def _heads_first(x: Tensor) -> Tensor:  # (B, T, H, D) -> (B * H, T, D)
+    return x.transpose(1, 2).flatten(0, 1)

@@ -18,7 +18,8 @@ from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.training import Training, side_by_side
 
 Gradients = tuple[Tensor | None, ...]
-# Overwrites logits with their gradient and returns the loss: (logits, targets, weights, vocab, cap).
+# Overwrites logits with their gradient and returns the loss. The arguments are logits, targets,
+# weights, vocab and cap.
 FusedLoss = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 
@@ -80,7 +81,7 @@ class Norm(torch.autograd.Function):
 
 
 class Mix(torch.autograd.Function):
-    """a x + b x0, and x0 itself, whose gradients from all layers add up in the loop that makes them."""
+    """a x + b x0, and x0 itself, whose gradients add up in the loop that makes them."""
 
     @staticmethod
     def forward(

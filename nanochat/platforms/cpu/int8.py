@@ -1,11 +1,12 @@
 """Products of activations with matrices in training, in integers of 8 bits or in bf16 or fp32.
 
-Activations are rounded to 8 bits token by token and matrices output by output, each with a factor of its own, wherever
-activations are multiplied with a matrix: forward, and for the gradient of the activations (SwitchBack, Wortsman et al.
-2023, arXiv:2304.13013). For the gradient of a matrix, a sum over tokens, each channel has a factor for every 256
-tokens. The head's logits are made in 8 bits too, but not what follows from their gradient, which has a few large
-numbers and thousands of tiny ones. dev/LOG.md has what all this saves in time and costs in loss. Passes without
-gradients, such as validations, never use 8 bits.
+Activations are rounded to 8 bits token by token and matrices output by output, each with a factor
+of its own, wherever activations are multiplied with a matrix: forward, and for the gradient of the
+activations (SwitchBack, Wortsman et al. 2023, arXiv:2304.13013). For the gradient of a matrix, a sum
+over tokens, each channel has a factor for every 256 tokens. The head's logits are made in 8 bits
+too, but not what follows from their gradient, which has a few large numbers and thousands of tiny
+ones. dev/LOG.md has what all this saves in time and costs in loss. Passes without gradients, such as
+validations, never use 8 bits.
 """
 
 import functools

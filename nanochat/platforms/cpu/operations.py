@@ -353,7 +353,7 @@ class CpuOperations(Operations):
         gate: nn.Module | None = None,
         value: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return heads(), or gated_heads(), by the kernels of training; None if they take no part."""
+        """Return heads(), or gated_heads(), by the kernels of training; None if they cannot."""
         if callable(matrices) or head_dim != 2 * cos.size(-1):
             return None
         if not all(map(_own, matrices)):

@@ -87,7 +87,8 @@ def training(folder: Path) -> "Training | None":
 class Training:
     """The functions of a library compiled from training.cpp.
 
-    All tensors of a call are on the host and have one format, fp32 or bf16, unless stated otherwise.
+    All tensors of a call are on the host and have one format, fp32 or bf16, unless stated
+    otherwise.
     """
 
     def __init__(self, library: ctypes.CDLL):
