@@ -535,7 +535,7 @@ class AscendFused(AscendChunked):
         is_single = q.size(1) == 1
         if is_single:
             k, v, ends = _last_keys(k, v, ends, recent, window)
-        options: dict[str, Any] = {
+        cache_options: dict[str, Any] = {
             "num_heads": q.size(2),
             "num_key_value_heads": k.size(2),
             "scale": _scale(q, scale),
@@ -544,7 +544,7 @@ class AscendFused(AscendChunked):
         }
         if not is_single:
             is_short = window < max(ends) - 1
-            options |= {
+            cache_options |= {
                 "atten_mask": self.causal_mask(q.device),
                 "actual_seq_lengths": list(new),
                 "pre_tokens": window if is_short else WHOLE,
@@ -554,7 +554,7 @@ class AscendFused(AscendChunked):
         q = q.contiguous()
         k = k.contiguous()
         v = v.contiguous()
-        return torch_npu.npu_fused_infer_attention_score(q, k, v, **options)[0]
+        return torch_npu.npu_fused_infer_attention_score(q, k, v, **cache_options)[0]
 
 
 KINDS: dict[str, type[AscendPlain]] = {
