@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.platforms import ascend_kernels as npu_kernels
-from nanochat.platforms import ascend_profiler as npu_profiler
 from nanochat.platforms.ascend import chips as ascend_chips
+from nanochat.platforms.ascend import kernels as npu_kernels
+from nanochat.platforms.ascend import profiler as npu_profiler
 from tests.support.real_torch_npu import Package, Signature, signature_of, signature_of_schema
 from tests.support.remote_wheels import NoNetwork, text_of
 from tests.support.torch_npu_uses import Reader, Use, allowed_values, problem, uses

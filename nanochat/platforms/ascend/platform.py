@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import UserError, log, tr
-from nanochat.platforms.ascend import environment, errors
+from nanochat.platforms.ascend import environment, errors, kernels
 from nanochat.platforms.ascend.chips import CHIPS, AscendChip, chip_of
 from nanochat.platforms.ascend.environment import PortBlocks
-from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain, missing
+from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain
 from nanochat.platforms.ascend.operators import ATTENTION, AscendListed, try_operators
 from nanochat.platforms.ascend.profiler import AscendTracer
 from nanochat.platforms.base import Platform, Tracer
@@ -163,7 +163,7 @@ class Ascend(Platform):
                     chip=chip.name,
                 )
             )
-        if lacking := missing(operators):
+        if lacking := kernels.missing(operators):
             raise UserError(
                 f"torch_npu lacks {', '.join(lacking)}, which a {chip.name} computes with; "
                 "install one that fits CANN (python check_npu.py), or give --kernels plain"
@@ -222,7 +222,7 @@ class Ascend(Platform):
             )
         if not hasattr(self.module, "make_graphed_callables"):
             return tr("this torch_npu has no make_graphed_callables; install a newer one")
-        if missing(
+        if kernels.missing(
             ("npu_fusion_attention_v3",)
         ):  # torch's own attention calls it too where it exists
             return tr(
