@@ -260,9 +260,9 @@ def refuse_calls(
 ) -> None:
     """Let the kernel refuse system calls (seccomp).
 
-    It refuses the calls in `denied`, those in `own_process` unless their first argument is the number of
-    this process, and those in `zero` unless it is 0. Calls of another architecture, such as the
-    32-bit ones of x86, kill the process.
+    It refuses the calls in `denied`, those in `own_process` unless their first argument is the
+    number of this process, and those in `zero` unless it is 0. Calls of another architecture, such
+    as the 32-bit ones of x86, kill the process.
     """
     # An instruction: operation, instructions to skip if true, instructions to skip if false,
     # operand.
