@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from nanochat.common import Pulse, UserError, appendix, base_dir, complain, tr
 from nanochat.platforms import host
-from nanochat.platforms.base import Chip, Platform, kernels_asked
+from nanochat.platforms.base import Chip, Platform, requested_kernels
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.plain import Host
 
@@ -102,7 +102,7 @@ except UserError as _mistake:  # at import there is no script edge to print it
 
 def check_idle_cards(chosen: str) -> None:
     """Raise UserError if the CPU was chosen only because the cards of this host cannot be used."""
-    if not PLATFORMS[chosen].is_host or os.environ.get("NANOCHAT_DEVICE"):
+    if PLATFORMS[chosen].has_own_memory or os.environ.get("NANOCHAT_DEVICE"):
         return
     for platform in PLATFORMS.values():
         if why := platform().idle_cards():
@@ -194,7 +194,7 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
         job = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
         short = str(dtype).removeprefix("torch.")
         print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){job}", flush=True)
-    operations = platform.operations(kernels_asked(kernels))
+    operations = platform.operations(requested_kernels(kernels))
     return Compute(
         device,
         name,
@@ -338,12 +338,14 @@ def overflows(compute: Compute) -> list[torch.Tensor]:
 
 def pin(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
     """Page-lock a host tensor, so that its copy to the device can run beside computation."""
-    return tensor if compute.platform.is_host else tensor.pin_memory()
+    return tensor.pin_memory() if compute.platform.has_own_memory else tensor
 
 
 def to_device(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
     """Copy a host tensor to the device, without waiting if the tensor is pinned."""
-    return tensor if compute.platform.is_host else tensor.to(compute.device, non_blocking=True)
+    if not compute.platform.has_own_memory:
+        return tensor
+    return tensor.to(compute.device, non_blocking=True)
 
 
 def memory_total(compute: Compute) -> int:
@@ -380,7 +382,7 @@ def _matmul_flops(compute: Compute) -> tuple[float, str]:
     would flatter. There matmuls grow, are queued one behind the other, and are waited for together,
     for a tenth of a second.
     """
-    if compute.platform.is_host:
+    if not compute.platform.runs_beside_host:
         best = min(_matmul_seconds(compute, 1024, 1) for _ in range(5))
         return 2 * 1024**3 / best, "a matmul of 1024 x 1024 x 1024 measured at start"
     size, count = 512, 1

@@ -299,7 +299,7 @@ def train(cfg: Config, compute: Compute) -> None:
             cfg.run.shard,
             compute.world_size,
             str(compute.dtype).removeprefix("torch."),
-            compute.platform.is_host,
+            not compute.platform.has_own_memory,
         ),
         model,
         compute,

@@ -246,7 +246,7 @@ def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
     state = sizes.STATE_BYTES * parameters
     size = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}
     log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **size))
-    if not compute.platform.is_host:
+    if compute.platform.has_own_memory:
         memory *= cfg.devices
     if state <= memory:
         return []

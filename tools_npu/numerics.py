@@ -13,7 +13,7 @@ from torch import Tensor
 from nanochat.attention import cache_mask
 from nanochat.loss import chunked_loss
 from nanochat.platforms.ascend.platform import Ascend
-from nanochat.platforms.base import kernels_asked
+from nanochat.platforms.base import requested_kernels
 from nanochat.platforms.operations import Operations
 
 DEVICE = "npu:0"
@@ -26,7 +26,7 @@ Function = Callable[..., Tensor]
 
 def operations() -> Operations:
     """Return the operations that the project uses on the card; UserError if some are missing."""
-    return Operations() if DEVICE == "cpu" else Ascend().operations(kernels_asked("auto"))
+    return Operations() if DEVICE == "cpu" else Ascend().operations(requested_kernels("auto"))
 
 
 def error(results: Tensors, expected: Tensors) -> float:

@@ -133,7 +133,7 @@ def check_fits(
     The error names the nearest setting that fits. Every rank must call this. The model may still be
     on meta.
     """
-    ranks_in_memory = parallel.ranks_per_host(compute) if compute.platform.is_host else 1
+    ranks_in_memory = parallel.ranks_in_memory(compute)
     # Other processes may use more of one card than of another.
     available = parallel.least(int(reachable(compute) / ranks_in_memory), compute)
     budget = SHARE * available

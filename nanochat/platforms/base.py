@@ -4,6 +4,7 @@ The defaults suit an accelerator whose module in torch has the functions of torc
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from nanochat.common import UserError, warn
 from nanochat.model import Model
 from nanochat.platforms import host
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Chip(Protocol):
@@ -56,10 +57,10 @@ class Tracer(Protocol):
     def finish(self) -> Trace: ...
 
 
-def kernels_asked(flag: str) -> Asked:
+def requested_kernels(flag: str) -> KernelChoice:
     """auto, fused or plain: what --kernels says, and NANOCHAT_KERNELS where the flag says auto."""
     name = (os.environ.get("NANOCHAT_KERNELS") or "auto") if flag == "auto" else flag
-    for choice in get_args(Asked):
+    for choice in get_args(KernelChoice):
         if name == choice:
             return choice
     raise UserError(f"NANOCHAT_KERNELS must be auto, fused or plain, got {name!r}", exit_code=2)
@@ -70,17 +71,24 @@ class Platform:
 
     name = ""  # of the device type, as torch and --device_type call it
     backend = ""  # of the collectives
-    is_host = False  # whether the device is the host itself: no copies, no pinned memory, one memory for all ranks
-    context: tuple[int, str] = (
-        2048,
-        "the default",
-    )  # tokens of a row unless the user says otherwise, and why
-    pass_tokens: int | None = (
-        None  # tokens of a pass that suit the device; None: as many as its memory holds
-    )
+    # Whether it has memory of its own, which host tensors are copied to. Otherwise it uses the
+    # host's, and all ranks of a host share that.
+    has_own_memory = True
+    # Whether it computes while the host does something else: operators are queued, and a checkpoint
+    # is written beside training.
+    runs_beside_host = True
+    # Tokens of a row unless the user says otherwise, and why.
+    context: tuple[int, str] = (2048, "the default")
+    # Tokens of a pass that suit the device; None: as many as its memory holds.
+    pass_tokens: int | None = None
     split_tokens = 10 << 20  # tokens of a split to measure bits per byte on
     evaluation_rows = 32  # rows of a pass without gradients
-    replays_replies = False  # whether decoding steps are replayed as captured graphs unless the user says otherwise
+    # Whether decoding steps are replayed as captured graphs unless the user says otherwise.
+    replays_replies = False
+    # Whether reinforcement learning trains on trees of replies unless the user says otherwise.
+    prefers_trees = False
+    shards_sparse_tables = True  # whether FSDP2 splits tables of which a step uses few rows
+    long_run_seconds = math.inf  # a run that takes longer gets a warning
 
     def __init__(self, index: int = 0):
         """`index` is the number of the device among those that this process sees; opens nothing."""
@@ -178,7 +186,7 @@ class Platform:
 
     # --- work ------------------------------------------------------------------------------------
 
-    def operations(self, choice: Asked) -> Operations:
+    def operations(self, choice: KernelChoice) -> Operations:
         """How models compute on this device; logs the choice. UserError if what was asked for cannot be had."""
         raise NotImplementedError
 
@@ -186,7 +194,7 @@ class Platform:
         """Why models cannot be trained on this device; "" if they can."""
         return ""
 
-    def refuse_fused(self, choice: Asked) -> None:
+    def refuse_fused(self, choice: KernelChoice) -> None:
         """UserError if fused kernels were asked for on a platform that has none."""
         if choice == "fused":
             raise UserError(
@@ -222,6 +230,13 @@ class Platform:
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer | None:
         """The vendor's own profiler, which writes into a folder under a name; None where torch's profiler serves."""
         return None
+
+    def int8_missing(self, dtype: torch.dtype) -> str:
+        """Return why matrices in 8 bits would not make a served model in `dtype` faster here.
+
+        "" if they would.
+        """
+        return f"8-bit matrices are for CPUs, and this device is {self.name}"
 
     # --- memory and speed ------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""The arithmetic of a layer and of the loss in few operators that move few bytes, each with its own backward pass.
+"""The arithmetic of a layer and of the loss in few operators that move few bytes.
 
-For devices on which every operator costs a launch and reads and writes memory; plain torch, which runs everywhere. The
-values are those of operations.py and loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head
-dimension, N tokens, V vocabulary.
+Each function has its own backward pass. They are for devices on which every operator costs a launch
+and reads and writes memory; plain torch, which runs everywhere. The values are those of operations.py
+and loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head dimension, N tokens,
+V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -14,93 +15,76 @@ from torch import Tensor
 
 from nanochat.loss import SOFTCAP
 
+Gradients = tuple[Tensor | None, ...]
+
+
+# --- in a layer ----------------------------------------------------------------------------------
+
 
 class _SquaredRelu(torch.autograd.Function):
     """relu(x)^2: where x < 0, the root of the output is 0 already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, zero: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        zero: Tensor,
+    ) -> Tensor:
         root = F.relu(x)
         ctx.save_for_backward(root, zero)
         return root * root
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         root, zero = ctx.saved_tensors
-        return torch.addcmul(zero, grads[0], root, value=2.0), None
+        x_grad = torch.addcmul(zero, grads[0], root, value=2.0)
+        return x_grad, None
 
 
 def squared_relu(
     x: Tensor,
-    zero: Tensor,  # (), of x's dtype and device, kept by the caller
+    zero: Tensor,  # (), of x's dtype and device; the caller makes it once
 ) -> Tensor:
-    """relu(x)^2 with two operators forward and one backward."""
+    """Return relu(x)^2 with two operators forward and one backward."""
     return _SquaredRelu.apply(x, zero)  # type: ignore[no-any-return]
-
-
-def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-    """The sum of squares of each tensor, with one operator for all."""
-    norms = torch._foreach_norm([g.float() for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).square()
-
-
-class _Mix(torch.autograd.Function):
-    """a x + b x0. x0 passes through, so that its gradients add up layer by layer in one operator each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, x0, a, b)
-        ctx.set_materialize_grads(False)
-        return (x * a).addcmul_(x0, b), x0.view_as(x0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, x0, a, b = ctx.saved_tensors
-        g, later = grads
-        if g is None:
-            return None, later, None, None
-        flat = g.flatten()
-        to_x0 = g * b if later is None else torch.addcmul(later, g, b)
-        return g * a, to_x0, flat.dot(x.flatten()), flat.dot(x0.flatten())
-
-
-def mix(
-    x: Tensor,  # (B, T, C)
-    x0: Tensor,  # (B, T, C)
-    a: Tensor,  # ()
-    b: Tensor,  # ()
-) -> tuple[Tensor, Tensor]:  # (B, T, C), and x0 to give to the next layer
-    """a x + b x0 with two operators forward and four backward."""
-    return _Mix.apply(x, x0, a, b)  # type: ignore[no-any-return]
 
 
 class _Narrow(torch.autograd.Function):
     """A matrix on the first channels of x. Its gradient is added in place to that of all channels."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
-        first_channels = x.flatten(0, -2)[:, : weight.size(1)]
-        return x.view_as(x), (first_channels @ weight.mT).unflatten(0, x.shape[:-1])
+        channels = weight.size(1)
+        rows = x.flatten(0, -2)
+        product = rows[:, :channels] @ weight.mT
+        return x.view_as(x), product.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        x_grad, narrow = grads[0], grads[1].flatten(0, -2)
-        first_channels = slice(0, weight.size(1))
-        x_grad.flatten(0, -2)[:, first_channels].addmm_(
-            narrow, weight
-        )  # nobody else holds the gradient of the view given above
-        return x_grad, narrow.mT @ x.flatten(0, -2)[:, first_channels]
+        x_grad, product_grad = grads
+        channels = weight.size(1)
+        product_grad = product_grad.flatten(0, -2)
+        # Nothing else holds the gradient of the view that forward() returned.
+        first_channels = x_grad.flatten(0, -2)[:, :channels]
+        first_channels.addmm_(product_grad, weight)
+        rows = x.flatten(0, -2)
+        return x_grad, product_grad.mT @ rows[:, :channels]
 
 
 def narrow(
     x: Tensor,  # (B, T, C) contiguous
-    weight: Tensor,  # (H, few) in x's dtype
-) -> tuple[
-    Tensor, Tensor
-]:  # x itself, to be used instead of x from here on by one operator, and (B, T, H)
-    """The product of a small matrix and the first channels of x, without copies in either direction."""
+    weight: Tensor,  # (H, R) in x's dtype; reads the first R channels
+) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, T, H)
+    """Return x, and the product of a small matrix and x's first channels, without any copies.
+
+    One operator must use the x that is returned, instead of the x that was given.
+    """
     return _Narrow.apply(x, weight)  # type: ignore[no-any-return]
 
 
@@ -108,7 +92,12 @@ class _AddValues(torch.autograd.Function):
     """v + 3 sigmoid(logits) * value."""
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, value: Tensor, logits: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        v: Tensor,
+        value: Tensor,
+        logits: Tensor,
+    ) -> Tensor:
         gate = torch.sigmoid(logits)
         ctx.save_for_backward(value, gate)
         return torch.addcmul(v, gate.unsqueeze(-1), value, value=3.0)
@@ -117,8 +106,10 @@ class _AddValues(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value, gate = ctx.saved_tensors
         g = grads[0]
-        to_logits = torch.ops.aten.sigmoid_backward((g * value).sum(dim=-1), gate)
-        return g, g * (3.0 * gate).unsqueeze(-1), to_logits.mul_(3.0)
+        value_grad = g * (3.0 * gate).unsqueeze(-1)
+        gate_grad = (g * value).sum(dim=-1)
+        logit_grad = torch.ops.aten.sigmoid_backward(gate_grad, gate)
+        return g, value_grad, logit_grad.mul_(3.0)
 
 
 def add_values(
@@ -126,7 +117,10 @@ def add_values(
     value: Tensor,  # (B, T, H, D)
     logits: Tensor,  # (B, T, H)
 ) -> Tensor:  # (B, T, H, D)
-    """v + 3 sigmoid(logits) * value with two operators forward and six backward, three of them on large tensors."""
+    """Return v + 3 sigmoid(logits) * value with two operators forward and six backward.
+
+    Three of the six read large tensors.
+    """
     return _AddValues.apply(v, value, logits)  # type: ignore[no-any-return]
 
 
@@ -134,27 +128,84 @@ class _OffsetKeys(torch.autograd.Function):
     """gpt.offset_keys() on whole sequences. Its gradient is the same, with the token after."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, none: Tensor) -> Tensor:
-        ctx.save_for_backward(none)
-        return _OffsetKeys.moved(k, none, back=False)
+    def forward(
+        ctx: Any,
+        k: Tensor,
+        zeros: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(zeros)
+        return _OffsetKeys.moved(k, zeros, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _OffsetKeys.moved(grads[0], *ctx.saved_tensors, back=True), None
+        (zeros,) = ctx.saved_tensors
+        return _OffsetKeys.moved(grads[0], zeros, back=True), None
 
     @staticmethod
-    def moved(k: Tensor, none: Tensor, back: bool) -> Tensor:
-        fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)
-        slow = torch.cat((slow[:, 1:], none) if back else (none, slow[:, :-1]), dim=1)
+    def moved(k: Tensor, zeros: Tensor, back: bool) -> Tensor:
+        halves = k.unflatten(-1, (2, 2, -1))
+        fast, slow = halves.unbind(-2)
+        if back:
+            slow = torch.cat((slow[:, 1:], zeros), dim=1)
+        else:
+            slow = torch.cat((zeros, slow[:, :-1]), dim=1)
         return torch.stack((fast, slow), dim=-2).flatten(-3)
 
 
 def offset_keys(
     k: Tensor,  # (B, T, H, D)
-    none: Tensor,  # (B, 1, H, 2, D / 4) zeros of k's dtype and device, kept by the caller
+    zeros: Tensor,  # (B, 1, H, 2, D / 4) of k's dtype and device; the caller makes it once
 ) -> Tensor:  # (B, T, H, D)
-    """Keys, half of each from the token before, with two operators in either direction."""
-    return _OffsetKeys.apply(k, none)  # type: ignore[no-any-return]
+    """Return keys, half of each from the token before, with two operators in either direction."""
+    return _OffsetKeys.apply(k, zeros)  # type: ignore[no-any-return]
+
+
+# --- between layers ------------------------------------------------------------------------------
+
+
+class _Mix(torch.autograd.Function):
+    """a x + b x0. x0 passes through, so that each layer adds to its gradient by one operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x0: Tensor,
+        a: Tensor,
+        b: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, x0, a, b)
+        ctx.set_materialize_grads(False)
+        mixed = (x * a).addcmul_(x0, b)
+        return mixed, x0.view_as(x0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        x, x0, a, b = ctx.saved_tensors
+        g, later_x0_grad = grads
+        if g is None:
+            return None, later_x0_grad, None, None
+        if later_x0_grad is None:
+            x0_grad = g * b
+        else:
+            x0_grad = torch.addcmul(later_x0_grad, g, b)
+        flat = g.flatten()
+        a_grad = flat.dot(x.flatten())
+        b_grad = flat.dot(x0.flatten())
+        return g * a, x0_grad, a_grad, b_grad
+
+
+def mix(
+    x: Tensor,  # (B, T, C)
+    x0: Tensor,  # (B, T, C)
+    a: Tensor,  # ()
+    b: Tensor,  # ()
+) -> tuple[Tensor, Tensor]:  # (B, T, C), and x0 to give to the next layer
+    """Return a x + b x0 with two operators forward and four backward."""
+    return _Mix.apply(x, x0, a, b)  # type: ignore[no-any-return]
+
+
+# --- loss and gradients --------------------------------------------------------------------------
 
 
 def _chunk_loss(
@@ -164,32 +215,36 @@ def _chunk_loss(
     scale: Tensor,  # (n,) fp32
     vocab: int,
     hidden: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted loss of a chunk, (), and its gradients with respect to x, (n, C), and the head, (V', C).
+) -> tuple[Tensor, Tensor, Tensor]:  # (), (n, C), (V', C)
+    """Return the weighted loss of a chunk, and its gradients with respect to x and the head.
 
-    A softcapped logit lies within 15 of 0: no token's probability underflows, and its logarithm is exact enough.
-    The weights of the tokens multiply matrices of C columns, not of V'.
+    A softcapped logit lies within 15 of 0: no token's probability underflows, and its logarithm is
+    exact enough. The weights of the tokens multiply matrices of C columns, not of V'.
     """
     raw = F.linear(x, head)
-    squashed = torch.mul(raw, torch.full((1,), 1 / SOFTCAP, device=x.device)).tanh_()
+    factor = torch.full((1,), 1 / SOFTCAP, device=x.device)
+    squashed = torch.mul(raw, factor).tanh_()
     logits = squashed * SOFTCAP
     if vocab < head.size(0):  # the padded rows of the head stand for no token
         logits[:, vocab:] = hidden
     slope = logits.softmax(dim=-1)
     index = targets.clamp_min(0)[:, None]
-    chance = slope.gather(1, index)
-    slope.scatter_(1, index, chance - 1)
+    probability = slope.gather(1, index)
+    slope.scatter_(1, index, probability - 1)
     gradient = torch.ops.aten.tanh_backward(slope, squashed).to(x.dtype)
-    share = scale[:, None].to(x.dtype)
-    return (
-        -chance.log_().squeeze(1).dot(scale),
-        (gradient @ head).mul_(share),
-        gradient.mT @ (x * share),
-    )
+    token_scale = scale[:, None].to(x.dtype)
+    log_likelihood = probability.log_().squeeze(1)
+    loss = -log_likelihood.dot(scale)
+    x_grad = (gradient @ head).mul_(token_scale)
+    head_grad = gradient.mT @ (x * token_scale)
+    return loss, x_grad, head_grad
 
 
 class _Loss(torch.autograd.Function):
-    """The loss and both gradients in one pass over chunks of tokens; only a chunk's logits exist at one time."""
+    """The loss and both gradients in one pass over chunks of tokens.
+
+    Only a chunk's logits exist at one time.
+    """
 
     @staticmethod
     def forward(
@@ -202,29 +257,40 @@ class _Loss(torch.autograd.Function):
         chunk: int,
         hidden: float,
     ) -> Tensor:
-        head, x_grads, weight_grad, losses = weight.to(x.dtype), [], torch.empty(0), []
-        for i in range(0, x.size(0), chunk):
-            rows = slice(i, i + chunk)
-            loss, to_x, to_head = _chunk_loss(
-                x[rows], head, targets[rows], scale[rows], vocab, hidden
+        head = weight.to(x.dtype)
+        head_grad = torch.empty(0)
+        x_grads = []
+        losses = []
+        for start in range(0, x.size(0), chunk):
+            tokens = slice(start, start + chunk)
+            loss, x_chunk_grad, head_chunk_grad = _chunk_loss(
+                x[tokens],
+                head,
+                targets[tokens],
+                scale[tokens],
+                vocab,
+                hidden,
             )
+            if not losses:
+                head_grad = head_chunk_grad
+            else:  # a sum of many chunks needs fp32
+                head_grad = head_grad.float().add_(head_chunk_grad)
+            x_grads.append(x_chunk_grad)
             losses.append(loss)
-            x_grads.append(to_x)
-            # a sum of many chunks needs fp32
-            weight_grad = to_head if len(losses) == 1 else weight_grad.float().add_(to_head)
-        ctx.save_for_backward(x_grads[0] if len(x_grads) == 1 else torch.cat(x_grads), weight_grad)
         ctx.dtype = weight.dtype
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if len(losses) == 1:
+            ctx.save_for_backward(x_grads[0], head_grad)
+            return losses[0]
+        ctx.save_for_backward(torch.cat(x_grads), head_grad)
+        return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad, weight_grad = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        x_grad, head_grad = ctx.saved_tensors
         upstream = grads[0].reshape(1)  # not a scalar, so that a product with bf16 is fp32
-        return (
-            x_grad * upstream.to(x_grad.dtype),
-            (weight_grad * upstream).to(ctx.dtype),
-            *[None] * 5,
-        )
+        to_x = x_grad * upstream.to(x_grad.dtype)
+        to_head = (head_grad * upstream).to(ctx.dtype)
+        return to_x, to_head, *[None] * 5
 
 
 def chunked_loss(
@@ -240,4 +306,12 @@ def chunked_loss(
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
-    return _Loss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden)  # type: ignore[no-any-return]
+    chunk = min(chunk, x.size(0))
+    return _Loss.apply(x, weight, targets, scale, vocab, chunk, hidden)  # type: ignore[no-any-return]
+
+
+def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
+    """Return the sum of squares of each tensor, with one operator for all."""
+    tensors = [gradient.float() for gradient in gradients]
+    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square()

@@ -1,7 +1,8 @@
-"""The layers of the GPT by the operators of a platform, with the parameters of the plain layers under the same names.
+"""The layers of the GPT by the operators of a platform.
 
-accelerate() swaps them into a model. Each layer calls the Operations of its device for what that device fuses; the
-formulas are those of gpt.py, and a test compares the two.
+They have the parameters of the plain layers under the same names, and accelerate() swaps them into
+a model. Each layer calls the Operations of its device for what that device fuses; the formulas are
+those of gpt.py, and a test compares the two.
 """
 
 from collections import Counter
@@ -17,7 +18,7 @@ from nanochat.context import Context, whole_rows
 from nanochat.gpt import GPT, MLP, QK_SCALE, Block, CausalSelfAttention, Head, offset_keys
 from nanochat.model import Model
 from nanochat.platforms.operations import Operations
-from nanochat.platforms.together import Pack, Product, Unit, joined
+from nanochat.platforms.together import Layer, Pack, Product, joined
 
 NOT_CAST = (None, None)  # every use casts its own matrix
 
@@ -27,13 +28,13 @@ class OperatorAttention(CausalSelfAttention):
 
     operations: Operations
     cast_weights: Sequence[Tensor | None] = NOT_CAST  # of q, k and v; of the output; of the gate
-    joined: Product | None = (
-        None  # multiplies with the matrices of queries, keys and values at once
-    )
+    joined: Product | None = None  # multiplies with the matrices of q, k and v at once
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Multiply with the matrices of queries, keys and values at once from here on, if joined() can join them."""
-        self.joined = self.joined or joined((self.c_q, self.c_k, self.c_v), pack, dtype)
+        """Multiply with the matrices of queries, keys and values at once, if they can be joined."""
+        if self.joined is None:
+            matrices = (self.c_q, self.c_k, self.c_v)
+            self.joined = joined(matrices, pack, dtype)
 
     def release(self) -> None:
         """Multiply with each matrix by itself again, see Operations.release()."""
@@ -46,22 +47,55 @@ class OperatorAttention(CausalSelfAttention):
         rotary: tuple[Tensor, Tensor],
         context: Context,
     ) -> Tensor:  # (B, T, C)
-        matrices = (self.c_q, self.c_k, self.c_v) if self.joined is None else self.joined
-        how = (self.head_dim, *rotary, QK_SCALE)
-        qkv_weight, out_weight, *gate_weight = self.cast_weights
-        if value is None or self.ve_gate is None:
-            q, k, v = self.operations.heads(x, matrices, *how, qkv_weight)
-        else:
-            weights = None if qkv_weight is None else (qkv_weight, cast(Tensor, gate_weight[0]))
-            q, k, v = self.operations.gated_heads(x, matrices, self.ve_gate, value, *how, weights)
+        q, k, v = self._heads(x, value, rotary)
         if self.has_offset:
-            if whole_rows(context):
-                k = self.operations.offset_keys(k)
-            else:
-                k = offset_keys(k, context.previous_keys(self.layer, k))
+            k = self._offset(k, context)
         scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
         y = context.attend(self.layer, q, k, v, self.window, scale)
+        out_weight = self.cast_weights[1]
         return self.operations.project(y.flatten(2), self.c_proj, out_weight)
+
+    def _heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        value: Tensor | None,  # (B, T, Hkv * D)
+        rotary: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+        matrices = self.joined
+        if matrices is None:
+            matrices = (self.c_q, self.c_k, self.c_v)
+        qkv_weight = self.cast_weights[0]
+        cos, sin = rotary
+        if value is None or self.ve_gate is None:
+            return self.operations.heads(
+                x,
+                matrices,
+                self.head_dim,
+                cos,
+                sin,
+                QK_SCALE,
+                qkv_weight,
+            )
+        gated_weights = None
+        if qkv_weight is not None:
+            gate_weight = cast(Tensor, self.cast_weights[2])
+            gated_weights = (qkv_weight, gate_weight)
+        return self.operations.gated_heads(
+            x,
+            matrices,
+            self.ve_gate,
+            value,
+            self.head_dim,
+            cos,
+            sin,
+            QK_SCALE,
+            gated_weights,
+        )
+
+    def _offset(self, k: Tensor, context: Context) -> Tensor:
+        if whole_rows(context):
+            return self.operations.offset_keys(k)
+        return offset_keys(k, context.previous_keys(self.layer, k))
 
 
 class OperatorMLP(MLP):
@@ -79,22 +113,43 @@ class OperatorBlock(Block):
 
     operations: Operations
 
-    def units(self) -> list[Unit]:
-        """The matrices as they are multiplied: MLP in and out, queries with keys and values, attention out, gate."""
-        a = self.attn
-        units = [(self.mlp.c_fc,), (self.mlp.c_proj,), (a.c_q, a.c_k, a.c_v), (a.c_proj,)]
-        if a.ve_gate is not None:
-            units.append((a.ve_gate,))
-        return [tuple(matrix.weight for matrix in unit) for unit in units]
+    def units(self) -> Layer:
+        """Return the matrices as they are multiplied.
+
+        They are MLP in and out, queries with keys and values, attention out, and the gate.
+        """
+        attn = self.attn
+        mlp = self.mlp
+        units = [
+            (mlp.c_fc.weight,),
+            (mlp.c_proj.weight,),
+            (attn.c_q.weight, attn.c_k.weight, attn.c_v.weight),
+            (attn.c_proj.weight,),
+        ]
+        if attn.ve_gate is not None:
+            units.append((attn.ve_gate.weight,))
+        return units
 
     def use(self, cast_weights: Sequence[Tensor] | None) -> None:
-        """Multiply with these units(), which have the compute dtype; None: every use casts its own matrix."""
-        cast(OperatorMLP, self.mlp).cast_weights = cast_weights[:2] if cast_weights else NOT_CAST
+        """Multiply with these units(), which have the compute dtype.
+
+        None: every use casts its own matrix.
+        """
+        mlp = cast(OperatorMLP, self.mlp)
         attention = cast(OperatorAttention, self.attn)
-        attention.cast_weights = cast_weights[2:] if cast_weights else NOT_CAST
+        if cast_weights is None:
+            mlp.cast_weights = NOT_CAST
+            attention.cast_weights = NOT_CAST
+        else:
+            mlp.cast_weights = cast_weights[:2]
+            attention.cast_weights = cast_weights[2:]
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor], context: Context
+        self,
+        x: Tensor,  # (B, T, C)
+        value: Tensor | None,  # (B, T, Hkv * D)
+        rotary: tuple[Tensor, Tensor],
+        context: Context,
     ) -> Tensor:
         normed, x = self.operations.norm_and_keep(x)
         y = self.attn(normed, value, rotary, context)
@@ -111,10 +166,21 @@ class OperatorHead(Head):
         """See Head.logits."""
         return self.operations.softcap(self.scores(x))
 
-    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    def loss(
+        self,
+        x: Tensor,  # (N, C)
+        targets: Tensor,  # (N,)
+        weights: Tensor | None,  # (N,)
+    ) -> Tensor:
         """See Head.loss."""
-        chunk = self.loss_tokens
-        return self.operations.loss(x, self.weight, targets, self.vocab, weights, chunk)
+        return self.operations.loss(
+            x,
+            self.weight,
+            targets,
+            vocab=self.vocab,
+            weights=weights,
+            chunk=self.loss_tokens,
+        )
 
 
 class OperatorGPT(GPT):
@@ -124,12 +190,13 @@ class OperatorGPT(GPT):
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
         """See GPT.rotary_tables; each row is as the platform reads it."""
-        size = self.config.head_dim
-        return self.operations.rotary_tables(length, size, self.device, self.dtype)
+        D = self.config.head_dim
+        return self.operations.rotary_tables(length, D, self.device, self.dtype)
 
     def embed(self, idx: Tensor) -> Tensor:
         """See GPT.embed."""
-        return self.operations.norm(self.wte(idx).to(self.dtype))
+        embedding = self.wte(idx).to(self.dtype)
+        return self.operations.norm(embedding)
 
     def smear(self, x: Tensor, context: Context) -> Tensor:
         """See GPT.smear."""
@@ -137,30 +204,39 @@ class OperatorGPT(GPT):
         return self.operations.smear(x, previous, self.smear_gate, self.smear_lambda)
 
     def mix(
-        self, x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor
+        self,
+        x: Tensor,  # (B, T, C)
+        x0: Tensor,  # (B, T, C)
+        resid_lambda: Tensor,  # ()
+        x0_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
         """See GPT.mix."""
         return self.operations.mix(x, x0, resid_lambda, x0_lambda)
 
-    def backout(self, x: Tensor, middle: Tensor) -> Tensor:
+    def backout(
+        self,
+        x: Tensor,  # (B, T, C)
+        middle: Tensor,  # (B, T, C)
+    ) -> Tensor:
         """See GPT.backout."""
-        return self.operations.norm(self.operations.backout(x, middle, self.backout_lambda))
+        remainder = self.operations.backout(x, middle, self.backout_lambda)
+        return self.operations.norm(remainder)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
         """See GPT.log_totals."""
         return self.operations.log_totals(logits)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:
-        """See GPT.hidden. The matrices of all layers are cast together, if the platform casts them so.
+        """See GPT.hidden. The matrices of all layers are cast together, if the platform does so.
 
-        Not those of a sharded model, whose layers fully_shard gives a class of their own: it sees only gradients that
-        a layer itself makes.
+        The layers of a sharded model cast their own: fully_shard gives them a class of its own,
+        which sees only gradients that a layer itself makes.
         """
         blocks = self.blocks
-        if not self.operations.fewest_launches or any(type(b) is not OperatorBlock for b in blocks):
+        if any(type(block) is not OperatorBlock for block in blocks):
             return super().hidden(idx, context)
         layers = cast(list[OperatorBlock], blocks)
-        weights = self.operations.cast_together([block.units() for block in layers], self.dtype)
+        weights = self.operations.cast_together(layers, self.dtype)
         if weights is None:
             return super().hidden(idx, context)
         for block, cast_weights in zip(layers, weights, strict=True):
@@ -182,35 +258,47 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def operations_of(model: nn.Module) -> Operations:
-    """Return the operations that a model computes with: plain torch's unless accelerate() gave it others."""
+    """Return the operations that a model computes with.
+
+    They are those of plain torch unless accelerate() gave the model others.
+    """
     attention = getattr(model, "attention", None)
-    return attention if isinstance(attention, Operations) else Operations()
+    if isinstance(attention, Operations):
+        return attention
+    return Operations()
 
 
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
-    """Let a model compute with the operators of a device; returns how many modules of each class were swapped.
+    """Let a model compute with the operators of a device.
 
-    Call it before the model is sharded or compiled.
+    Returns how many modules of each class were swapped. Call it before the model is sharded or
+    compiled.
     """
     module = cast(Any, model)
     module.attention = operations
+    _set_chunks(module, operations)
     counts: Counter[str] = Counter()
-    for submodule in module.modules():
-        if isinstance(submodule, Head):
-            submodule.loss_tokens = operations.loss_chunk
-            submodule.capped_logits = operations.capped_logits
-        elif hasattr(submodule, "loss_logits"):  # the vocabulary of a published family
-            submodule.loss_tokens = operations.loss_chunk
-            submodule.loss_logits = operations.loss_logits
     if not operations.fuses_layers:
         return counts
     swaps = LAYERS
     if not isinstance(model, GPT):
         swaps = appendix("nanochat.platforms.qwen_layers").LAYERS
-    for submodule in module.modules():
-        faster = swaps.get(type(submodule))
+    for layer in module.modules():
+        faster = swaps.get(type(layer))
         if faster is not None:
-            submodule.__class__ = faster
-            submodule.operations = operations
+            layer.__class__ = faster
+            layer.operations = operations
             counts[faster.__name__] += 1
     return counts
+
+
+def _set_chunks(model: nn.Module, operations: Operations) -> None:
+    """Tell the head of a model how many logits suit the device at one time."""
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.loss_tokens = operations.loss_chunk
+            module.capped_logits = operations.capped_logits
+        elif hasattr(module, "loss_logits"):  # the vocabulary of a published family
+            vocabulary = cast(Any, module)
+            vocabulary.loss_tokens = operations.loss_chunk
+            vocabulary.loss_logits = operations.loss_logits

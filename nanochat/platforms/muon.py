@@ -1,4 +1,7 @@
-"""Muon's arithmetic for devices on which every operator costs a launch."""
+"""Muon's arithmetic for devices on which every operator costs a launch.
+
+Shapes: K matrices of one shape (rows, cols).
+"""
 
 from collections.abc import Sequence
 
@@ -25,7 +28,11 @@ class ForeachMuon(MuonArithmetic):
             stack = torch.stack(list(matrices))
             agrees = (updates * stack >= 0).to(stack.dtype)
             updates = updates + weight_decay * stack * agrees
-        torch._foreach_sub_(list(matrices), list(updates), alpha=lr)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+        torch._foreach_sub_(  # pyright: ignore[reportPrivateImportUsage]
+            list(matrices),
+            list(updates),
+            alpha=lr,  # pyright: ignore[reportArgumentType]
+        )
 
 
 class FusedMuon(MuonArithmetic):
@@ -51,26 +58,23 @@ class FusedMuon(MuonArithmetic):
 
         Norms and factors come from norms of rows, and each large tensor is read once.
         """
-        row_norms = torch.linalg.vector_norm(g, dim=-1, keepdim=True, dtype=torch.float32)
-        root = g.size(-2) ** 0.5
-        norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
-        factor = norm / row_norms.clamp_min(1e-6)
-        norm = torch.linalg.vector_norm(row_norms * factor, dim=-2, keepdim=True)
-        factor.div_(norm.mul_(1.01).add_(1e-6 * root))
-        x = polar_express(g * factor.to(g.dtype))
+        x = polar_express(_equilibrated(g))
+        size = min(g.size(-2), g.size(-1)) ** 0.5  # the Frobenius norm of an update
 
         longer = -1 if variance.size(-1) == 1 else -2
-        norms = torch.linalg.vector_norm(x, dim=longer, keepdim=True, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(norms, dim=(-2, -1), keepdim=True).clamp_min_(1e-6)
+        norms = _norms(x, dim=longer)
+        norm = _norms(norms, dim=(-2, -1)).clamp_min_(1e-6)
         norms.div_(norm)
-        size = min(g.size(-2), g.size(-1)) ** 0.5
         share = (1 - beta) * size**2 / g.size(longer)
-        variance.mul_(beta).addcmul_(norms, norms, value=share)
+        variance.mul_(beta)
+        variance.addcmul_(norms, norms, value=share)
 
         scale = variance.clamp_min(1e-10).rsqrt_()
-        norm_after = torch.linalg.vector_norm(norms * scale, dim=(-2, -1), keepdim=True)
-        scale.div_(norm.mul_(norm_after).clamp_min_(1e-16))
-        return x.float().mul_(scale.mul_(lr * size))
+        norm_after = _norms(norms * scale, dim=(-2, -1))
+        norm.mul_(norm_after).clamp_min_(1e-16)
+        scale.div_(norm)
+        scale.mul_(lr * size)
+        return x.float().mul_(scale)
 
     def subtract(
         self,
@@ -84,7 +88,28 @@ class FusedMuon(MuonArithmetic):
         stack = as_stack(matrices)
         agrees = (updates * stack >= 0) * decay
         updates.addcmul_(stack, agrees)
-        if stack.data_ptr() == matrices[0].data_ptr():
+        is_view = stack.data_ptr() == matrices[0].data_ptr()
+        if is_view:
             stack.sub_(updates)
         else:
-            torch._foreach_sub_(list(matrices), list(updates))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_sub_(  # pyright: ignore[reportPrivateImportUsage]
+                list(matrices),
+                list(updates),
+            )
+
+
+def _equilibrated(g: Tensor) -> Tensor:  # (K, rows, cols)
+    """Return matrices whose rows have equal norms, and whose singular values are at most 1."""
+    row_norms = _norms(g, dim=-1)
+    norm = _norms(row_norms, dim=-2)
+    factor = norm / row_norms.clamp_min(1e-6)
+    norm = _norms(row_norms * factor, dim=-2)
+    root = g.size(-2) ** 0.5
+    norm.mul_(1.01).add_(1e-6 * root)
+    factor.div_(norm)
+    return g * factor.to(g.dtype)
+
+
+def _norms(x: Tensor, dim: int | tuple[int, int]) -> Tensor:
+    """Return the fp32 norms over dimensions, which stay with size 1."""
+    return torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nanochat.common import tr
 from nanochat.platforms import host
 from nanochat.platforms.base import Platform
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the caches
 
@@ -23,11 +23,15 @@ class Host(Platform):
 
     name = "cpu"
     backend = "gloo"
-    is_host = True
+    has_own_memory = False
+    runs_beside_host = False
     context = (512, "a CPU")
     pass_tokens = PASS_TOKENS
     split_tokens = 1 << 18
     evaluation_rows = 4
+    prefers_trees = True
+    shards_sparse_tables = False
+    long_run_seconds = 3600
 
     @property
     def module(self) -> None:
@@ -70,7 +74,7 @@ class Host(Platform):
         if not _has_averages():
             _fix_fsdp()
 
-    def operations(self, choice: Asked) -> Operations:
+    def operations(self, choice: KernelChoice) -> Operations:
         """Plain torch; fused kernels are refused."""
         self.refuse_fused(choice)
         return Operations(stacks_matrices=choice != "plain")
@@ -86,6 +90,16 @@ class Host(Platform):
     def beside(self) -> Iterator[None]:
         """Copies are made by the thread that asks for them."""
         yield
+
+    def int8_missing(self, dtype: torch.dtype) -> str:
+        """See Platform.int8_missing."""
+        if dtype == torch.bfloat16:
+            return ""
+        name = str(dtype).removeprefix("torch.")
+        return (
+            "8-bit matrices are faster only where a CPU computes in bfloat16, and this one "
+            f"computes in {name}"
+        )
 
     def memory_total(self) -> int:
         """Bytes of physical memory."""

@@ -1,6 +1,7 @@
-"""The layers of Qwen by the operators of a platform, with the parameters of the plain layers under the same names.
+"""The layers of Qwen by the operators of a platform.
 
-See layers.py; the formulas are those of models/qwen/layers.py.
+They have the parameters of the plain layers under the same names, see layers.py; the formulas are
+those of models/qwen/layers.py.
 """
 
 from collections.abc import Sequence
@@ -25,29 +26,41 @@ class Joined:
     Their own weights are empty from then on, and their adapters still add to what they give.
     """
 
-    def __init__(self, matrices: Sequence[Linear], multiply: Product):
-        """`multiply` multiplies with all of them, as joined() makes it."""
+    def __init__(
+        self,
+        matrices: Sequence[Linear],
+        multiply: Product,  # with all of them, as joined() makes it
+    ):
         self.multiply = multiply
         self._matrices = matrices
         self._sizes = [matrix.out_features for matrix in matrices]
 
     @staticmethod
-    def of(matrices: Sequence[Linear], pack: Pack, dtype: torch.dtype) -> "Joined | None":
+    def of(
+        matrices: Sequence[Linear],
+        pack: Pack,
+        dtype: torch.dtype,
+    ) -> "Joined | None":
         """Return the matrices as one, or None if joined() cannot join them."""
         multiply = joined(matrices, pack, dtype)
-        return None if multiply is None else Joined(matrices, multiply)
+        if multiply is None:
+            return None
+        return Joined(matrices, multiply)
 
     @property
     def plain(self) -> bool:
-        """Whether no matrix has an adapter."""
+        """Return whether no matrix has an adapter."""
         return all(matrix.adapter is None for matrix in self._matrices)
 
     def __call__(self, x: Tensor) -> list[Tensor]:  # (..., inputs) -> (..., outputs) of each matrix
-        parts = self.multiply(x).split(self._sizes, dim=-1)
-        results = []
-        for matrix, product in zip(self._matrices, parts, strict=True):
-            results.append(product if matrix.adapter is None else matrix.adapter(x, product))
-        return results
+        products = self.multiply(x).split(self._sizes, dim=-1)
+        outputs = []
+        for matrix, product in zip(self._matrices, products, strict=True):
+            if matrix.adapter is None:
+                outputs.append(product)
+            else:
+                outputs.append(matrix.adapter(x, product))
+        return outputs
 
 
 class OperatorVocabulary(Vocabulary):
@@ -55,11 +68,21 @@ class OperatorVocabulary(Vocabulary):
 
     operations: Operations
 
-    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    def loss(
+        self,
+        x: Tensor,  # (N, C)
+        targets: Tensor,  # (N,)
+        weights: Tensor | None,  # (N,)
+    ) -> Tensor:
         """See Vocabulary.loss."""
-        vocab = self.weight.size(0)
         return self.operations.loss(
-            x, self.weight, targets, vocab, weights, self.chunk, capped=False
+            x,
+            self.weight,
+            targets,
+            vocab=self.weight.size(0),
+            weights=weights,
+            chunk=self.chunk,
+            capped=False,
         )
 
 
@@ -72,7 +95,9 @@ class OperatorNorm(Norm):
     @property
     def scale(self) -> Tensor:  # (C,) fp32
         """See Norm.scale."""
-        return self.weight.float() + self.one if self.settled is None else self.settled
+        if self.settled is not None:
+            return self.settled
+        return self.weight.float() + self.one
 
     def settle(self) -> None:
         """Keep the scale from here on: the weights do not change again."""
@@ -85,7 +110,11 @@ class OperatorNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return self.operations.weighted_norm(x, self.scale, self.epsilon)
 
-    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def add(
+        self,
+        x: Tensor,  # (..., C)
+        y: Tensor,  # (..., C)
+    ) -> tuple[Tensor, Tensor]:
         """Return the norm of x + y, and x + y."""
         return self.operations.add_weighted_norm(x, y, self.scale, self.epsilon)
 
@@ -98,25 +127,26 @@ class OperatorAttention(Attention):
     norm_weights: Tensor | None = None  # (H + Hkv, D) of both norms for each head, once joined
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Multiply with the matrices of queries, keys and values at once from here on, as Joined does."""
-        c = self.config
-        matrices = Joined.of((self.q_proj, self.k_proj, self.v_proj), pack, dtype)
-        if matrices is None:
+        """Multiply with the matrices of queries, keys and values at once, as Joined does."""
+        matrices = (self.q_proj, self.k_proj, self.v_proj)
+        all_matrices = Joined.of(matrices, pack, dtype)
+        if all_matrices is None:
             return
-        self.joined = matrices
+        self.joined = all_matrices
+        c = self.config
         if c.qk_norm:
-            q_weight, k_weight = (
-                norm.weight.detach().float() + norm.one for norm in (self.q_norm, self.k_norm)
-            )
-            repeated = (q_weight.expand(c.n_head, -1), k_weight.expand(c.n_kv_head, -1))
-            self.norm_weights = torch.cat(repeated)
+            q_weights = _norm_weight(self.q_norm).expand(c.n_head, -1)
+            k_weights = _norm_weight(self.k_norm).expand(c.n_kv_head, -1)
+            self.norm_weights = torch.cat((q_weights, k_weights))
 
     def release(self) -> None:
         """Multiply with each matrix by itself again, see Operations.release()."""
         self.joined = None
 
     def heads(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor]
+        self,
+        x: Tensor,  # (B, T, C)
+        rotary: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See Attention.heads."""
         if self.joined is None:
@@ -126,31 +156,42 @@ class OperatorAttention(Attention):
         Hkv = c.n_kv_head
         if c.qk_norm and not c.output_gate and self.joined.plain:  # the fewest operators
             heads = self.joined.multiply(x).unflatten(2, (H + 2 * Hkv, -1))
-            q_and_k = self._turned(heads[:, :, : H + Hkv], rotary)
-            return q_and_k[:, :, :H], q_and_k[:, :, H:], heads[:, :, H + Hkv :], None
+            qk, v = heads.split((H + Hkv, Hkv), dim=2)
+            q, k = self._turned(qk, rotary).split((H, Hkv), dim=2)
+            return q, k, v, None
         q, k, v = self.joined(x)
         q = q.unflatten(2, (H, -1))
         k = k.unflatten(2, (Hkv, -1))
+        v = v.unflatten(2, (Hkv, -1))
         gate = None
         if c.output_gate:
             q, gate = q.chunk(2, dim=3)
         if c.qk_norm:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        return self.rotated(q, rotary), self.rotated(k, rotary), v.unflatten(2, (Hkv, -1)), gate
+        return self.rotated(q, rotary), self.rotated(k, rotary), v, gate
 
-    def _turned(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:  # (B, T, H + Hkv, D)
+    def _turned(
+        self,
+        qk: Tensor,  # (B, T, H + Hkv, D)
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:  # (B, T, H + Hkv, D)
         """Norm and rotate all queries and keys."""
         assert self.norm_weights is not None
         epsilon = self.q_norm.epsilon
-        if self.config.rotated == self.config.head_dim:
-            return self.operations.normed_heads(x, self.norm_weights, epsilon, *rotary)
-        x = self.operations.weighted_norm(x, self.norm_weights, epsilon)
-        return self.rotated(x, rotary)
+        c = self.config
+        if c.rotated == c.head_dim:
+            return self.operations.normed_heads(qk, self.norm_weights, epsilon, *rotary)
+        normed = self.operations.weighted_norm(qk, self.norm_weights, epsilon)
+        return self.rotated(normed, rotary)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See Attention.rotate."""
         return self.operations.rotary(x, cos, sin)
+
+
+def _norm_weight(norm: Norm) -> Tensor:  # (D,) fp32
+    return norm.weight.detach().float() + norm.one
 
 
 class OperatorMLP(MLP):
@@ -161,7 +202,9 @@ class OperatorMLP(MLP):
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
         """Multiply with the first two matrices at once from here on, as Joined does."""
-        self.joined = self.joined or Joined.of((self.gate_proj, self.up_proj), pack, dtype)
+        if self.joined is None:
+            matrices = (self.gate_proj, self.up_proj)
+            self.joined = Joined.of(matrices, pack, dtype)
 
     def release(self) -> None:
         """Multiply with each matrix by itself again, see Operations.release()."""
@@ -171,9 +214,11 @@ class OperatorMLP(MLP):
         if self.joined is None:
             return super().forward(x)
         if self.joined.plain:
-            return self.down_proj(self.operations.swiglu(self.joined.multiply(x)))
-        gate, up = self.joined(x)
-        return self.down_proj(F.silu(gate).mul_(up))
+            inner = self.operations.swiglu(self.joined.multiply(x))
+        else:
+            gate, up = self.joined(x)
+            inner = F.silu(gate).mul_(up)
+        return self.down_proj(inner)
 
 
 class OperatorBlock(Block):
@@ -181,9 +226,15 @@ class OperatorBlock(Block):
 
     operations: Operations
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,  # (B, T, C)
+        rotary: tuple[Tensor, Tensor],
+        context: Context,
+    ) -> Tensor:
         y = self.mixed(self.input_layernorm(x), rotary, context)
-        normed, x = cast(OperatorNorm, self.post_attention_layernorm).add(x, y)
+        norm = cast(OperatorNorm, self.post_attention_layernorm)
+        normed, x = norm.add(x, y)
         return x + self.mlp(normed)
 
 
@@ -196,7 +247,11 @@ class OperatorQwen(Qwen):
         """See Qwen.rotary_tables."""
         c = self.config
         cos, sin = self.operations.rotary_tables(
-            length, c.rotated, self.device, self.dtype, c.rope_theta
+            length,
+            c.rotated,
+            self.device,
+            self.dtype,
+            c.rope_theta,
         )
         return cos, -sin
 

@@ -1,11 +1,13 @@
 """Several matrices handled together: cast, stepped or multiplied with at once.
 
-Matrices of one shape lie side by side in memory, for devices on which every operator costs a launch. Nothing here
-changes a value: tensors that do not lie side by side are copied instead.
+Matrices of one shape lie side by side in memory, for devices on which every operator costs a
+launch. Nothing here changes a value: tensors that do not lie side by side are copied instead.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -14,118 +16,179 @@ from torch import Tensor
 from nanochat.linear import Linear
 
 Unit = tuple[nn.Parameter, ...]  # parameters used as one matrix, with their rows below one another
+Layer = Sequence[Unit]
 Product = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
-Pack = Callable[
-    [Tensor], Product
-]  # makes the function that multiplies with a weight (outputs, inputs)
+# Makes the function that multiplies with a weight (outputs, inputs).
+Pack = Callable[[Tensor], Product]
+
+
+class HasUnits(Protocol):
+    """A layer that tells how its matrices are multiplied."""
+
+    def units(self) -> Layer: ...
+
+
+def empty_weight(matrix: nn.Linear) -> None:
+    """Free the numbers of a matrix that another function multiplies with from now on."""
+    nothing = matrix.weight.new_empty(0)
+    matrix.weight = nn.Parameter(nothing, requires_grad=False)
 
 
 def restore(matrix: nn.Linear) -> None:
     """Give a matrix whose weight is empty a weight of its shape, without numbers yet."""
-    if not matrix.weight.numel():
-        empty = matrix.weight.new_empty(matrix.out_features, matrix.in_features)
-        matrix.weight = nn.Parameter(empty, requires_grad=False)
+    if matrix.weight.numel():
+        return
+    shape = (matrix.out_features, matrix.in_features)
+    blank = matrix.weight.new_empty(shape)
+    matrix.weight = nn.Parameter(blank, requires_grad=False)
 
 
-def joined(matrices: Sequence[Linear], pack: Pack, dtype: torch.dtype) -> Product | None:
+def joined(
+    matrices: Sequence[Linear],
+    pack: Pack,
+    dtype: torch.dtype,
+) -> Product | None:
     """Return a function that multiplies with all matrices at once, for inference.
 
-    Their own weights are empty from then on. None, and nothing is done, unless all have the number format and no bias,
-    and none multiplies another way.
+    Their own weights are empty from then on. None, and nothing is done, unless all have the number
+    format and no bias, and none multiplies another way.
     """
     for matrix in matrices:
-        if matrix.multiply is not None or not matrix.weight.numel():
+        if not _can_join(matrix, dtype):
             return None
-        if matrix.weight.dtype != dtype or matrix.bias is not None:
-            return None
-    multiply = pack(torch.cat([matrix.weight.detach() for matrix in matrices]))
+    weights = [matrix.weight.detach() for matrix in matrices]
+    multiply = pack(torch.cat(weights))
     for matrix in matrices:
-        matrix.weight = nn.Parameter(matrix.weight.new_empty(0), requires_grad=False)
+        empty_weight(matrix)
     return multiply
 
 
+def _can_join(matrix: Linear, dtype: torch.dtype) -> bool:
+    if matrix.multiply is not None or matrix.bias is not None:
+        return False
+    weight = matrix.weight
+    return weight.numel() > 0 and weight.dtype == dtype
+
+
+# --- tensors of one shape, side by side ----------------------------------------------------------
+
+
 def as_stack(tensors: Sequence[Tensor]) -> Tensor:  # (K, *shape)
-    """The tensors, all of one shape, as one: a view where they lie side by side in memory, else a copy."""
-    first, size = tensors[0], tensors[0].numel()
-    start, where = first.storage_offset(), first.untyped_storage().data_ptr()
-    side_by_side = all(
-        t.is_contiguous()
-        and t.untyped_storage().data_ptr() == where
-        and t.storage_offset() == start + i * size
-        for i, t in enumerate(tensors)
-    )
-    if not side_by_side:
+    """Return tensors of one shape as one: a view where they lie side by side, else a copy."""
+    if not _are_side_by_side(tensors):
         return torch.stack(list(tensors))
-    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()), start)
+    first = tensors[0]
+    shape = (len(tensors), *first.shape)
+    strides = (first.numel(), *first.stride())
+    start = first.storage_offset()
+    return first.as_strided(shape, strides, start)
+
+
+def _are_side_by_side(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors follow one another in one block of memory."""
+    storage = tensors[0].untyped_storage().data_ptr()
+    size = tensors[0].numel()
+    offset = tensors[0].storage_offset()
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            return False
+        if tensor.untyped_storage().data_ptr() != storage:
+            return False
+        if tensor.storage_offset() != offset:
+            return False
+        offset += size
+    return True
 
 
 def place_together(parameters: Sequence[nn.Parameter]) -> None:
-    """Move parameters of one shape to one block of memory, in their order; the Parameter objects stay."""
-    for group in _by_shape(parameters).values():
-        block = torch.stack([parameter.detach() for parameter in group])
-        for parameter, place in zip(group, block, strict=True):
+    """Move parameters of one shape to one block of memory, in their order.
+
+    The Parameter objects stay.
+    """
+    for group in _by_shape(parameters):
+        tensors = [parameter.detach() for parameter in group]
+        places = torch.stack(tensors).unbind()
+        for parameter, place in zip(group, places, strict=True):
             parameter.data = place
 
 
-def _by_shape(parameters: Sequence[nn.Parameter]) -> dict[torch.Size, list[nn.Parameter]]:
-    groups: dict[torch.Size, list[nn.Parameter]] = {}
+def _by_shape(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return groups of parameters of one shape, in the order of their first parameters."""
+    groups = defaultdict(list)
     for parameter in parameters:
-        groups.setdefault(parameter.shape, []).append(parameter)
-    return groups
+        groups[parameter.shape].append(parameter)
+    return list(groups.values())
+
+
+# --- casting -------------------------------------------------------------------------------------
+
+
+def cast_together(
+    layers: Sequence[Layer],
+    dtype: torch.dtype,
+) -> list[list[Tensor]]:
+    """Return every unit of every layer as one matrix of a format, differentiably.
+
+    A pass calls this once, instead of casting each matrix wherever it is used.
+    """
+    units = list(chain.from_iterable(layers))
+    parameters = chain.from_iterable(units)
+    matrices: Any = _Cast.apply(dtype, units, *parameters)
+    remaining = iter(matrices)
+    return [[next(remaining) for _ in layer] for layer in layers]
 
 
 class _Cast(torch.autograd.Function):
-    """Casts all parameters, and all their gradients back, with one operator for each shape and direction."""
+    """Casts all parameters, and all gradients back, by one operator for each shape and direction.
+
+    The parameters are arguments of their own beside the units, because autograd must see them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, units: Sequence[int], *parameters: nn.Parameter
+        ctx: Any,
+        dtype: torch.dtype,
+        units: Sequence[Unit],
+        *parameters: nn.Parameter,
     ) -> tuple[Tensor, ...]:
-        ctx.units, ctx.groups = units, _by_shape(parameters)
+        ctx.units = units
+        ctx.groups = _by_shape(parameters)
         ctx.parameters = parameters
-        cast_to: dict[nn.Parameter, Tensor] = {}
-        for group in ctx.groups.values():
-            block = as_stack([parameter.detach() for parameter in group]).to(dtype)
-            cast_to |= zip(group, block.unbind(), strict=True)
-        remaining, results = list(parameters), []
-        for count in units:
-            parts, remaining = (
-                [cast_to[parameter] for parameter in remaining[:count]],
-                remaining[count:],
-            )
-            results.append(_below_one_another(parts))
-        return tuple(results)
+        cast_parameters = {}
+        for group in ctx.groups:
+            masters = [parameter.detach() for parameter in group]
+            block = as_stack(masters).to(dtype)
+            cast_parameters.update(zip(group, block.unbind(), strict=True))
+        matrices = []
+        for unit in units:
+            rows = [cast_parameters[parameter] for parameter in unit]
+            matrices.append(_below_one_another(rows))
+        return tuple(matrices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad_of: dict[nn.Parameter, Tensor] = {}
-        remaining = list(ctx.parameters)
-        for count, grad in zip(ctx.units, grads, strict=True):
-            unit, remaining = remaining[:count], remaining[count:]
-            grad_of |= zip(unit, grad.split([len(parameter) for parameter in unit]), strict=True)
-        cast_grads: dict[nn.Parameter, Tensor] = {}
-        for shape, group in ctx.groups.items():
-            block = torch.empty(len(group), *shape, dtype=group[0].dtype, device=group[0].device)
+        cast_grads = {}
+        for unit, grad in zip(ctx.units, grads, strict=True):
+            heights = [len(parameter) for parameter in unit]
+            rows = grad.split(heights)
+            cast_grads.update(zip(unit, rows, strict=True))
+        master_grads = {}
+        for group in ctx.groups:
+            shape = (len(group), *group[0].shape)
+            block = group[0].new_empty(shape)
             places = list(block.unbind())
-            torch._foreach_copy_(places, [grad_of[p] for p in group])  # pyright: ignore[reportPrivateImportUsage]
-            cast_grads |= zip(group, places, strict=True)
-        return None, None, *(cast_grads[parameter] for parameter in ctx.parameters)
+            sources = [cast_grads[parameter] for parameter in group]
+            torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateImportUsage]
+            master_grads.update(zip(group, places, strict=True))
+        in_order = [master_grads[parameter] for parameter in ctx.parameters]
+        return None, None, *in_order
 
 
-def _below_one_another(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices of one width as one matrix."""
-    if len(parts) == 1:
-        return parts[0]
-    if len({tensor.shape for tensor in parts}) == 1:
-        return as_stack(parts).flatten(0, 1)
-    return torch.cat(list(parts))
-
-
-def cast_together(layers: Sequence[Sequence[Unit]], dtype: torch.dtype) -> list[list[Tensor]]:
-    """Every unit of every layer as one matrix of a format, differentiably; made once a pass instead of at every use."""
-    units = [unit for layer in layers for unit in layer]
-    cast_tensors = _Cast.apply(
-        dtype, [len(unit) for unit in units], *(parameter for unit in units for parameter in unit)
-    )
-    remaining = iter(cast(tuple[Tensor, ...], cast_tensors))
-    return [[next(remaining) for _ in layer] for layer in layers]
+def _below_one_another(matrices: Sequence[Tensor]) -> Tensor:
+    """Return matrices of one width as one matrix."""
+    if len(matrices) == 1:
+        return matrices[0]
+    shapes = {matrix.shape for matrix in matrices}
+    if len(shapes) == 1:
+        return as_stack(matrices).flatten(0, 1)
+    return torch.cat(list(matrices))

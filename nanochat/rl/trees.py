@@ -76,7 +76,7 @@ def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
         )
     if not model.takes_trees:
         return False
-    return compute.platform.is_host if requested is None else requested
+    return compute.platform.prefers_trees if requested is None else requested
 
 
 # --- growing -------------------------------------------------------------------------------------

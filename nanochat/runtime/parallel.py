@@ -87,6 +87,11 @@ def ranks_per_host(compute: Compute) -> int:
     return int(launched or compute.world_size)
 
 
+def ranks_in_memory(compute: Compute) -> int:
+    """Return how many ranks share the memory of a device: all of a host, or only its own."""
+    return 1 if compute.platform.has_own_memory else ranks_per_host(compute)
+
+
 def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
     """Return (replicas, shards): the copies of the parameters, and the ranks that share one copy.
 
@@ -172,7 +177,7 @@ def _unsharded(model: nn.Module, mode: Sharding, compute: Compute) -> set[nn.Par
         is_small = parameter.dim() == 1
         if not parameter.requires_grad and (mode != "full" or is_small):
             unsharded.add(parameter)
-    if compute.platform.is_host:
+    if not compute.platform.shards_sparse_tables:
         for module in model.modules():
             if getattr(module, "few_rows", False):
                 unsharded.update(module.parameters())

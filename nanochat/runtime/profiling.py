@@ -54,7 +54,9 @@ class TorchTracer:
         self.compute = compute
         self.steps = steps
         self.path = folder / f"trace-rank-{compute.rank}.json.gz"
-        if compute.platform.is_host:  # otherwise it complains that there is no other device
+        if (
+            not compute.platform.runs_beside_host
+        ):  # otherwise it complains that there is no other device
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
         self._profiler = torch.profiler.profile(schedule=schedule)
@@ -92,12 +94,12 @@ class TorchTracer:
         None for a mark, and for an event of the host where the device is another one.
         """
         platform = self.compute.platform
-        if _on_host(event) != platform.is_host:
+        if _on_host(event) == platform.runs_beside_host:
             return None
         name = event.name()
         start, end = _microseconds(event)
         kind: Kind = "communication" if platform.communicates(name) else "computing"
-        if platform.is_host:
+        if not platform.runs_beside_host:
             # A host communicates in the background. What is in the foreground computes.
             if event.is_async():
                 return Span(name, start, end, kind) if kind == "communication" else None
@@ -111,7 +113,7 @@ class TorchTracer:
         """
         times = timeline.total_times(spans)
         platform = self.compute.platform
-        if not platform.is_host:
+        if platform.runs_beside_host:
             return times
         times = {name: value for name, value in times.items() if platform.communicates(name)}
         for average in self._profiler.key_averages():

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-import torch
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
@@ -122,14 +121,9 @@ def _lay_out(
 
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
     """Return why matrices in 8 bits would not make a model faster here; "" if they would."""
-    if not compute.platform.is_host:
-        return f"8-bit matrices are for CPUs, and this device is {compute.device_type}"
-    if compute.dtype != torch.bfloat16:
-        dtype = str(compute.dtype).removeprefix("torch.")
-        return (
-            "8-bit matrices are faster only where a CPU computes in bfloat16, and this one "
-            f"computes in {dtype}"
-        )
+    reason = compute.platform.int8_missing(compute.dtype)
+    if reason:
+        return reason
     if isinstance(loaded.model, GPT):
         return "this is no Qwen model, and no other family has matrices in 8 bits"
     return ""

@@ -17,7 +17,7 @@ from nanochat.common import Rare as Rare
 from nanochat.common import UserError, log, tr, values_of, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.dataloader import Source, blend, split_rows
-from nanochat.platforms.operations import Asked
+from nanochat.platforms.operations import KernelChoice
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
 
@@ -141,7 +141,7 @@ class RunFlags:
     graphs: Free[bool] = False
     """replay each pass, and on NPUs each Muon step, as one captured launch; needs one NPU or GPU, and no compiler.
     Try it where the host cannot launch operators fast enough: small models, few rows per pass"""
-    kernels: Free[Asked] = "auto"
+    kernels: Free[KernelChoice] = "auto"
     """operators to compute with; auto: the fastest that the device has; plain: torch's.
     fused: the device's own fused operators; an error where there are none"""
     shard: Free[Sharding] = "grad"

@@ -34,7 +34,6 @@ PAIRS = 32  # rows of bigrams for each entry of the vocabulary
 MOST_PAIRS = 2**17  # rows of bigrams in all
 # in text that is read more often, a model learns pairs by heart (dev/LOG.md)
 EPOCHS_WITH_PAIRS = 2
-LONG_SECONDS = 3600  # a run on a CPU that takes longer gets a warning
 # held for the backward pass per token, channel and layer, by counting a layer's tensors
 ACTIVATION_BYTES = 40
 
@@ -186,7 +185,7 @@ def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
     """Raise UserError if parameters, gradients and optimizer state exceed the device's memory."""
     _, shards = parallel.mesh_shape(mode, compute)
-    ranks_in_one_memory = parallel.ranks_per_host(compute) if compute.platform.is_host else 1
+    ranks_in_one_memory = parallel.ranks_in_memory(compute)
     needed = STATE_BYTES * parameters / shards * ranks_in_one_memory
     total = device.memory_total(compute)
     free = reachable(compute)
@@ -208,7 +207,7 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
             "needed": needed / 2**30,
             "total": total / 2**30,
         }
-        if compute.platform.is_host:
+        if not compute.platform.has_own_memory:
             text = tr(
                 "depth {depth} makes {parameters:,} parameters, which take at least "
                 "{needed:,.0f} GiB to train; "
@@ -267,7 +266,7 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
 
 def warn_of_time(seconds: float, compute: Compute) -> None:
     """Warn if a run on a CPU will take longer than an hour."""
-    if compute.platform.is_host and seconds > LONG_SECONDS:
+    if seconds > compute.platform.long_run_seconds:
         warn(
             tr(
                 "this run will take a CPU about {time}. You can stop at any time and resume with "

@@ -13,9 +13,9 @@ from nanochat.platforms.ascend import kernels as ascend_kernels
 from nanochat.platforms.ascend.chips import AscendChip, chip_of
 from nanochat.platforms.ascend.kernels import AscendFused
 from nanochat.platforms.ascend.platform import Ascend
-from nanochat.platforms.base import kernels_asked
+from nanochat.platforms.base import requested_kernels
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 from nanochat.run import open_folder
 from nanochat.train.flags import RunFlags
 from tests.emulated_npu.worker import on_npu
@@ -43,7 +43,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def on_this_chip(asked: Asked = "auto") -> Operations:
+def on_this_chip(asked: KernelChoice = "auto") -> Operations:
     """What models compute with on the emulated chip."""
     return Ascend().operations(asked)
 
@@ -91,9 +91,9 @@ def test_fused_attention_launches_one_operator_each_way_and_makes_its_mask_once(
     with log.record() as seen:
         out.backward(out.detach())
     assert dict(seen.operators) == {"npu_fusion_attention_grad": 1}
-    assert len(operations.kept) == 1
+    assert len(operations.constants) == 1
     assert operations.causal_mask(out.device).shape == (2048, 2048)
-    assert len(operations.kept) == 1
+    assert len(operations.constants) == 1
 
 
 @on_npu()
@@ -271,8 +271,8 @@ def test_fused_kernels_are_refused_where_there_is_no_npu() -> None:
 
 def test_the_environment_asks_where_the_flag_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOCHAT_KERNELS", "plain")
-    assert kernels_asked("auto") == "plain"
-    assert kernels_asked("fused") == "fused"
+    assert requested_kernels("auto") == "plain"
+    assert requested_kernels("fused") == "fused"
     assert not device.compute_init("cpu").operations.muon.stacks
     monkeypatch.setenv("NANOCHAT_KERNELS", "quick")
     with pytest.raises(UserError, match="NANOCHAT_KERNELS must be auto, fused or plain, got 'quick'"):
@@ -293,7 +293,9 @@ def test_fused_kernels_are_refused_on_chips_without(soc: int, who: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "fused"])
-def test_an_operator_that_is_missing_is_an_error_and_no_fallback(name: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_that_is_missing_is_an_error_and_no_fallback(
+    name: KernelChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ascend_kernels, "missing", lambda operators: ["npu_rotary_mul"])
     with pytest.raises(UserError, match=r"torch_npu lacks npu_rotary_mul, .* a 910B3 .* or give --kernels plain"):
         npu(223).operations(name)

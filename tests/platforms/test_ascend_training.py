@@ -15,7 +15,7 @@ from nanochat.gpt import GPT
 from nanochat.optim import Muon, Optimizers, Rates
 from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.layers import accelerate
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 from nanochat.step import LossScale, Outcome
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
@@ -169,7 +169,7 @@ def test_muon_on_an_npu_is_muon_on_the_cpu() -> None:
 @on_npu()
 def test_plain_kernels_step_every_matrix_by_itself() -> None:
     matrices = sum(role == "matrix" for role in tiny_gpt(VOCAB).parameter_roles().values())
-    kernels: tuple[tuple[Asked, int], ...] = (("plain", matrices), ("auto", 5))
+    kernels: tuple[tuple[KernelChoice, int], ...] = (("plain", matrices), ("auto", 5))
     for name, stacks in kernels:
         model = tiny_gpt(VOCAB, operations=device.compute_init("npu", name).operations)
         made = Optimizers(model, model.parameter_roles(), 32, Rates(), 1.0, torch.float32)

@@ -110,7 +110,7 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def attend_as_if_compiled(monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tensor) -> torch.Tensor:
     """Attention in a window of 64 as a compiled model computes it, two heads at a time, but without a compiler."""
-    monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
+    monkeypatch.setattr(blocked_attention, "_compiled", lambda work: work)
     monkeypatch.setattr(blocked_attention, "GROUP_BYTES", 2 * 4 * 128 * 200)
     with as_if_compiled(monkeypatch):
         return CpuOperations().attend(*tensors, 64)
@@ -178,7 +178,7 @@ def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pyte
 
 
 def test_a_compiled_model_keeps_no_attention_weights_for_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
+    monkeypatch.setattr(blocked_attention, "_compiled", lambda work: work)
     operations = CpuOperations()
     q, k, v = (draw(1, 256, 2, 8, seed=i).bfloat16().requires_grad_() for i in range(3))
     fast = torch.compile(lambda *x: operations.attend(*x, 256) * 2, backend="aot_eager_decomp_partition", dynamic=False)

@@ -108,7 +108,7 @@ class Saver:
 
     def _cost(self, beside: bool) -> float:
         """Return the seconds that the last save cost training; see __init__()."""
-        if self.compute.platform.is_host or not beside:
+        if not beside or not self.compute.platform.runs_beside_host:
             return self.took
         return max(self.waited, self.took / 30)
 

@@ -92,7 +92,7 @@ class HostMemory:
         """Return the memory of an earlier copy if it has the same form, else new memory."""
         memory = self._copies.get(name)
         if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-            pinned = not self.compute.platform.is_host
+            pinned = self.compute.platform.has_own_memory
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._copies[name] = memory
         return memory

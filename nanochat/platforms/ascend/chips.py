@@ -25,7 +25,8 @@ class AscendChip:
     source: str  # of the peak
     memory_gib: float
     trains: bool = True  # inference cards lack every backward operator that matters
-    saturates: bool = False  # an overflow gives the largest number instead of inf; only a status flag then shows it
+    # An overflow gives the largest number instead of inf; only a status flag then shows it.
+    saturates: bool = False
     operators: tuple[str, ...] = ()  # of torch_npu, where kernels is "listed"
 
 
@@ -36,34 +37,115 @@ OPERATORS_950 = ("npu_fusion_attention", "npu_add_rms_norm", "npu_apply_rotary_p
 CHIPS = (
     AscendChip(
         "910A",
-        tuple(range(100, 105)),
-        False,
-        "chunked",
-        256,
-        "data sheet, fp16",
-        32,
+        socs=tuple(range(100, 105)),
+        bf16=False,
+        kernels="chunked",
+        tflops=256,
+        source="data sheet, fp16",
+        memory_gib=32,
         saturates=True,
     ),
     AscendChip(
-        "310P", tuple(range(200, 206)), False, "inference", 70, "estimate, fp16", 24, trains=False
+        "310P",
+        socs=tuple(range(200, 206)),
+        bf16=False,
+        kernels="inference",
+        tflops=70,
+        source="estimate, fp16",
+        memory_gib=24,
+        trains=False,
     ),
-    AscendChip("910B1", (220,), True, "fused", 379, "estimate from cores and clock, bf16", 64),
-    AscendChip("910B2", (221,), True, "fused", 376, "data sheet, bf16", 64),
-    AscendChip("910B2C", (222,), True, "fused", 354, "estimate from cores and clock, bf16", 64),
-    AscendChip("910B3", (223,), True, "fused", 313, "data sheet, bf16", 64),
-    AscendChip("910B4", (224,), True, "fused", 280, "data sheet, bf16", 32),
-    AscendChip("910B4-1", (225,), True, "fused", 270, "estimate from cores and clock, bf16", 64),
-    # torch_npu says of every SoC from 220 on that it has bf16, of this inference chip too; CANN's pages list fp16 only.
     AscendChip(
-        "310B", tuple(range(240, 244)), False, "listed", 0, "none is published", 0, trains=False
+        "910B1",
+        socs=(220,),
+        bf16=True,
+        kernels="fused",
+        tflops=379,
+        source="estimate from cores and clock, bf16",
+        memory_gib=64,
     ),
-    AscendChip("910C", tuple(range(250, 257)), True, "fused", 376, "data sheet, bf16, one die", 64),
     AscendChip(
-        "950", (260,), True, "listed", 0, "none is published for bf16", 0, operators=OPERATORS_950
+        "910B2",
+        socs=(221,),
+        bf16=True,
+        kernels="fused",
+        tflops=376,
+        source="data sheet, bf16",
+        memory_gib=64,
+    ),
+    AscendChip(
+        "910B2C",
+        socs=(222,),
+        bf16=True,
+        kernels="fused",
+        tflops=354,
+        source="estimate from cores and clock, bf16",
+        memory_gib=64,
+    ),
+    AscendChip(
+        "910B3",
+        socs=(223,),
+        bf16=True,
+        kernels="fused",
+        tflops=313,
+        source="data sheet, bf16",
+        memory_gib=64,
+    ),
+    AscendChip(
+        "910B4",
+        socs=(224,),
+        bf16=True,
+        kernels="fused",
+        tflops=280,
+        source="data sheet, bf16",
+        memory_gib=32,
+    ),
+    AscendChip(
+        "910B4-1",
+        socs=(225,),
+        bf16=True,
+        kernels="fused",
+        tflops=270,
+        source="estimate from cores and clock, bf16",
+        memory_gib=64,
+    ),
+    # torch_npu says of every SoC from 220 on that it has bf16, of this inference chip too; CANN's
+    # pages list fp16 only.
+    AscendChip(
+        "310B",
+        socs=tuple(range(240, 244)),
+        bf16=False,
+        kernels="listed",
+        tflops=0,
+        source="none is published",
+        memory_gib=0,
+        trains=False,
+    ),
+    AscendChip(
+        "910C",
+        socs=tuple(range(250, 257)),
+        bf16=True,
+        kernels="fused",
+        tflops=376,
+        source="data sheet, bf16, one die",
+        memory_gib=64,
+    ),
+    AscendChip(
+        "950",
+        socs=(260,),
+        bf16=True,
+        kernels="listed",
+        tflops=0,
+        source="none is published for bf16",
+        memory_gib=0,
+        operators=OPERATORS_950,
     ),
 )
 
 
 def chip_of(soc: int) -> AscendChip | None:
-    """The chip of a SoC version, or None for a version that is not in the table."""
-    return next((chip for chip in CHIPS if soc in chip.socs), None)
+    """Return the chip of a SoC version, or None for a version that is not in the table."""
+    for chip in CHIPS:
+        if soc in chip.socs:
+            return chip
+    return None

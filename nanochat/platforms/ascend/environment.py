@@ -4,36 +4,49 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without end
 BLOCK = 32  # ports that a job's collectives take from HCCL_IF_BASE_PORT on: 16 before CANN 8.5
-FIRST_BLOCK, LAST_BLOCK = (
-    61008,
-    65504,
-)  # above the ports that Linux hands out by itself (32768-60999)
+# Blocks lie above the ports that Linux hands out by itself (32768-60999).
+FIRST_BLOCK = 61008
+LAST_BLOCK = 65504
 
+
+# --- variables -----------------------------------------------------------------------------------
 
 # The first patch of each minor of torch_npu in which PYTORCH_ALLOC_CONF is read (TorchNPU 26.2 with torch 2.10 or
 # later, seen in the compiled library of each wheel); all read PYTORCH_NPU_ALLOC_CONF.
-FIRST_WITH_TORCHS_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
+FIRST_WITH_TORCHS_NAME: dict[tuple[int, ...], int] = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
 
 
 def allocator_variable(torch_npu: str) -> str:
-    """The variable by which a torch_npu is best told how to allocate: torch's own name where it reads that."""
-    number, patch = re.match(r"(\d+)\.(\d+)", torch_npu), re.search(r"post(\d+)", torch_npu)
-    major, minor = (int(number[1]), int(number[2])) if number else (0, 0)
+    """Return the variable by which a torch_npu is best told how to allocate.
+
+    It is torch's own name where this torch_npu reads that.
+    """
+    torchs_name, own_name = ALLOCATORS
+    version = re.match(r"(\d+)\.(\d+)", torch_npu)
+    patch = re.search(r"post(\d+)", torch_npu)
+    minor = tuple(map(int, version.groups())) if version else ()
+    if minor >= (2, 13):
+        return torchs_name
+    first_patch = FIRST_WITH_TORCHS_NAME.get(minor)
+    if first_patch is None:
+        return own_name
     post = int(patch[1]) if patch else 0
-    torchs = (major, minor) >= (2, 13) or post >= FIRST_WITH_TORCHS_NAME.get(
-        (major, minor), post + 1
-    )
-    return ALLOCATORS[0 if torchs else 1]
+    return torchs_name if post >= first_patch else own_name
 
 
-def prepare_loading(torch_npu: str, environ: MutableMapping[str, str] = os.environ) -> str:
-    """Set what a version of torch_npu reads while it loads, where the user has not; "" or why loading would abort.
+def prepare_loading(
+    torch_npu: str,
+    environ: MutableMapping[str, str] = os.environ,
+) -> str:
+    """Set what a version of torch_npu reads while it loads, where the user has not.
+
+    Returns why loading would abort, or "".
 
     The task queue lets Python run ahead of the device, the affinity keeps its threads on near cores, and segments
     that grow keep the memory from fragmenting. Both names of the allocator's variable at once abort the process.
@@ -48,7 +61,9 @@ def prepare_loading(torch_npu: str, environ: MutableMapping[str, str] = os.envir
 
 
 def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
-    """Set the time-outs of collectives, where the user has not; returns the seconds that the process group must wait.
+    """Set the time-outs of collectives, where the user has not.
+
+    Returns the seconds that the process group must wait.
 
     Ranks may load for minutes before they first meet. Each outer time-out must exceed the time-out inside it, or the
     innermost cause is never named.
@@ -65,18 +80,24 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
 
 
 def card_file(environ: Mapping[str, str] = os.environ) -> str:
-    """The device file of this host's first card, whether or not torch_npu can use it; "" if there is none.
+    """Return the device file of this host's first card, whether or not torch_npu can use it.
 
-    ASCEND_ROOT_PREFIX names the root folder of a fake host in tests.
+    "" if there is none. ASCEND_ROOT_PREFIX names the root folder of a fake host in tests.
     """
-    cards = Path(environ.get("ASCEND_ROOT_PREFIX", "") + "/dev").glob("davinci[0-9]*")
-    return str(
-        min((path for path in cards if path.name.removeprefix("davinci").isdigit()), default="")
-    )
+    folder = Path(environ.get("ASCEND_ROOT_PREFIX", "") + "/dev")
+    cards = []
+    for path in folder.glob("davinci[0-9]*"):
+        number = path.name.removeprefix("davinci")
+        if number.isdigit():
+            cards.append(path)
+    return str(min(cards, default=""))
+
+
+# --- ports ---------------------------------------------------------------------------------------
 
 
 def port_taken(port: int) -> bool:
-    """Whether another process listens on a port of this host."""
+    """Return whether another process listens on a port of this host."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -111,7 +132,10 @@ class PortBlocks:
         self._held: dict[int, list[socket.socket]] = {}
 
     def hold(self, base: int) -> int:
-        """Hold the block of ports from `base` on; returns 0, or the first port that another process has."""
+        """Hold the block of ports from `base` on.
+
+        Returns 0, or the first port that another process has.
+        """
         if base in self._held:
             return 0
         claims: list[socket.socket] = []
@@ -120,31 +144,39 @@ class PortBlocks:
             if claim is not None:
                 claims.append(claim)
             if claim is None or port_taken(port):
-                for mine in claims:
-                    mine.close()
+                _close(claims)
                 return port
         self._held[base] = claims
         return 0
 
     def release(self, base: int) -> None:
         """Let other processes have a block that is held here."""
-        for claim in self._held.pop(base, []):
-            claim.close()
+        _close(self._held.pop(base, []))
 
     def free(self, first: int = FIRST_BLOCK, hold: bool = False) -> int:
-        """The first port of a free block, which is held if asked; 0 if there is no free block."""
+        """Return the first port of a free block; 0 if there is no free block.
+
+        `hold`: the block is held from then on.
+        """
         for base in range(first, LAST_BLOCK, BLOCK):
-            if base not in self._held and not self.hold(base):
-                if not hold:
-                    self.release(base)
-                return base
+            if base in self._held or self.hold(base):
+                continue
+            if not hold:
+                self.release(base)
+            return base
         return 0
 
 
+def _close(claims: Iterable[socket.socket]) -> None:
+    for claim in claims:
+        claim.close()
+
+
 def block_words(base: int, taken_port: int) -> str:
-    """Why the block of ports that HCCL_IF_BASE_PORT asks for cannot be had, with a free block."""
+    """Return why the block of HCCL_IF_BASE_PORT cannot be had, with a free block."""
+    free = PortBlocks().free()
     return (
         f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "
         f"{taken_port} is taken by another. Leave it out to have a block chosen, or use "
-        f"HCCL_IF_BASE_PORT={PortBlocks().free()}"
+        f"HCCL_IF_BASE_PORT={free}"
     )

@@ -112,7 +112,10 @@ LOADING = (
 
 
 def why_not_loaded(failure: str) -> tuple[str, str, str]:
-    """Why importing torch_npu failed, in English and Chinese, and the command that fixes it; empty if unknown."""
+    """Return why importing torch_npu failed, in English and Chinese, and the command that fixes it.
+
+    All three are empty if the reason is unknown.
+    """
     for pattern, english, chinese, remedy in LOADING:
         if re.search(pattern, failure):
             return english, chinese, remedy
@@ -120,31 +123,50 @@ def why_not_loaded(failure: str) -> tuple[str, str, str]:
 
 
 def cannot_load(failure: str) -> str:
-    """The first line of the error that importing torch_npu raised, with a remedy if one is known."""
+    """Return the first line of the error that importing torch_npu raised, with a known remedy."""
+    first_line = failure.splitlines()[0]
     why, _, remedy = why_not_loaded(failure)
-    return failure.splitlines()[0] + (f" ({why}; {remedy})" if why else "")
+    if not why:
+        return first_line
+    return f"{first_line} ({why}; {remedy})"
 
 
 def spoken() -> Language:
-    """The language of messages, by NANOCHAT_LANG or the locale; as in nanochat.common, which needs packages."""
-    named = (os.environ.get(name) for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"))
-    return "zh" if next(filter(None, named), "").lower().startswith("zh") else "en"
+    """Return the language of messages, by NANOCHAT_LANG or the locale.
+
+    nanochat.common does the same, but needs packages.
+    """
+    for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
+        setting = os.environ.get(name)
+        if setting:
+            return "zh" if setting.lower().startswith("zh") else "en"
+    return "en"
 
 
 def explain(failure: str, language: Language | None = None) -> str:
-    """What a known error of torch_npu, HCCL or the driver means and what to do; "" for an unknown error."""
+    """Return what a known error of torch_npu, HCCL or the driver means, and what to do.
+
+    "" for an unknown error.
+    """
     for pattern, english, chinese in TROUBLES:
-        if re.search(pattern, failure):
-            words = chinese if (language or spoken()) == "zh" else english
-            return words.format(block=PortBlocks().free()) if "{block}" in words else words
+        if not re.search(pattern, failure):
+            continue
+        words = chinese if (language or spoken()) == "zh" else english
+        if "{block}" in words:  # looking for a free block takes time
+            return words.format(block=PortBlocks().free())
+        return words
     return ""
 
 
 def in_use(card: int, free: int, total: int, language: Language | None = None) -> str:
-    """A warning about a card whose memory another process holds; "" if at least 80 % of the memory is free."""
+    """Return a warning about a card whose memory another process holds.
+
+    `free` and `total` are bytes. "" if at least 80 % of the memory is free.
+    """
     if free >= 0.8 * total:
         return ""
-    free_size, total_size = f"{free / 2**30:.0f}", f"{total / 2**30:.0f} GiB"
+    free_size = f"{free / 2**30:.0f}"
+    total_size = f"{total / 2**30:.0f} GiB"
     if (language or spoken()) == "zh":
         return (
             f"NPU {card} 正被占用：显存共 {total_size}，剩余 {free_size}。用 npu-smi info 查看是哪个进程；"
@@ -157,19 +179,20 @@ def in_use(card: int, free: int, total: int, language: Language | None = None) -
 
 
 def cannot_open(card: int, failure: str) -> str:
-    """Why a card could not be opened, and what may help."""
+    """Return why a card could not be opened, and what may help."""
     words = explain(failure)
-    first = (failure.splitlines() or ["no reason given"])[0]
+    lines = failure.splitlines() or ["no reason given"]
     if spoken() == "zh":
-        return f"NPU {card} 打不开：{words or first}。" + (
-            ""
-            if words
-            else "可能被另一个容器占用，或者这张卡有故障：查看 npu-smi info，"
-            "用 ASCEND_RT_VISIBLE_DEVICES 避开它，或运行 python check_npu.py"
+        if words:
+            return f"NPU {card} 打不开：{words}。"
+        return (
+            f"NPU {card} 打不开：{lines[0]}。可能被另一个容器占用，或者这张卡有故障："
+            "查看 npu-smi info，用 ASCEND_RT_VISIBLE_DEVICES 避开它，或运行 python check_npu.py"
         )
-    return f"NPU {card} cannot be opened: {words or first}. " + (
-        ""
-        if words
-        else "Another container may hold the card, or the card may be unhealthy: look at `npu-smi info`, "
-        "leave the card out with ASCEND_RT_VISIBLE_DEVICES, or run python check_npu.py"
+    if words:
+        return f"NPU {card} cannot be opened: {words}. "
+    return (
+        f"NPU {card} cannot be opened: {lines[0]}. Another container may hold the card, or the card "
+        "may be unhealthy: look at `npu-smi info`, leave the card out with "
+        "ASCEND_RT_VISIBLE_DEVICES, or run python check_npu.py"
     )

@@ -1,7 +1,8 @@
-"""How Ascend NPUs compute: with torch's own operators, in blocks of matmuls, or with torch_npu's fused operators.
+"""How Ascend NPUs compute: by torch's own operators, by blocks of matmuls, or by fused operators.
 
-torch_npu is imported where it is used, that is, only where a tensor lies on an NPU. Its masks are True where a key is
-hidden.
+The fused operators are torch_npu's, which is imported where it is used, that is, only where a
+tensor lies on an NPU. Its masks are True where a key is hidden. Shapes: B batch, T time, H heads,
+Hkv heads of keys and values, D head dimension, C channels, K keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +19,12 @@ from nanochat.platforms import few_launches
 from nanochat.platforms.blocked_attention import BlockedAttention, ungrouped
 from nanochat.platforms.muon import ForeachMuon, FusedMuon
 from nanochat.platforms.operations import Operations, finite_mask
-from nanochat.platforms.together import Unit, cast_together
+from nanochat.platforms.together import HasUnits, cast_together
 
 EPSILON = 2.0**-23  # of fp32: what F.rms_norm adds where none is given, for every format
 WHOLE = 2147483647  # a window without end
-NEEDS = {  # the operators of torch_npu that each kind of chip computes with
+# The operators of torch_npu that each kind of chip computes with.
+NEEDS = {
     "fused": (
         "npu_fusion_attention",
         "npu_fused_infer_attention_score",
@@ -37,10 +39,13 @@ NEEDS = {  # the operators of torch_npu that each kind of chip computes with
 
 
 def missing(operators: Sequence[str]) -> list[str]:
-    """Those of the operators that this torch_npu lacks."""
+    """Return those of the operators that this torch_npu lacks."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     return [name for name in operators if not hasattr(torch_npu, name)]
+
+
+# --- torch's own operators -----------------------------------------------------------------------
 
 
 class AscendPlain(Operations):
@@ -54,50 +59,72 @@ class AscendPlain(Operations):
         """`saturates`: the chip would take the inf of an fp16 mask for an overflow."""
         super().__init__(stacks_matrices)
         self.saturates = saturates
-        self.kept = TensorCache(16)  # masks and vectors of ones
+        self.constants = TensorCache(16)  # masks, and vectors of zeros and ones
 
     def mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
         """See PlainAttention.mask."""
-        return finite_mask(visible, dtype) if self._finite(dtype) else visible
+        if self._needs_finite_mask(dtype):
+            return finite_mask(visible, dtype)
+        return visible
 
-    def causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def causal(
+        self,
+        q: Tensor,  # (B, H, T, D)
+        k: Tensor,  # (B, Hkv, T, D)
+        v: Tensor,  # (B, Hkv, T, D)
+        scale: float | None,
+    ) -> Tensor:
         """See PlainAttention.causal."""
-        if not self._finite(q.dtype):
+        if not self._needs_finite_mask(q.dtype):
             return super().causal(q, k, v, scale)
-        length, device, dtype = q.size(2), q.device, q.dtype
+        T = q.size(2)
+        dtype = q.dtype
+        device = q.device
 
         def triangle() -> Tensor:  # (T, T) which keys each query sees
-            visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            visible = torch.ones(T, T, dtype=torch.bool, device=device).tril()
             return finite_mask(visible, dtype)
 
+        mask = self.constants.get(("triangle", T, device, dtype), triangle)
+        is_grouped = k.size(1) != q.size(1)
         return F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=self.kept.get(("triangle", length, device, dtype), triangle),
+            attn_mask=mask,
             scale=scale,
-            enable_gqa=k.size(1) != q.size(1),
+            enable_gqa=is_grouped,
         )
 
-    def _finite(self, dtype: torch.dtype) -> bool:
-        """Whether attention must mask with a large negative number instead of -inf."""
+    def _needs_finite_mask(self, dtype: torch.dtype) -> bool:
+        """Return whether attention must mask with a large negative number instead of -inf."""
         return self.saturates and dtype == torch.float16
 
 
+# --- 910A: no fused operators --------------------------------------------------------------------
+
+
 class AscendChunked(AscendPlain):
-    """For chips without fused attention (910A): attention is made of matmuls, and launches are saved elsewhere."""
+    """For chips without fused attention (910A): attention by matmuls, and few launches elsewhere."""
 
     name = "chunked"
     fuses_layers = True
     loss_chunk = 2048
-    fewest_launches = True
     muon_class = FusedMuon
 
     def cast_together(
-        self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype
+        self,
+        layers: Sequence[HasUnits],
+        dtype: torch.dtype,
     ) -> list[list[Tensor]] | None:
-        """See Operations.cast_together. Without gradients parameters mostly have the compute dtype already."""
-        return cast_together(layers, dtype) if torch.is_grad_enabled() else None
+        """See Operations.cast_together.
+
+        Without gradients parameters mostly have the compute dtype already.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        units = [layer.units() for layer in layers]
+        return cast_together(units, dtype)
 
     def heads(
         self,
@@ -109,16 +136,19 @@ class AscendChunked(AscendPlain):
         sharpen: float,
         joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """See Operations.heads. One matmul makes all heads, and queries and keys are rotated and normed together."""
+        """See Operations.heads.
+
+        One matmul makes all heads, and queries and keys are rotated and normed together.
+        """
         weights = [cast(Tensor, matrix.weight) for matrix in matrices]
-        counts = [weight.size(0) // head_dim for weight in weights]
+        H, Hkv, _ = (len(weight) // head_dim for weight in weights)
         if joined_weight is None:
             joined_weight = torch.cat([weight.to(x.dtype) for weight in weights])
-        q_and_k = F.linear(x, joined_weight).unflatten(-1, (-1, head_dim))
-        qk, v = q_and_k.split((counts[0] + counts[1], counts[2]), dim=2)
-        q, k = self.sharpened(self.norm(self.rotary(qk, cos, sin)), sharpen).split(
-            (counts[0], counts[1]), dim=2
-        )
+        heads = F.linear(x, joined_weight).unflatten(-1, (-1, head_dim))
+        qk, v = heads.split((H + Hkv, Hkv), dim=2)
+        qk = self.norm(self.rotary(qk, cos, sin))
+        qk = self.sharpened(qk, sharpen)
+        q, k = qk.split((H, Hkv), dim=2)
         return q, k, v
 
     def gated_heads(
@@ -134,42 +164,56 @@ class AscendChunked(AscendPlain):
         cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """See Operations.gated_heads."""
-        joined_weight, narrow = cast_weights or (None, cast(Tensor, gate.weight).to(x.dtype))
-        x, logits = few_launches.narrow(x, narrow)
-        q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen, joined_weight)
+        if cast_weights is None:
+            qkv_weight = None
+            gate_weight = cast(Tensor, gate.weight).to(x.dtype)
+        else:
+            qkv_weight, gate_weight = cast_weights
+        x, logits = few_launches.narrow(x, gate_weight)
+        q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen, qkv_weight)
         return q, k, few_launches.add_values(v, value.view_as(v), logits)
 
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
-        """Queries and keys times `sharpen`."""
+        """Return queries and keys times `sharpen`."""
         return qk * sharpen
 
-    def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(
+        self,
+        x: Tensor,  # (B, T, C)
+        x0: Tensor,  # (B, T, C)
+        a: Tensor,  # ()
+        b: Tensor,  # ()
+    ) -> tuple[Tensor, Tensor]:
         """See Operations.mix."""
         return few_launches.mix(x, x0, a, b)
 
-    def offset_keys(self, k: Tensor) -> Tensor:
+    def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
         """See Operations.offset_keys."""
-        shape, dtype, device = (k.size(0), 1, k.size(2), 2, k.size(3) // 4), k.dtype, k.device
-        none = self.kept.get(
-            ("zeros", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device)
-        )
-        return few_launches.offset_keys(k, none)
+        B, _, Hkv, D = k.shape
+        zeros = self._zeros((B, 1, Hkv, 2, D // 4), k)
+        return few_launches.offset_keys(k, zeros)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""
-        dtype, device = x.dtype, x.device
-        zero = self.kept.get(
-            ("zero", dtype, device), lambda: torch.zeros((), dtype=dtype, device=device)
-        )
-        return few_launches.squared_relu(x, zero)
+        return few_launches.squared_relu(x, self._zeros((), x))
+
+    def _zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return zeros of the format and device of a tensor, which are made once."""
+        dtype = like.dtype
+        device = like.device
+
+        def make() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return self.constants.get(("zeros", shape, dtype, device), make)
 
     def loss(
         self,
-        x: Tensor,
-        head: Tensor,
-        targets: Tensor,
+        x: Tensor,  # (N, C)
+        head: Tensor,  # (V', C)
+        targets: Tensor,  # (N,)
         vocab: int,
-        weights: Tensor | None,
+        weights: Tensor | None,  # (N,)
         chunk: int,
         capped: bool = True,
     ) -> Tensor:
@@ -192,7 +236,12 @@ class AscendChunked(AscendPlain):
     ) -> Tensor:  # (B, T, H, D)
         """See PlainAttention.attend."""
         k, v = ungrouped(q, k, v)
+        if scale is not None:  # the matmuls in blocks divide by sqrt(D)
+            q = q * (scale * q.size(3) ** 0.5)
         return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
+
+
+# --- 310P: inference -----------------------------------------------------------------------------
 
 
 class AscendInference(AscendChunked):
@@ -211,12 +260,15 @@ class AscendInference(AscendChunked):
         """See PlainAttention.attend."""
         if q.dtype != torch.float16:
             return super().attend(q, k, v, window, scale)
-        length, device = q.size(1), q.device
+        T = q.size(1)
+        device = q.device
 
         def causal() -> Tensor:  # (1, 1, T, T) which keys each query sees
-            return cache_mask(torch.arange(length, device=device)[None], length, window)
+            positions = torch.arange(T, device=device)
+            return cache_mask(positions[None], T, window)
 
-        return prompt(q, k, v, self.kept.get((length, window, device), causal))
+        visible = self.constants.get((T, window, device), causal)
+        return prompt(q, k, v, visible, scale)
 
     def masked(
         self,
@@ -228,7 +280,7 @@ class AscendInference(AscendChunked):
     ) -> Tensor:  # (B, T, H, D)
         """See PlainAttention.masked."""
         if q.dtype == torch.float16:
-            return prompt(q, k, v, visible)
+            return prompt(q, k, v, visible, scale)
         return super().masked(q, k, v, visible, scale)
 
     def by_lengths(
@@ -248,14 +300,74 @@ class AscendInference(AscendChunked):
         """
         if q.size(1) > 1 or not _in_units(q):
             return None
-        return decode(q, *_last_keys(k, v, ends, recent, window))
+        k, v, ends = _last_keys(k, v, ends, recent, window)
+        return decode(q, k, v, ends, scale)
+
+
+def prompt(
+    q: Tensor,  # (B, T, H, D) fp16
+    k: Tensor,  # (B, K, Hkv, D)
+    v: Tensor,  # (B, K, Hkv, D)
+    visible: Tensor,  # (1 or B, 1, T, K) bool, True = visible
+    scale: float | None = None,
+) -> Tensor:  # (B, T, H, D)
+    """Return attention of many queries on an inference card, which takes whole masks only."""
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    scale = _scale(q, scale)
+    k, v = ungrouped(q, k, v)
+    return torch_npu.npu_prompt_flash_attention(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        atten_mask=~visible,
+        num_heads=q.size(2),
+        scale_value=scale,
+        next_tokens=WHOLE,
+        input_layout="BSND",
+    )
+
+
+def decode(
+    q: Tensor,  # (B, 1, H, D) fp16
+    k: Tensor,  # (B, K, Hkv, D)
+    v: Tensor,  # (B, K, Hkv, D)
+    ends: Sequence[int],
+    scale: float | None = None,
+) -> Tensor:  # (B, 1, H, D)
+    """Return attention of one query a row over the first `ends` keys, on an inference card."""
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    scale = _scale(q, scale)
+    longest = max(ends)
+    k, v = ungrouped(q, k[:, :longest], v[:, :longest])
+    return torch_npu.npu_incre_flash_attention(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        actual_seq_lengths=list(ends),
+        num_heads=q.size(2),
+        scale_value=scale,
+        input_layout="BSND",
+    )
+
+
+# --- 910B and 910C: fused operators --------------------------------------------------------------
 
 
 class AddNorm(torch.autograd.Function):
-    """norm(x + y) and x + y in one operator, which torch_npu gives no gradient; the norm's own has one."""
+    """norm(x + y) and x + y in one operator.
+
+    torch_npu gives that operator no gradient; the gradient of its plain norm is used.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (..., C)
+        y: Tensor,  # (..., C)
+        ones: Tensor,  # (C,)
+    ) -> tuple[Tensor, Tensor]:
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         normed, factors, total = torch_npu.npu_add_rms_norm(x, y, ones, EPSILON)
@@ -267,12 +379,13 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         import torch_npu  # pyright: ignore[reportMissingImports]
 
-        of_norm, of_total = grads
-        if of_norm is None:
-            return of_total, of_total, None
-        grad = torch_npu.npu_rms_norm_backward(of_norm, *ctx.saved_tensors)[0]
-        if of_total is not None:
-            grad.add_(of_total)
+        normed_grad, total_grad = grads
+        if normed_grad is None:
+            return total_grad, total_grad, None
+        total, ones, factors = ctx.saved_tensors
+        grad = torch_npu.npu_rms_norm_backward(normed_grad, total, ones, factors)[0]
+        if total_grad is not None:
+            grad.add_(total_grad)
         return grad, grad, None
 
 
@@ -282,13 +395,18 @@ class AscendFused(AscendChunked):
     name = "fused"
 
     def causal_mask(self, device: torch.device) -> Tensor:
-        """(2048, 2048) bool, True above the diagonal: one mask for causal and banded attention of any length."""
+        """Return (2048, 2048) bool, True above the diagonal.
+
+        One mask serves causal and banded attention of any length.
+        """
 
         def make() -> Tensor:
             places = torch.arange(2048, device=device)
             return places[None] > places[:, None]
 
-        return self.kept.get(device, make)
+        return self.constants.get(device, make)
+
+    # --- norms -----------------------------------------------------------------------------------
 
     def norm(self, x: Tensor) -> Tensor:
         """See Operations.norm."""
@@ -297,21 +415,36 @@ class AscendFused(AscendChunked):
         return torch_npu.npu_rms_norm(x, self.ones(x), EPSILON)[0]
 
     def ones(self, x: Tensor) -> Tensor:
-        """The factors of a norm over the last dimension of x, all 1."""
-        size, dtype, device = x.size(-1), x.dtype, x.device
-        return self.kept.get(
-            (size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device)
-        )
+        """Return the factors of a norm over the last dimension of x, all 1."""
+        C = x.size(-1)
+        dtype = x.dtype
+        device = x.device
 
-    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        def make() -> Tensor:
+            return torch.ones(C, dtype=dtype, device=device)
+
+        return self.constants.get((C, dtype, device), make)
+
+    def add_norm(
+        self,
+        x: Tensor,  # (..., C)
+        y: Tensor,  # (..., C)
+    ) -> tuple[Tensor, Tensor]:
         """See Operations.add_norm."""
         return AddNorm.apply(x, y, self.ones(x))  # type: ignore[no-any-return]
 
-    def weighted_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def weighted_norm(
+        self,
+        x: Tensor,  # (..., C)
+        weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
+        epsilon: float,
+    ) -> Tensor:
         """See Operations.weighted_norm."""
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         return torch_npu.npu_rms_norm(x, weight.to(x.dtype), epsilon)[0]
+
+    # --- rotary embedding ------------------------------------------------------------------------
 
     def rotary_tables(
         self,
@@ -320,10 +453,12 @@ class AscendFused(AscendChunked):
         device: torch.device,
         dtype: torch.dtype,
         base: float = 100_000,
-    ) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines negated, each (length, D) with both halves alike, as the fused operator reads them."""
+    ) -> tuple[Tensor, Tensor]:  # (length, D) each
+        """Return cosines, and sines negated, both halves alike, as the fused operator reads them."""
         cos, sin = super().rotary_tables(length, head_dim, device, dtype, base)
-        return torch.cat((cos, cos), dim=-1), -torch.cat((sin, sin), dim=-1)
+        both_cos = torch.cat((cos, cos), dim=-1)
+        both_sin = torch.cat((sin, sin), dim=-1)
+        return both_cos, -both_sin
 
     def rotary(
         self,
@@ -336,8 +471,10 @@ class AscendFused(AscendChunked):
 
         return torch_npu.npu_rotary_mul(x, cos, sin)
 
+    # --- attention -------------------------------------------------------------------------------
+
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
-        """Queries and keys as they are: softmax_scale() sharpens the scores."""
+        """Return queries and keys as they are: softmax_scale() sharpens the scores."""
         return qk
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
@@ -355,26 +492,25 @@ class AscendFused(AscendChunked):
         """See PlainAttention.attend. A window is a band of the mask that ends at the diagonal."""
         import torch_npu  # pyright: ignore[reportMissingImports]
 
-        short = window < k.size(1) - 1
-        how = {
+        T = k.size(1)
+        H = q.size(2)
+        is_short = window < T - 1
+        options = {
             "atten_mask": self.causal_mask(q.device),
             "scale": _scale(q, scale),
             "next_tockens": 0,
-            "pre_tockens": window if short else WHOLE,
-            "sparse_mode": 4 if short else 3,
+            "pre_tockens": window if is_short else WHOLE,
+            "sparse_mode": 4 if is_short else 3,
         }
-        if (
-            torch_npu.npu.is_current_stream_capturing()
-        ):  # the first version forks to a stream that no graph has
-            q, k, v = (
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-            )  # no other layout can be captured
-            return torch_npu.npu_fusion_attention_v3(q, k, v, q.size(1), "BNSD", **how)[
-                0
-            ].transpose(1, 2)
-        return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", **how)[0]
+        if not torch_npu.npu.is_current_stream_capturing():
+            return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", **options)[0]
+        # The first version forks to a stream that no graph has, and no other layout can be captured.
+        T = q.size(1)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
+        y = torch_npu.npu_fusion_attention_v3(q, k, v, T, "BNSD", **options)[0]
+        return y.transpose(1, 2)
 
     def by_lengths(
         self,
@@ -389,109 +525,70 @@ class AscendFused(AscendChunked):
     ) -> Tensor | None:  # (B, T, H, D)
         """See PlainAttention.by_lengths.
 
-        The operator multiplies 16-bit numbers, in units of 16 channels. With one query it knows no window, and is given
-        the last W + 1 keys alone.
+        The operator multiplies 16-bit numbers, in units of 16 channels. With one query it knows no
+        window, and is given the last W + 1 keys alone.
         """
         if not _in_units(q):
             return None
         import torch_npu  # pyright: ignore[reportMissingImports]
 
-        if q.size(1) == 1:
+        is_single = q.size(1) == 1
+        if is_single:
             k, v, ends = _last_keys(k, v, ends, recent, window)
-        scale = _scale(q, scale)
-        heads = {
+        options: dict[str, Any] = {
             "num_heads": q.size(2),
             "num_key_value_heads": k.size(2),
-            "scale": scale,
+            "scale": _scale(q, scale),
             "input_layout": "BSND",
+            "actual_seq_lengths_kv": list(ends),
         }
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if q.size(1) == 1:
-            return torch_npu.npu_fused_infer_attention_score(
-                q, k, v, actual_seq_lengths_kv=list(ends), **heads
-            )[0]
-        short = window < max(ends) - 1
-        return torch_npu.npu_fused_infer_attention_score(
-            q,
-            k,
-            v,
-            atten_mask=self.causal_mask(q.device),
-            actual_seq_lengths=list(new),
-            actual_seq_lengths_kv=list(ends),
-            pre_tokens=window if short else WHOLE,
-            next_tokens=0,
-            sparse_mode=4 if short else 3,
-            **heads,
-        )[0]
+        if not is_single:
+            is_short = window < max(ends) - 1
+            options |= {
+                "atten_mask": self.causal_mask(q.device),
+                "actual_seq_lengths": list(new),
+                "pre_tokens": window if is_short else WHOLE,
+                "next_tokens": 0,
+                "sparse_mode": 4 if is_short else 3,
+            }
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
+        return torch_npu.npu_fused_infer_attention_score(q, k, v, **options)[0]
 
 
 KINDS: dict[str, type[AscendPlain]] = {
-    kind.name: kind for kind in (AscendPlain, AscendChunked, AscendInference, AscendFused)
+    "plain": AscendPlain,
+    "chunked": AscendChunked,
+    "inference": AscendInference,
+    "fused": AscendFused,
 }
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
-    """The factor of the scores, 1/sqrt(D) by default."""
+    """Return the factor of the scores, 1/sqrt(D) by default."""
     return q.size(3) ** -0.5 if scale is None else scale
 
 
 def _in_units(q: Tensor) -> bool:  # (B, T, H, D)
-    """Whether queries have 16 bits and heads of a multiple of 16 channels."""
-    return q.element_size() == 2 and not q.size(3) % 16
+    """Return whether queries have 16 bits and heads of a multiple of 16 channels."""
+    return q.element_size() == 2 and q.size(3) % 16 == 0
 
 
 def _last_keys(
-    k: Tensor, v: Tensor, ends: Sequence[int], recent: Callable[[], Tensor], window: int
+    k: Tensor,  # (B, K, Hkv, D)
+    v: Tensor,  # (B, K, Hkv, D)
+    ends: Sequence[int],
+    recent: Callable[[], Tensor],
+    window: int,
 ) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Return keys, values and their counts, cut to the window of one query where that is shorter than the rows."""
+    """Return keys, values and their counts, cut to the window of one query.
+
+    They stay as they are where no row is longer than the window.
+    """
     if max(ends) <= window + 1:
         return k, v, ends
     rows = torch.arange(k.size(0), device=k.device)[:, None]
     places = recent()
-    return k[rows, places], v[rows, places], [min(end, window + 1) for end in ends]
-
-
-def prompt(
-    q: Tensor,  # (B, T, H, D) fp16
-    k: Tensor,  # (B, K, Hkv, D)
-    v: Tensor,  # (B, K, Hkv, D)
-    visible: Tensor,  # (1 or B, 1, T, K) bool, True = seen
-) -> Tensor:  # (B, T, H, D)
-    """Attention of many queries on an inference card, which takes whole masks only."""
-    import torch_npu  # pyright: ignore[reportMissingImports]
-
-    k, v = ungrouped(q, k, v)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return torch_npu.npu_prompt_flash_attention(
-        q,
-        k,
-        v,
-        atten_mask=~visible,
-        num_heads=q.size(2),
-        scale_value=q.size(3) ** -0.5,
-        next_tokens=WHOLE,
-        input_layout="BSND",
-    )
-
-
-def decode(
-    q: Tensor,  # (B, 1, H, D) fp16
-    k: Tensor,  # (B, K, Hkv, D)
-    v: Tensor,  # (B, K, Hkv, D)
-    ends: Sequence[int],
-) -> Tensor:  # (B, 1, H, D)
-    """Attention of one query a row over the first `ends` keys, on an inference card."""
-    import torch_npu  # pyright: ignore[reportMissingImports]
-
-    longest = max(ends)
-    k, v = ungrouped(q, k[:, :longest], v[:, :longest])
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return torch_npu.npu_incre_flash_attention(
-        q,
-        k,
-        v,
-        actual_seq_lengths=list(ends),
-        num_heads=q.size(2),
-        scale_value=q.size(3) ** -0.5,
-        input_layout="BSND",
-    )
+    counts = [min(end, window + 1) for end in ends]
+    return k[rows, places], v[rows, places], counts

@@ -21,7 +21,7 @@ from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain
 from nanochat.platforms.ascend.operators import ATTENTION, AscendListed, try_operators
 from nanochat.platforms.ascend.profiler import AscendTracer
 from nanochat.platforms.base import Platform, Tracer
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Ascend(Platform):
@@ -40,24 +40,24 @@ class Ascend(Platform):
             return "torch_npu is not installed"
         try:
             version = metadata.version("torch_npu")
-        except (
-            metadata.PackageNotFoundError
-        ):  # built from source, without metadata: as torch's own release
+        except metadata.PackageNotFoundError:  # built from source: as torch's own release
             version = torch.__version__
-        if why := environment.prepare_loading(version):
+        why = environment.prepare_loading(version)
+        if why:
             return f"torch_npu could not be loaded: {why}"
         try:
-            usable = importlib.import_module("torch_npu").npu.is_available()
-        except (
-            Exception
-        ) as failure:  # the edge to a foreign library, which raises anything; the reason is shown
-            return f"torch_npu could not be loaded: {errors.cannot_load(str(failure) or repr(failure))}"
-        return "" if usable else "torch_npu loaded, but sees no NPU"
+            is_usable = importlib.import_module("torch_npu").npu.is_available()
+        except Exception as failure:  # the edge to a foreign library; the reason is shown
+            why = errors.cannot_load(str(failure) or repr(failure))
+            return f"torch_npu could not be loaded: {why}"
+        return "" if is_usable else "torch_npu loaded, but sees no NPU"
 
     def idle_cards(self) -> str:
-        """Names the device file, the reason, and the commands that make the cards usable."""
+        """Name the device file, the reason, and the commands that make the cards usable."""
         file = environment.card_file()
-        why = self.unavailable() if file else ""
+        if not file:
+            return ""
+        why = self.unavailable()
         if not why:
             return ""
         return tr(
@@ -69,37 +69,39 @@ class Ascend(Platform):
 
     @cached_property
     def chip(self) -> AscendChip:
-        """The chip by its SoC version. What the table does not say, torch_npu and the device are asked."""
+        """The chip by its SoC version. torch_npu and the device say what the table does not."""
         soc = int(self.module.get_soc_version())
-        chip = chip_of(soc) or AscendChip(
+        chip = chip_of(soc) or self._unknown_chip(soc)
+        if chip.memory_gib:
+            return chip
+        _, total = self.module.mem_get_info()
+        return replace(chip, memory_gib=total / 2**30)
+
+    def _unknown_chip(self, soc: int) -> AscendChip:
+        return AscendChip(
             f"SoC {soc}",
-            (soc,),
-            bool(self.module.is_bf16_supported()),
-            "listed",
-            0,
-            "not known",
-            0,
+            socs=(soc,),
+            bf16=bool(self.module.is_bf16_supported()),
+            kernels="listed",
+            tflops=0,
+            source="not known",
+            memory_gib=0,
             saturates=not self.module.utils.is_support_inf_nan(),
-        )
-        return (
-            chip
-            if chip.memory_gib
-            else replace(chip, memory_gib=self.module.mem_get_info()[1] / 2**30)
         )
 
     def chips(self) -> Sequence[AscendChip]:
-        """Every chip whose peak is known, so that one can plan for it elsewhere."""
+        """Return every chip whose peak is known, so that one can plan for it elsewhere."""
         return [chip for chip in CHIPS if chip.tflops]
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """bf16 where the chip has bf16, else fp16."""
+        """Return bf16 where the chip has bf16, else fp16."""
         if self.chip.bf16:
             return torch.bfloat16, "the NPU has bf16"
         how = "a gradient scaler is used" if self.chip.trains else "for inference only"
         return torch.float16, f"the NPU has no bf16; {how}"
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """The refusal of bf16 on a chip without bf16."""
+        """Return the refusal of bf16 on a chip without bf16."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
         return tr(
@@ -107,42 +109,48 @@ class Ascend(Platform):
         )
 
     def cannot_open(self, failure: str) -> str:
-        """Why the card could not be opened, and what may help."""
+        """Return why the card could not be opened, and what may help."""
         return errors.cannot_open(self.index, failure)
 
     def in_use(self, free: int, total: int) -> str:
-        """A warning if less than 80 % of the card's memory is free."""
+        """Return a warning if less than 80 % of the card's memory is free."""
         return errors.in_use(self.index, free, total)
 
     # --- ranks -----------------------------------------------------------------------------------
 
     def prepare_collectives(self) -> int:
-        """Set HCCL's time-outs where the user has not; returns the time-out of the process group in seconds."""
+        """Set HCCL's time-outs where the user has not.
+
+        Returns the time-out of the process group in seconds.
+        """
         return environment.prepare_collectives()
 
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
-        """Give this job's collectives a block of ports of their own, the same block for all ranks of a host."""
+        """Give this job's collectives a block of ports of their own, the same for all of a host."""
         if world_size == 1:
             return
-        if base_port := os.environ.get("HCCL_IF_BASE_PORT"):
-            if (
-                local_rank == 0
-                and base_port.isdigit()
-                and (taken_port := self.ports.hold(int(base_port)))
-            ):
-                raise UserError(environment.block_words(int(base_port), taken_port))
+        requested_port = os.environ.get("HCCL_IF_BASE_PORT")
+        if requested_port:
+            if local_rank == 0 and requested_port.isdigit():
+                self._hold_ports(int(requested_port))
             return
         blocks = torch.zeros(world_size, dtype=torch.int64)
         if local_rank == 0:
             blocks[rank] = self.ports.free(hold=True)
         dist.all_reduce(blocks)
-        if base := int(blocks[rank - local_rank]):
+        base = int(blocks[rank - local_rank])
+        if base:
             os.environ["HCCL_IF_BASE_PORT"] = str(base)
+
+    def _hold_ports(self, base: int) -> None:
+        taken_port = self.ports.hold(base)
+        if taken_port:
+            raise UserError(environment.block_words(base, taken_port))
 
     # --- work ------------------------------------------------------------------------------------
 
-    def operations(self, choice: Asked) -> Operations:
-        """What the chip has, or torch's own operators where plain was asked for.
+    def operations(self, choice: KernelChoice) -> Operations:
+        """Return what the chip has, or torch's own operators where plain was asked for.
 
         On a chip that is not in the table, each fused operator is tried first.
         """
@@ -155,7 +163,8 @@ class Ascend(Platform):
             log(
                 f"{chip.name} is not in the table of chips, so its operators are tried (--kernels plain uses none)"
             )
-            operators = try_operators(torch.device(self.name, self.index), self.best_dtype()[0])
+            dtype, _ = self.best_dtype()
+            operators = try_operators(torch.device(self.name, self.index), dtype)
         if choice == "fused" and ATTENTION not in operators:
             raise UserError(
                 tr(
@@ -163,18 +172,20 @@ class Ascend(Platform):
                     chip=chip.name,
                 )
             )
-        if lacking := kernels.missing(operators):
+        missing_operators = kernels.missing(operators)
+        if missing_operators:
             raise UserError(
-                f"torch_npu lacks {', '.join(lacking)}, which a {chip.name} computes with; "
+                f"torch_npu lacks {', '.join(missing_operators)}, which a {chip.name} computes with; "
                 "install one that fits CANN (python check_npu.py), or give --kernels plain"
             )
-        log(f"kernels: {chip.kernels}" + (f" ({', '.join(operators)})" if operators else ""))
+        names = f" ({', '.join(operators)})" if operators else ""
+        log(f"kernels: {chip.kernels}{names}")
         if chip.kernels == "listed":
             return AscendListed(operators, saturates=chip.saturates)
         return KINDS[chip.kernels](saturates=chip.saturates)
 
     def cannot_train(self) -> str:
-        """Why an inference card cannot train."""
+        """Return why an inference card cannot train."""
         if self.chip.trains:
             return ""
         return tr(
@@ -189,32 +200,32 @@ class Ascend(Platform):
             self.module.amp.GradScaler.clear_npu_overflow_flag()
 
     def overflows(self) -> list[torch.Tensor]:
-        """The status flag of a chip that saturates, read as torch_npu's GradScaler reads it."""
+        """Return the status flag of a chip that saturates, as torch_npu's GradScaler reads it."""
         if not self.chip.saturates:
             return []
-        status = torch.zeros(8, dtype=torch.float32, device=torch.device(self.name, self.index))
+        device = torch.device(self.name, self.index)
+        status = torch.zeros(8, dtype=torch.float32, device=device)
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         return [torch_npu.npu_get_float_status(status)[:1]]
 
     def explain(self, failure: RuntimeError) -> str:
-        """What a known error of torch_npu, HCCL or the driver means."""
+        """Return what a known error of torch_npu, HCCL or the driver means."""
         return errors.explain(str(failure)) or super().explain(failure)
 
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer:
-        """torch_npu's profiler."""
+        """Return torch_npu's profiler."""
         return AscendTracer(folder, name, steps)
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """The dense peak of a chip whose peak is published or estimated."""
-        return (
-            (self.chip.tflops * 1e12, f"{self.chip.name}, {self.chip.source} dense")
-            if self.chip.tflops
-            else None
-        )
+        """Return the dense peak of a chip whose peak is published or estimated."""
+        chip = self.chip
+        if not chip.tflops:
+            return None
+        return chip.tflops * 1e12, f"{chip.name}, {chip.source} dense"
 
     def graphs_missing(self) -> str:
-        """What the chip, torch_npu or the environment lacks."""
+        """Return what the chip, torch_npu or the environment lacks."""
         if self.chip is not None and self.chip.kernels != "fused":
             return tr(
                 "a {chip} captures no graphs; the second generation (910B, 910C) does",
@@ -222,9 +233,8 @@ class Ascend(Platform):
             )
         if not hasattr(self.module, "make_graphed_callables"):
             return tr("this torch_npu has no make_graphed_callables; install a newer one")
-        if kernels.missing(
-            ("npu_fusion_attention_v3",)
-        ):  # torch's own attention calls it too where it exists
+        # torch's own attention calls it too where it exists.
+        if kernels.missing(("npu_fusion_attention_v3",)):
             return tr(
                 "the attention of this torch_npu cannot be captured; 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 and "
                 "2.10.0 are the first releases with npu_fusion_attention_v3, for CANN 9.0"
@@ -236,9 +246,9 @@ class Ascend(Platform):
         return ""
 
     def new_graph(self) -> Any:
-        """An empty graph of torch_npu."""
+        """Return an empty graph of torch_npu."""
         return self.module.NPUGraph()
 
     def compiler_missing(self) -> str:
-        """Compilers for NPUs are not used."""
+        """Return that compilers for NPUs are not used."""
         return tr("off on NPUs")

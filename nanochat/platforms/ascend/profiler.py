@@ -13,7 +13,9 @@ from nanochat.platforms.base import Trace
 
 # Files of the folder that the profiler's analysis leaves, and their columns that are read, all in microseconds.
 OUTPUT = "ASCEND_PROFILER_OUTPUT"
-TRACE, STEPS, KERNELS = "trace_view.json", "step_trace_time.csv", "kernel_details.csv"
+TRACE = "trace_view.json"
+STEPS = "step_trace_time.csv"
+KERNELS = "kernel_details.csv"
 STEP_COLUMNS = ("Computing", "Communication(Not Overlapped)", "Communication", "Free")
 KERNEL_COLUMNS = ("Name", "Type", "Duration(us)")
 
@@ -24,7 +26,8 @@ class AscendTracer:
     def __init__(self, folder: Path, name: str, steps: int):
         from torch_npu import profiler  # pyright: ignore[reportMissingImports]
 
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self._profiler: Any = profiler.profile(
             activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
             schedule=profiler.schedule(wait=0, active=steps, warmup=1, repeat=1),
@@ -36,39 +39,59 @@ class AscendTracer:
         )
 
     def start(self) -> None:
-        """The step in which the profiler settles begins."""
+        """Begin the step in which the profiler settles."""
         self._profiler.start()
 
     def step(self) -> None:
-        """A step has ended; after the last one the profiler writes its files."""
+        """End a step; after the last one the profiler writes its files."""
         self._profiler.step()
 
     def finish(self) -> Trace:
-        """What was traced; UserError where the profiler has not left its files."""
+        """Return what was traced. UserError where the profiler has not left its files."""
         self._profiler.stop()
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))
         if not folders:
             raise UserError(
                 f"torch_npu's profiler left no folder {OUTPUT} in {self.folder}; what it printed says why"
             )
-        steps = _read(folders[-1] / STEPS, STEP_COLUMNS)
-        computing, exposed, communication, free = (
-            sum(float(row[column]) for row in steps) / len(steps) / 1000 for column in STEP_COLUMNS
+        newest = folders[-1]
+        steps = _read(newest / STEPS, STEP_COLUMNS)
+        computing, exposed, communication, idle = (
+            _mean_milliseconds(steps, column) for column in STEP_COLUMNS
         )
-        operators = [
-            (_kernel_name(row), float(row["Duration(us)"]))
-            for row in _read(folders[-1] / KERNELS, KERNEL_COLUMNS)
-        ]
-        return Trace(computing, communication, exposed, free, operators, folders[-1] / TRACE)
+        operators = []
+        for row in _read(newest / KERNELS, KERNEL_COLUMNS):
+            microseconds = float(row["Duration(us)"])
+            operators.append((_kernel_name(row), microseconds))
+        return Trace(
+            computing_ms=computing,
+            communication_ms=communication,
+            exposed_ms=exposed,
+            idle_ms=idle,
+            operators=operators,
+            path=newest / TRACE,
+        )
+
+
+def _mean_milliseconds(rows: list[dict[str, str]], column: str) -> float:
+    """Return the mean of a column in microseconds."""
+    total = sum(float(row[column]) for row in rows)
+    return total / len(rows) / 1000
 
 
 def _kernel_name(row: dict[str, str]) -> str:
-    """The kind of kernel, such as MatMulV2; where the profiler knows none, the kernel's own name."""
-    return row["Name"] if row["Type"] in ("", "N/A") else row["Type"]
+    """Return the kind of a kernel, such as MatMulV2, or its own name if its kind is not known."""
+    kind = row["Type"]
+    if kind in ("", "N/A"):
+        return row["Name"]
+    return kind
 
 
 def _read(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of one of the profiler's tables; UserError where the table or a column is missing."""
+    """Return the rows of one of the profiler's tables.
+
+    UserError where the table or a column is missing.
+    """
     rows: list[dict[str, str]] = []
     if path.exists():
         with open(path, encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""Attention under a mask as products of matrices, where those take less time on a CPU than torch's own operator."""
+"""Attention under a mask as products of matrices, where that is faster than torch's own operator."""
 
 import torch
 from torch import Tensor
@@ -10,42 +10,52 @@ def one_query(
     q: Tensor,  # (B, 1, H, D)
     k: Tensor,  # (B, K, Hkv, D)
     v: Tensor,  # (B, K, Hkv, D)
-    mask: Tensor,  # (B, 1, 1, K) bool, True = seen
+    mask: Tensor,  # (B, 1, 1, K) bool, True = visible
     scale: float | None,
 ) -> Tensor:  # (B, 1, H, D)
-    """masked() for one query a row, as two products for each row, over keys and values as the cache holds them.
+    """Return masked() for one query a row, as two products for each row.
 
-    Each query is multiplied with the keys of all heads, and the other heads' products meet zeros. That is more
-    arithmetic, but no key is moved.
+    Keys and values are read as the cache holds them: each query is multiplied with the keys of all
+    heads, and the other heads' products meet zeros. That is more arithmetic, but no key is moved.
     """
     B, _, H, D = q.shape
     J = k.size(2)
-    diagonal = torch.eye(J, dtype=q.dtype, device=q.device).view(1, J, 1, J, 1)
-    spread = (
-        q.unflatten(2, (J, -1)).squeeze(1).transpose(2, 3)[:, :, :, None] * diagonal
-    )  # (B, Hkv, D, Hkv, H / Hkv)
-    products = (
-        torch.bmm(k.flatten(2), spread.reshape(B, J * D, H)).transpose(1, 2).float()
-    )  # (B, H, K)
-    products.mul_(D**-0.5 if scale is None else scale).masked_fill_(~mask[:, 0], float("-inf"))
-    y = torch.bmm(products.softmax(dim=2).to(v.dtype), v.flatten(2))  # (B, H, Hkv * D)
-    return (
-        y.view(B, J, H // J, J, D).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(B, 1, H, D)
-    )
+    group = H // J
+    is_same_head = torch.eye(J, dtype=q.dtype, device=q.device).view(1, J, 1, J, 1)
+    grouped = q.unflatten(2, (J, -1)).squeeze(1).transpose(2, 3)  # (B, Hkv, D, group)
+    spread = grouped[:, :, :, None] * is_same_head  # (B, Hkv, D, Hkv, group)
+    spread = spread.reshape(B, J * D, H)
+
+    scores = torch.bmm(k.flatten(2), spread)  # (B, K, H)
+    scores = scores.transpose(1, 2).float()
+    scores.mul_(D**-0.5 if scale is None else scale)
+    scores.masked_fill_(~mask[:, 0], float("-inf"))
+    weights = scores.softmax(dim=2).to(v.dtype)
+
+    y = torch.bmm(weights, v.flatten(2))  # (B, H, Hkv * D)
+    y = y.view(B, J, group, J, D)
+    same_head = y.diagonal(dim1=1, dim2=3)  # (B, group, D, Hkv)
+    return same_head.permute(0, 3, 1, 2).reshape(B, 1, H, D)
 
 
 def by_products(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, K, H, D)
     v: Tensor,  # (B, K, H, D)
-    mask: Tensor,  # (B, 1, T, K) bool, True = seen
+    mask: Tensor,  # (B, 1, T, K) bool, True = visible
     scale: float | None,
 ) -> Tensor:  # (B, T, H, D)
-    """masked() as two products with a softmax between them: the scores of all heads are in memory at the same time."""
+    """Return masked() as two products with a softmax between them.
+
+    The scores of all heads are in memory at the same time.
+    """
     B, T, H, D = q.shape
-    hidden = finite_mask(mask, q.dtype).expand(B, H, T, k.size(1)).flatten(0, 1)
+    K = k.size(1)
+    hidden = finite_mask(mask, q.dtype)
+    hidden = hidden.expand(B, H, T, K).flatten(0, 1)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * H, T, D)
-    shares = torch.baddbmm(hidden, q, k.mT, alpha=D**-0.5 if scale is None else scale).softmax(
-        dim=2
-    )
-    return torch.bmm(shares, v).unflatten(0, (B, H)).transpose(1, 2)
+    factor = D**-0.5 if scale is None else scale
+    scores = torch.baddbmm(hidden, q, k.mT, alpha=factor)
+    weights = scores.softmax(dim=2)
+    y = torch.bmm(weights, v).unflatten(0, (B, H))
+    return y.transpose(1, 2)

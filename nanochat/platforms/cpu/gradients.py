@@ -1,6 +1,7 @@
 """Operations of training with compiled kernels, as functions that torch's autograd knows.
 
-Each of them keeps as little as its gradient needs, and gives the gradients of several inputs in one loop over memory.
+Each of them keeps as little as its gradient needs, and gives the gradients of several inputs in one
+loop over memory. Shapes: B batch, T time, C channels, H heads, D head dimension, N tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,10 @@ from nanochat.platforms.cpu.int8 import Matrix, Matrix8, fits
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.training import Training, side_by_side
 
+Gradients = tuple[Tensor | None, ...]
+# Overwrites logits with their gradient and returns the loss: (logits, targets, weights, vocab, cap).
+FusedLoss = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -26,61 +31,90 @@ class Trained:
     int8: bool = False  # whether products of bf16 activations are made in integers of 8 bits
 
     def takes_int8(self, masters: Sequence[Tensor], x: Tensor) -> bool:
-        """Whether activations such as x are multiplied with these matrices in integers of 8 bits."""
+        """Return whether activations such as x multiply these matrices in integers of 8 bits."""
         return self.int8 and x.dtype == torch.bfloat16 and fits(masters)
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
-        """What multiplies activations such as x with matrices (outputs, inputs) that lie below one another."""
+        """Return what multiplies activations such as x.
+
+        `masters` are matrices (outputs, inputs) that lie below one another.
+        """
         if self.takes_int8(masters, x):
             return Matrix8(self.training, masters)
         return Matrix(self.kernels, masters, x.dtype)
 
 
 class Norm(torch.autograd.Function):
-    """RMS norm of x, and x itself: what uses both gets one gradient in one loop. With `added`, of x + added."""
+    """RMS norm of x, and x itself: what uses both gets one gradient in one loop.
+
+    With `added`, of x + added.
+    """
 
     @staticmethod
-    def forward(ctx: Any, use: Trained, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        use: Trained,
+        x: Tensor,  # (..., C)
+        added: Tensor | None,  # (..., C)
+    ) -> tuple[Tensor, Tensor]:
         y, total = use.kernels.norm(x, None, EPSILON, added)
         if added is None:
             total = total.view_as(total)  # an output must not be an input
-        ctx.use, ctx.both = use, added is not None
+        ctx.use = use
+        ctx.has_added = added is not None
         ctx.save_for_backward(total)
         ctx.set_materialize_grads(False)
         return y, total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (total,), (g, more) = ctx.saved_tensors, grads
-        dx = more if g is None else ctx.use.training.norm_back(total, g, more, EPSILON)
-        return None, dx, dx if ctx.both else None
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        (total,) = ctx.saved_tensors
+        y_grad, total_grad = grads
+        if y_grad is None:
+            x_grad = total_grad
+        else:
+            training = ctx.use.training
+            x_grad = training.norm_back(total, y_grad, total_grad, EPSILON)
+        added_grad = x_grad if ctx.has_added else None
+        return None, x_grad, added_grad
 
 
 class Mix(torch.autograd.Function):
-    """a x + b x0, and x0 itself, whose gradients from several layers are added in the loop that makes them."""
+    """a x + b x0, and x0 itself, whose gradients from all layers add up in the loop that makes them."""
 
     @staticmethod
     def forward(
-        ctx: Any, use: Trained, x: Tensor, x0: Tensor, a: Tensor, b: Tensor
+        ctx: Any,
+        use: Trained,
+        x: Tensor,  # (..., C)
+        x0: Tensor,  # (..., C)
+        a: Tensor,  # ()
+        b: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
         ctx.use = use
         ctx.save_for_backward(x, x0, a, b)
         ctx.set_materialize_grads(False)
-        return use.kernels.mix(x, x0, a, b), x0.view_as(x0)
+        mixed = use.kernels.mix(x, x0, a, b)
+        return mixed, x0.view_as(x0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x, x0, a, b), (g, more) = ctx.saved_tensors, grads
-        if g is None:
-            return None, None, more, None, None
-        dx, dx0, sums = ctx.use.training.mix_back(g, x, x0, more, a, b)
-        by_a, by_b = sums.to(a.dtype).unbind()
-        return None, dx, dx0, by_a.view_as(a), by_b.view_as(b)
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        x, x0, a, b = ctx.saved_tensors
+        mixed_grad, later_x0_grad = grads
+        if mixed_grad is None:
+            return None, None, later_x0_grad, None, None
+        training = ctx.use.training
+        x_grad, x0_grad, sums = training.mix_back(mixed_grad, x, x0, later_x0_grad, a, b)
+        a_grad, b_grad = sums.to(a.dtype).unbind()
+        return None, x_grad, x0_grad, a_grad.view_as(a), b_grad.view_as(b)
 
 
 class Heads(torch.autograd.Function):
-    """Queries, keys and values by one product, with queries and keys normed, sharpened and rotated. With `value`, each
-    head of a value gains 3 sigmoid(gate x) times it; the gate reads the first channels of x."""
+    """Queries, keys and values by one product; queries and keys are normed, sharpened and rotated.
+
+    With `value`, each head of a value gains 3 sigmoid(gate x) times it. The gate reads the first
+    channels of x.
+    """
 
     @staticmethod
     def forward(
@@ -94,72 +128,95 @@ class Heads(torch.autograd.Function):
         value: Tensor | None,  # (B, T, Hkv * D)
         *weights: Tensor,  # of queries, keys and values: (H * D, C), (Hkv * D, C), (Hkv * D, C)
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        rows, size = x.flatten(0, -2), 2 * cos.size(-1)
-        sizes = [len(weight) for weight in weights]
-        matrix = use.matrix(weights, x)
-        products = matrix.times(rows)  # (N, C')
-        q, k, v = products.view(*x.shape[:-1], -1, size).split(
-            [part // size for part in sizes], dim=2
-        )
+        rows = x.flatten(0, -2)
+        D = 2 * cos.size(-1)
+        ctx.use = use
+        ctx.sharpen = sharpen
+        ctx.sizes = [len(weight) for weight in weights]
+        ctx.head_counts = [size // D for size in ctx.sizes]
+        ctx.formats = [weight.dtype for weight in weights]
+        ctx.matrix = use.matrix(weights, x)
+        products = ctx.matrix.times(rows)  # (N, C')
+        heads = products.view(*x.shape[:-1], -1, D)
+        q, k, v = heads.split(ctx.head_counts, dim=2)
         opened = None
         if gate is not None and value is not None:
-            gate, value = gate.to(x.dtype), value.contiguous().view(len(rows), -1, size)
+            gate = gate.to(x.dtype)
+            value = value.contiguous().view(len(rows), -1, D)
             opened = use.training.gate(rows, gate, value, v.flatten(0, 1))
-        ctx.use, ctx.sharpen, ctx.sizes, ctx.formats = (
-            use,
-            sharpen,
-            sizes,
-            [weight.dtype for weight in weights],
-        )
-        ctx.matrix = matrix
         ctx.save_for_backward(rows, products, cos, sin, gate, value, opened)
-        q, k = (use.kernels.turn(head, None, cos, sin, EPSILON, sharpen) for head in (q, k))
+        q = use.kernels.turn(q, None, cos, sin, EPSILON, sharpen)
+        k = use.kernels.turn(k, None, cos, sin, EPSILON, sharpen)
         return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         rows, products, cos, sin, gate, value, opened = ctx.saved_tensors
-        use, (B, T, _, size) = ctx.use, grads[0].shape
-        g = torch.empty_like(products)
-        heads = [part // size for part in ctx.sizes]
-        parts, by_parts = (x.view(B, T, -1, size).split(heads, dim=2) for x in (products, g))
-        for slope, x, dx in zip(grads[:2], parts[:2], by_parts[:2], strict=True):
-            use.training.turn_back(slope, x, cos, sin, dx, EPSILON, ctx.sharpen)
-        by_parts[2].copy_(grads[2])
-        dx, by_weight, by_gate, by_value = ctx.matrix.back(g), ctx.matrix.slope(g, rows), None, None
+        training = ctx.use.training
+        q_grad, k_grad, v_grad = grads
+        B, T, _, D = q_grad.shape
+        product_grads = torch.empty_like(products)
+
+        def by_heads(x: Tensor) -> Sequence[Tensor]:
+            return x.view(B, T, -1, D).split(ctx.head_counts, dim=2)
+
+        q, k, _ = by_heads(products)
+        to_q, to_k, to_v = by_heads(product_grads)  # views, written here
+        training.turn_back(q_grad, q, cos, sin, to_q, EPSILON, ctx.sharpen)
+        training.turn_back(k_grad, k, cos, sin, to_k, EPSILON, ctx.sharpen)
+        to_v.copy_(v_grad)
+
+        x_grad = ctx.matrix.back(product_grads)
+        weight_grads = ctx.matrix.slope(product_grads, rows).split(ctx.sizes)
+        gate_grad = None
+        value_grad = None
         if gate is not None:
-            slope = side_by_side(by_parts[2]).flatten(0, 1)
-            by_value, by_gate = use.training.gate_back(slope, rows, gate, value, opened, dx)
-            by_value = by_value.view(B, T, -1)
-        by_weights = [
-            part.to(to) for part, to in zip(by_weight.split(ctx.sizes), ctx.formats, strict=True)
-        ]
-        return None, dx.view(B, T, -1), None, None, None, by_gate, by_value, *by_weights
+            v_rows = side_by_side(to_v).flatten(0, 1)
+            value_grad, gate_grad = training.gate_back(v_rows, rows, gate, value, opened, x_grad)
+            value_grad = value_grad.view(B, T, -1)
+        by_weight = []
+        for grad, dtype in zip(weight_grads, ctx.formats, strict=True):
+            by_weight.append(grad.to(dtype))
+        x_grad = x_grad.view(B, T, -1)
+        return None, x_grad, None, None, None, gate_grad, value_grad, *by_weight
 
 
 class SquaredReluMlp(torch.autograd.Function):
-    """Two matrices with a squared ReLU between them. What lies between them is kept once, after the squared ReLU."""
+    """Two matrices with a squared ReLU between them.
+
+    What lies between them is kept once, after the squared ReLU.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, use: Trained, x: Tensor, into: Tensor, out: Tensor
-    ) -> Tensor:  # (..., C), masters
+        ctx: Any,
+        use: Trained,
+        x: Tensor,  # (..., C)
+        into: Tensor,  # (inner, C)
+        out: Tensor,  # (C, inner)
+    ) -> Tensor:  # (..., C)
         rows = x.flatten(0, -2)
-        ctx.into, ctx.out = use.matrix([into], x), use.matrix([out], x)
+        ctx.use = use
+        ctx.into = use.matrix([into], x)
+        ctx.out = use.matrix([out], x)
+        ctx.into_dtype = into.dtype
+        ctx.out_dtype = out.dtype
+        ctx.shape = x.shape
         inner = ctx.into.squared_relu(rows)
-        ctx.use, ctx.formats, ctx.shape = use, (into.dtype, out.dtype), x.shape
         ctx.save_for_backward(rows, inner)
-        return ctx.out.times(inner).view(*x.shape[:-1], -1)
+        y = ctx.out.times(inner)
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         rows, inner = ctx.saved_tensors
-        g = grads[0].flatten(0, -2)
-        by_out = ctx.out.slope(g, inner).to(ctx.formats[1])
-        by_inner = ctx.out.back(g)
-        ctx.use.training.squared_relu_back(by_inner, inner, by_inner)
-        by_into = ctx.into.slope(by_inner, rows).to(ctx.formats[0])
-        return None, ctx.into.back(by_inner).view(ctx.shape), by_into, by_out
+        y_grad = grads[0].flatten(0, -2)
+        out_grad = ctx.out.slope(y_grad, inner)
+        inner_grad = ctx.out.back(y_grad)
+        ctx.use.training.squared_relu_back(inner_grad, inner, inner_grad)
+        into_grad = ctx.into.slope(inner_grad, rows)
+        x_grad = ctx.into.back(inner_grad).view(ctx.shape)
+        return None, x_grad, into_grad.to(ctx.into_dtype), out_grad.to(ctx.out_dtype)
 
 
 class Product(torch.autograd.Function):
@@ -167,20 +224,26 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Trained, x: Tensor, weight: Tensor
-    ) -> Tensor:  # (..., inputs), (outputs, inputs)
-        ctx.matrix, ctx.format, rows = use.matrix([weight], x), weight.dtype, x.flatten(0, -2)
+        ctx: Any,
+        use: Trained,
+        x: Tensor,  # (..., inputs)
+        weight: Tensor,  # (outputs, inputs)
+    ) -> Tensor:  # (..., outputs)
+        rows = x.flatten(0, -2)
+        ctx.matrix = use.matrix([weight], x)
+        ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(rows)
-        return ctx.matrix.times(rows).view(*x.shape[:-1], -1)
+        y = ctx.matrix.times(rows)
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,), g = ctx.saved_tensors, grads[0].flatten(0, -2)
-        return (
-            None,
-            ctx.matrix.back(g).view(*grads[0].shape[:-1], -1),
-            ctx.matrix.slope(g, rows).to(ctx.format),
-        )
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        (rows,) = ctx.saved_tensors
+        y_grad = grads[0].flatten(0, -2)
+        x_grad = ctx.matrix.back(y_grad)
+        weight_grad = ctx.matrix.slope(y_grad, rows)
+        x_grad = x_grad.view(*grads[0].shape[:-1], -1)
+        return None, x_grad, weight_grad.to(ctx.weight_dtype)
 
 
 class Attention(torch.autograd.Function):
@@ -188,22 +251,39 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Trained, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float
-    ) -> Tensor:  # (B, T, H, D), and (B, T, Hkv, D) twice
+        ctx: Any,
+        use: Trained,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float,
+    ) -> Tensor:  # (B, T, H, D)
         q, k, v = (side_by_side(x) for x in (q, k, v))
-        y, logs = use.training.attention(q, k, v, window, scale)
-        ctx.use, ctx.how = use, (window, scale)
-        ctx.save_for_backward(q, k, v, y, logs)
+        y, log_sums = use.training.attention(q, k, v, window, scale)
+        ctx.use = use
+        ctx.window = window
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, y, log_sums)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, logs = ctx.saved_tensors
-        grads_qkv = [x.new_empty(x.shape) for x in (q, k, v)]
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        q, k, v, y, log_sums = ctx.saved_tensors
+        y_grad = side_by_side(grads[0])
+        input_grads = [x.new_empty(x.shape) for x in (q, k, v)]
         ctx.use.training.attention_back(
-            q, k, v, y, side_by_side(grads[0]), logs, grads_qkv, *ctx.how
+            q,
+            k,
+            v,
+            y,
+            y_grad,
+            log_sums,
+            input_grads,
+            ctx.window,
+            ctx.scale,
         )
-        return None, *grads_qkv, None, None
+        return None, *input_grads, None, None
 
 
 class Smear(torch.autograd.Function):
@@ -211,24 +291,34 @@ class Smear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Trained, x: Tensor, weight: Tensor, smear_lambda: Tensor
-    ) -> Tensor:  # (B, T, C), (R,), ()
-        ctx.use, ctx.formats = use, (weight.dtype, smear_lambda.dtype)
-        x, weight, smear_lambda = x.contiguous(), weight.to(x.dtype), smear_lambda.to(x.dtype)
-        y, gates = use.training.smear(x, weight, smear_lambda)
-        ctx.save_for_backward(x, weight, smear_lambda, gates)
+        ctx: Any,
+        use: Trained,
+        x: Tensor,  # (B, T, C)
+        gate: Tensor,  # (R,)
+        smear_lambda: Tensor,  # ()
+    ) -> Tensor:  # (B, T, C)
+        ctx.use = use
+        ctx.gate_dtype = gate.dtype
+        ctx.smear_lambda_dtype = smear_lambda.dtype
+        x = x.contiguous()
+        gate = gate.to(x.dtype)
+        smear_lambda = smear_lambda.to(x.dtype)
+        y, opened = use.training.smear(x, gate, smear_lambda)
+        ctx.save_for_backward(x, gate, smear_lambda, opened)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, smear_lambda, gates = ctx.saved_tensors
-        dx, sums = ctx.use.training.smear_back(grads[0], x, weight, smear_lambda, gates)
-        by_weight, by_most = sums.split([len(weight), 1])
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        x, gate, smear_lambda, opened = ctx.saved_tensors
+        training = ctx.use.training
+        x_grad, sums = training.smear_back(grads[0], x, gate, smear_lambda, opened)
+        gate_grad, smear_lambda_grad = sums.split([len(gate), 1])
+        smear_lambda_grad = smear_lambda_grad.view_as(smear_lambda)
         return (
             None,
-            dx,
-            by_weight.to(ctx.formats[0]),
-            by_most.view_as(smear_lambda).to(ctx.formats[1]),
+            x_grad,
+            gate_grad.to(ctx.gate_dtype),
+            smear_lambda_grad.to(ctx.smear_lambda_dtype),
         )
 
 
@@ -236,12 +326,16 @@ class Offset(torch.autograd.Function):
     """Keys, half of each from the token before."""
 
     @staticmethod
-    def forward(ctx: Any, use: Trained, k: Tensor) -> Tensor:  # (B, T, H, D)
+    def forward(
+        ctx: Any,
+        use: Trained,
+        k: Tensor,  # (B, T, H, D)
+    ) -> Tensor:
         ctx.use = use
         return use.training.shift(k, back=False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         return None, ctx.use.training.shift(grads[0], back=True)
 
 
@@ -254,27 +348,41 @@ class Loss(torch.autograd.Function):
         x: Tensor,  # (N, C)
         head: Tensor,  # (V', C)
         targets: Tensor,  # (N,)
-        scale: Tensor,  # (N,) fp32
+        weights: Tensor,  # (N,) fp32
         vocab: int,
         chunk: int,
         cap: float,  # of the softcap; 0: the logits are not capped
-        fused: Callable[
-            [Tensor, Tensor, Tensor, int, float], Tensor
-        ],  # overwrites logits with their gradient
+        fused: FusedLoss,
         multiply: Callable[[Tensor], Tensor] | None,  # with the head, instead of torch
     ) -> Tensor:
         def chunk_loss(
-            rows: Tensor, cast_head: Tensor, targets: Tensor, shares: Tensor
+            x_chunk: Tensor,
+            cast_head: Tensor,
+            chunk_targets: Tensor,
+            chunk_weights: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            logits = F.linear(rows, cast_head) if multiply is None else multiply(rows)
-            return fused(logits, targets, shares, vocab, cap), logits
+            if multiply is None:
+                logits = F.linear(x_chunk, cast_head)
+            else:
+                logits = multiply(x_chunk)
+            loss = fused(logits, chunk_targets, chunk_weights, vocab, cap)
+            return loss, logits
 
-        frozen = not ctx.needs_input_grad[1]
-        loss, *grads = loss_and_gradients(x, head, targets, scale, chunk, chunk_loss, frozen)
+        is_head_frozen = not ctx.needs_input_grad[1]
+        loss, *grads = loss_and_gradients(
+            x,
+            head,
+            targets,
+            weights,
+            chunk,
+            chunk_loss,
+            is_head_frozen,
+        )
         ctx.save_for_backward(*grads)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         x_grad, head_grad = ctx.saved_tensors
-        return *scaled_gradients(x_grad, head_grad, grads[0]), *[None] * 7
+        scaled = scaled_gradients(x_grad, head_grad, grads[0])
+        return *scaled, *[None] * 7

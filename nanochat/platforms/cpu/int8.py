@@ -1,4 +1,4 @@
-"""Products of activations with matrices in training, in integers of 8 bits or in the activations' own format.
+"""Products of activations with matrices in training, in integers of 8 bits or in bf16 or fp32.
 
 Activations are rounded to 8 bits token by token and matrices output by output, each with a factor of its own, wherever
 activations are multiplied with a matrix: forward, and for the gradient of the activations (SwitchBack, Wortsman et al.
@@ -24,74 +24,98 @@ OUTPUTS = 32  # as in int8.h: a matrix must have multiples of them, and as many 
 
 
 def reason() -> str:
-    """Why models of bf16 train with products in 8 bits on this host; "" if they do not. NANOCHAT_INT8 decides, or else
-    whether the processor multiplies 8 bits faster. UserError (code 2) if it is neither 0 nor 1."""
+    """Return why models of bf16 train with products in 8 bits on this host; "" if they do not.
+
+    NANOCHAT_INT8 decides, or else whether the processor multiplies 8 bits faster than bf16.
+    UserError (code 2) if the variable is neither 0 nor 1.
+    """
     setting = os.environ.get("NANOCHAT_INT8") or "auto"
     if setting not in ("auto", "0", "1"):
         raise UserError(f"NANOCHAT_INT8 must be 0 or 1, got {setting!r}", exit_code=2)
+    if setting == "1":
+        return "NANOCHAT_INT8"
     flags = host.cpu_flags()
-    if (
-        setting == "auto" and "avx512_vnni" in flags and "amx_bf16" not in flags
-    ):  # AMX multiplies bf16 faster than VNNI 8
+    has_vnni = "avx512_vnni" in flags
+    has_amx = "amx_bf16" in flags  # it multiplies bf16 faster than VNNI multiplies 8 bits
+    if setting == "auto" and has_vnni and not has_amx:
         return "the CPU has avx512_vnni"
-    return "NANOCHAT_INT8" if setting == "1" else ""
+    return ""
 
 
 class Matrix:
-    """Matrices of which each row gives an output, below one another, in the format of the activations."""
+    """Matrices of which each row gives an output, below one another, in the activations' format."""
 
-    def __init__(self, kernels: Kernels, masters: Sequence[Tensor], dtype: torch.dtype):
-        """`masters` are (outputs, inputs) each."""
+    def __init__(
+        self,
+        kernels: Kernels,
+        masters: Sequence[Tensor],  # (outputs, inputs) each
+        dtype: torch.dtype,
+    ):
         self.kernels = kernels
-        self.weight = masters[0].new_empty(sum(map(len, masters)), masters[0].size(1), dtype=dtype)
-        for copy, master in zip(self.weight.split([*map(len, masters)]), masters, strict=True):
-            copy.copy_(master)
+        heights = [len(master) for master in masters]
+        inputs = masters[0].size(1)
+        self.weight = masters[0].new_empty(sum(heights), inputs, dtype=dtype)
+        places = self.weight.split(heights)
+        for place, master in zip(places, masters, strict=True):
+            place.copy_(master)
 
     def times(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
-        """All outputs."""
+        """Return all outputs."""
         return x @ self.weight.mT
 
     def squared_relu(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
-        """relu(y)^2 of all outputs y."""
-        return self.kernels.squared_relu(y := self.times(x), y)
+        """Return relu(y)^2 of all outputs y."""
+        y = self.times(x)
+        return self.kernels.squared_relu(y, y)
 
     def back(self, g: Tensor) -> Tensor:  # (N, outputs) -> (N, inputs)
-        """The gradient of x, from the gradient of the outputs."""
+        """Return the gradient of x, from the gradient of the outputs."""
         return g @ self.weight
 
     def slope(
-        self, g: Tensor, x: Tensor
-    ) -> Tensor:  # (N, outputs), (N, inputs) -> (outputs, inputs)
-        """The gradient of the matrices, from the gradient of the outputs."""
+        self,
+        g: Tensor,  # (N, outputs)
+        x: Tensor,  # (N, inputs)
+    ) -> Tensor:  # (outputs, inputs)
+        """Return the gradient of the matrices, from the gradient of the outputs."""
         return g.mT @ x
 
 
 class Matrix8(Matrix):
     """Such matrices in integers of 8 bits, which are made from the masters."""
 
-    def __init__(self, training: Training, masters: Sequence[Tensor]):
+    def __init__(
+        self,
+        training: Training,
+        masters: Sequence[Tensor],  # (outputs, inputs) each
+    ):
         self.training = training
-        # Several ranks gather masters as bf16, and --shard=full frees what it gathered before the gradient is made
-        alone = len(masters) == 1 and masters[0].dtype == torch.float32
-        self.weight = (masters[0] if alone else torch.cat([*masters])).detach().contiguous()
-
-    def times(self, x: Tensor) -> Tensor:
-        """See Matrix.times."""
-        return self.training.product_int8(x, *self._packed)
+        # Several ranks gather masters as bf16, and --shard=full frees what it gathered before the
+        # gradient is made.
+        if len(masters) == 1 and masters[0].dtype == torch.float32:
+            weight = masters[0]
+        else:
+            weight = torch.cat([*masters])
+        self.weight = weight.detach().contiguous()
 
     @functools.cached_property
     def _packed(self) -> tuple[Tensor, Tensor]:
         return self.training.pack_int8(self.weight.float(), back=False)
 
+    def times(self, x: Tensor) -> Tensor:
+        """See Matrix.times."""
+        packed, factors = self._packed
+        return self.training.product_int8(x, packed, factors)
+
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Matrix.squared_relu."""
-        return self.training.product_int8(x, *self._packed, squared=True)
+        packed, factors = self._packed
+        return self.training.product_int8(x, packed, factors, squared=True)
 
     def back(self, g: Tensor) -> Tensor:
         """See Matrix.back."""
-        return self.training.product_int8(
-            g, *self.training.pack_int8(self.weight.float(), back=True)
-        )
+        packed, factors = self.training.pack_int8(self.weight.float(), back=True)
+        return self.training.product_int8(g, packed, factors)
 
     def slope(self, g: Tensor, x: Tensor) -> Tensor:
         """See Matrix.slope."""
@@ -99,9 +123,10 @@ class Matrix8(Matrix):
 
 
 def fits(masters: Sequence[Tensor]) -> bool:
-    """Whether Matrix8 can multiply with these matrices, forward and back."""
+    """Return whether Matrix8 can multiply with these matrices, forward and back."""
     inputs = masters[0].size(1)
-    fills_blocks = sum(map(len, masters)) % OUTPUTS == 0 and inputs % OUTPUTS == 0
-    return fills_blocks and all(
-        master.dtype in (torch.float32, torch.bfloat16) for master in masters
-    )
+    outputs = sum(len(master) for master in masters)
+    if inputs % OUTPUTS or outputs % OUTPUTS:
+        return False
+    formats = {master.dtype for master in masters}
+    return formats <= {torch.float32, torch.bfloat16}

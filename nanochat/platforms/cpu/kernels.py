@@ -1,7 +1,8 @@
-"""Compiles kernels.cpp and training.cpp on this machine, once, and calls what the former compiled to on tensors.
+"""Compiles kernels.cpp and training.cpp on this machine, once, and calls kernels.cpp on tensors.
 
-torch's compiler is not used: its code would check its inputs at every call and has to be compiled for every model. This
-file takes a second or two, serves every model, and is found again by the next process.
+torch's compiler is not used: its code would check its inputs at every call and has to be compiled
+for every model. This file takes a second or two, serves every model, and is found again by the next
+process. Shapes: B batch, T time, H heads, D head dimension, C channels.
 """
 
 import ctypes
@@ -24,6 +25,7 @@ from nanochat.platforms.host import compiler
 CPP = Path(__file__).with_name("cpp")
 SOURCE = CPP / "kernels.cpp"
 TRAINING = CPP / "training.cpp"
+# The headers that both include.
 HEADERS = (
     "common.h",
     "products.h",
@@ -31,8 +33,9 @@ HEADERS = (
     "attention.h",
     "attention_fp32.h",
     "int8.h",
-)  # that they include
-# Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
+)
+# Sums may be reordered, so that vectors compute them. Flags that change how the whole process
+# rounds are not used.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -47,8 +50,8 @@ FLAGS = (
 )
 BLOCK = 64  # outputs of a matrix whose weights lie together, as in products.h
 SECONDS = 120  # that compiling may take
-# The functions: how many pointers, sizes and fp32 numbers each of them takes, in this order. The first size is the
-# number of threads that they may use.
+# How many pointers, sizes and fp32 numbers each function takes, in this order. The first size is
+# the number of threads that it may use.
 FUNCTIONS = {
     "norm": (5, 3, 1),
     "turn": (5, 7, 2),
@@ -60,51 +63,79 @@ FUNCTIONS = {
     "log_total": (2, 3, 0),
     "loss": (4, 4, 1),
 }
+CHECKED = ("attend", "loss")  # functions that return whether their indices were in range
 EPSILON = 2.0**-23  # that torch's RMS norm adds by default
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-def compiled(folder: Path, command: str, source: Path | None = None) -> Path:
-    """The library compiled from `source`, by default SOURCE, and HEADERS, in `folder`, by the compiler `command`. Its
-    name says what it was made from and for which processor. OSError or subprocess.SubprocessError if it cannot be
-    made."""
+# --- compiling -----------------------------------------------------------------------------------
+
+
+def compiled(
+    folder: Path,
+    command: str,
+    source: Path | None = None,
+) -> Path:
+    """Return the library that the compiler `command` made of `source`, by default SOURCE.
+
+    It is compiled into `folder` unless it is there. Its name says what it was made from and for
+    which processor. OSError or subprocess.SubprocessError if it cannot be made.
+    """
     source = source or SOURCE
-    flags = host.cpu_flags()
-    machine_flags = [
-        "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    ]
-    machine_flags += ["-mprefer-vector-width=512"] if "avx512f" in flags else []
-    made_from = repr((command, FLAGS, machine_flags, sorted(flags), host.cpu_model())).encode()
-    made_from += b"".join(path.read_bytes() for path in (source, *(CPP / name for name in HEADERS)))
-    library = folder / f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
-    if not _is_ours(library):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = library.with_name(f".{library.name}-{os.getpid()}")
-        words = [command, *FLAGS, *machine_flags, f"-I{CPP}", str(source), "-o", str(fresh)]
-        subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
-        os.replace(fresh, library)
+    flags = [*FLAGS, *_processor_flags()]
+    digest = _digest(command, flags, source)
+    library = folder / f"{source.stem}-{digest}.so"
+    if _is_ours(library):
+        return library
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = library.with_name(f".{library.name}-{os.getpid()}")
+    words = [command, *flags, f"-I{CPP}", str(source), "-o", str(fresh)]
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
+    os.replace(fresh, library)
     return library
 
 
+def _processor_flags() -> list[str]:
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    flags = ["-march=native" if is_x86 else "-mcpu=native"]
+    if "avx512f" in host.cpu_flags():
+        flags.append("-mprefer-vector-width=512")
+    return flags
+
+
+def _digest(command: str, flags: list[str], source: Path) -> str:
+    """Return a name for what a library is made from, and for the processor that it is made for."""
+    processor = (sorted(host.cpu_flags()), host.cpu_model())
+    content = repr((command, flags, processor)).encode()
+    for name in (source, *HEADERS):
+        content += (CPP / name).read_bytes()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def _is_ours(library: Path) -> bool:
-    """Whether a library is there and was compiled by this user, or by root."""
+    """Return whether a library is there and was compiled by this user, or by root."""
     try:
-        return library.stat().st_uid in (os.geteuid(), 0)
+        owner = library.stat().st_uid
     except FileNotFoundError:
         return False
+    return owner in (os.geteuid(), 0)
 
 
 @functools.cache
 def kernels(folder: Path) -> "Kernels | None":
-    """The kernels of this machine, compiled into `folder` unless they are there; None, and a line that says why, if
-    they cannot be compiled."""
-    library = found(folder, SOURCE)
+    """Return the kernels of this machine, compiled into `folder` unless they are there.
+
+    None, and a line that says why, if they cannot be compiled.
+    """
+    library = library_of(folder, SOURCE)
     return None if library is None else Kernels(library)
 
 
-def found(folder: Path, source: Path) -> ctypes.CDLL | None:
-    """The library of a source, compiled into `folder` unless it is there; None, and a line that says why, if it cannot
-    be compiled."""
+def library_of(folder: Path, source: Path) -> ctypes.CDLL | None:
+    """Return the library of a source, compiled into `folder` unless it is there.
+
+    None, and a line that says why, if it cannot be compiled.
+    """
     command = compiler()
     if command is None:
         log(
@@ -116,41 +147,47 @@ def found(folder: Path, source: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compiled(folder, command, source)))
     except (OSError, subprocess.SubprocessError) as failure:
-        first_line = (getattr(failure, "stderr", None) or str(failure)).strip().splitlines()[:1]
-        warn(
-            tr("small operators stay torch's own, which are slower: {why}", why="".join(first_line))
-        )
+        output = getattr(failure, "stderr", None) or str(failure)
+        first_line = output.strip().partition("\n")[0]
+        warn(tr("small operators stay torch's own, which are slower: {why}", why=first_line))
         return None
 
 
-class Kernels:
-    """The functions of a compiled library. Tensors are on the host, fp32 or bf16, all of one format; nothing has
-    gradients. Each row of a result depends on its own row of the arguments alone."""
+# --- calling -------------------------------------------------------------------------------------
 
-    def __init__(self, loaded: ctypes.CDLL):
+
+class Kernels:
+    """The functions of a compiled library.
+
+    Tensors are on the host, fp32 or bf16, all of one format; nothing has gradients. Each row of a
+    result depends on its own row of the arguments alone.
+    """
+
+    def __init__(self, library: ctypes.CDLL):
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for name, (pointers, sizes, numbers) in FUNCTIONS.items():
             for dtype, suffix in SUFFIXES.items():
-                function = getattr(loaded, f"{name}_{suffix}")
-                function.argtypes = [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
-                function.restype = c_bool if name in ("attend", "loss") else None
+                function = getattr(library, f"{name}_{suffix}")
+                function.argtypes = argument_types(pointers, sizes, numbers)
+                function.restype = c_bool if name in CHECKED else None
                 self._functions[name, dtype] = function
-        self._multiply = getattr(
-            loaded, "multiply_bf16", None
-        )  # only where the processor has AVX512-BF16
+        # These are there only where the processor has AVX512-BF16.
+        self._multiply = getattr(library, "multiply_bf16", None)
         if self._multiply is not None:
-            self._multiply.argtypes, self._multiply.restype = [c_void_p] * 3 + [c_int64] * 3, None
-
-        self._attend_many = getattr(loaded, "attend_many_bf16", None)  # likewise
+            self._multiply.argtypes = argument_types(3, 3, 0)
+            self._multiply.restype = None
+        self._attend_many = getattr(library, "attend_many_bf16", None)
         if self._attend_many is not None:
-            arguments = [c_void_p] * 5 + [c_int64] * 13 + [c_float]
-            self._attend_many.argtypes, self._attend_many.restype = arguments, None
+            self._attend_many.argtypes = argument_types(5, 13, 1)
+            self._attend_many.restype = None
 
-    def takes_many(self, q: Tensor) -> bool:
-        """Whether attend_many() computes with queries (B, T, H, D)."""
-        return (
-            self._attend_many is not None and q.dtype == torch.bfloat16 and q.size(3) % BLOCK == 0
-        )
+    # --- attention -------------------------------------------------------------------------------
+
+    def takes_many(self, q: Tensor) -> bool:  # (B, T, H, D)
+        """Return whether attend_many() computes with queries such as these."""
+        if self._attend_many is None:
+            return False
+        return q.dtype == torch.bfloat16 and q.size(3) % BLOCK == 0
 
     def attend_many(
         self,
@@ -161,14 +198,17 @@ class Kernels:
         window: int,
         scale: float,
     ) -> Tensor:  # (B, T, H, D)
-        """Attend to the key at each query's own place and at most `window` before it; places must be below K."""
+        """Attend to the key at each query's own place and at most `window` keys before it.
+
+        Places must be below K.
+        """
         assert self._attend_many is not None
         B, T, H, D = q.shape
-        q, k, v = (
-            x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v)
-        )
-        y, first = q.new_empty(q.shape), first.contiguous()
-        strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(1))]
+        q = _side_by_side(q)
+        k = _side_by_side(k)
+        v = _side_by_side(v)
+        first = first.contiguous()
+        y = q.new_empty(q.shape)
         self._attend_many(
             q.data_ptr(),
             k.data_ptr(),
@@ -176,7 +216,12 @@ class Kernels:
             first.data_ptr(),
             y.data_ptr(),
             torch.get_num_threads(),
-            *strides,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
             B,
             T,
             H,
@@ -187,34 +232,102 @@ class Kernels:
         )
         return y
 
-    def reads(self, laid_out: Tensor, weight: Tensor, compare: bool = True) -> int | None:
-        """Where a bf16 matrix (outputs, inputs) lies that oneDNN has laid out, if multiply() can read it there: the
-        layout is not documented, so every number is compared. Without `compare`, the layout of the shape is known."""
+    def attend(
+        self,
+        q: Tensor,  # (B, 1, H, D)
+        k: Tensor,  # (B, 1, Hkv, D)
+        v: Tensor,  # (B, 1, Hkv, D)
+        cached_k: Tensor,  # (B, K, Hkv, D), each row contiguous
+        cached_v: Tensor,  # (B, K, Hkv, D)
+        places: Tensor,  # (B, 1) where in its row the new token goes
+        window: int,
+        scale: float,
+    ) -> Tensor:  # (B, 1, H, D)
+        """Write the new keys and values into the cache, then attend to it.
+
+        A query sees the new key and at most `window` keys before it.
+        """
+        B, _, H, D = q.shape
+        K = cached_k.size(1)
+        q = _side_by_side(q)
+        k = _side_by_side(k)
+        v = _side_by_side(v)
+        y = q.new_empty(q.shape)
+        fits = self._functions["attend", q.dtype](
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            cached_k.data_ptr(),
+            cached_v.data_ptr(),
+            places.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            cached_k.stride(0),
+            K,
+            B,
+            H,
+            k.size(2),
+            D,
+            window,
+            scale,
+        )
+        if not fits:
+            raise IndexError(
+                f"a row of the cache has {K:,} places, and a new token goes beyond them"
+            )
+        return y
+
+    # --- products --------------------------------------------------------------------------------
+
+    def reads(
+        self,
+        laid_out: Tensor,  # a bf16 matrix that oneDNN has laid out
+        weight: Tensor,  # (outputs, inputs), the same matrix
+        compare: bool = True,
+    ) -> int | None:
+        """Return where a laid-out matrix lies, if multiply() can read it there.
+
+        The layout is not documented, so every number is compared. Without `compare`, the layout of
+        the shape is known.
+        """
         outputs, inputs = weight.shape
-        if (
-            self._multiply is None
-            or outputs % BLOCK
-            or inputs % 2
-            or not hasattr(torch.ops.mkldnn, "data_ptr")
-        ):
+        if self._multiply is None or outputs % BLOCK or inputs % 2:
             return None
-        place, size = torch.ops.mkldnn.data_ptr(laid_out), torch.ops.mkldnn._nbytes(laid_out)
+        if not hasattr(torch.ops.mkldnn, "data_ptr"):
+            return None
+        place = torch.ops.mkldnn.data_ptr(laid_out)
+        size = torch.ops.mkldnn._nbytes(laid_out)
         if size != weight.numel() * weight.element_size():
             return None
         if not compare:
             return place
-        packed = torch.frombuffer((ctypes.c_char * size).from_address(place), dtype=weight.dtype)
-        blocks = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
-        return place if torch.equal(packed.view(blocks.shape), blocks) else None
+        blocks = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2)
+        expected = blocks.transpose(1, 2)
+        memory = (ctypes.c_char * size).from_address(place)
+        actual = torch.frombuffer(memory, dtype=weight.dtype)
+        return place if torch.equal(actual.view(expected.shape), expected) else None
 
     def multiply(
-        self, x: Tensor, place: int, outputs: int
-    ) -> Tensor:  # (..., inputs) -> (..., outputs), bf16
-        """x times the transpose of the matrix at a place that reads() gave; for few rows, and on one thread."""
-        x, inputs = x.contiguous(), x.size(-1)
+        self,
+        x: Tensor,  # (..., inputs) bf16
+        place: int,
+        outputs: int,
+    ) -> Tensor:  # (..., outputs)
+        """Return x times the transpose of the matrix at a place that reads() gave.
+
+        It is for few rows, and on one thread.
+        """
+        x = x.contiguous()
+        inputs = x.size(-1)
+        rows = x.numel() // inputs
         y = x.new_empty(*x.shape[:-1], outputs)
-        self._multiply(x.data_ptr(), place, y.data_ptr(), x.numel() // inputs, outputs, inputs)  # type: ignore[misc]
+        self._multiply(x.data_ptr(), place, y.data_ptr(), rows, outputs, inputs)  # type: ignore[misc]
         return y
+
+    # --- small operators -------------------------------------------------------------------------
 
     def norm(
         self,
@@ -223,15 +336,18 @@ class Kernels:
         epsilon: float,
         added: Tensor | None = None,  # (..., C)
     ) -> tuple[Tensor, Tensor]:  # (..., C) twice
-        """RMS norm of x + added, times the weight, and x + added."""
+        """Return the RMS norm of x + added, times the weight, and x + added."""
         x = x.contiguous()
-        added = None if added is None else added.contiguous()
-        y, total = torch.empty_like(x), x if added is None else torch.empty_like(x)
+        y = torch.empty_like(x)
+        total = x
+        if added is not None:
+            added = added.contiguous()
+            total = torch.empty_like(x)
         channels = x.size(-1)
         self._functions["norm", x.dtype](
             x.data_ptr(),
-            None if added is None else added.data_ptr(),
-            None if weight is None else weight.data_ptr(),
+            address(added),
+            address(weight),
             total.data_ptr(),
             y.data_ptr(),
             torch.get_num_threads(),
@@ -250,16 +366,20 @@ class Kernels:
         epsilon: float,
         sharpen: float = 1.0,
     ) -> Tensor:  # (B, T, H, D)
-        """RMS norm over D, times the weight and `sharpen`, with the first R channels rotated."""
+        """Return the RMS norm over D, times the weight and `sharpen`, first R channels rotated."""
         B, T, H, D = x.shape
         stride = x.stride(1)
-        if x.stride(3) != 1 or x.stride(2) != D or (B > 1 and x.stride(0) != T * stride):
-            x, stride = x.contiguous(), H * D
-        cos, sin, y = cos.contiguous(), sin.contiguous(), x.new_empty(x.shape)
+        has_even_rows = B == 1 or x.stride(0) == T * stride
+        if x.stride(3) != 1 or x.stride(2) != D or not has_even_rows:
+            x = x.contiguous()
+            stride = H * D
+        cos = cos.contiguous()
+        sin = sin.contiguous()
+        y = x.new_empty(x.shape)
         half = cos.size(-1)
         self._functions["turn", x.dtype](
             x.data_ptr(),
-            None if weight is None else weight.data_ptr(),
+            address(weight),
             cos.data_ptr(),
             sin.data_ptr(),
             y.data_ptr(),
@@ -275,73 +395,46 @@ class Kernels:
         )
         return y
 
-    def attend(
-        self,
-        q: Tensor,  # (B, 1, H, D)
-        k: Tensor,  # (B, 1, Hkv, D)
-        v: Tensor,  # (B, 1, Hkv, D)
-        held_k: Tensor,  # (B, T, Hkv, D) of the cache, each row contiguous
-        held_v: Tensor,  # (B, T, Hkv, D)
-        places: Tensor,  # (B, 1) where in its row the new token goes
-        window: int,
-        scale: float,
-    ) -> Tensor:  # (B, 1, H, D)
-        """Write the new keys and values into the cache, then attend to the new key and at most `window` before it."""
-        B, _, H, D = q.shape
-        q, k, v = (
-            x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v)
-        )
-        y = q.new_empty(q.shape)
-        written = self._functions["attend", q.dtype](
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            held_k.data_ptr(),
-            held_v.data_ptr(),
-            places.data_ptr(),
+    def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
+        """Return silu of the first half of the channels, times the second half."""
+        x = x.contiguous()
+        width = x.size(-1) // 2
+        y = x.new_empty(*x.shape[:-1], width)
+        rows = y.numel() // width
+        self._functions["swiglu", x.dtype](
+            x.data_ptr(),
             y.data_ptr(),
             torch.get_num_threads(),
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            held_k.stride(0),
-            held_k.size(1),
-            B,
-            H,
-            k.size(2),
-            D,
-            window,
-            scale,
-        )
-        if not written:
-            raise IndexError(
-                f"a row of the cache has {held_k.size(1):,} places, and a new token goes beyond them"
-            )
-        return y
-
-    def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
-        """silu of the first half of the channels, times the second half."""
-        x, width = x.contiguous(), x.size(-1) // 2
-        y = x.new_empty(*x.shape[:-1], width)
-        self._functions["swiglu", x.dtype](
-            x.data_ptr(), y.data_ptr(), torch.get_num_threads(), y.numel() // width, width
+            rows,
+            width,
         )
         return y
 
     def squared_relu(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """relu(x)^2, written to `y` if it is given; `y` may be `x` then, and both are contiguous."""
+        """Return relu(x)^2, written to `y` if there is one.
+
+        `y` may be `x`, and both are contiguous then.
+        """
         x = x.contiguous()
         y = torch.empty_like(x) if y is None else y
         self._functions["squared_relu", x.dtype](
-            x.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel()
+            x.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            x.numel(),
         )
         return y
 
     def mix(
-        self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor
-    ) -> Tensor:  # (..., C) twice, () twice
-        """a x + b x0."""
-        x, x0 = x.contiguous(), x0.contiguous()
+        self,
+        x: Tensor,  # (..., C)
+        x0: Tensor,  # (..., C)
+        a: Tensor,  # ()
+        b: Tensor,  # ()
+    ) -> Tensor:
+        """Return a x + b x0."""
+        x = x.contiguous()
+        x0 = x0.contiguous()
         y = torch.empty_like(x)
         self._functions["mix", x.dtype](
             x.data_ptr(),
@@ -354,24 +447,37 @@ class Kernels:
         )
         return y
 
+    # --- logits ----------------------------------------------------------------------------------
+
     def softcap(
-        self, x: Tensor, cap: float
-    ) -> Tensor:  # (..., V), whose rows may be parts of longer ones -> fp32
-        """cap tanh(x / cap)."""
-        flat = x.flatten(0, -2)
-        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        self,
+        x: Tensor,  # (..., V), whose rows may be parts of longer ones
+        cap: float,
+    ) -> Tensor:  # (..., V) fp32
+        """Return cap tanh(x / cap)."""
+        rows = x.flatten(0, -2)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         y = x.new_empty(x.shape, dtype=torch.float32)
         self._functions["softcap", x.dtype](
-            flat.data_ptr(), y.data_ptr(), torch.get_num_threads(), *flat.shape, flat.stride(0), cap
+            rows.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            *rows.shape,
+            rows.stride(0),
+            cap,
         )
         return y
 
     def log_totals(self, x: Tensor) -> Tensor:  # (B, V) -> (B,) fp32
-        """The logarithm of the sum of each row's exponentials."""
+        """Return the logarithm of the sum of each row's exponentials."""
         x = x.contiguous()
         y = x.new_empty(x.size(0), dtype=torch.float32)
         self._functions["log_total", x.dtype](
-            x.data_ptr(), y.data_ptr(), torch.get_num_threads(), *x.shape
+            x.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            *x.shape,
         )
         return y
 
@@ -383,10 +489,14 @@ class Kernels:
         vocab: int,
         cap: float,  # of the softcap; 0: none
     ) -> Tensor:  # ()
-        """The weighted sum of the cross-entropies of rows of logits, of which the first `vocab` count."""
-        targets, weights = targets.contiguous(), weights.contiguous()
+        """Return the weighted sum of the cross-entropies of rows of logits.
+
+        The first `vocab` logits of a row count.
+        """
+        targets = targets.contiguous()
+        weights = weights.contiguous()
         losses = torch.empty_like(weights)
-        status = self._functions["loss", logits.dtype](
+        are_valid = self._functions["loss", logits.dtype](
             logits.data_ptr(),
             targets.data_ptr(),
             weights.data_ptr(),
@@ -396,6 +506,23 @@ class Kernels:
             vocab,
             cap,
         )
-        if not status:
+        if not are_valid:
             raise IndexError(f"a target is not one of the {vocab:,} tokens of the vocabulary")
         return losses.sum()
+
+
+def argument_types(pointers: int, sizes: int, numbers: int) -> list[Any]:
+    """Return the types of a function's arguments, in the order of FUNCTIONS."""
+    return [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Return where a tensor lies; None where there is none."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
+    """Return the tensor, or a copy, in which the heads of a token lie side by side."""
+    if x.stride(3) == 1 and x.stride(2) == x.size(3):
+        return x
+    return x.contiguous()

@@ -1,8 +1,12 @@
-"""How CPUs compute what models ask for: with C++ kernels, oneDNN's layout of matrices, and blocked attention."""
+"""How CPUs compute what models ask for.
+
+C++ kernels, oneDNN's layout of matrices, and blocked attention. Shapes: B batch, T time, H heads, D
+head dimension, C channels.
+"""
 
 import functools
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +25,16 @@ from nanochat.platforms.cpu.gradients import Trained
 from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
+from nanochat.platforms.together import empty_weight
 
-# Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
-DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
-FEW_ROWS = (
-    32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
-)
+# Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many
+# numbers in all keys.
+DECODED_KEYS = 256
+DECODED_NUMBERS = 1 << 24
+# Rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
+FEW_ROWS = 32
 MEASURED = {"avx512f", "avx2"}  # on which kernels beat torch's compiler
-LOGIT_ROWS = 256  # of which the head's integers are worth making
+LOGIT_ROWS = 256  # for fewer, making integers of the head takes longer than it saves
 MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
 
 
@@ -36,129 +42,205 @@ class _Packed:
     """A bf16 matrix in the layout of oneDNN."""
 
     def __init__(
-        self, weight: Tensor, kernels: Kernels | None, compared: set[torch.Size] | None = None
+        self,
+        weight: Tensor,  # (outputs, inputs)
+        kernels: Kernels | None,
+        compared: set[torch.Size] | None = None,  # gathers shapes whose layout is as expected
     ):
-        """`weight` is (outputs, inputs). `compared` gathers the shapes whose layout is known to be as expected."""
-        weight, compared = weight.detach(), set() if compared is None else compared
-        self._shape, self._kernels = weight.shape, kernels
+        weight = weight.detach()
+        compared = set() if compared is None else compared
+        self._shape = weight.shape
+        self._kernels = kernels
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        compare = weight.shape not in compared
-        self._place = (
-            None if kernels is None else kernels.reads(self._laid_out, weight.contiguous(), compare)
-        )
+        self._place: int | None = None
+        if kernels is not None:
+            compare = weight.shape not in compared
+            self._place = kernels.reads(self._laid_out, weight.contiguous(), compare)
         if self._place is not None:
             compared.add(weight.shape)
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Multiply x (..., inputs); fills the slot `multiply` of a Linear, whose weight is not needed."""
-        if (
-            self._place is not None
-            and x.numel() <= FEW_ROWS * self._shape[1]
-            and torch.get_num_threads() == 1
-        ):
+        """Multiply x (..., inputs).
+
+        This fills the slot `multiply` of a Linear, whose weight is not needed.
+        """
+        outputs, inputs = self._shape
+        has_few_rows = x.numel() <= FEW_ROWS * inputs
+        if self._place is not None and has_few_rows and torch.get_num_threads() == 1:
             assert self._kernels is not None
-            return self._kernels.multiply(x, self._place, self._shape[0])
+            return self._kernels.multiply(x, self._place, outputs)
         return self._multiply(x, self._laid_out, None, "none", [], "")
 
 
 class CpuOperations(Operations):
-    """C++ kernels where they can be compiled, with and without gradients, else plain torch; and blocked attention in
-    bf16 models that torch.compile compiles, where it takes less than half the time."""
+    """C++ kernels where they can be compiled, with and without gradients, else plain torch.
+
+    bf16 models that torch.compile compiles have blocked attention, which takes less than half the
+    time there.
+    """
 
     loss_logits = 1 << 24
     # malloc keeps buffers of this size; larger ones take three to four times as long
     capped_logits = 1 << 21
     skips_masked = True
 
-    def __init__(self, stacks_matrices: bool = True, compiles: bool = True, int8: str = ""):
-        """`compiles`: models that are held or trained use C++ kernels, which are compiled at their first use. `int8`:
-        why these multiply activations of bf16 in integers of 8 bits in training, "" if they do not; see int8.py."""
+    def __init__(
+        self,
+        stacks_matrices: bool = True,
+        compiles: bool = True,
+        int8: str = "",
+    ):
+        """Compile nothing yet: `compiles` says whether C++ kernels are compiled at their first use.
+
+        `int8` is why training multiplies bf16 activations in integers of 8 bits, "" if it does not;
+        see int8.py.
+        """
         super().__init__(stacks_matrices)
         self.fuses_layers = compiles
-        self._compiles, self._int8 = compiles, int8
+        self._compiles = compiles
+        self._int8 = int8
         self._kernels: Kernels | None = None  # once a model is served
-        self._compared: set[torch.Size] = (
-            set()
-        )  # shapes of matrices whose layout needs no second look
+        # Shapes of matrices whose layout needs no second look.
+        self._compared: set[torch.Size] = set()
+
+    # --- which kernels ---------------------------------------------------------------------------
 
     @functools.cached_property
     def _library(self) -> Kernels | None:
-        """The kernels of this machine, or None if they cannot or shall not be compiled. Looked for once: a loss asks in
-        every pass."""
-        return kernels(host.use_compile_cache(base_dir())) if self._compiles else None
+        """The kernels of this machine; None if they cannot or shall not be compiled.
+
+        They are looked for once, because a loss asks in every pass.
+        """
+        if not self._compiles:
+            return None
+        return kernels(host.use_compile_cache(base_dir()))
 
     @functools.cached_property
     def _trained(self) -> Trained | None:
-        """The kernels of training on this machine, or None if they cannot or shall not be compiled. Passes without
-        gradients do not use them, so that a validation rounds alike before and after the first step of training."""
-        kernels = (
-            training(host.use_compile_cache(base_dir())) if self._library is not None else None
-        )
-        if self._library is None or kernels is None:
+        """The kernels of training on this machine; None if they cannot or shall not be compiled.
+
+        Passes without gradients do not use them, so that a validation rounds alike before and after
+        the first step of training.
+        """
+        if self._library is None:
             return None
-        return Trained(self._library, kernels, bool(self._int8))
+        gradient_kernels = training(host.use_compile_cache(base_dir()))
+        if gradient_kernels is None:
+            return None
+        return Trained(self._library, gradient_kernels, bool(self._int8))
 
     def _train(self, *tensors: Tensor) -> Trained | None:
-        """The kernels of training, if gradients are wanted and the kernels can compute with these tensors."""
+        """The kernels of training, if gradients are on and the kernels can read these tensors."""
         if is_compiling() or not torch.is_grad_enabled():
             return None
         dtype = tensors[0].dtype
-        return (
-            self._trained
-            if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors)
-            else None
-        )
+        if dtype not in SUFFIXES:
+            return None
+        for x in tensors:
+            if x.dtype != dtype or not x.is_cpu:
+                return None
+        return self._trained
+
+    def _fast(self, *tensors: Tensor) -> Kernels | None:
+        """The kernels of inference, if the model is served and they can read these tensors."""
+        if is_compiling():  # compiled code must not watch _kernels
+            return None
+        if self._kernels is None or torch.is_grad_enabled():
+            return None
+        dtype = tensors[0].dtype
+        if dtype not in SUFFIXES:
+            return None
+        for x in tensors:
+            if x.dtype != dtype:
+                return None
+        return self._kernels
+
+    # --- what a user is told ---------------------------------------------------------------------
 
     def coarser(self, dtype: torch.dtype) -> str:
         """See Operations.coarser. Products in 8 bits need the kernels of training."""
-        wants_int8 = self._compiles and self._int8 and dtype == torch.bfloat16
-        return f"int8 ({self._int8})" if wants_int8 and self._trained is not None else ""
+        if not self._compiles or not self._int8 or dtype != torch.bfloat16:
+            return ""
+        if self._trained is None:
+            return ""
+        return f"int8 ({self._int8})"
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""
-        if (
-            dtype not in SUFFIXES
-            or not MEASURED & host.cpu_flags()
-            or (use := self._trained) is None
-        ):
+        if dtype not in SUFFIXES or not MEASURED & host.cpu_flags():
             return ""
-        if dtype == torch.bfloat16 and not use.training.takes(
-            torch.empty(1, 1, 1, head_dim, dtype=dtype)
-        ):
+        use = self._trained
+        if use is None:
             return ""
+        if dtype == torch.bfloat16:
+            query = torch.empty(1, 1, 1, head_dim, dtype=dtype)
+            if not use.training.takes(query):
+                return ""
         return "kernels in C++ make an uncompiled step at least as fast"
+
+    # --- serving ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def serve(self, model: nn.Module) -> None:
-        """See Operations.serve. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
-        multiplied in half the time, at the speed of the memory, with the same result up to rounding. fp32 stays as it
-        is, since there the rounding would depend on how many rows are multiplied together. From here on whatever is
-        computed without gradients uses compiled kernels for small operators."""
+        """See Operations.serve.
+
+        A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
+        multiplied in half the time, at the speed of the memory, with the same result up to
+        rounding. fp32 stays as it is, since there the rounding would depend on how many rows are
+        multiplied together. From here on whatever is computed without gradients uses compiled
+        kernels for small operators.
+        """
         self._kernels = self._library
         for module in model.modules():
-            if (settle := getattr(module, "settle", None)) is not None:
+            settle = getattr(module, "settle", None)
+            if settle is not None:
                 settle()
-        if (
-            not torch.backends.mkldnn.is_available()
-            or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        ):
+        if not torch.backends.mkldnn.is_available():
+            return
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return
         pack = functools.partial(_Packed, kernels=self._kernels, compared=self._compared)
         for module in model.modules():
-            if (join := getattr(module, "join", None)) is not None:
+            join = getattr(module, "join", None)
+            if join is not None:
                 join(pack, torch.bfloat16)
-            weight = getattr(module, "weight", None)
-            if not hasattr(module, "multiply") or not isinstance(weight, nn.Parameter):
+            if not _can_be_packed(module):
                 continue
-            if module.multiply is not None:
-                continue  # it multiplies another way already
-            if weight.dtype != torch.bfloat16 or not weight.numel():
-                continue
-            setattr(module, "multiply", pack(weight))  # noqa: B010 - not an attribute of every module
+            weight = cast(nn.Parameter, module.weight)
+            cast(Any, module).multiply = pack(weight)
             if isinstance(module, Linear) and not isinstance(module, Head):
                 # The weights of heads and vocabularies are read otherwise too
-                module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+                empty_weight(module)
+
+    # --- norms -----------------------------------------------------------------------------------
+
+    def norm(self, x: Tensor) -> Tensor:
+        """See Operations.norm."""
+        use = self._train(x)
+        if use is not None:
+            return gradients.Norm.apply(use, x, None)[0]
+        kernels = self._fast(x)
+        if kernels is None:
+            return super().norm(x)
+        return kernels.norm(x, None, EPSILON)[0]
+
+    def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.norm_and_keep."""
+        use = self._train(x)
+        if use is None:
+            return super().norm_and_keep(x)
+        return gradients.Norm.apply(use, x, None)
+
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.add_norm."""
+        use = self._train(x, y)
+        if use is not None:
+            return gradients.Norm.apply(use, x, y)
+        kernels = self._fast(x, y)
+        if kernels is None:
+            return super().add_norm(x, y)
+        return kernels.norm(x, None, EPSILON, y)
 
     def weighted_norm(
         self,
@@ -166,93 +248,44 @@ class CpuOperations(Operations):
         weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
         epsilon: float,
     ) -> Tensor:
-        """See Operations.weighted_norm. Without gradients the operators are called one by one, which costs less."""
-        if weight.dim() == 1 and (kernels := self._fast(x)) is not None:
+        """See Operations.weighted_norm.
+
+        Without gradients the operators are called one by one, which costs less.
+        """
+        kernels = self._fast(x) if weight.dim() == 1 else None
+        if kernels is not None:
             return kernels.norm(x, weight, epsilon)[0]
         if torch.is_grad_enabled():
             return super().weighted_norm(x, weight, epsilon)
         wide = F.rms_norm(x.float(), (x.size(-1),), eps=epsilon)
         return wide.mul_(weight).to(x.dtype)
 
-    def _fast(self, *tensors: Tensor) -> Kernels | None:
-        """The compiled kernels, if they can compute with these tensors."""
-        if (
-            is_compiling() or self._kernels is None or torch.is_grad_enabled()
-        ):  # compiled code must not watch _kernels
-            return None
-        dtype = tensors[0].dtype
-        return (
-            self._kernels if dtype in SUFFIXES and all(x.dtype == dtype for x in tensors) else None
-        )
-
-    def norm(self, x: Tensor) -> Tensor:
-        """See Operations.norm."""
-        if (use := self._train(x)) is not None:
-            return gradients.Norm.apply(use, x, None)[0]
-        kernels = self._fast(x)
-        return super().norm(x) if kernels is None else kernels.norm(x, None, EPSILON)[0]
-
-    def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operations.norm_and_keep."""
-        use = self._train(x)
-        return super().norm_and_keep(x) if use is None else gradients.Norm.apply(use, x, None)
-
-    def smear(
-        self, x: Tensor, before: Tensor | None, gate: nn.Module, smear_lambda: Tensor
-    ) -> Tensor:
-        """See Operations.smear."""
-        if before is not None or not _own(gate) or (use := self._train(x)) is None:
-            return super().smear(x, before, gate, smear_lambda)
-        return gradients.Smear.apply(use, x, gate.weight[0], smear_lambda)
-
-    def offset_keys(self, k: Tensor) -> Tensor:
-        """See Operations.offset_keys."""
-        use = self._train(k)
-        return super().offset_keys(k) if use is None else gradients.Offset.apply(use, k)
-
-    def backout(self, x: Tensor, middle: Tensor, share: Tensor) -> Tensor:
-        """See Operations.backout."""
-        if (use := self._train(x, middle)) is None:
-            return super().backout(x, middle, share)
-        return gradients.Mix.apply(use, x, middle, x.new_ones(()), -share.to(x.dtype))[0]
-
-    def mlp(
-        self, x: Tensor, into: nn.Module, out: nn.Module, cast_weights: Sequence[Tensor | None]
-    ) -> Tensor:
-        """See Operations.mlp."""
-        if not (_own(into) and _own(out)) or (use := self._train(x)) is None:
-            return super().mlp(x, into, out, cast_weights)
-        return gradients.SquaredReluMlp.apply(use, x, into.weight, out.weight)
-
-    def project(self, x: Tensor, matrix: nn.Module, cast_weight: Tensor | None) -> Tensor:
-        """See Operations.project."""
-        if not _own(matrix) or (use := self._train(x)) is None:
-            return super().project(x, matrix, cast_weight)
-        return gradients.Product.apply(use, x, matrix.weight)
-
-    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operations.add_norm."""
-        if (use := self._train(x, y)) is not None:
-            return gradients.Norm.apply(use, x, y)
-        kernels = self._fast(x, y)
-        return super().add_norm(x, y) if kernels is None else kernels.norm(x, None, EPSILON, y)
-
     def add_weighted_norm(
-        self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float
+        self,
+        x: Tensor,  # (..., C)
+        y: Tensor,  # (..., C)
+        weight: Tensor,  # (C,) fp32
+        epsilon: float,
     ) -> tuple[Tensor, Tensor]:
         """See Operations.add_weighted_norm."""
         kernels = self._fast(x, y)
-        return (
-            super().add_weighted_norm(x, y, weight, epsilon)
-            if kernels is None
-            else kernels.norm(x, weight, epsilon, y)
-        )
+        if kernels is None:
+            return super().add_weighted_norm(x, y, weight, epsilon)
+        return kernels.norm(x, weight, epsilon, y)
+
+    # --- heads -----------------------------------------------------------------------------------
 
     def normed_heads(
-        self, x: Tensor, weight: Tensor, epsilon: float, cos: Tensor, sin: Tensor
+        self,
+        x: Tensor,  # (B, T, H, D)
+        weight: Tensor,  # (H, D) fp32
+        epsilon: float,
+        cos: Tensor,
+        sin: Tensor,
     ) -> Tensor:
         """See Operations.normed_heads."""
-        if (kernels := self._fast(x, cos)) is None:
+        kernels = self._fast(x, cos)
+        if kernels is None:
             return super().normed_heads(x, weight, epsilon, cos, sin)
         return kernels.turn(x, weight, cos, sin, epsilon)
 
@@ -266,38 +299,20 @@ class CpuOperations(Operations):
         sharpen: float,
         joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations.heads. Rotating keeps the norm of a head, so it does not matter what comes first."""
-        if (trained := self._trained_heads(x, matrices, head_dim, cos, sin, sharpen)) is not None:
+        """See Operations.heads.
+
+        Rotating keeps the norm of a head, so it does not matter what comes first.
+        """
+        trained = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen)
+        if trained is not None:
             return trained
-        if (kernels := self._fast(x, cos)) is None:
+        kernels = self._fast(x, cos)
+        if kernels is None:
             return super().heads(x, matrices, head_dim, cos, sin, sharpen, joined_weight)
         q, k, v = multiplied(x, matrices, head_dim)
-        q, k = (kernels.turn(head, None, cos, sin, EPSILON, sharpen) for head in (q, k))
+        q = kernels.turn(q, None, cos, sin, EPSILON, sharpen)
+        k = kernels.turn(k, None, cos, sin, EPSILON, sharpen)
         return q, k, v
-
-    def _trained_heads(
-        self,
-        x: Tensor,
-        matrices: Matrices,
-        head_dim: int,
-        cos: Tensor,
-        sin: Tensor,
-        sharpen: float,
-        gate: nn.Module | None = None,
-        value: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """heads(), or gated_heads(), by the kernels of training; None if they do not take part."""
-        if callable(matrices) or not all(map(_own, (*matrices, *([] if gate is None else [gate])))):
-            return None
-        if (
-            head_dim != 2 * cos.size(-1)
-            or (use := self._train(x, cos, sin, *([] if value is None else [value]))) is None
-        ):
-            return None
-        weights = [matrix.weight for matrix in matrices]
-        return gradients.Heads.apply(
-            use, x, cos, sin, sharpen, None if gate is None else gate.weight, value, *weights
-        )
 
     def gated_heads(
         self,
@@ -312,53 +327,164 @@ class CpuOperations(Operations):
         cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations.gated_heads."""
-        heads = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen, gate, value)
-        return heads or super().gated_heads(
-            x, matrices, gate, value, head_dim, cos, sin, sharpen, cast_weights
+        trained = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen, gate, value)
+        if trained is not None:
+            return trained
+        return super().gated_heads(
+            x,
+            matrices,
+            gate,
+            value,
+            head_dim,
+            cos,
+            sin,
+            sharpen,
+            cast_weights,
         )
 
-    def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operations.mix."""
-        if (use := self._train(x, x0, a, b)) is not None:
-            return gradients.Mix.apply(use, x, x0, a, b)
-        kernels = self._fast(x, x0, a, b)
-        return super().mix(x, x0, a, b) if kernels is None else (kernels.mix(x, x0, a, b), x0)
+    def _trained_heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Matrices,
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        sharpen: float,
+        gate: nn.Module | None = None,
+        value: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return heads(), or gated_heads(), by the kernels of training; None if they take no part."""
+        if callable(matrices) or head_dim != 2 * cos.size(-1):
+            return None
+        if not all(map(_own, matrices)):
+            return None
+        if gate is not None and not _own(gate):
+            return None
+        inputs = (x, cos, sin) if value is None else (x, cos, sin, value)
+        use = self._train(*inputs)
+        if use is None:
+            return None
+        gate_weight = None if gate is None else gate.weight
+        weights = [matrix.weight for matrix in matrices]
+        return gradients.Heads.apply(use, x, cos, sin, sharpen, gate_weight, value, *weights)
 
-    def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See Operations.square_sums."""
-        if self._trained is None or not all(
-            g.dtype == torch.float32 and g.is_contiguous() for g in gradients
-        ):
-            return super().square_sums(gradients)
-        return self._trained.training.square_sums(gradients)
+    def offset_keys(self, k: Tensor) -> Tensor:
+        """See Operations.offset_keys."""
+        use = self._train(k)
+        if use is None:
+            return super().offset_keys(k)
+        return gradients.Offset.apply(use, k)
+
+    def project(
+        self,
+        x: Tensor,  # (..., inputs)
+        matrix: nn.Module,
+        cast_weight: Tensor | None,
+    ) -> Tensor:
+        """See Operations.project."""
+        use = self._train(x) if _own(matrix) else None
+        if use is None:
+            return super().project(x, matrix, cast_weight)
+        return gradients.Product.apply(use, x, matrix.weight)
+
+    # --- the rest of a layer ---------------------------------------------------------------------
+
+    def mlp(
+        self,
+        x: Tensor,  # (..., C)
+        into: nn.Module,
+        out: nn.Module,
+        cast_weights: Sequence[Tensor | None],
+    ) -> Tensor:
+        """See Operations.mlp."""
+        use = self._train(x) if _own(into) and _own(out) else None
+        if use is None:
+            return super().mlp(x, into, out, cast_weights)
+        return gradients.SquaredReluMlp.apply(use, x, into.weight, out.weight)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""
         kernels = self._fast(x)
-        return super().squared_relu(x) if kernels is None else kernels.squared_relu(x)
+        if kernels is None:
+            return super().squared_relu(x)
+        return kernels.squared_relu(x)
 
     def swiglu(self, x: Tensor) -> Tensor:
         """See Operations.swiglu."""
         kernels = self._fast(x)
-        return super().swiglu(x) if kernels is None else kernels.swiglu(x)
+        if kernels is None:
+            return super().swiglu(x)
+        return kernels.swiglu(x)
+
+    # --- between layers --------------------------------------------------------------------------
+
+    def smear(
+        self,
+        x: Tensor,  # (B, T, C)
+        previous: Tensor | None,
+        gate: nn.Module,
+        smear_lambda: Tensor,  # (1,) fp32
+    ) -> Tensor:
+        """See Operations.smear."""
+        use = self._train(x) if previous is None and _own(gate) else None
+        if use is None:
+            return super().smear(x, previous, gate, smear_lambda)
+        gate_weight = cast(Linear, gate).weight[0]
+        return gradients.Smear.apply(use, x, gate_weight, smear_lambda)
+
+    def mix(
+        self,
+        x: Tensor,  # (B, T, C)
+        x0: Tensor,  # (B, T, C)
+        a: Tensor,  # ()
+        b: Tensor,  # ()
+    ) -> tuple[Tensor, Tensor]:
+        """See Operations.mix."""
+        use = self._train(x, x0, a, b)
+        if use is not None:
+            return gradients.Mix.apply(use, x, x0, a, b)
+        kernels = self._fast(x, x0, a, b)
+        if kernels is None:
+            return super().mix(x, x0, a, b)
+        return kernels.mix(x, x0, a, b), x0
+
+    def backout(
+        self,
+        x: Tensor,  # (B, T, C)
+        middle: Tensor,  # (B, T, C)
+        share: Tensor,  # (1,) fp32
+    ) -> Tensor:
+        """See Operations.backout."""
+        use = self._train(x, middle)
+        if use is None:
+            return super().backout(x, middle, share)
+        all_of_x = x.new_ones(())
+        remainder, _ = gradients.Mix.apply(use, x, middle, all_of_x, -share.to(x.dtype))
+        return remainder
+
+    # --- logits and loss -------------------------------------------------------------------------
 
     def softcap(self, logits: Tensor) -> Tensor:
         """See Operations.softcap."""
         kernels = self._fast(logits)
-        return super().softcap(logits) if kernels is None else kernels.softcap(logits, SOFTCAP)
+        if kernels is None:
+            return super().softcap(logits)
+        return kernels.softcap(logits, SOFTCAP)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
         """See Operations.log_totals."""
         kernels = self._fast(logits)
-        return None if kernels is None else kernels.log_totals(logits)
+        if kernels is None:
+            return None
+        return kernels.log_totals(logits)
 
     def loss(
         self,
-        x: Tensor,
-        head: Tensor,
-        targets: Tensor,
+        x: Tensor,  # (N, C)
+        head: Tensor,  # (V', C)
+        targets: Tensor,  # (N,)
         vocab: int,
-        weights: Tensor | None,
+        weights: Tensor | None,  # (N,)
         chunk: int,
         capped: bool = True,
     ) -> Tensor:
@@ -367,22 +493,93 @@ class CpuOperations(Operations):
         if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
             return chunked_loss(x, head, targets, vocab, weights, chunk, capped)
         multiply = None
-        use = self._train(x)
-        # For few rows, making integers of the head would take longer than it saves
-        if capped and use is not None and len(x) >= LOGIT_ROWS and use.takes_int8([head], x):
+        use = self._train(x) if capped and len(x) >= LOGIT_ROWS else None
+        if use is not None and use.takes_int8([head], x):
             multiply = use.matrix([head], x).times
-        scale = token_weights(targets, weights)
         return gradients.Loss.apply(
             x,
             head,
             targets,
-            scale,
+            token_weights(targets, weights),
             vocab,
             min(chunk, x.size(0)),
             SOFTCAP if capped else 0.0,
             self._library.loss,
             multiply,
         )
+
+    def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See Operations.square_sums."""
+        if self._trained is None:
+            return super().square_sums(gradients)
+        for gradient in gradients:
+            if gradient.dtype != torch.float32 or not gradient.is_contiguous():
+                return super().square_sums(gradients)
+        return self._trained.training.square_sums(gradients)
+
+    # --- attention -------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See PlainAttention.attend."""
+        B, _, H, D = q.shape
+        factor = D**-0.5 if scale is None else scale
+        use = self._train(q, k, v)
+        if use is not None and use.training.takes(q):
+            return gradients.Attention.apply(use, q, k, v, window, factor)
+        kernels = self._fast(q, k, v)
+        if kernels is not None and _many(q, kernels):
+            first = torch.zeros(B, dtype=torch.long)
+            return kernels.attend_many(q, k, v, first, window, factor)
+        is_grouped = k.size(2) != H
+        if is_compiling() and q.dtype == torch.bfloat16 and not is_grouped:
+            return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
+        return super().attend(q, k, v, window, scale)
+
+    def masked(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D)
+        v: Tensor,  # (B, K, Hkv, D)
+        visible: Tensor,  # (B, 1, T, K)
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See PlainAttention.masked.
+
+        In bf16, torch's operator multiplies a single query number by number, which takes 2 to 10
+        times as long as what is done instead: heads that share their keys become queries of one
+        head, and others become two products for each row. With gradients, products take less than
+        half the time of torch's operator with a mask.
+        """
+        B, T, H, D = q.shape
+        K = k.size(1)
+        Hkv = k.size(2)
+        group = H // Hkv
+        if not q.dtype == k.dtype == torch.bfloat16:
+            return super().masked(q, k, v, visible, scale)
+        if T > 1:
+            if q.requires_grad and group == 1:
+                return by_products(q, k, v, visible, scale)
+            return super().masked(q, k, v, visible, scale)
+        if group == 1 and B * K >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
+            return one_query(q, k, v, visible, scale)
+        queries = q.reshape(B, Hkv, group, D)
+        if group == 1:  # twice, since a single one would be multiplied number by number
+            queries = queries.expand(-1, -1, 2, -1)
+        y = F.scaled_dot_product_attention(
+            queries,
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=visible,
+            scale=scale,
+        )  # (B, Hkv, queries, D)
+        return y[:, :, :group].reshape(B, 1, H, D)
 
     def extend(
         self,
@@ -396,82 +593,39 @@ class CpuOperations(Operations):
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
         """See PlainAttention.extend."""
+        B, T, _, D = q.shape
         kernels = self._fast(q, cached_k)
-        if kernels is None or (q.size(1) > 1 and not _many(q, kernels)):
+        if kernels is None:
             return None
-        factor = q.size(3) ** -0.5 if scale is None else scale
-        if q.size(1) == 1:
+        factor = D**-0.5 if scale is None else scale
+        if T == 1:
             return kernels.attend(q, k, v, cached_k, cached_v, positions, window, factor)
-        rows = torch.arange(q.size(0))[:, None]
+        if not _many(q, kernels):
+            return None
+        rows = torch.arange(B)[:, None]
         cached_k[rows, positions] = k  # which refuses positions beyond the cache
         cached_v[rows, positions] = v
-        return kernels.attend_many(q, cached_k, cached_v, positions[:, 0], window, factor)
-
-    def masked(
-        self,
-        q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, K, Hkv, D)
-        v: Tensor,  # (B, K, Hkv, D)
-        visible: Tensor,  # (B, 1, T, K)
-        scale: float | None = None,
-    ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.masked.
-
-        In bf16, torch's operator multiplies a single query number by number, which takes 2 to 10 times as long as what
-        is done instead: heads that share their keys become queries of one head, and others become two products for each
-        row. With gradients, products take less than half the time of torch's operator with a mask.
-        """
-        B, T, H, D = q.shape
-        groups = H // k.size(2)
-        if not q.dtype == k.dtype == torch.bfloat16:
-            return super().masked(q, k, v, visible, scale)
-        if T > 1:
-            products = q.requires_grad and groups == 1
-            return (
-                by_products(q, k, v, visible, scale)
-                if products
-                else super().masked(q, k, v, visible, scale)
-            )
-        if groups == 1 and B * k.size(1) >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
-            return one_query(q, k, v, visible, scale)
-        several = q.reshape(B, k.size(2), groups, D)
-        if groups == 1:
-            several = several.expand(-1, -1, 2, -1)
-        y = F.scaled_dot_product_attention(
-            several, k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, scale=scale
-        )  # (B, Hkv, queries, D)
-        return y[:, :, :groups].reshape(B, 1, H, D)
-
-    def attend(
-        self,
-        q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, T, Hkv, D)
-        v: Tensor,  # (B, T, Hkv, D)
-        window: int,
-        scale: float | None = None,
-    ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.attend."""
-        if (use := self._train(q, k, v)) is not None and use.training.takes(q):
-            return gradients.Attention.apply(
-                use, q, k, v, window, q.size(3) ** -0.5 if scale is None else scale
-            )
-        kernels, grouped = self._fast(q, k, v), k.size(2) != q.size(2)
-        if kernels is not None and _many(q, kernels):
-            first = torch.zeros(q.size(0), dtype=torch.long)
-            return kernels.attend_many(
-                q, k, v, first, window, q.size(3) ** -0.5 if scale is None else scale
-            )
-        if is_compiling() and q.dtype == torch.bfloat16 and not grouped:
-            return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
-        return super().attend(q, k, v, window, scale)
+        first = positions[:, 0]
+        return kernels.attend_many(q, cached_k, cached_v, first, window, factor)
 
 
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
-    """Whether a matrix is one of ours without adapters, and multiplies with its whole weight."""
-    plain = type(matrix) is Linear and matrix.multiply is None and matrix.adapter is None
-    return plain and type(matrix.weight) is nn.Parameter
+    """Return whether a matrix is one of ours that multiplies with its whole weight alone."""
+    if type(matrix) is not Linear or type(matrix.weight) is not nn.Parameter:
+        return False
+    return matrix.multiply is None and matrix.adapter is None
+
+
+def _can_be_packed(module: nn.Module) -> bool:
+    """Return whether a module has a bf16 weight, and a slot for how it multiplies that is empty."""
+    if not hasattr(module, "multiply") or module.multiply is not None:
+        return False
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or not weight.numel():
+        return False
+    return weight.dtype == torch.bfloat16
 
 
 def _many(q: Tensor, kernels: Kernels) -> bool:  # (B, T, H, D)
-    """Whether attend_many() takes less time than torch's operators."""
+    """Return whether attend_many() takes less time than torch's operators."""
     return q.size(1) >= MANY_QUERIES and kernels.takes_many(q)

@@ -3,14 +3,14 @@
 from nanochat.platforms import host
 from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu.operations import CpuOperations
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 from nanochat.platforms.plain import Host
 
 
 class Cpu(Host):
     """The host's processor, with kernels that a C++ compiler makes faster."""
 
-    def operations(self, choice: Asked) -> Operations:
+    def operations(self, choice: KernelChoice) -> Operations:
         """C++ kernels, or plain torch; fused kernels are refused."""
         self.refuse_fused(choice)
         has_kernels = choice != "plain"

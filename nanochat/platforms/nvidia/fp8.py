@@ -1,7 +1,8 @@
 """Products in FP8 for training: both factors are rounded to eight bits, each tensor with one scale.
 
-Activations and weights keep three bits of fraction (e4m3); gradients keep two, and have a wider range (e5m2), as in
-"FP8 formats for deep learning" (arXiv 2209.05433). Scales are found anew in every pass, so nothing has to be saved.
+Activations and weights keep three bits of fraction (e4m3); gradients keep two, and have a wider
+range (e5m2), as in "FP8 formats for deep learning" (arXiv 2209.05433). Scales are computed in every
+pass, so nothing has to be saved.
 """
 
 from functools import partial
@@ -18,10 +19,14 @@ from nanochat.model import Model
 
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 GRAIN = 16  # both sides of a matrix, and the tokens of a row, must be multiples of this
-FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
+FINE = torch.float8_e4m3fn
+WIDE = torch.float8_e5m2
 LEAST = 1e-30  # what the largest number of a tensor of zeros counts as
 NORMED = ("c_q", "c_k", "c_v", "c_fc")  # the GPT's matrices that multiply what norm() gives
 PROJECTION = "mlp.c_proj"  # attention's is left out: it is too small to gain from eight bits
+
+
+# --- products ------------------------------------------------------------------------------------
 
 
 def rounded(
@@ -29,37 +34,55 @@ def rounded(
     form: torch.dtype,  # FINE or WIDE
     bound: float | None = None,  # that no number in x exceeds; None: the largest is looked for
 ) -> tuple[Tensor, Tensor]:  # as x, and () fp32
-    """The numbers in eight bits, and the factor that gives them their size again."""
-    largest = x.abs().amax().float() if bound is None else torch.full((), bound, device=x.device)
+    """Return the numbers in eight bits, and the factor that gives them their size again."""
+    if bound is None:
+        largest = x.abs().amax().float()
+    else:
+        largest = torch.full((), bound, device=x.device)
     factor = largest.clamp_min(LEAST) / torch.finfo(form).max
-    return (x.float() / factor).to(form), factor
+    numbers = (x.float() / factor).to(form)
+    return numbers, factor
 
 
 def _times(
-    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, out: torch.dtype, short: bool = False
-) -> Tensor:
-    """a (M, K) in rows, times b (K, N), which the GPU wants in columns. `short` sums in fewer bits, and is faster."""
-    b = b if b.stride(0) == 1 else b.t().contiguous().t()
-    return _scaled_mm(a, b, of_a, of_b, out_dtype=out, use_fast_accum=short)
+    a: Tensor,  # (M, K), in rows
+    a_factor: Tensor,
+    b: Tensor,  # (K, N), which the GPU reads in columns
+    b_factor: Tensor,
+    dtype: torch.dtype,  # of the product
+    fast: bool = False,  # sum in fewer bits
+) -> Tensor:  # (M, N)
+    """Return the product of two matrices in eight bits."""
+    if b.stride(0) != 1:
+        b = b.t().contiguous().t()
+    return _scaled_mm(a, b, a_factor, b_factor, out_dtype=dtype, use_fast_accum=fast)
 
 
 class _Product(torch.autograd.Function):
-    """x (M, K) times the transposed weight (N, K), and both gradients, each of which is a product in FP8 too."""
+    """x times the transposed weight, and both gradients, each of which is a product in FP8 too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bound: float | None) -> Tensor:
-        a, of_a = rounded(x, FINE, bound)
-        b, of_b = rounded(weight, FINE)
-        ctx.save_for_backward(a, of_a, b, of_b)
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (M, K)
+        weight: Tensor,  # (N, K)
+        bound: float | None,
+    ) -> Tensor:  # (M, N)
+        a, a_factor = rounded(x, FINE, bound)
+        b, b_factor = rounded(weight, FINE)
+        ctx.save_for_backward(a, a_factor, b, b_factor)
         ctx.dtype = weight.dtype
-        return _times(a, of_a, b.t(), of_b, x.dtype, short=True)
+        return _times(a, a_factor, b.t(), b_factor, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        a, of_a, b, of_b = ctx.saved_tensors
-        g, of_g = rounded(grads[0], WIDE)
-        to_x = _times(g, of_g, b, of_b, grads[0].dtype)
-        return to_x, _times(g.t().contiguous(), of_g, a, of_a, ctx.dtype), None
+        a, a_factor, b, b_factor = ctx.saved_tensors
+        dtype = grads[0].dtype
+        g, g_factor = rounded(grads[0], WIDE)
+        x_grad = _times(g, g_factor, b, b_factor, dtype)
+        transposed = g.t().contiguous()
+        weight_grad = _times(transposed, g_factor, a, a_factor, ctx.dtype)
+        return x_grad, weight_grad, None
 
 
 def product(
@@ -67,40 +90,63 @@ def product(
     weight: Tensor,  # (N, K)
     bound: float | None = None,  # that no number in x exceeds, if one is known: saves a pass over x
 ) -> Tensor:  # (..., N)
-    """x times the transposed weight. Passes without gradients, such as validations, never use 8 bits."""
+    """Return x times the transposed weight.
+
+    Passes without gradients, such as validations, never use 8 bits.
+    """
     if not torch.is_grad_enabled():
         return F.linear(x, weight.to(x.dtype))
-    return _Product.apply(x.flatten(0, -2), weight, bound).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+    rows = x.flatten(0, -2)
+    y: Any = _Product.apply(rows, weight, bound)
+    return y.unflatten(0, x.shape[:-1])
+
+
+def normed(channels: int) -> Multiply:
+    """Return product() for what norm() gives.
+
+    The mean square of a token's channels is 1, so none exceeds the root of their number.
+    """
+    return partial(product, bound=channels**0.5)
+
+
+# --- a model -------------------------------------------------------------------------------------
 
 
 def use(model: Model) -> None:
-    """Let the large matrices inside a GPT's layers multiply in FP8 in training. UserError for other models, and for
-    sizes that the GPU does not take."""
-    matrices = {
-        name: matrix
-        for name, matrix in cast(nn.Module, model).named_modules()
-        if isinstance(matrix, Linear) and name.endswith((*NORMED, PROJECTION))
-    }
+    """Let the large matrices inside a GPT's layers multiply in FP8 in training.
+
+    UserError for other models, and for sizes that the GPU does not take.
+    """
+    matrices = _large_matrices(cast(nn.Module, model))
     if not matrices:
         raise UserError(
             "only a GPT trains in FP8, got another family: leave --fp8 out", exit_code=2
         )
-    if (tokens := model.config.sequence_len) % GRAIN:  # over which the gradients of weights sum
+    tokens = model.config.sequence_len  # over which the gradients of weights sum
+    if tokens % GRAIN:
         raise UserError(
             f"FP8 needs rows of a multiple of {GRAIN} tokens, got {tokens}: choose another --max_seq_len, "
             "or leave --fp8 out",
             exit_code=2,
         )
     for name, matrix in matrices.items():
-        if wrong := [size for size in (matrix.in_features, matrix.out_features) if size % GRAIN]:
-            raise UserError(
-                f"FP8 needs matrices whose sides are multiples of {GRAIN}, and {name} has {wrong[0]}: choose another "
-                "--model_dim, or leave --fp8 out",
-                exit_code=2,
-            )
-        matrix.multiply = product if name.endswith(PROJECTION) else normed(matrix.in_features)
+        for size in (matrix.in_features, matrix.out_features):
+            if size % GRAIN:
+                raise UserError(
+                    f"FP8 needs matrices whose sides are multiples of {GRAIN}, and {name} has {size}: choose another "
+                    "--model_dim, or leave --fp8 out",
+                    exit_code=2,
+                )
+        if name.endswith(PROJECTION):
+            matrix.multiply = product
+        else:
+            matrix.multiply = normed(matrix.in_features)
 
 
-def normed(channels: int) -> Multiply:
-    """product() for what norm() gives: the mean square of a token's channels is 1, so none exceeds their root."""
-    return partial(product, bound=channels**0.5)
+def _large_matrices(model: nn.Module) -> dict[str, Linear]:
+    names = (*NORMED, PROJECTION)
+    matrices = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name.endswith(names):
+            matrices[name] = module
+    return matrices

@@ -11,7 +11,7 @@ from nanochat.model import Model
 from nanochat.platforms.base import Chip, Platform
 from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.attention import NvidiaOperations
-from nanochat.platforms.operations import Asked, Operations
+from nanochat.platforms.operations import KernelChoice, Operations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
 PEAKS = {
@@ -41,8 +41,11 @@ FP8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply in 
 
 
 def peak_tflops(name: str) -> float | None:
-    """The peak of a GPU by its full name; None for an unknown GPU."""
-    return next((tflops for short_name, tflops in PEAKS.items() if short_name in name), None)
+    """Return the peak of a GPU by its full name; None for an unknown GPU."""
+    for short_name, tflops in PEAKS.items():
+        if short_name in name:
+            return tflops
+    return None
 
 
 @dataclass(frozen=True)
@@ -70,20 +73,18 @@ class Nvidia(Platform):
     replays_replies = True  # 7 times as fast for one reply, and 4 for 128 (dev/LOG.md)
 
     def unavailable(self) -> str:
-        """Why no GPU can be used."""
+        """Return why no GPU can be used; "" if one can."""
         return "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """What the GPU's generation multiplies fast."""
+        """Return the format that the GPU's generation multiplies fast, and the generation."""
         major, minor = torch.cuda.get_device_capability()
+        capability = f"compute capability {major}.{minor}"
         if major >= 8:
-            return torch.bfloat16, f"compute capability {major}.{minor}"
+            return torch.bfloat16, capability
         if major >= 7:
-            return (
-                torch.float16,
-                f"compute capability {major}.{minor} has no bf16; a gradient scaler is used",
-            )
-        return torch.float32, f"compute capability {major}.{minor}"
+            return torch.float16, f"{capability} has no bf16; a gradient scaler is used"
+        return torch.float32, capability
 
     def use_fp8(self, model: Model) -> None:
         """See Platform.use_fp8."""
@@ -92,7 +93,7 @@ class Nvidia(Platform):
         fp8.use(model)
 
     def cannot_open(self, failure: str) -> str:
-        """Why the GPU could not be opened, and what may help."""
+        """Return why the GPU could not be opened, and what may help."""
         first = (failure.splitlines() or ["no reason given"])[0]
         return (
             f"GPU {self.index} cannot be opened: {first}. Another process may hold it alone, or all of its memory: "
@@ -100,7 +101,7 @@ class Nvidia(Platform):
         )
 
     def in_use(self, free: int, total: int) -> str:
-        """A warning if less than 80 % of the GPU's memory is free."""
+        """Return a warning if less than 80 % of the GPU's memory is free."""
         if free >= 0.8 * total:
             return ""
         return (
@@ -108,45 +109,57 @@ class Nvidia(Platform):
             "by which process; CUDA_VISIBLE_DEVICES chooses another"
         )
 
-    def operations(self, choice: Asked) -> Operations:
-        """The fastest attention with windows that this host has; torch's own where plain was asked for."""
+    def operations(self, choice: KernelChoice) -> Operations:
+        """Return the fastest attention with windows that this host has.
+
+        torch's own where plain was asked for.
+        """
         self.refuse_fused(choice)
-        operations = NvidiaOperations(
-            torch.cuda.get_device_capability()[0], plain=choice == "plain"
-        )
+        generation, _ = torch.cuda.get_device_capability()
+        operations = NvidiaOperations(generation, plain=choice == "plain")
         log(f"attention: {operations.name}")
         return operations
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
-        """An empty CUDA graph."""
+        """Return an empty CUDA graph."""
         return torch.cuda.CUDAGraph()
 
     def graphed(
-        self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]
+        self,
+        call: torch.nn.Module,
+        samples: tuple[torch.Tensor, ...],
     ) -> Callable[..., Any]:
         """See Platform.graphed."""
-        # torch waits for the stream on which the passes before the capture made gradients, and need not say so
-        if quiet := getattr(
-            torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None
-        ):
-            quiet(False)
+        # torch waits for the stream on which the passes before the capture made gradients, and need
+        # not say so.
+        name = "set_warn_on_accumulate_grad_stream_mismatch"
+        set_warning = getattr(torch.autograd.graph, name, None)
+        if set_warning is not None:
+            set_warning(False)
         return super().graphed(call, samples)
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """The data sheet's dense bf16 peak of a known GPU."""
+        """Return the data sheet's dense bf16 peak of a known GPU."""
         name = torch.cuda.get_device_name(self.index)
         tflops = peak_tflops(name)
-        return None if tflops is None else (tflops * 1e12, f"{name}, data sheet, bf16 dense")
+        if tflops is None:
+            return None
+        return tflops * 1e12, f"{name}, data sheet, bf16 dense"
 
     def chips(self) -> Sequence[Chip]:
-        """The kinds whose memory and links the planner knows."""
+        """Return the kinds whose memory and links the planner knows."""
         return CHIPS
 
     @property
     def chip(self) -> Chip | None:
-        """The GPU by its name, with the memory that this one has; None for kinds that the planner does not know."""
+        """The GPU by its name, with the memory that this one has.
+
+        None for kinds that the planner does not know.
+        """
         name = torch.cuda.get_device_name(self.index)
-        advice = next(
-            (chip for chip in CHIPS if chip.name in name and peak_tflops(name) == chip.tflops), None
-        )
-        return None if advice is None else NvidiaChip(advice.name, self.memory_total() / 2**30)
+        tflops = peak_tflops(name)
+        for chip in CHIPS:
+            if chip.name in name and chip.tflops == tflops:
+                memory_gib = self.memory_total() / 2**30
+                return NvidiaChip(chip.name, memory_gib)
+        return None

@@ -22,7 +22,7 @@ def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute
     Every rank must call this. Nothing is probed if the user gave a size, or on a CPU, where larger
     passes are no faster. The model is left unchanged.
     """
-    if not batch.probe or compute.platform.is_host:
+    if not batch.probe or compute.platform.pass_tokens is not None:
         return batch
     module = cast(nn.Module, model)
     rows_of_rank = batch.rows_per_step // compute.world_size
