@@ -93,7 +93,11 @@ def cases() -> list[Case]:
         Case("base-bf16", "base", environment={**bf16, "NANOCHAT_INT8": "0"}),
         Case("base-int8", "base", environment=bf16),
         Case("base-compiled", "base", ("--compile",)),
-        Case("base-qwen3", "base", ("--family=qwen3", "--offset_layers=0", "--bigram_rows=0")),
+        Case(
+            "base-qwen3",
+            "base",
+            ("--family=qwen3", "--window_pattern=SSSL", "--offset_layers=0", "--bigram_rows=0"),
+        ),
         Case("mid-plain", "mid", ("--kernels=plain",), parent="base"),
         Case("sft-plain", "sft", ("--kernels=plain",), parent="base"),
         Case("rl-rows", "rl", ("--no_trees",), parent="base"),

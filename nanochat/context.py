@@ -2,9 +2,10 @@
 
 A pass reads whole rows, packed rows, trees of replies, or new tokens of a cache.
 
-The caller makes one context for a pass, and every layer asks the same context: for the token before each token, for
-attention, and for the state that a recurrent layer keeps. Nothing else in a model depends on the kind of the pass.
-Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and values, D head dimension.
+The caller makes one context for a pass, and every layer asks the same context: for the token before
+each token, for attention, and for the state that a recurrent layer keeps. Nothing else in a model
+depends on the kind of the pass. Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and
+values, D head dimension.
 """
 
 from collections.abc import Mapping, Sequence
@@ -347,7 +348,8 @@ TREE = ("parents", "seen", "targets_at")  # the tensors of a Tree, in its order
 def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the further arguments of a model from the named tensors of a micro-batch.
 
-    `documents` become a Packed context, the tensors of TREE a Tree, and `weights` stay what they are.
+    `documents` become a Packed context, the tensors of TREE a Tree, and `weights` stay what they
+    are.
     """
     arguments: dict[str, Any] = {
         name: extras[name] for name in extras if name not in ("documents", *TREE)

@@ -195,8 +195,9 @@ def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
 class Bigrams(Embedding):
     """Embeddings of pairs of neighbouring tokens, which share the rows of a table by a hash.
 
-    They cost a look-up and no FLOPs. The idea is the hashed bigrams of modded-nanogpt's record of January 2026, which
-    adds them in every layer; here they join the token's embedding once, which learned as much (dev/LOG.md).
+    They cost a look-up and no FLOPs. The idea is the hashed bigrams of modded-nanogpt's record of
+    January 2026, which adds them in every layer; here they join the token's embedding once, which
+    learned as much (dev/LOG.md).
     """
 
     # a step reads few rows, so ranks need not exchange the others; see parallel.shard()

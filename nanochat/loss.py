@@ -2,7 +2,8 @@
 
 The logits of a batch never exist at the same time.
 
-Shapes: N tokens, n tokens of a chunk, C channels, V vocabulary, V' >= V rows of the head, of which V stand for tokens.
+Shapes: N tokens, n tokens of a chunk, C channels, V vocabulary, V' >= V rows of the head, of which
+V stand for tokens.
 """
 
 from collections.abc import Callable
@@ -78,8 +79,8 @@ def softcapped_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted loss of a chunk, (), and the gradient of its logits, (n, V').
 
-    No softcapped logit is above SOFTCAP or below -SOFTCAP, so the softmax needs no search for the largest logit:
-    nothing overflows, and no sum is 0.
+    No softcapped logit is above SOFTCAP or below -SOFTCAP, so the softmax needs no search for the
+    largest logit: nothing overflows, and no sum is 0.
     """
     raw = F.linear(x, head).float()
     squashed = 2 * torch.sigmoid(raw * (2 / SOFTCAP)) - 1  # a cheaper tanh, see softcap()

@@ -90,7 +90,7 @@ class Model(Protocol):
         ...
 
     def parameter_roles(self) -> dict[str, Any]:
-        """What each parameter is; train/optim.py gives every role its settings."""
+        """What each parameter is; optim.py gives every role its settings."""
         ...
 
     def shard_groups(self) -> list[nn.Module]:

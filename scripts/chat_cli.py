@@ -167,15 +167,15 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
     return tokens
 
 
-def show(part: Part, chat: Chat, call: str) -> str:
+def show(piece: Part, chat: Chat, call: str) -> str:
     """Print a part of a reply. A calculator call waits for its answer: return the call that waits,
     or an empty text."""
-    if part.kind == "python":
-        return part.text
-    if part.kind == "text":
-        print(harmless(part.text), end="", file=chat.out, flush=True)
+    if piece.kind == "python":
+        return piece.text
+    if piece.kind == "text":
+        print(harmless(piece.text), end="", file=chat.out, flush=True)
         return call
-    calculation = harmless(f"[{call} = {part.text}]")
+    calculation = harmless(f"[{call} = {piece.text}]")
     end = "" if chat.notes is chat.out else "\n"
     chat.out.flush()
     print(dim(calculation, chat.notes), end=end, file=chat.notes, flush=True)
@@ -207,11 +207,11 @@ def reply(chat: Chat, question: str) -> bool:
                     raise UserError(BROKEN)
                 tokens.append(event.token)
                 finish = event.finish
-                for part in stream.push(event.token):
-                    call = show(part, chat, call)
+                for piece in stream.push(event.token):
+                    call = show(piece, chat, call)
         engine.cancel(number)
-    for part in stream.flush():
-        call = show(part, chat, call)
+    for piece in stream.flush():
+        call = show(piece, chat, call)
     print(file=chat.out, flush=True)
     seconds = time.monotonic() - start
     parts = reply_parts(tokens, chat.loaded.tokenizer)
@@ -254,9 +254,9 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
     call = ""
     start = time.monotonic()
     with stoppable() as stopped:
-        for part in server.reply(messages, settings, stopped):
-            parts.append(part)
-            call = show(part, chat, call)
+        for piece in server.reply(messages, settings, stopped):
+            parts.append(piece)
+            call = show(piece, chat, call)
     print(file=chat.out, flush=True)
     seconds = time.monotonic() - start
     if parts:

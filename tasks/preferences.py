@@ -77,10 +77,10 @@ def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
     )
 
 
-def _shared_beginning(left: Sequence[Any], right: Sequence[Any]) -> int:
+def _shared_beginning(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many items at the beginning of two sequences are equal."""
     count = 0
-    while count < min(len(left), len(right)) and left[count] == right[count]:
+    while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
     return count
 

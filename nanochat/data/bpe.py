@@ -269,7 +269,7 @@ def huggingface_json(
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {spelled(token): rank for rank, token in enumerate(ranks)},
-            "merges": [[spelled(left), spelled(right)] for left, right in merges(ranks)],
+            "merges": [[spelled(first), spelled(second)] for first, second in merges(ranks)],
         },
     }
     return json.dumps(content, ensure_ascii=False)

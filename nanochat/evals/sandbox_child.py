@@ -255,14 +255,14 @@ def drop_rights() -> None:
 def refuse_calls(
     architecture: int,
     denied: list[int],
-    own_files: list[int],
+    own_process: list[int],
     zero: list[int],
 ) -> None:
     """Let the kernel refuse system calls (seccomp).
 
-    It refuses the calls in `denied`, those in `own` unless their first argument is the number of
-    this process, and those in `zero` unless it is 0. Calls of another architecture, such as the
-    32-bit ones of x86, kill the process.
+    It refuses the calls in `denied`, those in `own_process` unless their first argument is the
+    number of this process, and those in `zero` unless it is 0. Calls of another architecture, such
+    as the 32-bit ones of x86, kill the process.
     """
     # An instruction: operation, instructions to skip if true, instructions to skip if false,
     # operand.
@@ -276,7 +276,7 @@ def refuse_calls(
     ]
     for number in denied:
         code += [(JUMP_IF_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    first_arguments = dict.fromkeys(own_files, os.getpid()) | dict.fromkeys(zero, 0)
+    first_arguments = dict.fromkeys(own_process, os.getpid()) | dict.fromkeys(zero, 0)
     for number, first_argument in first_arguments.items():
         code += [
             (JUMP_IF_EQUAL, 0, 4, number),

@@ -119,6 +119,6 @@ def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
     return {
         "architecture": architecture,
         "denied": denied,
-        "own": [numbers[column] for numbers in OWN.values()],
+        "own_process": [numbers[column] for numbers in OWN.values()],
         "zero": [numbers[column] for numbers in ZERO.values()],
     }

@@ -174,13 +174,13 @@ def text_parts(text: str) -> list[Part]:
 def reply_parts(tokens: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
     """Return the parts of a whole reply, in order: text, calculator calls and their answers."""
     stream = TextStream(tokenizer)
-    streamed = [part for token in tokens for part in stream.push(token)]
+    streamed = [piece for token in tokens for piece in stream.push(token)]
     parts: list[Part] = []
-    for part in streamed + stream.flush():
-        if parts and part.kind == "text" == parts[-1].kind:
-            parts[-1] = Part("text", parts[-1].text + part.text)
+    for piece in streamed + stream.flush():
+        if parts and piece.kind == "text" == parts[-1].kind:
+            parts[-1] = Part("text", parts[-1].text + piece.text)
         else:
-            parts.append(part)
+            parts.append(piece)
     return parts
 
 
@@ -262,14 +262,14 @@ class StoppedReply:
         if last:
             parts += self._stream.flush()
         shown: list[Part] = []
-        for part in parts:
-            if part.kind != "text":
-                shown += [*text_parts(self._text.flush()), part]
+        for piece in parts:
+            if piece.kind != "text":
+                shown += [*text_parts(self._text.flush()), piece]
                 continue
             if not armed:
-                shown.append(part)
+                shown.append(piece)
                 continue
-            text, stop = self._text.push(part.text)
+            text, stop = self._text.push(piece.text)
             shown += text_parts(text)
             if stop is not None:
                 return tuple(shown), stop

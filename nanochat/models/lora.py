@@ -65,8 +65,8 @@ class Adapter:
 class LowRank:
     """The adapter of a matrix, in its slot `adapter`: adds scale * B A x to the product.
 
-    The two halves are modules of the matrix, so that their parameters have the names that peft gives them:
-    `lora_A.weight` is (rank, inputs) and `lora_B.weight` is (outputs, rank).
+    The two halves are modules of the matrix, so that their parameters have the names that peft
+    gives them: `lora_A.weight` is (rank, inputs) and `lora_B.weight` is (outputs, rank).
     """
 
     def __init__(self, matrix: Linear, config: LoraConfig):

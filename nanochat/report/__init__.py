@@ -7,6 +7,5 @@ turns the sections into one report. Read in this order:
 - summary.py: the host, the table of measures by stage, and the figures to quote.
 - curves.py draws the curves of a stage, markdown.py writes the text, html.py makes one HTML file.
 - compare.py: several finished runs side by side.
-- samples.py: samples.jsonl, what the checkpoints of a stage replied.
 - __main__.py: the command line, which generates, shows, compares and deletes.
 """

@@ -1,6 +1,7 @@
 """Flags that training scripts share.
 
-A flag of type Free[...] changes how a run works, not what it learns: a run may resume with another value.
+A flag of type Free[...] changes how a run works, not what it learns: a run may resume with another
+value.
 """
 
 import math
@@ -170,7 +171,8 @@ class StageFlags:
     def own_tag(self, parent_tag: str, file: str | None) -> str:
         """Return the tag of this stage's own checkpoints.
 
-        A model that learns from a `file` of your own is kept beside the one that learned the corpus.
+        A model that learns from a `file` of your own is kept beside the one that learned the
+        corpus.
         """
         return named_after(parent_tag, file) if self.out_tag is None else self.out_tag
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from nanochat.device import Compute
 from nanochat.runtime.tracking import read_metrics
 from tests.emulated_npu import worker
 from tests.scripts.test_ranks import STEPS
-from tests.scripts.test_ranks import a_rank as a_stage
 from tests.scripts.test_ranks import alone as alone  # a fixture: the same few steps in one process on the CPU
-from tests.support.small_world import STAGES, stage_folder, up_to, words
+from tests.support.small_world import STAGES, run_stage, shrink, stage_folder, up_to, words
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUNDLE = ROOT / "tests" / "support" / "files" / "eval_bundle"
@@ -45,6 +45,11 @@ def check_equal_metrics(one: Path, two: Path, stage: str) -> None:
         required = range(1, STEPS + 1) if name in EVERY_STEP[stage] else [STEPS]
         assert set(required) <= set(expected), f"{name} is missing from steps of {stage}: {expected}"
         assert found == pytest.approx(expected, abs=2e-4, rel=2e-4), name
+
+
+def a_stage(compute: Compute, stage: str) -> None:
+    shrink(pytest.MonkeyPatch())  # the process ends with the stage
+    run_stage(stage, compute, num_iterations=STEPS, eval_every=STEPS)
 
 
 @pytest.mark.ranks

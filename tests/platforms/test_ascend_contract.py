@@ -80,7 +80,7 @@ def test_the_uses_of_the_project_are_seen() -> None:
 # Wrong calls: the file, what is written there, and what is written instead.
 KERNELS, FUSED = (
     "nanochat/platforms/ascend/kernels.py",
-    "torch_npu.npu_fusion_attention(q, k, v, q.size(2), ",
+    "torch_npu.npu_fusion_attention(q, k, v, H, ",
 )
 MUTATIONS = {
     "the name of an operator": (KERNELS, "torch_npu.npu_fusion_attention(", "torch_npu.npu_flash_attention("),
@@ -98,8 +98,8 @@ MUTATIONS = {
     "the spelling of a keyword": (KERNELS, '"pre_tockens": window', '"pre_tokens": window'),
     "an argument too few": (KERNELS, FUSED, "torch_npu.npu_fusion_attention(q, k, v, "),
     "a layout": (KERNELS, FUSED + '"BSND"', FUSED + '"BSDN"'),
-    "a sparse mode": (KERNELS, '"sparse_mode": 4 if short else 3,', '"sparse_mode": 14 if short else 3,'),
-    "the type of a value": (KERNELS, '"sparse_mode": 4 if short else 3,', '"sparse_mode": "4" if short else 3,'),
+    "a sparse mode": (KERNELS, '"sparse_mode": 4 if is_short else 3,', '"sparse_mode": 14 if is_short else 3,'),
+    "the type of a value": (KERNELS, '"sparse_mode": 4 if is_short else 3,', '"sparse_mode": "4" if is_short else 3,'),
 }
 
 

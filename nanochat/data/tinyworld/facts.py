@@ -110,9 +110,9 @@ def _inverse_facts(facts: list[Fact]) -> list[Fact]:
 
 def _opposites() -> list[Fact]:
     facts = []
-    for left, right in data_rows("facts/opposites.tsv")[1:]:
-        facts.append(Fact("opposite", (_word(left),), _word(right)))
-        facts.append(Fact("opposite", (_word(right),), _word(left)))
+    for word, opposite in data_rows("facts/opposites.tsv")[1:]:
+        facts.append(Fact("opposite", (_word(word),), _word(opposite)))
+        facts.append(Fact("opposite", (_word(opposite),), _word(word)))
     return facts
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import UserError, log, tr
-from nanochat.platforms.ascend import environment, errors
+from nanochat.platforms.ascend import environment, errors, kernels
 from nanochat.platforms.ascend.chips import CHIPS, AscendChip, chip_of
 from nanochat.platforms.ascend.environment import PortBlocks
-from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain, missing
+from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain
 from nanochat.platforms.ascend.operators import ATTENTION, AscendListed, try_operators
 from nanochat.platforms.ascend.profiler import AscendTracer
 from nanochat.platforms.base import Platform, Tracer
@@ -172,7 +172,7 @@ class Ascend(Platform):
                     chip=chip.name,
                 )
             )
-        missing_operators = missing(operators)
+        missing_operators = kernels.missing(operators)
         if missing_operators:
             raise UserError(
                 f"torch_npu lacks {', '.join(missing_operators)}, which a {chip.name} computes with; "
@@ -234,7 +234,7 @@ class Ascend(Platform):
         if not hasattr(self.module, "make_graphed_callables"):
             return tr("this torch_npu has no make_graphed_callables; install a newer one")
         # torch's own attention calls it too where it exists.
-        if missing(("npu_fusion_attention_v3",)):
+        if kernels.missing(("npu_fusion_attention_v3",)):
             return tr(
                 "the attention of this torch_npu cannot be captured; 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 and "
                 "2.10.0 are the first releases with npu_fusion_attention_v3, for CANN 9.0"

@@ -76,9 +76,9 @@ class Choice:
         if event.parts is not None:
             # The engine looks for stop strings, and holds back what may begin one.
             parts = list(event.parts)
-        for part in parts:
-            if self._scored == "all" or part.kind == "text":
-                self._shown += len(part.text.encode())
+        for piece in parts:
+            if self._scored == "all" or piece.kind == "text":
+                self._shown += len(piece.text.encode())
         self.tokens += 1
         self.reused += event.reused
         self.prompt_scores = tuple(event.prompt_scores) or self.prompt_scores
@@ -141,17 +141,17 @@ class Reply:
     def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
         """Add what the model said; return the deltas to send."""
         deltas: list[dict[str, Any]] = []
-        for part in parts:
-            if part.kind == "python_output":
-                deltas += self._end_calculation(part.text)
+        for piece in parts:
+            if piece.kind == "python_output":
+                deltas += self._end_calculation(piece.text)
                 continue
             deltas += self._end_calculation(None)
-            if part.kind == "python":
-                self._expression = part.text
+            if piece.kind == "python":
+                self._expression = piece.text
             elif self._calls:
-                self._add_items(self._calls.push(part.text), deltas)
+                self._add_items(self._calls.push(piece.text), deltas)
             else:
-                self._add_items([part.text], deltas)
+                self._add_items([piece.text], deltas)
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
