@@ -50,6 +50,7 @@ def check_equal_metrics(one: Path, two: Path, stage: str) -> None:
 def a_stage(compute: Compute, stage: str) -> None:
     shrink(pytest.MonkeyPatch())  # the process ends with the stage
     run_stage(stage, compute, num_iterations=STEPS, eval_every=STEPS)
+    run_stage(stage, compute, num_iterations=STEPS, eval_every=STEPS)  # done: all ranks see it
 
 
 @pytest.mark.ranks
