@@ -505,11 +505,10 @@ class AscendFused(AscendChunked):
         if not torch_npu.npu.is_current_stream_capturing():
             return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", **options)[0]
         # The first version forks to a stream that no graph has, and no other layout can be captured.
-        T = q.size(1)
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        y = torch_npu.npu_fusion_attention_v3(q, k, v, T, "BNSD", **options)[0]
+        y = torch_npu.npu_fusion_attention_v3(q, k, v, H, "BNSD", **options)[0]
         return y.transpose(1, 2)
 
     def by_lengths(
