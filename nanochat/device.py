@@ -61,7 +61,6 @@ def choose(requested: str | None) -> tuple[str, str, str]:
 
     It is the requested one, or the first usable one of npu, cuda, cpu.
 
-
     UserError says why a device that was asked for cannot be used.
     """
     if requested:
@@ -412,9 +411,8 @@ def compiler_missing(compute: Compute) -> str:
     return compute.platform.compiler_missing()
 
 
-if (
-    __name__ == "__main__"
-):  # for shell scripts: the device, its number format, how many there are, and "slow" or "fast"
+# for shell scripts: the device, its number format, how many there are, and "slow" or "fast"
+if __name__ == "__main__":
     try:
         check_idle_cards(device_type)
         _platform = PLATFORMS[device_type]()

@@ -54,9 +54,8 @@ class TorchTracer:
         self.compute = compute
         self.steps = steps
         self.path = folder / f"trace-rank-{compute.rank}.json.gz"
-        if (
-            not compute.platform.runs_beside_host
-        ):  # otherwise it complains that there is no other device
+        # otherwise it complains that there is no other device
+        if not compute.platform.runs_beside_host:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
         self._profiler = torch.profiler.profile(schedule=schedule)
