@@ -525,6 +525,22 @@ def appendix(name: str) -> Any:
         raise
 
 
+def required_appendix(name: str, purpose: str) -> Any:
+    """Return the module `name` of an appendix, which `purpose` (a flag, a field) needs.
+
+    UserError (code 2) where the appendix was torn out of the tree.
+    """
+    module = appendix(name)
+    if module is None:
+        file = f"{name.replace('.', '/')}.py"
+        raise UserError(
+            f"{purpose} needs {file}, which this copy of nanochat does not have. Restore the file, "
+            f"or do without {purpose}",
+            2,
+        )
+    return module
+
+
 # --- the edge of a process -----------------------------------------------------------------------
 
 

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanochat.common import UserError, base_dir, sha256_of, tr, warn
+from nanochat.common import UserError, appendix, base_dir, sha256_of, tr, warn
 from nanochat.data.shards import read_about, shard_paths
 from nanochat.data.sources.published import SOURCES
-from nanochat.data.tinyworld import world as tinyworld
 
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
 MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
@@ -157,7 +156,10 @@ def _warn_if_older(corpus: Corpus) -> None:
     """Warn if TinyWorld was made by another version of this package, whose facts and stories can
     differ."""
     about = read_about(corpus.folder)
-    if about.get("kind") == "tinyworld" and about.get("fingerprint") != tinyworld.VERSION:
+    if about.get("kind") != "tinyworld":
+        return
+    tinyworld = appendix("nanochat.data.tinyworld.world")
+    if tinyworld is not None and about.get("fingerprint") != tinyworld.VERSION:
         warn(
             f"the documents of TinyWorld in {corpus.folder} are of another version than the "
             "conversations of this program. A new model should learn from one version: make the "

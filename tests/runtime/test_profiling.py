@@ -15,8 +15,9 @@ from nanochat.device import Compute
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.report.__main__ import generate
 from nanochat.report.sections import training_section
+from nanochat.run import NoProfile
 from nanochat.runtime import profiling
-from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
+from nanochat.runtime.profiling import NEEDED, TRACED, Profile, TorchTracer
 from nanochat.runtime.tracking import read_metrics
 from nanochat.step import LossScale
 from tests.support.ranks import run_ranks
@@ -31,7 +32,7 @@ PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
 def run(folder: Path, steps: int, profile: bool, compute: Compute = CPU, total: int = 0) -> list[float]:
     """A stage of a tiny model, of `total` steps; the losses of the first `steps`."""
     model, optimizers = make(compute=compute)
-    profiled = profiling.begin(profile, "base", folder, total or steps, compute)
+    profiled = Profile("base", folder, total or steps, compute) if profile else NoProfile()
     losses = []
     for step in range(steps):
         profiled.begin_step()

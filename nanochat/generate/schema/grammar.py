@@ -8,12 +8,8 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
-
-import torch
-from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.generate.schema.trial import Trial
@@ -160,6 +156,10 @@ class Schemas:
                 raise UserError(reason)
             self._refused.pop(key, None)
 
+    def give_up(self, schema: str) -> None:
+        """Let check() refuse a schema whose reply could not be finished."""
+        self.refuse(schema, TOO_COMPLEX)
+
     def refuse(self, schema: str, reason: str) -> None:
         """Let check() refuse a schema for some minutes."""
         with self._lock:
@@ -277,19 +277,6 @@ class _Vocabulary:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
-
-
-def allowed_rows(
-    masks: Sequence[bytes],
-    vocabulary: int,
-    device: torch.device,
-) -> Tensor:  # (n, V) bool
-    """Return the bits of Grammar.allowed() of several rows as one boolean for each token."""
-    joined = bytearray(b"".join(masks))
-    packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    bits = packed.to(device)[:, :, None] >> shifts
-    return (bits & 1).flatten(1)[:, :vocabulary].bool()
 
 
 def _digest(schema: str) -> bytes:
