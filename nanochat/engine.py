@@ -134,8 +134,8 @@ class Engine:
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Queue a prompt and return its request number.
 
-        UserError if the prompt is empty or leaves no room for a reply, if a token is not in the
-        vocabulary, if there is no adapter of the name, or if the schema cannot be met. What is
+        Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
+        the vocabulary, if there is no adapter of the name, or if the schema cannot be met. What is
         accepted here fails no step.
         """
         self.check(prompt, sampling)
@@ -179,7 +179,8 @@ class Engine:
             )
 
     def _grammars(self) -> Any:
-        """Return the automata of JSON schemas. UserError where they were torn out of the tree."""
+        """Return the automata of JSON schemas. Raises UserError if they were torn out of the
+        tree."""
         if self.schemas is None:
             required_appendix("nanochat.generate.schema.grammar", "a JSON schema")
         return self.schemas
@@ -193,7 +194,7 @@ class Engine:
         """Queue `samples` requests with one prompt, which is read once, and return their numbers.
 
         The first reply is the one that submit() would give; the others have seeds of their own.
-        UserError as submit() raises it.
+        Raises UserError as submit() raises it.
         """
         if not 1 <= samples <= MOST_SAMPLES:
             raise UserError(

@@ -91,9 +91,9 @@ def open_folder(
     """Return the folder of the run that these flags ask for; every rank must call this.
 
     `cfg` are all flags of the script. `facts` (corpus, parent, tokenizer) join them as the settings
-    that a resumed run must share. AlreadyDone if an earlier start finished the run. UserError if
-    the device cannot train, if the ranks were not started alike, or if the settings differ from
-    those of the checkpoints in the folder.
+    that a resumed run must share. Raises AlreadyDone if an earlier start finished the run. Raises
+    UserError if the device cannot train, if the ranks were not started alike, or if the settings
+    differ from those of the checkpoints in the folder.
     """
     if reason := compute.platform.cannot_train():
         raise UserError(reason)
@@ -184,7 +184,7 @@ class NoProfile:
 
 
 def profiling() -> Any:
-    """Return the appendix that profiles a run. UserError (code 2) if it was torn out."""
+    """Return the appendix that profiles a run. Raises UserError (code 2) if it was torn out."""
     return required_appendix("nanochat.runtime.profiling", "--profile")
 
 
@@ -211,7 +211,7 @@ class Run:
         """Load the newest checkpoint into model and optimizers, or the one that --resume names.
 
         `facts` join the section of the report, and `about` joins the meta.json of checkpoints.
-        UserError if the checkpoint belongs to another run.
+        Raises UserError if the checkpoint belongs to another run.
         """
         self.folder = folder
         self.plan = plan

@@ -143,8 +143,8 @@ def mix(
 ) -> Mix:
     """Return the conversations of stage mid or sft for a corpus.
 
-    `custom` names your own JSONL file to use instead; `added` names one to add. UserError (code 2)
-    for both.
+    `custom` names your own JSONL file to use instead; `added` names one to add. Raises UserError
+    (code 2) for both.
     """
     if custom is not None and added is not None:
         raise UserError(
@@ -292,7 +292,8 @@ def _read_weighted(
 
 
 def _split_weight(file: str) -> tuple[str, float]:
-    """Split FILE:WEIGHT into a path and its weight. UserError if the weight is not above 0."""
+    """Split FILE:WEIGHT into a path and its weight. Raises UserError if the weight is not above
+    0."""
     path, colon, weight = file.rpartition(":")
     if not colon or Path(file).expanduser().exists():
         return file, 1.0
@@ -438,7 +439,7 @@ def _published_needs() -> tuple[Published, ...]:
 
 
 def _world() -> Any:
-    """Return TinyWorld, an appendix. UserError if it was torn out of the tree."""
+    """Return TinyWorld, an appendix. Raises UserError if it was torn out of the tree."""
     return required_appendix("nanochat.data.tinyworld.world", "a chat of nanochat")
 
 

@@ -143,7 +143,7 @@ class PlatformTracer:
     def finish(self) -> tuple[Traced, Path]:
         """Return the figures of the trace, and its file.
 
-        UserError where the profiler has not left its files.
+        Raises UserError if the profiler has not left its files.
         """
         trace = self._tracer.finish()
         spans = [Span(name, 0.0, microseconds) for name, microseconds in trace.operators]
@@ -193,7 +193,7 @@ class Profile:
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
         """Write to the folder `profile` in the checkpoint folder of a stage.
 
-        UserError if the run has fewer steps left than a profile takes.
+        Raises UserError if the run has fewer steps left than a profile takes.
         """
         check(steps_left)
         self.stage = stage
@@ -331,7 +331,7 @@ class Profile:
 
 
 def check(steps_left: int) -> None:
-    """UserError (code 2) if a profile takes more steps than the run has left."""
+    """Raise UserError (code 2) if a profile takes more steps than the run has left."""
     if steps_left < NEEDED:
         raise UserError(
             f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the "
