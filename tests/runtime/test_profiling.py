@@ -96,14 +96,6 @@ def test_too_few_steps_are_refused_before_the_first(tmp_path: Path) -> None:
     assert refusal.value.exit_code == 2
 
 
-def test_without_the_flag_marks_do_nothing(tmp_path: Path) -> None:
-    idle = profiling.begin(False, "base", tmp_path, 1, CPU)
-    idle.begin_step()
-    idle.mark("forward")
-    idle.end_step()
-    assert not list(tmp_path.rglob("profile*"))
-
-
 def test_a_profiler_that_fails_costs_a_warning_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
