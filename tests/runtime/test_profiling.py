@@ -16,7 +16,6 @@ from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.report.__main__ import generate
 from nanochat.report.sections import training_section
 from nanochat.run import NoProfile
-from nanochat.runtime import profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, Profile, TorchTracer
 from nanochat.runtime.tracking import read_metrics
 from nanochat.step import LossScale
