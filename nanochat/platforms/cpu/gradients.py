@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.loss import loss_and_gradients, scaled_gradients
-from nanochat.platforms.cpu.int8 import Matrix, Matrix8, fits
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
+from nanochat.platforms.cpu.products import Matrix, Matrix8
 from nanochat.platforms.cpu.training import Training, side_by_side
 
 Gradients = tuple[Tensor | None, ...]
@@ -29,18 +29,14 @@ class Trained:
 
     kernels: Kernels
     training: Training
-    int8: bool = False  # whether products of bf16 activations are made in integers of 8 bits
-
-    def takes_int8(self, masters: Sequence[Tensor], x: Tensor) -> bool:
-        """Return whether activations such as x multiply these matrices in integers of 8 bits."""
-        return self.int8 and x.dtype == torch.bfloat16 and fits(masters)
+    int8: bool = False  # whether matrices multiply bf16 activations in integers of 8 bits
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
         """Return what multiplies activations such as x.
 
         `masters` are matrices (outputs, inputs) that lie below one another.
         """
-        if self.takes_int8(masters, x):
+        if self.int8:
             return Matrix8(self.training, masters)
         return Matrix(self.kernels, masters, x.dtype)
 
