@@ -37,7 +37,7 @@ class Config:
     problems: str | None = None
     """JSONL file of your own problems, such as {"question": "...", "answer": "42"}, used instead of the corpus's.
     Every tenth one is held out to measure accuracy"""
-    source: Free[Literal["sft", "mid"]] = "sft"
+    source: Free[Rare[Literal["sft", "mid"]]] = "sft"
     """stage whose model to start from"""
     source_step: Free[Rare[int | None]] = None
     """step of that stage's checkpoint; default: the newest"""

@@ -101,8 +101,8 @@ def made_with(compute: Compute) -> dict[str, Any]:
 def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
     """Refuse to resume with other settings than those the run started with."""
     saved = dict(meta["config"])
-    if _is_matmul_unknown(meta):
-        saved[MATMUL] = settings_now.values.get(MATMUL)
+    if _is_matmul_unknown(meta, settings_now):
+        saved[MATMUL] = settings_now.values[MATMUL]
     changes = settings_now.changes(saved)
     if changes:
         raise UserError(
@@ -116,12 +116,30 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
         )
 
 
-def _is_matmul_unknown(meta: Mapping[str, Any]) -> bool:
+def warn_of_unknown_matmul(
+    folder: Path, meta: Mapping[str, Any], settings_now: RunSettings
+) -> None:
+    """Warn if a run resumes that may have multiplied in another format than it will from here on."""
+    if meta["step"] < meta["steps"] and _is_matmul_unknown(meta, settings_now):
+        warn(
+            tr(
+                "{folder} does not say in which format it has multiplied: before there was "
+                "--matmul, a GPT trained in int8 on CPUs with AVX512-VNNI and without AMX, "
+                "elsewhere in bf16. It resumes with --matmul={matmul}; --matmul=int8 continues in "
+                "int8, and --matmul=auto in bf16",
+                folder=folder,
+                matmul=settings_now.values[MATMUL],
+            )
+        )
+
+
+def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
     """Return whether nothing says if a run has multiplied in bf16 or in int8.
 
-    Before there was --matmul, GPTs trained in int8 on CPUs with AVX512-VNNI and without AMX.
+    Runs on CPUs from before there was --matmul chose int8 by themselves, and did not save it.
     """
-    if MATMUL in meta["config"] or meta["config"].get("fp8"):
+    saved = meta["config"]
+    if MATMUL in saved or saved.get("fp8") or MATMUL not in settings_now.values:
         return False
     before = meta.get("made_with", {})
     is_gpt = meta.get("family", "gpt") == "gpt"
@@ -211,11 +229,6 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
     differences = []
     if changed_files:
         differences.append(f"{len(changed_files)} changed files")
-    if _is_matmul_unknown(meta):
-        differences.append(
-            "no record of the format of its products, which were int8 on CPUs with AVX512-VNNI and "
-            "without AMX (--matmul=int8), else bf16 (--matmul=auto)"
-        )
     for name, value in now.items():
         if name not in CODE and before.get(name, value) != value:
             differences.append(f"{name} {before[name]} before, {value} now")

@@ -243,6 +243,26 @@ class Product(torch.autograd.Function):
         return None, x_grad, weight_grad.to(ctx.weight_dtype)
 
 
+class Product8:
+    """Multiplies with a matrix in 8 bits in training; fills the slot `multiply` of a Linear."""
+
+    untraceable = "--matmul int8 multiplies by kernels that torch.compile cannot read"
+
+    def __init__(self, use: Trained):
+        """`use` computes in 8 bits."""
+        self.use = use
+
+    def __call__(
+        self,
+        x: Tensor,  # (..., inputs) bf16
+        weight: Tensor,  # (outputs, inputs)
+    ) -> Tensor:  # (..., outputs)
+        """Return x times the transposed weight. Passes without gradients do not use 8 bits."""
+        if not torch.is_grad_enabled():
+            return F.linear(x, weight.to(x.dtype))
+        return Product.apply(self.use, x, weight)
+
+
 class Attention(torch.autograd.Function):
     """Causal attention in a window. The weights are computed again for the gradients."""
 

@@ -4,23 +4,22 @@ Each large matrix of a layer gets a product in 8 bits for its slot `multiply`, w
 operators of operations.py recognise, and the head makes the logits of a loss in 8 bits.
 """
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.linear import Linear
 from nanochat.model import Model
 from nanochat.platforms import host
-from nanochat.platforms.cpu.gradients import Product, Trained
+from nanochat.platforms.base import dtype_name
+from nanochat.platforms.cpu.gradients import Product8, Trained
+from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.products import OUTPUTS
 from nanochat.platforms.layers import OperatorHead
-
-if TYPE_CHECKING:
-    from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.operations import Operations
 
 LARGE = ("c_q", "c_k", "c_v", "c_fc", "c_proj")  # the matrices of a layer, without gates
 
@@ -30,26 +29,6 @@ def is_faster() -> bool:
     flags = host.cpu_flags()
     has_amx = "amx_bf16" in flags  # it multiplies bf16 faster than VNNI multiplies 8 bits
     return "avx512_vnni" in flags and not has_amx
-
-
-class Product8:
-    """Multiplies with a matrix in 8 bits in training; fills the slot `multiply` of a Linear."""
-
-    untraceable = "--matmul int8 multiplies by kernels that torch.compile cannot read"
-
-    def __init__(self, use: Trained):
-        """`use` computes in 8 bits."""
-        self.use = use
-
-    def __call__(
-        self,
-        x: Tensor,  # (..., inputs) bf16
-        weight: Tensor,  # (outputs, inputs)
-    ) -> Tensor:  # (..., outputs)
-        """Return x times the transposed weight. Passes without gradients do not use 8 bits."""
-        if not torch.is_grad_enabled():
-            return F.linear(x, weight.to(x.dtype))
-        return Product.apply(self.use, x, weight)
 
 
 class Int8Head(OperatorHead):
@@ -64,7 +43,7 @@ class Int8Head(OperatorHead):
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
         """See Head.loss."""
-        operations = cast("CpuOperations", self.operations)
+        operations = cast(CpuOperations, self.operations)
         return operations.loss(
             x,
             self.weight,
@@ -76,12 +55,33 @@ class Int8Head(OperatorHead):
         )
 
 
-def use_int8(model: Model, use: Trained) -> None:
+def kernels_of(operations: Operations) -> Trained | None:
+    """Return the kernels that train in 8 bits; None if a model with these operations has none."""
+    if not isinstance(operations, CpuOperations):
+        return None
+    return operations.in_int8()
+
+
+def use_int8(model: Model, operations: Operations) -> None:
     """Let the large matrices of a GPT, and the logits of its loss, multiply in 8 bits in training.
 
-    `use` computes in 8 bits. UserError (code 2) for other models, and for sizes that the kernels do
-    not take.
+    UserError (code 2) for other models, for sizes that the kernels do not take, and without
+    kernels.
     """
+    if model.dtype != torch.bfloat16:
+        raise UserError(
+            "--matmul int8 needs a model that computes in bfloat16, but this one computes in "
+            f"{dtype_name(model.dtype)}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
+            exit_code=2,
+        )
+    use = kernels_of(operations)
+    if use is None:
+        raise UserError(
+            "--matmul int8 needs the C++ kernels, but they were switched off (--kernels plain, "
+            "NANOCHAT_KERNELS) or could not be compiled: switch them on, install g++, or leave "
+            "--matmul out",
+            exit_code=2,
+        )
     module = cast(nn.Module, model)
     heads = [head for head in module.modules() if isinstance(head, OperatorHead)]
     if not heads:

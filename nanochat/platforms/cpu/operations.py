@@ -22,8 +22,7 @@ from nanochat.platforms import host
 from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.decoding import by_products, one_query
-from nanochat.platforms.cpu.gradients import Trained
-from nanochat.platforms.cpu.int8 import Product8
+from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
