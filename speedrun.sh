@@ -131,7 +131,7 @@ fi
 echo "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices device(s)); files in $base"
 if [ "$family" = gpt ] && [ "$matmul" = int8 ]; then # a Qwen3 trains without
     train_flags+=(--matmul=int8)
-    echo "speedrun: this CPU multiplies int8 much faster than bf16, so the stages train with --matmul=int8"
+    echo "speedrun: this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8"
 fi
 
 interrupted=

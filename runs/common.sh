@@ -33,11 +33,12 @@ prepare() { # make the environment of this host; sets `base`, `device`, `matmul`
     fi
 }
 
-choose_matmul() { # set `matmul_flags`, for training stages: int8 on CPUs that multiply it much faster than bf16
+# shellcheck disable=SC2034  # the scripts read `matmul_flags`
+choose_matmul() { # set `matmul_flags`, for training stages: int8 on CPUs that multiply it faster than bf16
     matmul_flags=()
     if [ "$matmul" = int8 ]; then
         matmul_flags=(--matmul=int8)
-        echo "this CPU multiplies int8 much faster than bf16, so the stages train with --matmul=int8"
+        echo "this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8"
     fi
 }
 

@@ -177,7 +177,7 @@ class Platform:
     def preset_matmul(self, dtype: torch.dtype) -> Matmul:
         """Return the number format that presets of a GPT in `dtype` ask for on this device.
 
-        It is coarser than `dtype` only where such training is much faster and learns nearly as well.
+        It is coarser than `dtype` only where such training is faster and learns nearly as well.
         """
         return "auto"
 
