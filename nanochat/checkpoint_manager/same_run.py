@@ -137,9 +137,12 @@ def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bo
     """Return whether nothing says if a run has multiplied in bf16 or in int8.
 
     Runs on CPUs from before there was --matmul chose int8 by themselves, and did not save it.
+    Compiled ones stayed in bf16.
     """
     saved = meta["config"]
     if MATMUL in saved or saved.get("fp8") or MATMUL not in settings_now.values:
+        return False
+    if meta.get("state", {}).get("compiled"):
         return False
     before = meta.get("made_with", {})
     is_gpt = meta.get("family", "gpt") == "gpt"

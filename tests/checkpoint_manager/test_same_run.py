@@ -99,6 +99,9 @@ def test_a_run_that_may_have_begun_in_int8_resumes_as_it_is_asked_to_with_a_warn
     assert f"resumes with --matmul={matmul};" in warning and "run does not say" in warning
     with pytest.raises(UserError, match="--depth: 4 before, 5 now"):
         check_settings(Path("run"), begun, RunSettings.of(WithMatmul(5, matmul=matmul)))
+    warn_of_unknown_matmul(Path("run"), {**begun, "state": {"compiled": True}}, now)
+    warn_of_unknown_matmul(Path("run"), {**begun, "step": 9}, now)
+    assert capsys.readouterr().err == "", "compiled runs were in bf16, and finished ones need no format"
 
 
 @pytest.mark.parametrize(
