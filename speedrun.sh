@@ -17,7 +17,7 @@ source runs/sizes.sh
 preset=auto
 data=auto
 family=gpt
-accepted=() # flags for all training stages
+train_flags=() # for all training stages
 while [ $# -gt 0 ]; do
     case $1 in
     --preset=* | --data=* | --family=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
@@ -29,7 +29,7 @@ while [ $# -gt 0 ]; do
         printf -v "${1#--}" %s "$2"
         shift 2
         ;;
-    --other_code | --other-code) accepted+=(--other_code) && shift ;;
+    --other_code | --other-code) train_flags+=(--other_code) && shift ;;
     -h | --help)
         sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
@@ -91,7 +91,7 @@ fi
 
 # --- what to train ---------------------------------------------------------------------------------
 
-read -r device dtype devices speed < <(python -m nanochat.device)
+read -r device dtype devices speed matmul < <(python -m nanochat.device)
 if [ -n "${NPROC_PER_NODE:-}" ]; then
     if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
         echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
@@ -129,6 +129,10 @@ if [ "$device" = cpu ]; then
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # they wait awake for less than a millisecond, since steps have hundreds of short waits
 fi
 echo "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices device(s)); files in $base"
+if [ "$family" = gpt ] && [ "$matmul" = int8 ]; then # a Qwen3 trains without
+    train_flags+=(--matmul=int8)
+    echo "speedrun: this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8"
+fi
 
 interrupted=
 trap 'interrupted=1' INT # on Ctrl-C a stage saves by itself and ends with code 0
@@ -164,7 +168,7 @@ stage() { # NAME MODULE FLAGS...: run a stage on all devices
 }
 
 train() { # NAME MODULE FLAGS...: run a training stage, which saves checkpoints and can resume
-    stage "$@" "${accepted[@]}"
+    stage "$@" "${train_flags[@]}"
 }
 
 preflight() { # FLAGS...: stop now if a later stage would lack data, disk or memory

@@ -45,7 +45,8 @@ def random_model(
     shape: GPTConfig | QwenConfig, compute: Compute, seed: int = 42, fp8: bool = False
 ) -> Any:
     """Return a model as pretraining begins with it: fp32 masters, random weights, on the device."""
-    model = on_meta(shape, compute, fp8)
+    model = on_meta(shape, compute)
+    compute.platform.use_matmul(model, "fp8" if fp8 else "auto", compute.operations)
     model.to_empty(device=compute.device)
     model.init_weights(seed)
     return model

@@ -90,8 +90,8 @@ def cases() -> list[Case]:
     bf16 = {"NANOCHAT_DTYPE": "bfloat16"}
     listed += [
         Case("base-plain", "base", ("--kernels=plain",)),
-        Case("base-bf16", "base", environment={**bf16, "NANOCHAT_INT8": "0"}),
-        Case("base-int8", "base", environment=bf16),
+        Case("base-bf16", "base", environment=bf16),
+        Case("base-int8", "base", ("--matmul=int8",), environment=bf16),
         Case("base-compiled", "base", ("--compile",)),
         Case(
             "base-qwen3",

@@ -355,6 +355,8 @@ class OldFlags:
 
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
     removed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> what to do now
+    # Switches that a value of another flag replaces: old name -> the flag and the value.
+    replaced: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
         """Return a command line in which flags have the names that they have now.
@@ -368,6 +370,10 @@ class OldFlags:
             old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
             if old in self.removed and old not in current:
                 raise UserError(f"{name} is gone: {self.removed[old]}", exit_code=2)
+            flag, setting = self.replaced.get(old, ("", ""))
+            if flag in current and _WORDS.get(value.lower(), True):
+                warn(f"{name} is called --{flag}={setting} now")
+                word = f"--{flag}={setting}"
             new = self.renamed.get(old, "")
             if new in current and old not in current:
                 warn(f"{name} is called --{new} now")

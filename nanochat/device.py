@@ -411,13 +411,17 @@ def compiler_missing(compute: Compute) -> str:
     return compute.platform.compiler_missing()
 
 
-# for shell scripts: the device, its number format, how many there are, and "slow" or "fast"
+# For shell scripts: the device, its number format, how many there are, "slow" or "fast", and the
+# --matmul that presets of a GPT ask for.
 if __name__ == "__main__":
     try:
         check_idle_cards(device_type)
         _platform = PLATFORMS[device_type]()
-        _format = str(_dtype(_platform)[0]).removeprefix("torch.")
-        print(device_type, _format, _platform.count(), "slow" if _platform.is_slow() else "fast")
+        _dtype_chosen = _dtype(_platform)[0]
+        _format = str(_dtype_chosen).removeprefix("torch.")
+        _speed = "slow" if _platform.is_slow() else "fast"
+        _matmul = _platform.preset_matmul(_dtype_chosen)
+        print(device_type, _format, _platform.count(), _speed, _matmul)
     except UserError as _mistake:
         complain(f"error: {_mistake}")
         sys.exit(_mistake.exit_code)

@@ -12,7 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-Multiply = Callable[[Tensor, Tensor], Tensor]  # x (..., inputs), weight (outputs, inputs) -> x W^T
+# x (..., inputs), weight (outputs, inputs) -> x W^T. Where torch.compile cannot read the function,
+# its attribute `untraceable` says why.
+Multiply = Callable[[Tensor, Tensor], Tensor]
 AddAdapter = Callable[[Tensor, Tensor], Tensor]  # x (..., inputs), W x (..., outputs) -> W x + A(x)
 
 

@@ -49,7 +49,8 @@ from nanochat.device import Compute
 from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
 from nanochat.model import Model
 from nanochat.optim import Optimizers
-from nanochat.runtime import fingerprint, graphs, parallel, signals
+from nanochat.platforms.operations import Matmul
+from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
 from nanochat.runtime.progress import Progress, duration
 from nanochat.runtime.samples import forget_samples
 from nanochat.runtime.trackers.jsonl import describe_run
@@ -60,6 +61,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train import sizes
 from nanochat.train.compile import Ahead, compiled, is_compiled, missing
 from nanochat.train.flags import RunFlags, StageFlags
+from nanochat.train.setup import set_matmul
 from nanochat.train.sizes import Batch
 
 ANNOUNCED_SECONDS = 60  # the device's peak says too little about shorter runs
@@ -136,9 +138,13 @@ def parent_of(
     return parent, tag
 
 
-def load_parent(parent: Parent, compute: Compute) -> tuple[Model, Tokenizer]:
-    """Return the parent's model with fp32 masters, and its tokenizer."""
+def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model, Tokenizer]:
+    """Return the parent's model with fp32 masters, and its tokenizer.
+
+    The model trains in the format of --matmul. UserError (code 2) if it cannot.
+    """
     loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
+    set_matmul(loaded.model, matmul, compute)
     return loaded.model, loaded.tokenizer
 
 

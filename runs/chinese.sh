@@ -60,6 +60,7 @@ tiny)
 esac
 
 prepare
+choose_matmul
 if [ "$preset" = cpu ]; then
     few+=("$(fit total_batch_size 8192 512)")
     sft=("$(fit target_examples_per_step 16)" --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
@@ -76,14 +77,14 @@ if [ "$preset" = cpu ]; then fetch "$data,tinyworld" "$shards" "$from"; else fet
 stage tok_train python -m scripts.tok_train --data "$data" --vocab_size "$vocabulary"
 stage tok_eval python -m scripts.tok_eval --data "$data"
 stage prepare python -m nanochat.prepare --data "$data"
-train base_train scripts.base_train --data "$data" --model_tag "$tag" "${size[@]}" "${few[@]}"
+train base_train scripts.base_train --data "$data" --model_tag "$tag" "${size[@]}" "${few[@]}" "${matmul_flags[@]}"
 train base_loss scripts.base_loss --model_tag "$tag" --once
 if [ "$preset" = cpu ]; then
     train chat_sft scripts.chat_sft --source base --model_tag "$tag" --data tinyworld "${chats[@]}" \
-        --documents "$data" --documents_every 2 "${sft[@]}"
+        --documents "$data" --documents_every 2 "${sft[@]}" "${matmul_flags[@]}"
 else
-    train mid_train scripts.mid_train --model_tag "$tag" "${few[@]}"
-    train chat_sft scripts.chat_sft --model_tag "$tag" "${sft[@]}" "${chats[@]}"
+    train mid_train scripts.mid_train --model_tag "$tag" "${few[@]}" "${matmul_flags[@]}"
+    train chat_sft scripts.chat_sft --model_tag "$tag" "${sft[@]}" "${chats[@]}" "${matmul_flags[@]}"
 fi
 train forgetting scripts.base_loss --source sft --data "$data" --once # on the documents that the base model learned
 if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --once; fi

@@ -2,7 +2,7 @@
 # Functions for the scripts of this folder, which source this file in the root of the repository.
 source runs/sizes.sh
 
-prepare() { # make the environment of this host; sets `base`, `device`, and `devices`, which NPROC_PER_NODE may lower
+prepare() { # make the environment of this host; sets `base`, `device`, `matmul`, and `devices`, which NPROC_PER_NODE may lower
     local code=3
     case ${NANOCHAT_DEVICE:-npu} in npu)
         code=0
@@ -23,13 +23,22 @@ prepare() { # make the environment of this host; sets `base`, `device`, and `dev
     export OMP_WAIT_POLICY=PASSIVE
     base=$(python -m nanochat.common)
     export NANOCHAT_BASE_DIR=$base # one folder for these scripts and for Python, also if it was given with a ~
-    read -r device _ devices _ < <(python -m nanochat.device)
+    read -r device _ devices _ matmul < <(python -m nanochat.device)
     if [ -n "${NPROC_PER_NODE:-}" ]; then
         if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
             echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
             exit 2
         fi
         devices=$NPROC_PER_NODE
+    fi
+}
+
+# shellcheck disable=SC2034  # the scripts read `matmul_flags`
+choose_matmul() { # set `matmul_flags`, for training stages: int8 on CPUs that multiply it faster than bf16
+    matmul_flags=()
+    if [ "$matmul" = int8 ]; then
+        matmul_flags=(--matmul=int8)
+        echo "this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8"
     fi
 }
 

@@ -46,6 +46,7 @@ esac
 
 export NANOCHAT_DEVICE=cpu
 prepare
+choose_matmul
 devices=1 # so small a model gains nothing from more processes
 cores=$(nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))}
@@ -58,9 +59,9 @@ if [ -n "$plan" ]; then exit 0; fi
 fetch "$data" "$shards" "$from"
 stage tok_train python -m scripts.tok_train --data "$data" --vocab_size "$vocabulary"
 train base_train scripts.base_train --data "$data" --model_tag $tag "${size[@]}" --window_pattern=L \
-    --total_batch_size=$batch --num_iterations="$steps" "${few[@]}"
+    --total_batch_size=$batch --num_iterations="$steps" "${few[@]}" "${matmul_flags[@]}"
 train base_loss scripts.base_loss --model_tag $tag --once
-train chat_sft scripts.chat_sft --source base --model_tag $tag --data tinyworld "${sft[@]}" "${few[@]}"
+train chat_sft scripts.chat_sft --source base --model_tag $tag --data tinyworld "${sft[@]}" "${few[@]}" "${matmul_flags[@]}"
 python -m nanochat.report generate
 python -m nanochat.report show
 echo "Chat with it / 和它聊天：  source .venv/bin/activate && python -m scripts.chat_cli"

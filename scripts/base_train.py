@@ -13,12 +13,13 @@ from nanochat.data.corpora import told_of_dropped
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.optim import Rates
+from nanochat.platforms.operations import Matmul
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import sizes
 from nanochat.train.fit import probe
 from nanochat.train.flags import Auto, BatchFlags, Free, Rare, RunFlags, check_ranges
-from nanochat.train.setup import set_up
+from nanochat.train.setup import set_matmul, set_up
 from nanochat.train.validation import Validation
 from tasks.needs import warn_of_missing
 
@@ -45,10 +46,11 @@ class ShapeFlags:
     """number of layers, from the first, that take half of each key from the token before; auto: all; 0: none.
     Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.
     A Qwen3 has none"""
-    fp8: bool = False
-    """multiply with the large matrices of the layers in FP8, on GPUs since Ada and Hopper.
-    Models of about 20 layers or more then take less time and memory, and learn a little less in each step.
-    A Qwen3 trains without"""
+    matmul: Matmul = "auto"
+    """number format in which the large matrices multiply in training; auto: that of the run, never coarser than bf16.
+    fp8: less time and memory from about 20 layers on, on GPUs since Ada and Hopper.
+    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; it is never compiled.
+    With fp8 and int8 a step learns a little less. A Qwen3 takes neither"""
     family: sizes.Kind = "gpt"
     """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
 
@@ -129,7 +131,7 @@ def train(cfg: Config, compute: Compute) -> None:
             "llama.cpp does not split texts as this tokenizer does: if the model is to become a "
             "GGUF file, stop, and train the tokenizer with --pattern qwen2"
         )
-    size = sizes.model_size(shape, compute, cfg.shape.fp8)
+    size = sizes.model_size(shape, compute, cfg.shape.matmul)
     sizes.check_fits(shape.n_layer, size.parameters, cfg.run.shard, compute)
     batch = sizes.batch(
         cfg.batch.total_batch_size,
@@ -169,7 +171,8 @@ def train(cfg: Config, compute: Compute) -> None:
         )
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
-    model = on_meta(shape, compute, cfg.shape.fp8)
+    model = on_meta(shape, compute)
+    set_matmul(model, cfg.shape.matmul, compute)
     model.to_empty(device=compute.device)
     model.init_weights(cfg.run.seed)
     optimizers = set_up(

@@ -37,7 +37,7 @@ class Config:
     problems: str | None = None
     """JSONL file of your own problems, such as {"question": "...", "answer": "42"}, used instead of the corpus's.
     Every tenth one is held out to measure accuracy"""
-    source: Free[Literal["sft", "mid"]] = "sft"
+    source: Free[Rare[Literal["sft", "mid"]]] = "sft"
     """stage whose model to start from"""
     source_step: Free[Rare[int | None]] = None
     """step of that stage's checkpoint; default: the newest"""
@@ -91,6 +91,12 @@ class Config:
                     f"got {name}: leave it out",
                     exit_code=2,
                 )
+        if self.stage.matmul == "fp8":
+            raise UserError(
+                "FP8 needs passes of a multiple of 16 tokens, and those of RL follow the replies, "
+                "got --matmul=fp8: leave it out",
+                exit_code=2,
+            )
 
 
 def train(cfg: Config, compute: Compute) -> None:
@@ -100,7 +106,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = open_folder("rl", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
     sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
     cfg.policy.check(cfg.max_new_tokens)
-    model, tokenizer = load_parent(parent, compute)
+    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
     task, held_out = rl_tasks(corpus, cfg.problems)
     problems = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
     problems_per_step = cfg.examples_per_step * cfg.policy.oversample

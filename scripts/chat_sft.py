@@ -70,7 +70,7 @@ def train(cfg: Config, compute: Compute) -> None:
     parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("sft", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
-    model, tokenizer = load_parent(parent, compute)
+    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
     mixture = mix("sft", corpus, cfg.run.seed, cfg.chats.conversations, cfg.chats.mix)
     length = model.config.sequence_len
     rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.run.seed, masked=True)

@@ -68,7 +68,7 @@ def train(cfg: Config, compute: Compute) -> None:
     parent, tag = parent_of("base", cfg.base_step, "mid", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("mid", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
-    model, tokenizer = load_parent(parent, compute)
+    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
     batch = sizes.batch(
         cfg.batch.total_batch_size,
         cfg.batch.device_batch_size,

@@ -173,7 +173,7 @@ def test_a_cpu_without_wide_registers_is_called_slow(
     monkeypatch.delenv("NANOCHAT_DTYPE", raising=False)
     monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
     runpy.run_module("nanochat.device", run_name="__main__")
-    assert capsys.readouterr().out == f"cpu float32 1 {said}\n"
+    assert capsys.readouterr().out == f"cpu float32 1 {said} auto\n"
 
 
 @pytest.mark.parametrize(

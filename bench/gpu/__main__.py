@@ -46,7 +46,7 @@ class Config:
     compile: bool = True
     """compile the models of both sides with torch.compile"""
     fp8: bool = False
-    """train both sides with --fp8, as their base_train does"""
+    """train both sides in FP8: ours as base_train --matmul=fp8 does, upstream's as its --fp8 does"""
     device_type: str = "cuda"
     """cuda or npu; cpu only tries this benchmark out, since bench.train is the one for CPUs"""
 

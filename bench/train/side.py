@@ -64,6 +64,7 @@ def ours(task: Task) -> Side:
     steps = task["steps"]
     tokens_per_step = task["rows_per_step"] * shape.sequence_len
     model = random_model(shape, compute, seed_of(task))
+    compute.platform.use_matmul(model, flags.shape.matmul, compute.operations)
     if steps is None:
         trainer = Trainer(model, compute, Rates(weight_decay=SHORT_DECAY))
     else:

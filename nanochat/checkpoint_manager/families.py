@@ -140,18 +140,15 @@ def build(
     return model
 
 
-def on_meta(shape: Any, compute: Compute, fp8: bool = False) -> Any:
+def on_meta(shape: Any, compute: Compute) -> Any:
     """Return a model of a shape that takes no memory yet.
 
-    Call to_empty() on it, then init_weights() or load its parameters. With `fp8` it trains in FP8;
-    UserError where the device or the family cannot.
+    Call to_empty() on it, then init_weights() or load its parameters.
     """
     family = families()[family_of(shape)]
     with torch.device("meta"):
         model = family.model(shape, dtype=compute.dtype)
     accelerate(model, compute.operations)
-    if fp8:
-        compute.platform.use_fp8(model)
     return model
 
 

@@ -172,6 +172,7 @@ def resume_stage(
         same_run.check_settings(folder, meta, settings)
         same_run.check_data(folder, meta, data)
         same_run.check_code(folder, meta, other_code, compute)
+        same_run.warn_of_unknown_matmul(folder, meta, settings)
         if plan is not None:
             same_run.check_plan(folder, meta, *plan)
     if start != "auto" and compute.main:

@@ -28,7 +28,9 @@ REMOVED = {
     "gradient_checkpointing": "--checkpoint_activations of scripts.finetune does it",
     "sample_every": "replies are kept at each validation; --samples=N sets how many",
 }
-OLD_FLAGS = OldFlags(RENAMED, REMOVED)
+# Switches that a value of another flag replaces
+REPLACED = {"fp8": ("matmul", "fp8")}
+OLD_FLAGS = OldFlags(RENAMED, REMOVED, REPLACED)
 # What runs did before a flag or a fact existed, where runs do something else by default now
 BEFORE_FLAGS = {
     "bigram_rows": 0,
@@ -36,6 +38,7 @@ BEFORE_FLAGS = {
     "held out": "one in 50",
     "automatic learning rate": "1e-4 for an adapter, 1e-5 for every parameter",
 }
+MATMUL = "matmul"
 CODE = ("code", "other_code")  # hashes of the files that a program has loaded, and of the others
 
 
@@ -70,6 +73,9 @@ class RunSettings:
         renamed = {
             RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
         }
+        for switch, (flag, setting) in REPLACED.items():
+            if renamed.pop(switch, False):
+                renamed[flag] = setting
         changes = []
         for name in sorted({*renamed, *self.values} - self.free):
             default = self.defaults.get(name)
@@ -94,7 +100,10 @@ def made_with(compute: Compute) -> dict[str, Any]:
 
 def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
     """Refuse to resume with other settings than those the run started with."""
-    changes = settings_now.changes(meta["config"])
+    saved = dict(meta["config"])
+    if _is_matmul_unknown(meta, settings_now):
+        saved[MATMUL] = settings_now.values[MATMUL]
+    changes = settings_now.changes(saved)
     if changes:
         raise UserError(
             tr(
@@ -105,6 +114,39 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
                 instead=_instead(meta),
             )
         )
+
+
+def warn_of_unknown_matmul(
+    folder: Path, meta: Mapping[str, Any], settings_now: RunSettings
+) -> None:
+    """Warn if a run resumes that may have multiplied in another format than it will from here on."""
+    if meta["step"] < meta["steps"] and _is_matmul_unknown(meta, settings_now):
+        warn(
+            tr(
+                "{folder} does not say in which format it has multiplied: before there was "
+                "--matmul, a GPT trained in int8 on CPUs with AVX512-VNNI and without AMX, "
+                "elsewhere in bf16. It resumes with --matmul={matmul}; --matmul=int8 continues in "
+                "int8, and --matmul=auto in bf16",
+                folder=folder,
+                matmul=settings_now.values[MATMUL],
+            )
+        )
+
+
+def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
+    """Return whether nothing says if a run has multiplied in bf16 or in int8.
+
+    Runs on CPUs from before there was --matmul chose int8 by themselves, and did not save it.
+    Compiled ones stayed in bf16.
+    """
+    saved = meta["config"]
+    if MATMUL in saved or saved.get("fp8") or MATMUL not in settings_now.values:
+        return False
+    if meta.get("state", {}).get("compiled"):
+        return False
+    before = meta.get("made_with", {})
+    is_gpt = meta.get("family", "gpt") == "gpt"
+    return is_gpt and before.get("device") == "cpu" and before.get("number format") == "bfloat16"
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:

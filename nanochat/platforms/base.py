@@ -17,7 +17,7 @@ import torch
 from nanochat.common import UserError, warn
 from nanochat.model import Model
 from nanochat.platforms import host
-from nanochat.platforms.operations import KernelChoice, Operations
+from nanochat.platforms.operations import KernelChoice, Matmul, Operations
 
 
 class Chip(Protocol):
@@ -56,6 +56,11 @@ class Tracer(Protocol):
     def step(self) -> None: ...
 
     def finish(self) -> Trace: ...
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a number format, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def requested_kernels(flag: str) -> KernelChoice:
@@ -102,7 +107,7 @@ class Platform:
         """The part of torch that drives the device, such as torch.cuda; None for the host."""
         return getattr(torch, self.name)
 
-    # --- choosing and opening --------------------------------------------------------------------
+    # --- choosing --------------------------------------------------------------------------------
 
     def unavailable(self) -> str:
         """Return why no such device can be used in this process; "" if one can."""
@@ -128,15 +133,55 @@ class Platform:
         """Return why the device cannot compute in the format of NANOCHAT_DTYPE; "" if it can."""
         return ""
 
-    def use_fp8(self, model: Model) -> None:
-        """Let the large matrices of a model multiply in eight bits in training.
+    # --- the number format of matrices ------------------------------------------------------------
 
-        Raises UserError if that cannot be done.
+    def use_matmul(self, model: Model, matmul: Matmul, operations: Operations) -> None:
+        """Let the large matrices of a model multiply in a number format in training.
+
+        `operations` are those of the model. auto multiplies in the format that the model computes
+        in. UserError (code 2) if the device or the model cannot multiply as requested.
+        """
+        if matmul == "bf16" and model.dtype != torch.bfloat16:
+            raise UserError(
+                "--matmul bf16 needs a model that computes in bfloat16, but this one computes in "
+                f"{dtype_name(model.dtype)}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
+                exit_code=2,
+            )
+        if matmul == "fp8":
+            self.use_fp8(model)
+        if matmul == "int8":
+            self.use_int8(model, operations)
+
+    def use_fp8(self, model: Model) -> None:
+        """Let the large matrices of a model multiply in FP8 in training.
+
+        UserError (code 2) if that cannot be done.
         """
         raise UserError(
-            f"--fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), but the device is "
-            f"{self.describe()}: leave the flag out"
+            "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), "
+            f"but the device is {self.describe()}: leave --matmul out",
+            exit_code=2,
         )
+
+    def use_int8(self, model: Model, operations: Operations) -> None:
+        """Let the large matrices of a model multiply in integers of 8 bits in training.
+
+        UserError (code 2) if that cannot be done.
+        """
+        raise UserError(
+            "--matmul int8 needs the C++ kernels for CPUs, but the device is "
+            f"{self.describe()}: leave --matmul out",
+            exit_code=2,
+        )
+
+    def preset_matmul(self, dtype: torch.dtype) -> Matmul:
+        """Return the number format that presets of a GPT in `dtype` ask for on this device.
+
+        It is coarser than `dtype` only where such training is faster and learns nearly as well.
+        """
+        return "auto"
+
+    # --- opening ---------------------------------------------------------------------------------
 
     def open(self) -> torch.device:
         """Take the device for this process; warn if it is in use.

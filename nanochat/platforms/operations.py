@@ -26,6 +26,7 @@ ROW_GRAIN = 256  # tokens: a loss that skips tokens reads a multiple of this
 # A score that no fp16 softmax sees, and that stays finite when another is added to it.
 HIDDEN = -3e4
 KernelChoice = Literal["auto", "fused", "plain"]  # which operators a user may ask for
+Matmul = Literal["auto", "bf16", "fp8", "int8"]  # in which number format matrices multiply
 # Three modules that multiply with the matrices of queries, keys and values, or one function that
 # multiplies with all.
 Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
@@ -110,13 +111,6 @@ class Operations(PlainAttention):
                 release()
 
     # --- what a user is told ---------------------------------------------------------------------
-
-    def coarser(self, dtype: torch.dtype) -> str:
-        """Return in which format uncompiled training multiplies a GPT more coarsely than `dtype`.
-
-        The words say why; "" if it does not.
-        """
-        return ""
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """Return why a training step of the GPT is as fast uncompiled as compiled.

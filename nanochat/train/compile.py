@@ -157,12 +157,15 @@ def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
 # --- compiling ------------------------------------------------------------------------------------
 
 
-def missing(requested: bool | None, compute: Compute) -> str:
+def missing(requested: bool | None, compute: Compute, model: nn.Module | None = None) -> str:
     """Return why nothing is compiled, the same on every rank; "" if all ranks can compile.
 
-    `requested` is --compile: UserError if it is True and cannot be done.
+    `requested` is --compile: UserError if it is True and cannot be done. A model is looked at too.
     """
-    why_not = tr("switched off") if requested is False else device.compiler_missing(compute)
+    if requested is False:
+        why_not = tr("switched off")
+    else:
+        why_not = device.compiler_missing(compute) or _untraceable(model)
     if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
         why_not = why_not or tr("another rank has no compiler")
     if why_not and requested:
@@ -173,6 +176,17 @@ def missing(requested: bool | None, compute: Compute) -> str:
             )
         )
     return why_not
+
+
+def _untraceable(model: nn.Module | None) -> str:
+    """Return why a compiler cannot read how a model multiplies; "" if it can."""
+    if model is None:
+        return ""
+    for module in model.modules():
+        why = getattr(getattr(module, "multiply", None), "untraceable", "")
+        if why:
+            return why
+    return ""
 
 
 def _unneeded(model: nn.Module, compute: Compute) -> str:
@@ -201,7 +215,7 @@ def compiled(
     would compile another graph; by default it is the sum of losses of a (B, T) batch. With several
     ranks each of `blocks` is compiled by itself. A signal ends the compilation at once: Stopped.
     """
-    if why_not := missing(requested, compute):
+    if why_not := missing(requested, compute, model):
         log(tr("not compiled: {why}", why=why_not))
         return model
     if (

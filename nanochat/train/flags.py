@@ -17,7 +17,7 @@ from nanochat.common import Rare as Rare
 from nanochat.common import UserError, log, tr, values_of, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.dataloader import Source, blend, split_rows
-from nanochat.platforms.operations import KernelChoice
+from nanochat.platforms.operations import KernelChoice, Matmul
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
 
@@ -155,7 +155,10 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class StageFlags:
-    """Which model a stage after pretraining starts from, and where its own checkpoints go."""
+    """Which model a stage after pretraining starts from, and where its own checkpoints go.
+
+    They also say how that model multiplies.
+    """
 
     data: Free[str | None] = None
     """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
@@ -165,6 +168,11 @@ class StageFlags:
     out_tag: Free[str | None] = None
     """name under which this stage saves its checkpoints. default: the model's own name.
     With --conversations, --mix or --problems the name of that file is added, such as d4-mychats"""
+    matmul: Matmul = "auto"
+    """number format in which the large matrices multiply in training; auto: that of the run, never coarser than bf16.
+    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; it is never compiled.
+    fp8: less time and memory from about 20 layers on, on GPUs since Ada and Hopper; not in RL.
+    With int8 and fp8 a step learns a little less"""
     samples: Free[Rare[int]] = 4
     """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
 

@@ -11,6 +11,8 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.model import Model
 from nanochat.optim import OneRate, Optimizers, Rates, saved_bytes
+from nanochat.platforms.base import dtype_name
+from nanochat.platforms.operations import Matmul
 from nanochat.runtime import parallel
 from nanochat.train import sizes
 from nanochat.train.flags import RunFlags
@@ -35,7 +37,7 @@ def set_up(
     """
     module = cast(nn.Module, model)
     trained = sum(parameter.numel() for _, parameter in parallel.trained(module))
-    _describe(model, trained, compute)
+    _describe(model, trained)
     sizes.check_disk(folder, trained, saved_bytes(model, rates), flags.keep)
     parallel.shard(module, model.shard_groups(), compute, flags.shard)
     if fill is not None:
@@ -51,8 +53,27 @@ def set_up(
     )
 
 
-def _describe(model: Model, trained: int, compute: Compute) -> None:
-    """Log how large a model is, and a number format that is coarser than its dtype says."""
+def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
+    """Let a model train with products in the number format of --matmul, and log the format.
+
+    Call it before set_up(), which shards the model. UserError (code 2) if the device or the model
+    cannot train so.
+    """
+    compute.platform.use_matmul(model, matmul, compute.operations)
+    dtype = dtype_name(model.dtype)
+    note = ""
+    if matmul == "auto" and isinstance(model, GPT):
+        faster = compute.platform.preset_matmul(model.dtype)
+        if faster != "auto":
+            note = f" (--matmul {faster} is faster on this device, and a step learns a little less)"
+    if matmul in ("fp8", "int8"):
+        note = f" in training, {dtype} elsewhere"
+        dtype = matmul
+    log(f"matmul: {dtype}{note}")
+
+
+def _describe(model: Model, trained: int) -> None:
+    """Log how large a model is."""
     shape = model.config
     total = model.parameter_counts()["total"]
     trained_part = f" of which {trained:,} are trained," if trained < total else ""
@@ -60,10 +81,3 @@ def _describe(model: Model, trained: int, compute: Compute) -> None:
         f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
         f"{total:,} parameters,{trained_part} {model.flops_per_token():,} FLOPs a token"
     )
-    if trained == total and isinstance(model, GPT):
-        coarser = compute.operations.coarser(compute.dtype)
-        if coarser:
-            log(
-                f"the uncompiled GPT trains in {coarser}; "
-                "NANOCHAT_INT8=0 lets it train in bfloat16 alone"
-            )

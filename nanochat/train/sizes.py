@@ -15,6 +15,7 @@ from nanochat.dataloader import Rows
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.model import ModelConfig
+from nanochat.platforms.operations import Matmul
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train.fit.memory import reachable
@@ -153,12 +154,13 @@ class ModelSize:
     flops_per_token: int
 
 
-def model_size(shape: "GPTConfig | QwenConfig", compute: Compute, fp8: bool) -> ModelSize:
+def model_size(shape: "GPTConfig | QwenConfig", compute: Compute, matmul: Matmul) -> ModelSize:
     """Return the size of a model of this shape, which takes no memory.
 
-    Raises UserError if the model is to train in FP8, and the device or the family cannot.
+    UserError (code 2) if the device or the family cannot train in the format of --matmul.
     """
-    model = on_meta(shape, compute, fp8)
+    model = on_meta(shape, compute)
+    compute.platform.use_matmul(model, matmul, compute.operations)
     counts = model.parameter_counts()
     return ModelSize(counts["total"], counts["scaling"], model.flops_per_token())
 

@@ -111,7 +111,7 @@ def test_a_finished_run_is_never_trained_again_and_a_changed_one_is(
     for changed in changes:
         again(changed)
     assert again.requests == changes
-    monkeypatch.setenv("NANOCHAT_INT8", "1")
+    monkeypatch.setenv("NANOCHAT_KERNELS", "plain")
     again(run)
     assert again.requests[-1] == run
 

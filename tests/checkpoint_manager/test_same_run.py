@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from nanochat.checkpoint_manager.same_run import RunSettings, check_code, check_settings, free_flags
+from nanochat.checkpoint_manager.same_run import (
+    RunSettings,
+    check_code,
+    check_settings,
+    free_flags,
+    warn_of_unknown_matmul,
+)
 from nanochat.common import Free, UserError
 from nanochat.runtime import fingerprint
 from tests.support.tiny_model import on_cpu
@@ -28,7 +34,7 @@ class New(Old):
     color: Free[str | None] = None
 
 
-def meta(config: dict[str, Any], **made_with: dict[str, str]) -> dict[str, Any]:
+def meta(config: dict[str, Any], **made_with: Any) -> dict[str, Any]:
     return {"config": config, "stage": "base", "step": 5, "steps": 9, "made_with": made_with}
 
 
@@ -59,6 +65,61 @@ def test_a_run_from_before_bigrams_resumes_without_them() -> None:
     check_settings(Path("run"), meta(saved), RunSettings.of(Newest(depth=4, bigram_rows=0)))
     with pytest.raises(UserError, match="--bigram_rows: 0 before, auto now"):
         check_settings(Path("run"), meta(saved), RunSettings.of(Newest(depth=4)))
+
+
+@dataclass(frozen=True)
+class WithMatmul(Old):
+    """The flags of the same script since there is --matmul, which replaces --fp8."""
+
+    matmul: str = "auto"
+
+
+def test_a_run_that_began_with_fp8_resumes_with_matmul_fp8() -> None:
+    saved = {**RunSettings.of(Old(depth=4)).values, "fp8": True}
+    check_settings(Path("run"), meta(saved), RunSettings.of(WithMatmul(4, matmul="fp8")))
+    for made_with in ({}, {"device": "cpu", "number format": "bfloat16"}):
+        with pytest.raises(UserError, match=r"\(--matmul: fp8 before, auto now\)"):
+            check_settings(Path("run"), meta(saved, **made_with), RunSettings.of(WithMatmul(4)))
+    saved["fp8"] = False
+    check_settings(Path("run"), meta(saved), RunSettings.of(WithMatmul(4)))
+    with pytest.raises(UserError, match=r"\(--matmul: auto before, fp8 now\)"):
+        check_settings(Path("run"), meta(saved), RunSettings.of(WithMatmul(4, matmul="fp8")))
+
+
+@pytest.mark.parametrize("matmul", ["auto", "int8"])
+def test_a_run_that_may_have_begun_in_int8_resumes_as_it_is_asked_to_with_a_warning(
+    matmul: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {**RunSettings.of(Old(depth=4)).values, "fp8": False}
+    now = RunSettings.of(WithMatmul(4, matmul=matmul))
+    begun = meta(saved, **{"device": "cpu", "number format": "bfloat16"})
+    check_settings(Path("run"), begun, now)
+    warn_of_unknown_matmul(Path("run"), begun, now)
+    warning = capsys.readouterr().err
+    assert f"resumes with --matmul={matmul};" in warning and "run does not say" in warning
+    with pytest.raises(UserError, match="--depth: 4 before, 5 now"):
+        check_settings(Path("run"), begun, RunSettings.of(WithMatmul(5, matmul=matmul)))
+    warn_of_unknown_matmul(Path("run"), {**begun, "state": {"compiled": True}}, now)
+    warn_of_unknown_matmul(Path("run"), {**begun, "step": 9}, now)
+    assert capsys.readouterr().err == "", "compiled runs were in bf16, and finished ones need no format"
+
+
+@pytest.mark.parametrize(
+    ("changes", "made_with"),
+    [
+        ({"matmul": "auto"}, {"device": "cpu", "number format": "bfloat16"}),  # it says so
+        ({}, {"device": "cpu", "number format": "float32"}),  # which never used int8
+        ({}, {"device": "npu", "number format": "bfloat16"}),
+    ],
+)
+def test_a_run_that_cannot_have_begun_in_int8_does_not_resume_in_it(
+    changes: dict[str, str], made_with: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = meta({**RunSettings.of(Old(depth=4)).values, **changes}, **made_with)
+    warn_of_unknown_matmul(Path("run"), begun, RunSettings.of(WithMatmul(4)))
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="--matmul: auto before, int8 now"):
+        check_settings(Path("run"), begun, RunSettings.of(WithMatmul(4, matmul="int8")))
 
 
 def test_free_flags_may_differ_and_others_and_facts_may_not() -> None:

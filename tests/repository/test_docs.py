@@ -55,6 +55,7 @@ FOREIGN_VARIABLES = {
         LD_LIBRARY_PATH
     """,
     "the hub's client, wandb": "HF_ENDPOINT HF_TOKEN HF_HOME WANDB_MODE",
+    "earlier versions of ours": "NANOCHAT_INT8",
     "pip": "PIP_INDEX_URL PIP_NO_INDEX PIP_FIND_LINKS",
     "the tokenizer's trainer": "RAYON_NUM_THREADS",
 }

@@ -135,11 +135,11 @@ def test_a_corpus_of_documents_of_which_no_row_would_be_taken_is_refused() -> No
 
 GUIDES = {
     "base": """depth data model_tag num_iterations resume total_batch_size device_batch_size profile family max_seq_len
-        model_dim track graphs head_dim kernels compile stop_at window_pattern fp8 shard""",
-    "mid": "total_batch_size device_batch_size answers_only conversations model_tag num_iterations warmdown_ratio",
-    "sft": """target_examples_per_step device_batch_size init_lr_frac model_tag num_iterations conversations data mix
+        model_dim track graphs head_dim kernels compile stop_at window_pattern matmul shard""",
+    "mid": "matmul total_batch_size device_batch_size answers_only conversations model_tag num_iterations warmdown_ratio",
+    "sft": """matmul target_examples_per_step device_batch_size init_lr_frac model_tag num_iterations conversations data mix
         source start_share""",
-    "rl": """examples_per_step device_batch_size init_lr_frac loss max_new_tokens num_iterations problems
+    "rl": """matmul examples_per_step device_batch_size init_lr_frac loss max_new_tokens num_iterations problems
         updates_per_rollout model_tag advantage average kl oversample overlong_tokens""",
     "tune": """data model loss shard lora_rank lora_alpha lora_dropout lora_targets num_epochs max_length learning_rate
         warmup_ratio weight_decay device_batch_size target_examples_per_step checkpoint_activations
@@ -167,9 +167,9 @@ def test_help_shows_the_flags_of_the_guides_and_at_most_32(stage: str, capsys: p
 @pytest.mark.parametrize("stage", SCRIPTS)
 def test_old_names_of_flags_are_no_flags_and_lead_to_flags(stage: str) -> None:
     names = {flag.name for flag in flags_of(SCRIPTS[stage].Config)}
-    assert not names & {*OLD_FLAGS.renamed, *OLD_FLAGS.removed}
+    assert not names & {*OLD_FLAGS.renamed, *OLD_FLAGS.removed, *OLD_FLAGS.replaced}
     everywhere = set().union(*({flag.name for flag in flags_of(script.Config)} for script in SCRIPTS.values()))
-    assert everywhere >= {*OLD_FLAGS.renamed.values()}
+    assert everywhere >= {*OLD_FLAGS.renamed.values(), *(flag for flag, _ in OLD_FLAGS.replaced.values())}
 
 
 def test_a_renamed_flag_works_and_says_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +177,15 @@ def test_a_renamed_flag_works_and_says_its_new_name(capsys: pytest.CaptureFixtur
     cfg = parse(base_train.Config, line, old_flags=OLD_FLAGS)
     assert cfg.run.resume == 3 and cfg.batch.device_batch_size == 2
     assert "--resume-from-step is called --resume now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "matmul"), [("--fp8", "fp8"), ("--fp8=1", "fp8")])
+def test_a_switch_that_another_flag_replaces_works_and_says_its_new_form(
+    word: str, matmul: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = parse(base_train.Config, [word, "--depth=4"], old_flags=OLD_FLAGS)
+    assert cfg.shape.matmul == matmul and cfg.shape.depth == 4
+    assert "is called --matmul=fp8 now" in capsys.readouterr().err
 
 
 def test_a_flag_that_is_gone_says_what_to_type() -> None:

@@ -7,6 +7,7 @@ platform.py     what the project asks of a device, answered for a host
 operations.py   the operators that faster layers call
 kernels.py      compiles the C++ of cpp/, and calls what inference needs of it
 training.py     calls what training needs of it; gradients.py makes it known to autograd
-int8.py         products of training in 8 bits
+products.py     products of training, in the format of the activations or in 8 bits
+int8.py         lets a GPT train with products in 8 bits
 decoding.py     attention of few new tokens as products of matrices
 """

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.loss import loss_and_gradients, scaled_gradients
-from nanochat.platforms.cpu.int8 import Matrix, Matrix8, fits
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
+from nanochat.platforms.cpu.products import Matrix, Matrix8
 from nanochat.platforms.cpu.training import Training, side_by_side
 
 Gradients = tuple[Tensor | None, ...]
@@ -29,18 +29,14 @@ class Trained:
 
     kernels: Kernels
     training: Training
-    int8: bool = False  # whether products of bf16 activations are made in integers of 8 bits
-
-    def takes_int8(self, masters: Sequence[Tensor], x: Tensor) -> bool:
-        """Return whether activations such as x multiply these matrices in integers of 8 bits."""
-        return self.int8 and x.dtype == torch.bfloat16 and fits(masters)
+    int8: bool = False  # whether matrices multiply bf16 activations in integers of 8 bits
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
         """Return what multiplies activations such as x.
 
         `masters` are matrices (outputs, inputs) that lie below one another.
         """
-        if self.takes_int8(masters, x):
+        if self.int8:
             return Matrix8(self.training, masters)
         return Matrix(self.kernels, masters, x.dtype)
 
@@ -245,6 +241,26 @@ class Product(torch.autograd.Function):
         weight_grad = ctx.matrix.slope(y_grad, rows)
         x_grad = x_grad.view(*grads[0].shape[:-1], -1)
         return None, x_grad, weight_grad.to(ctx.weight_dtype)
+
+
+class Product8:
+    """Multiplies with a matrix in 8 bits in training; fills the slot `multiply` of a Linear."""
+
+    untraceable = "--matmul int8 multiplies by kernels that torch.compile cannot read"
+
+    def __init__(self, use: Trained):
+        """`use` computes in 8 bits."""
+        self.use = use
+
+    def __call__(
+        self,
+        x: Tensor,  # (..., inputs) bf16
+        weight: Tensor,  # (outputs, inputs)
+    ) -> Tensor:  # (..., outputs)
+        """Return x times the transposed weight. Passes without gradients do not use 8 bits."""
+        if not torch.is_grad_enabled():
+            return F.linear(x, weight.to(x.dtype))
+        return Product.apply(self.use, x, weight)
 
 
 class Attention(torch.autograd.Function):

@@ -1,133 +1,115 @@
-"""Products of activations with matrices in training, in integers of 8 bits or in bf16 or fp32.
+"""Lets a GPT train with products in integers of 8 bits; products.py has the arithmetic.
 
-Activations are rounded to 8 bits token by token and matrices output by output, each with a factor
-of its own, wherever activations are multiplied with a matrix: forward, and for the gradient of the
-activations (SwitchBack, Wortsman et al. 2023, arXiv:2304.13013). For the gradient of a matrix, a sum
-over tokens, each channel has a factor for every 256 tokens. The head's logits are made in 8 bits
-too, but not what follows from their gradient, which has a few large numbers and thousands of tiny
-ones. dev/LOG.md has what all this saves in time and costs in loss. Passes without gradients, such as
-validations, never use 8 bits.
+Each large matrix of a layer gets a product in 8 bits for its slot `multiply`, which the fused
+operators of operations.py recognise, and the head makes the logits of a loss in 8 bits.
 """
 
-import functools
-import os
-from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.linear import Linear
+from nanochat.model import Model
 from nanochat.platforms import host
-from nanochat.platforms.cpu.kernels import Kernels
-from nanochat.platforms.cpu.training import Training
+from nanochat.platforms.base import dtype_name
+from nanochat.platforms.cpu.gradients import Product8, Trained
+from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.cpu.products import OUTPUTS
+from nanochat.platforms.layers import OperatorHead
+from nanochat.platforms.operations import Operations
 
-OUTPUTS = 32  # as in int8.h: a matrix must have multiples of them, and as many inputs
+LARGE = ("c_q", "c_k", "c_v", "c_fc", "c_proj")  # the matrices of a layer, without gates
 
 
-def reason() -> str:
-    """Return why models of bf16 train with products in 8 bits on this host; "" if they do not.
-
-    NANOCHAT_INT8 decides, or else whether the processor multiplies 8 bits faster than bf16. Raises
-    UserError (code 2) if the variable is neither 0 nor 1.
-    """
-    setting = os.environ.get("NANOCHAT_INT8") or "auto"
-    if setting not in ("auto", "0", "1"):
-        raise UserError(f"NANOCHAT_INT8 must be 0 or 1, got {setting!r}", exit_code=2)
-    if setting == "1":
-        return "NANOCHAT_INT8"
+def is_faster() -> bool:
+    """Return whether this processor multiplies integers of 8 bits faster than bf16."""
     flags = host.cpu_flags()
-    has_vnni = "avx512_vnni" in flags
     has_amx = "amx_bf16" in flags  # it multiplies bf16 faster than VNNI multiplies 8 bits
-    if setting == "auto" and has_vnni and not has_amx:
-        return "the CPU has avx512_vnni"
-    return ""
+    return "avx512_vnni" in flags and not has_amx
 
 
-class Matrix:
-    """Matrices of which each row gives an output, below one another, in the activations' format."""
+class Int8Head(OperatorHead):
+    """The head, whose loss makes logits in 8 bits."""
 
-    def __init__(
+    use: Trained
+
+    def loss(
         self,
-        kernels: Kernels,
-        masters: Sequence[Tensor],  # (outputs, inputs) each
-        dtype: torch.dtype,
-    ):
-        self.kernels = kernels
-        heights = [len(master) for master in masters]
-        inputs = masters[0].size(1)
-        self.weight = masters[0].new_empty(sum(heights), inputs, dtype=dtype)
-        places = self.weight.split(heights)
-        for place, master in zip(places, masters, strict=True):
-            place.copy_(master)
-
-    def times(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
-        """Return all outputs."""
-        return x @ self.weight.mT
-
-    def squared_relu(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
-        """Return relu(y)^2 of all outputs y."""
-        y = self.times(x)
-        return self.kernels.squared_relu(y, y)
-
-    def back(self, g: Tensor) -> Tensor:  # (N, outputs) -> (N, inputs)
-        """Return the gradient of x, from the gradient of the outputs."""
-        return g @ self.weight
-
-    def slope(
-        self,
-        g: Tensor,  # (N, outputs)
-        x: Tensor,  # (N, inputs)
-    ) -> Tensor:  # (outputs, inputs)
-        """Return the gradient of the matrices, from the gradient of the outputs."""
-        return g.mT @ x
+        x: Tensor,  # (N, C)
+        targets: Tensor,  # (N,)
+        weights: Tensor | None,  # (N,)
+    ) -> Tensor:
+        """See Head.loss."""
+        operations = cast(CpuOperations, self.operations)
+        return operations.loss(
+            x,
+            self.weight,
+            targets,
+            vocab=self.vocab,
+            weights=weights,
+            chunk=self.loss_tokens,
+            use8=self.use,
+        )
 
 
-class Matrix8(Matrix):
-    """Such matrices in integers of 8 bits, which are made from the masters."""
-
-    def __init__(
-        self,
-        training: Training,
-        masters: Sequence[Tensor],  # (outputs, inputs) each
-    ):
-        self.training = training
-        # Several ranks gather masters as bf16, and --shard=full frees what it gathered before the
-        # gradient is made.
-        if len(masters) == 1 and masters[0].dtype == torch.float32:
-            weight = masters[0]
-        else:
-            weight = torch.cat([*masters])
-        self.weight = weight.detach().contiguous()
-
-    @functools.cached_property
-    def _packed(self) -> tuple[Tensor, Tensor]:
-        return self.training.pack_int8(self.weight.float(), back=False)
-
-    def times(self, x: Tensor) -> Tensor:
-        """See Matrix.times."""
-        packed, factors = self._packed
-        return self.training.product_int8(x, packed, factors)
-
-    def squared_relu(self, x: Tensor) -> Tensor:
-        """See Matrix.squared_relu."""
-        packed, factors = self._packed
-        return self.training.product_int8(x, packed, factors, squared=True)
-
-    def back(self, g: Tensor) -> Tensor:
-        """See Matrix.back."""
-        packed, factors = self.training.pack_int8(self.weight.float(), back=True)
-        return self.training.product_int8(g, packed, factors)
-
-    def slope(self, g: Tensor, x: Tensor) -> Tensor:
-        """See Matrix.slope."""
-        return self.training.gradient_int8(g, x)
+def kernels_of(operations: Operations) -> Trained | None:
+    """Return the kernels that train in 8 bits; None if a model with these operations has none."""
+    if not isinstance(operations, CpuOperations):
+        return None
+    return operations.in_int8()
 
 
-def fits(masters: Sequence[Tensor]) -> bool:
-    """Return whether Matrix8 can multiply with these matrices, forward and back."""
-    inputs = masters[0].size(1)
-    outputs = sum(len(master) for master in masters)
-    if inputs % OUTPUTS or outputs % OUTPUTS:
-        return False
-    formats = {master.dtype for master in masters}
-    return formats <= {torch.float32, torch.bfloat16}
+def use_int8(model: Model, operations: Operations) -> None:
+    """Let the large matrices of a GPT, and the logits of its loss, multiply in 8 bits in training.
+
+    UserError (code 2) for other models, for sizes that the kernels do not take, and without
+    kernels.
+    """
+    if model.dtype != torch.bfloat16:
+        raise UserError(
+            "--matmul int8 needs a model that computes in bfloat16, but this one computes in "
+            f"{dtype_name(model.dtype)}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
+            exit_code=2,
+        )
+    use = kernels_of(operations)
+    if use is None:
+        raise UserError(
+            "--matmul int8 needs the C++ kernels, but they were switched off (--kernels plain, "
+            "NANOCHAT_KERNELS) or could not be compiled: switch them on, install g++, or leave "
+            "--matmul out",
+            exit_code=2,
+        )
+    module = cast(nn.Module, model)
+    heads = [head for head in module.modules() if isinstance(head, OperatorHead)]
+    if not heads:
+        raise UserError(
+            "only a GPT trains in int8, got another family: leave --matmul out", exit_code=2
+        )
+    for name, matrix in _large_matrices(module).items():
+        _check_size(name, matrix)
+        matrix.multiply = Product8(use)
+    for head in heads:
+        swapped = cast(Any, head)
+        swapped.__class__ = Int8Head
+        swapped.use = use
+
+
+def _large_matrices(model: nn.Module) -> dict[str, Linear]:
+    matrices = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name.endswith(LARGE):
+            matrices[name] = module
+    return matrices
+
+
+def _check_size(name: str, matrix: Linear) -> None:
+    for size in (matrix.in_features, matrix.out_features):
+        if size % OUTPUTS:
+            raise UserError(
+                f"int8 needs matrices whose sides are multiples of {OUTPUTS}, and {name} has {size}: "
+                "choose another --model_dim, or leave --matmul out",
+                exit_code=2,
+            )

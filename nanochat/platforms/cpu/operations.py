@@ -6,6 +6,7 @@ head dimension, C channels.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -21,7 +22,7 @@ from nanochat.platforms import host
 from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.decoding import by_products, one_query
-from nanochat.platforms.cpu.gradients import Trained
+from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
@@ -89,17 +90,11 @@ class CpuOperations(Operations):
         self,
         stacks_matrices: bool = True,
         compiles: bool = True,
-        int8: str = "",
     ):
-        """Compile nothing yet: `compiles` says whether C++ kernels are compiled at their first use.
-
-        `int8` is why training multiplies bf16 activations in integers of 8 bits, "" if it does not;
-        see int8.py.
-        """
+        """Compile nothing yet: `compiles` says whether C++ kernels are compiled at their first use."""
         super().__init__(stacks_matrices)
         self.fuses_layers = compiles
         self._compiles = compiles
-        self._int8 = int8
         self._kernels: Kernels | None = None  # once a model is served
         # Shapes of matrices whose layout needs no second look.
         self._compared: set[torch.Size] = set()
@@ -128,7 +123,7 @@ class CpuOperations(Operations):
         gradient_kernels = training(host.use_compile_cache(base_dir()))
         if gradient_kernels is None:
             return None
-        return Trained(self._library, gradient_kernels, bool(self._int8))
+        return Trained(self._library, gradient_kernels)
 
     def _train(self, *tensors: Tensor) -> Trained | None:
         """The kernels of training, if gradients are on and the kernels can read these tensors."""
@@ -141,6 +136,25 @@ class CpuOperations(Operations):
             if x.dtype != dtype or not x.is_cpu:
                 return None
         return self._trained
+
+    def _train_with(self, matrices: Sequence[nn.Module], *tensors: Tensor) -> Trained | None:
+        """The kernels of training for products with these matrices, in the format of their slots.
+
+        None if gradients are off, or if the kernels cannot read the matrices or these tensors.
+        """
+        if not all(map(_own, matrices)):
+            return None
+        use = self._train(*tensors)
+        slot = cast(Linear, matrices[0]).multiply
+        if use is None or slot is None:
+            return use
+        return cast(Product8, slot).use
+
+    def in_int8(self) -> Trained | None:
+        """Return the kernels of training with products in 8 bits; None without a C++ compiler."""
+        if self._trained is None:
+            return None
+        return replace(self._trained, int8=True)
 
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """The kernels of inference, if the model is served and they can read these tensors."""
@@ -157,14 +171,6 @@ class CpuOperations(Operations):
         return self._kernels
 
     # --- what a user is told ---------------------------------------------------------------------
-
-    def coarser(self, dtype: torch.dtype) -> str:
-        """See Operations.coarser. Products in 8 bits need the kernels of training."""
-        if not self._compiles or not self._int8 or dtype != torch.bfloat16:
-            return ""
-        if self._trained is None:
-            return ""
-        return f"int8 ({self._int8})"
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""
@@ -356,16 +362,14 @@ class CpuOperations(Operations):
         """Return heads(), or gated_heads(), by the kernels of training; None if they cannot."""
         if callable(matrices) or head_dim != 2 * cos.size(-1):
             return None
-        if not all(map(_own, matrices)):
-            return None
         if gate is not None and not _own(gate):
             return None
         inputs = (x, cos, sin) if value is None else (x, cos, sin, value)
-        use = self._train(*inputs)
+        use = self._train_with(matrices, *inputs)
         if use is None:
             return None
-        gate_weight = None if gate is None else gate.weight
-        weights = [matrix.weight for matrix in matrices]
+        gate_weight = None if gate is None else cast(Linear, gate).weight
+        weights = [cast(Linear, matrix).weight for matrix in matrices]
         return gradients.Heads.apply(use, x, cos, sin, sharpen, gate_weight, value, *weights)
 
     def offset_keys(self, k: Tensor) -> Tensor:
@@ -382,10 +386,10 @@ class CpuOperations(Operations):
         cast_weight: Tensor | None,
     ) -> Tensor:
         """See Operations.project."""
-        use = self._train(x) if _own(matrix) else None
+        use = self._train_with([matrix], x)
         if use is None:
             return super().project(x, matrix, cast_weight)
-        return gradients.Product.apply(use, x, matrix.weight)
+        return gradients.Product.apply(use, x, cast(Linear, matrix).weight)
 
     # --- the rest of a layer ---------------------------------------------------------------------
 
@@ -397,10 +401,12 @@ class CpuOperations(Operations):
         cast_weights: Sequence[Tensor | None],
     ) -> Tensor:
         """See Operations.mlp."""
-        use = self._train(x) if _own(into) and _own(out) else None
+        use = self._train_with([into, out], x)
         if use is None:
             return super().mlp(x, into, out, cast_weights)
-        return gradients.SquaredReluMlp.apply(use, x, into.weight, out.weight)
+        into_weight = cast(Linear, into).weight
+        out_weight = cast(Linear, out).weight
+        return gradients.SquaredReluMlp.apply(use, x, into_weight, out_weight)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""
@@ -487,15 +493,15 @@ class CpuOperations(Operations):
         weights: Tensor | None,  # (N,)
         chunk: int,
         capped: bool = True,
+        use8: Trained | None = None,  # makes the logits of many tokens in 8 bits in training
     ) -> Tensor:
         """See Operations.loss. torch's compiler makes a fused loss itself."""
         x, targets, weights = self.with_targets(x, targets, weights)
         if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
             return chunked_loss(x, head, targets, vocab, weights, chunk, capped)
         multiply = None
-        use = self._train(x) if capped and len(x) >= LOGIT_ROWS else None
-        if use is not None and use.takes_int8([head], x):
-            multiply = use.matrix([head], x).times
+        if use8 is not None and len(x) >= LOGIT_ROWS and torch.is_grad_enabled():
+            multiply = use8.matrix([head], x).times
         return gradients.Loss.apply(
             x,
             head,
@@ -610,10 +616,14 @@ class CpuOperations(Operations):
 
 
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
-    """Return whether a matrix is one of ours that multiplies with its whole weight alone."""
+    """Return whether a matrix is one of ours that multiplies with its whole weight alone.
+
+    Its weight may be rounded to the format of the activations or to 8 bits.
+    """
     if type(matrix) is not Linear or type(matrix.weight) is not nn.Parameter:
         return False
-    return matrix.multiply is None and matrix.adapter is None
+    is_known = matrix.multiply is None or isinstance(matrix.multiply, Product8)
+    return is_known and matrix.adapter is None
 
 
 def _can_be_packed(module: nn.Module) -> bool:

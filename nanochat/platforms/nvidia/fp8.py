@@ -120,13 +120,13 @@ def use(model: Model) -> None:
     matrices = _large_matrices(cast(nn.Module, model))
     if not matrices:
         raise UserError(
-            "only a GPT trains in FP8, got another family: leave --fp8 out", exit_code=2
+            "only a GPT trains in FP8, got another family: leave --matmul out", exit_code=2
         )
     tokens = model.config.sequence_len  # over which the gradients of weights sum
     if tokens % GRAIN:
         raise UserError(
             f"FP8 needs rows of a multiple of {GRAIN} tokens, got {tokens}: choose another --max_seq_len, "
-            "or leave --fp8 out",
+            "or leave --matmul out",
             exit_code=2,
         )
     for name, matrix in matrices.items():
@@ -134,7 +134,7 @@ def use(model: Model) -> None:
             if size % GRAIN:
                 raise UserError(
                     f"FP8 needs matrices whose sides are multiples of {GRAIN}, and {name} has {size}: choose another "
-                    "--model_dim, or leave --fp8 out",
+                    "--model_dim, or leave --matmul out",
                     exit_code=2,
                 )
         if name.endswith(PROJECTION):

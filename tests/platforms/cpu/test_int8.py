@@ -1,27 +1,32 @@
 """Products in integers of 8 bits against the same arithmetic in fp64, and what a model trained with them computes."""
 
-import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms import host
-from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu import operations as cpu_operations
-from nanochat.platforms.cpu.gradients import Product
+from nanochat.platforms.cpu.gradients import Product, Product8, Trained
+from nanochat.platforms.cpu.int8 import Int8Head
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.cpu.training import Training
 from nanochat.platforms.layers import accelerate
-from nanochat.platforms.operations import Operations
+from nanochat.platforms.operations import Matmul, Operations
+from nanochat.train import compile as compiling
 from tests.support.compiled import made_without
+from tests.support.qwens import tiny_qwen
+from tests.support.small_world import make_corpus, run_stage, shrink
 from tests.support.tensors import draw
+from tests.support.tiny_model import on_cpu
 
 if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
@@ -124,10 +129,8 @@ def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(made: Training, plain
 
 
 def test_matrices_of_bf16_as_ranks_gather_them_are_multiplied_in_8_bits_and_may_be_freed(made: Training) -> None:
-    use = CpuOperations(int8="asked")._trained
-    assert use is not None
+    use = in_int8()
     x, weight = draw(64, 96).bfloat16(), draw(32, 96, seed=2).bfloat16().requires_grad_()
-    assert use.takes_int8([weight], x) and not use.takes_int8([weight.double()], x)
     y = Product.apply(use, x.requires_grad_(), weight)
     wanted = made.product_int8(x.detach(), *made.pack_int8(weight.detach().float(), back=False))
     assert torch.equal(y, wanted)
@@ -140,11 +143,25 @@ def test_matrices_of_bf16_as_ranks_gather_them_are_multiplied_in_8_bits_and_may_
     assert torch.equal(x.grad, back) and torch.equal(weight.grad, made.gradient_int8(g, x.detach()).bfloat16())
 
 
-def gradients(operations: Operations, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The gradients of a small GPT on fixed tokens, by name, and its loss."""
-    model = GPT(GPTConfig(64, 256, 2, 2, 1, 128, "L", offset_layers=1), dtype)
+def in_int8() -> Trained:
+    """The kernels that train in 8 bits."""
+    use = CpuOperations().in_int8()
+    assert use is not None and use.int8
+    return use
+
+
+def small_gpt(operations: Operations, dtype: torch.dtype, matmul: Matmul = "auto", **shape: int) -> GPT:
+    """A GPT that multiplies in a number format."""
+    model = GPT(replace(GPTConfig(64, 256, 2, 2, 1, 128, "L", offset_layers=1), **shape), dtype)
     accelerate(model, operations)
+    Cpu().use_matmul(model, matmul, operations)
     model.init_weights(1)
+    return model
+
+
+def gradients(operations: Operations, dtype: torch.dtype, matmul: Matmul = "auto") -> dict[str, Tensor]:
+    """The gradients of a small GPT on fixed tokens, by name, and its loss."""
+    model = small_gpt(operations, dtype, matmul)
     with torch.no_grad():
         for block in model.blocks:  # matrices that begin as zeros would hide the others' gradients
             for i, matrix in enumerate((block.attn.c_proj, block.mlp.c_proj)):
@@ -157,7 +174,7 @@ def gradients(operations: Operations, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def test_gradients_of_a_model_are_near_those_of_fp32() -> None:
     exact, full = gradients(Operations(), torch.float32), gradients(CpuOperations(), torch.bfloat16)
-    coarse = gradients(CpuOperations(int8="asked"), torch.bfloat16)
+    coarse = gradients(CpuOperations(), torch.bfloat16, "int8")
     assert exact.keys() == coarse.keys()
     assert not torch.equal(full["h.0.mlp.c_fc.weight"], coarse["h.0.mlp.c_fc.weight"]), "8 bits took no part"
     for name, wanted in exact.items():
@@ -166,69 +183,127 @@ def test_gradients_of_a_model_are_near_those_of_fp32() -> None:
             assert far < (0.12 if wanted.dim() == 1 else 0.05), f"{name} is {far:.2g} apart"
 
 
-def test_fp32_models_and_passes_without_gradients_never_use_8_bits() -> None:
-    for name, wanted in gradients(CpuOperations(), torch.float32).items():
-        assert torch.equal(wanted, gradients(CpuOperations(int8="asked"), torch.float32)[name])
+def test_the_matrices_of_the_layers_have_the_format_in_their_slot() -> None:
+    model = small_gpt(CpuOperations(), torch.bfloat16, "int8")
+    slots = {name: getattr(part, "multiply", None) for name, part in model.named_modules()}
+    filled = {name.split(".", 2)[2] for name, slot in slots.items() if slot is not None}
+    assert filled == {"attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+    assert all(isinstance(slot, Product8) for slot in slots.values() if slot is not None)
+    assert type(model.lm_head) is Int8Head
+
+
+def test_a_matrix_by_itself_multiplies_in_8_bits_with_gradients_alone(made: Training) -> None:
+    matrix = small_gpt(CpuOperations(), torch.bfloat16, "int8").blocks[0].mlp.c_fc
+    x = draw(64, 128).bfloat16()
+    weight = matrix.weight.detach()
+    assert torch.equal(matrix(x), made.product_int8(x, *made.pack_int8(weight, back=False)))
+    with torch.no_grad():
+        assert torch.equal(matrix(x), x @ weight.bfloat16().mT)
+
+
+def test_passes_without_gradients_never_use_8_bits() -> None:
     tokens, found = torch.randint(0, 256, (4, 64)), []
-    for operations in (CpuOperations(), CpuOperations(int8="asked")):
-        model = GPT(GPTConfig(64, 256, 2, 2, 2, 128, "L"), torch.bfloat16)
-        accelerate(model, operations)
-        model.init_weights(1)
+    formats: tuple[Matmul, ...] = ("auto", "int8")
+    for matmul in formats:
+        model = small_gpt(CpuOperations(), torch.bfloat16, matmul)
         with torch.no_grad():
             found.append([model(tokens), model(tokens, tokens), model(tokens, tokens, "none")])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_logits_of_the_head_are_made_in_8_bits_for_many_tokens_in_training_alone() -> None:
-    operations, head = CpuOperations(int8="asked"), draw(320, 64, seed=2)
+    operations, head = CpuOperations(), draw(320, 64, seed=2)
     x, targets = draw(512, 64).bfloat16(), torch.arange(512) % 300
     losses = []
-    for each in (operations, CpuOperations()):
+    formats = (in_int8(), None)
+    for use8 in formats:
         near, master = x.clone().requires_grad_(), head.clone().requires_grad_()
-        total = each.loss(near, master, targets, 300, None, 1024)
+        total = operations.loss(near, master, targets, 300, None, 1024, use8=use8)
         total.backward()
         losses.append((total.detach(), near.grad, master.grad))
     assert not torch.equal(losses[0][0], losses[1][0])
     for coarse, full in zip(*losses, strict=True):
         assert coarse is not None and full is not None and float((coarse - full).norm() / full.norm()) < 0.03
-    few = [
-        each.loss(x[:255].requires_grad_(), head, targets[:255], 300, None, 1024)
-        for each in (operations, CpuOperations())
-    ]
+    near = x[:255].requires_grad_()
+    few = [operations.loss(near, head, targets[:255], 300, None, 1024, use8=use8) for use8 in formats]
     assert torch.equal(*few)
     with torch.no_grad():
-        both = [each.loss(x, head, targets, 300, None, 1024) for each in (operations, CpuOperations())]
+        both = [operations.loss(x, head, targets, 300, None, 1024, use8=use8) for use8 in formats]
     assert torch.equal(*both)
 
 
 @pytest.mark.parametrize(
-    ("asked", "flags", "wanted"),
+    ("flags", "dtype", "wanted"),
     [
-        ("", {"avx512_vnni", "avx512_bf16"}, "the CPU has avx512_vnni"),
-        ("", {"avx512_vnni", "amx_bf16"}, ""),
-        ("", {"avx2"}, ""),
-        ("0", {"avx512_vnni"}, ""),
-        ("1", {"avx2"}, "NANOCHAT_INT8"),
+        ({"avx512_vnni", "avx512_bf16"}, torch.bfloat16, "int8"),
+        ({"avx512_vnni", "avx512_bf16"}, torch.float32, "auto"),
+        ({"avx512_vnni", "amx_bf16"}, torch.bfloat16, "auto"),
+        ({"avx2"}, torch.bfloat16, "auto"),
     ],
 )
-def test_the_processor_or_the_variable_decides(
-    asked: str, flags: set[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+def test_presets_ask_for_int8_where_it_is_faster(
+    flags: set[str], dtype: torch.dtype, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NANOCHAT_INT8", asked)
     monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(CpuOperations, "_trained", object())  # as where the kernels were compiled
-    assert int8.reason() == wanted
-    assert Cpu().operations("auto").coarser(torch.bfloat16) == (f"int8 ({wanted})" if wanted else "")
-    assert Cpu().operations("auto").coarser(torch.float32) == Cpu().operations("plain").coarser(torch.bfloat16) == ""
+    monkeypatch.setattr(CpuOperations, "in_int8", lambda self: object())  # as where the kernels were compiled
+    assert Cpu().preset_matmul(dtype) == wanted
 
 
-def test_without_kernels_nothing_trains_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NANOCHAT_INT8", "1")
-    monkeypatch.setattr(cpu_operations, "kernels", lambda folder: None)  # as on a host without a C++ compiler
-    assert Cpu().operations("auto").coarser(torch.bfloat16) == ""
+@pytest.mark.parametrize("without", ["--kernels plain", "a compiler"])
+def test_without_kernels_int8_is_refused_and_no_preset_asks_for_it(
+    without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
+    if without == "a compiler":
+        monkeypatch.setattr(cpu_operations, "kernels", lambda folder: None)
+    else:
+        monkeypatch.setenv("NANOCHAT_KERNELS", "plain")
+    operations = Cpu().operations("auto" if without == "a compiler" else "plain")
+    assert Cpu().preset_matmul(torch.bfloat16) == "auto"
+    with pytest.raises(UserError, match=r"--matmul int8 needs the C\+\+ kernels.*leave --matmul out") as refused:
+        small_gpt(operations, torch.bfloat16, "int8")
+    assert refused.value.exit_code == 2
 
 
-def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NANOCHAT_INT8", "yes")
-    with pytest.raises(UserError, match=re.escape("NANOCHAT_INT8 must be 0 or 1, got 'yes'")):
-        Cpu().operations("auto")
+def test_what_cannot_train_in_int8_or_bf16_is_refused() -> None:
+    formats: tuple[Matmul, ...] = ("int8", "bf16")
+    for matmul in formats:
+        with pytest.raises(UserError, match=f"--matmul {matmul} .*bfloat16.* float32.*NANOCHAT_DTYPE") as refused:
+            small_gpt(CpuOperations(), torch.float32, matmul)
+        assert refused.value.exit_code == 2
+    with pytest.raises(UserError, match=r"multiples of 32, and h.0.attn.c_q has 80: .*--matmul"):
+        small_gpt(CpuOperations(), torch.bfloat16, "int8", n_embd=80)
+    qwen = tiny_qwen("qwen3", dtype=torch.bfloat16)
+    with pytest.raises(UserError, match="only a GPT trains in int8"):
+        Cpu().use_matmul(qwen, "int8", CpuOperations())
+
+
+def test_a_model_in_int8_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cpu, "compiler_missing", lambda self: "")
+    model = small_gpt(CpuOperations(), torch.bfloat16, "int8")
+    assert "--matmul int8" in compiling.missing(None, on_cpu(), model)
+    with pytest.raises(UserError, match="--compile was asked for, but cannot be used: --matmul int8"):
+        compiling.missing(True, on_cpu(), model)
+    assert not compiling.missing(True, on_cpu(), small_gpt(CpuOperations(), torch.bfloat16))
+
+
+def test_every_stage_trains_in_int8_where_it_is_asked_for_and_says_so_once(
+    base_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compute = replace(on_cpu(), dtype=torch.bfloat16, operations=CpuOperations())
+    make_corpus(base_folder)
+    stages = ("base", "mid", "sft", "rl")
+    folders = {"base": "base", "mid": "mid", "sft": "sft", "rl": "rl"}
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        for stage in stages:
+            run_stage(stage, compute, matmul="int8", num_iterations=2, eval_every=0)
+            log = capsys.readouterr().out
+            assert log.count("matmul: ") == 1 and "matmul: int8 in training, bfloat16 elsewhere" in log
+            assert checkpoint_dir(folders[stage], "d2").exists()
+        run_stage("base", compute, num_iterations=2, eval_every=0, model_tag="fine")
+    assert "matmul: bfloat16" in capsys.readouterr().out
+    weights = [checkpoint_dir("base", tag) / "step_000002" / "model.safetensors" for tag in ("d2", "fine")]
+    assert weights[0].read_bytes() != weights[1].read_bytes(), "auto is not int8"
+    with pytest.raises(UserError, match="--matmul: int8 before, auto now"):
+        run_stage("base", compute, num_iterations=2, eval_every=0)

@@ -11,13 +11,14 @@ from torch import Tensor
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.platforms.base import Platform
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.platforms.operations import Operations
 from nanochat.runtime.tracking import read_metrics
 from tests.support.qwens import tiny_qwen
-from tests.support.small_world import make_corpus, run_stage
+from tests.support.small_world import config, make_corpus, run_stage, shrink
 from tests.support.tensors import draw
 from tests.support.tiny_model import on_cpu, tiny_gpt
 
@@ -117,8 +118,14 @@ def test_what_cannot_train_in_fp8_is_refused() -> None:
         fp8.use(shaped(n_embd=72))
     with pytest.raises(UserError, match=r"rows of a multiple of 16 tokens, got 100: choose another --max_seq_len"):
         fp8.use(shaped(sequence_len=100))
-    with pytest.raises(UserError, match=r"--fp8 needs a GPU that multiplies in FP8 .* but the device is .*leave"):
-        Cpu().use_fp8(shaped())
+    refusal = r"--matmul fp8 needs a GPU that multiplies in FP8 .* but the device is .*leave"
+    with pytest.raises(UserError, match=refusal) as refused:
+        Cpu().use_matmul(shaped(), "fp8", Operations())
+    assert refused.value.exit_code == 2
+    with pytest.raises(UserError, match=r"--matmul int8 needs .*but the device is .*leave"):
+        Platform.use_int8(Cpu(), shaped(), Operations())
+    with pytest.raises(UserError, match=r"passes of a multiple of 16 tokens.*--matmul=fp8"):
+        config("rl", matmul="fp8")
 
 
 @pytest.mark.parametrize(("capability", "can"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
@@ -129,11 +136,11 @@ def test_gpus_since_ada_multiply_in_fp8(
     monkeypatch.setattr(Nvidia, "describe", lambda self: "cuda NVIDIA Some GPU")
     model = shaped()
     if can:
-        Nvidia().use_fp8(model)
+        Nvidia().use_matmul(model, "fp8", Operations())
         assert model.blocks[0].attn.c_q.multiply is not None
     else:
         with pytest.raises(UserError, match="but the device is cuda NVIDIA Some GPU"):
-            Nvidia().use_fp8(model)
+            Nvidia().use_matmul(model, "fp8", Operations())
 
 
 def test_pretraining_in_fp8_learns_and_a_run_that_was_stopped_ends_with_the_same_bits(
@@ -143,9 +150,9 @@ def test_pretraining_in_fp8_learns_and_a_run_that_was_stopped_ends_with_the_same
     monkeypatch.setattr(fp8, "_scaled_mm", scaled_mm)
     compute = replace(on_cpu(), dtype=torch.bfloat16, operations=Operations())  # not our C++ kernels
     make_corpus(base_folder)
-    for tag, given, stops in (("bf16", False, [None]), ("straight", True, [None]), ("stopped", True, [7, None])):
+    for tag, given, stops in (("bf16", "auto", [None]), ("straight", "fp8", [None]), ("stopped", "fp8", [7, None])):
         for stop in stops:
-            run_stage("base", compute, fp8=given, model_tag=tag, stop_at=stop, eval_every=0)
+            run_stage("base", compute, matmul=given, model_tag=tag, stop_at=stop, eval_every=0)
     kept = {tag: checkpoint_dir("base", tag) / "step_000020" / "model.safetensors" for tag in ("straight", "stopped")}
     assert kept["straight"].read_bytes() == kept["stopped"].read_bytes()
     exact, coarse = (
@@ -154,5 +161,10 @@ def test_pretraining_in_fp8_learns_and_a_run_that_was_stopped_ends_with_the_same
     )
     assert exact[0] == pytest.approx(coarse[0], abs=0.01) and exact != coarse
     assert fmean(coarse[-5:]) == pytest.approx(fmean(exact[-5:]), abs=0.05) and coarse[-1] < coarse[0] - 0.2
-    with pytest.raises(UserError, match="fp8"):
-        run_stage("base", compute, fp8=False, model_tag="straight", num_iterations=30)
+    with pytest.raises(UserError, match="--matmul: fp8 before, auto now"):
+        run_stage("base", compute, model_tag="straight", num_iterations=30)
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        run_stage("mid", compute, matmul="fp8", model_tag="straight", eval_every=0)
+    losses = [line["loss"] for line in read_metrics(checkpoint_dir("mid", "straight")) if "loss" in line]
+    assert losses[-1] < losses[0]
