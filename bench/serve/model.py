@@ -1,4 +1,4 @@
-"""Makes the model that servers and evaluations are compared on: a folder as its publisher would give it."""
+"""Makes the model that servers and evaluations are compared on, as its publisher would."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Starts the servers that are compared, each on one thread, and counts the CPU seconds of their processes."""
+"""Starts the servers that are compared, each on one thread, and counts their CPU seconds."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ OUR_ADDRESS = r"http://127\.0\.0\.1:(\d+)(?:.|\n)*Ctrl-C"
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its port, its process, the name of its model, and fields for every request."""
+    """A running server: its port, its process, the name of its model, and fields of requests."""
 
     name: str
     port: int
@@ -36,7 +36,7 @@ class Server:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def pause(self) -> None:
-        """Stop the server while others have their turn: one that polls would take time from them."""
+        """Stop the server while others have their turn: polling would take time from them."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -64,7 +64,7 @@ def family(pid: int) -> list[int]:
 
 
 def stat_seconds(line: str) -> float:
-    """Return the CPU seconds in a line of /proc/PID/stat, with those of children that have ended."""
+    """Return the CPU seconds in a line of /proc/PID/stat, with those of ended children."""
     fields = line.rpartition(")")[2].split()  # the command before may hold spaces
     return sum(map(int, fields[11:15])) / TICKS
 
@@ -78,9 +78,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    name: str, command: Sequence[str], pattern: str, log: Path | None = None, **variables: str
+    name: str, command: Sequence[str], pattern: str, log: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Run a server; give its process, and the first group of the pattern once its output matches.
+    """Run a server; give its process, and the pattern's first group once the output matches.
 
     The output goes to `log`. UserError with its last lines if the server ends before that.
     """
@@ -90,12 +90,13 @@ def running(
             log = Path(folder) / "log"
         output = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**variables), stdout=output, stderr=output
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=output
         )
         stack.callback(_end, process)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and process.poll() is None:
-            if match := re.search(pattern, log.read_text(errors="replace")):
+            match = re.search(pattern, log.read_text(errors="replace"))
+            if match:
                 yield process, match[1]
                 return
             time.sleep(0.1)
@@ -116,11 +117,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def ours(files: Files) -> Iterator[Server]:
+def ours(files: Files, log: Path | None = None) -> Iterator[Server]:
     """Run our server, as a user starts it."""
     command = [sys.executable, "-m", "scripts.chat_web", "--headless", "--port=0"]
     command.append(f"--model={files.folder}")
-    with running("ours", command, OUR_ADDRESS) as (process, port):
+    with running("ours", command, OUR_ADDRESS, log) as (process, port):
         yield Server("ours", int(port), process.pid, files.folder.name, {"ignore_eos": True})
 
 
