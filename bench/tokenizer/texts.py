@@ -1,4 +1,4 @@
-"""Makes texts by seed that are hard for fast tokenizers, and formulaic Chinese."""
+"""Makes texts by seed that are hard for fast tokenizers."""
 
 import random
 import string
@@ -10,21 +10,13 @@ from pathlib import Path
 SEPARATOR = "\0"  # between the documents of a file
 DOCUMENT = 10_000  # characters
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
-FORMULAS = (
-    "第{a}题：小{x}有{a}个{y}，又买了{b}个，现在一共有{c}个{y}。\n",
-    "问：{a}加{b}等于多少？答：{a}加{b}等于{c}。\n",
-    "{x}市的面积是{a}平方公里，人口约为{b}万人，下辖{c}个区。\n",
-    "根据本规定第{a}条第{b}款，申请人应当在{c}日内提交{y}证明。\n",
-)
-NAMES = "王李张刘陈杨赵黄周吴"
-THINGS = ("苹果", "铅笔", "居住", "气球", "收入", "书本", "鸡蛋", "身份")
 
 Make = Callable[[random.Random], str]  # makes a short part of a text
 
 
-def word(rng: random.Random, shortest: int = 3, longest: int = 12) -> str:
+def word(rng: random.Random) -> str:
     """Return a word of random letters, of which those at the front of LETTERS are frequent."""
-    length = rng.randint(shortest, longest)
+    length = rng.randint(3, 12)
     return "".join(LETTERS[int(26 * rng.random() ** 2)] for _ in range(length))
 
 
@@ -45,21 +37,7 @@ def digits(rng: random.Random) -> str:
 
 def punctuation(rng: random.Random) -> str:
     """Return runs of punctuation marks."""
-    runs = (rng.choice(string.punctuation) * rng.randint(1, 40) for _ in range(9))
-    return "".join(runs)
-
-
-def formulaic_chinese(rng: random.Random) -> str:
-    """Return a sentence that differs from the others of its form only in numbers and names."""
-    a, b = rng.randint(1, 999), rng.randint(1, 999)
-    name, noun = rng.choice(NAMES), rng.choice(THINGS)
-    return rng.choice(FORMULAS).format(
-        a=a,
-        b=b,
-        c=a + b,
-        x=name,
-        y=noun,
-    )
+    return "".join(rng.choice(string.punctuation) * rng.randint(1, 40) for _ in range(9))
 
 
 def makers() -> dict[str, Make]:
@@ -83,7 +61,6 @@ def makers() -> dict[str, Make]:
         "unique words": unique_words,
         "digits": digits,
         "punctuation": punctuation,
-        "formulaic Chinese": formulaic_chinese,
     }
 
 
