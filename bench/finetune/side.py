@@ -28,23 +28,30 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     from nanochat.optim import OneRate
 
     compute = device.compute_init("cpu")
-    model = random_model(QwenConfig(**task["shape"]), compute)
+    shape = QwenConfig(**task["shape"])
+    model = random_model(shape, compute)
     if task["rank"]:
         cast_matrices(model, compute.dtype)
-        add_adapters(model, LoraConfig(task["rank"], ALPHA))
+        adapters = LoraConfig(task["rank"], ALPHA)
+        add_adapters(model, adapters)
         init_adapters(model)
-    trainer = Trainer(model, compute, OneRate(RATE))
+    rates = OneRate(RATE)
+    trainer = Trainer(model, compute, rates)
     model.train()
 
     def one_pass(module: torch.nn.Module) -> Tensor:
-        zeros = torch.zeros((task["rows"], task["tokens"]), dtype=torch.long)
-        loss: Tensor = module(zeros, zeros, reduction="sum", context=Packed(zeros))
+        size = (task["rows"], task["tokens"])
+        zeros = torch.zeros(size, dtype=torch.long)
+        context = Packed(zeros)
+        loss: Tensor = module(zeros, zeros, reduction="sum", context=context)
         return loss
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         documents = torch.zeros_like(inputs)  # each row is one document
         passes = [(inputs, targets, documents)]
-        return trainer.update(dataloader.Step(0, targets.numel(), passes, ("documents",)))
+        num_targets = targets.numel()
+        data = dataloader.Step(0, num_targets, passes, ("documents",))
+        return trainer.update(data)
 
     if task["compile"]:
         trainer.compile(task["rows"], task["tokens"], one_pass=one_pass)
@@ -77,7 +84,8 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
     model.train()
 
     def step(inputs: Tensor, targets: Tensor) -> float:
-        rows = torch.cat((inputs, targets[:, -1:]), dim=1)  # transformers shifts the labels
+        last = targets[:, -1:]
+        rows = torch.cat((inputs, last), dim=1)  # transformers shifts the labels
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -85,16 +93,20 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return step, sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return step, parameters
 
 
 def random_batches(task: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets of random tokens, without end."""
     generator = torch.Generator().manual_seed(7)
+    vocab_size = task["shape"]["vocab_size"]
     size = (task["rows"], task["tokens"] + 1)
     while True:
-        cells = torch.randint(task["shape"]["vocab_size"], size, generator=generator)
-        yield cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
+        cells = torch.randint(vocab_size, size, generator=generator)
+        inputs = cells[:, :-1].contiguous()
+        targets = cells[:, 1:].contiguous()
+        yield inputs, targets
 
 
 def main() -> None:

@@ -58,13 +58,15 @@ def server_turn(server: Server, chats: int, tokens: int, number: int, load: Load
     bodies = [
         streams.body(server.model, first + chat, tokens, **server.fields) for chat in range(count)
     ]
-    before = server.cpu_seconds()
+    start = server.cpu_seconds()
     if chats == 1:
         replies = [streams.ask(server.port, body) for body in bodies]
     else:
         replies = streams.ask_all(server.port, bodies)
-    load.seconds.append(server.cpu_seconds() - before)
-    load.tokens.append(sum(reply.tokens for reply in replies))
+    seconds = server.cpu_seconds() - start
+    load.seconds.append(seconds)
+    tokens_of_replies = sum(reply.tokens for reply in replies)
+    load.tokens.append(tokens_of_replies)
     load.first_seconds += [reply.first_seconds for reply in replies]
 
 
@@ -73,12 +75,17 @@ def measure_servers(cfg: Config) -> Loads:
     with contextlib.ExitStack() as stack:
         start = stack.enter_context
         folder = Path(start(tempfile.TemporaryDirectory()))
-        files = model.make(folder, formats=FORMATS if "llama-cpp" in cfg.against else ())
-        sides = [start(servers.ours(files))]
+        formats = FORMATS if "llama-cpp" in cfg.against else ()
+        files = model.make(folder, formats=formats)
+        ours = start(servers.ours(files))
+        sides = [ours]
         if "transformers" in cfg.against:
-            sides.append(start(servers.transformers(files)))
+            peer = start(servers.transformers(files))
+            sides.append(peer)
         if "llama-cpp" in cfg.against:
-            sides += [start(servers.llama_cpp(files, name, CHATS[-1])) for name in FORMATS]
+            for name in FORMATS:
+                peer = start(servers.llama_cpp(files, name, CHATS[-1]))
+                sides.append(peer)
         for server in sides:
             for chats in CHATS:
                 server_turn(server, chats, WARMUP_TOKENS, 0, Load())
@@ -87,8 +94,9 @@ def measure_servers(cfg: Config) -> Loads:
         for number in range(1, cfg.rounds + 1):
             for chats in CHATS:
                 for server in sides:
+                    load = loads[server.name][chats]
                     server.resume()
-                    server_turn(server, chats, cfg.tokens, number, loads[server.name][chats])
+                    server_turn(server, chats, cfg.tokens, number, load)
                     server.pause()
         return loads
 
@@ -123,7 +131,8 @@ def show(loads: Loads) -> None:
     rows = []
     for name, by_chats in loads.items():
         speeds = [f"{by_chats[chats].speed:,.1f}" for chats in CHATS]
-        rows.append([name, *speeds, f"{by_chats[CHATS[-1]].first_p95:.3f}"])
+        busiest = by_chats[CHATS[-1]]
+        rows.append([name, *speeds, f"{busiest.first_p95:.3f}"])
     tables.show(("tokens per CPU second", *titles, "first token p95 at 32, wall s"), rows)
 
 

@@ -53,9 +53,11 @@ def ours(task: Task) -> Side:
         trainer = Trainer(model, compute, Rates(weight_decay=SHORT_DECAY))
     else:
         batch_tokens = task["rows_per_step"] * shape.sequence_len
-        rates = flags.rates.for_run(batch_tokens, steps, flags.schedule.target_param_data_ratio)
+        data_ratio = flags.schedule.target_param_data_ratio
+        rates = flags.rates.for_run(batch_tokens, steps, data_ratio)
         rate_factor = schedule.rate_scale(batch_tokens)
-        trainer = Trainer(model, compute, rates, rate_factor, schedule.table_momentum(steps))
+        momentum = schedule.table_momentum(steps)
+        trainer = Trainer(model, compute, rates, rate_factor, momentum)
     if task["compiled"]:
         trainer.compile(task["rows_per_step"], shape.sequence_len)
 
@@ -65,7 +67,8 @@ def ours(task: Task) -> Side:
         final_lr_frac = flags.schedule.final_lr_frac
         lr = schedule.trapezoid(number, steps, warmup, warmdown_ratio, final_lr_frac)
         momentum = schedule.momentum(number, steps, warmdown_ratio)
-        trainer.optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
+        decay_factor = schedule.decay_factor(number, steps)
+        trainer.optimizers.schedule(lr, momentum, decay_factor)
 
     def step(number: int, inputs: Tensor, targets: Tensor) -> float:
         if steps is not None:
@@ -84,15 +87,17 @@ def our_shape(task: Task, flags: Any) -> Any:
     from nanochat.train import sizes
 
     shape = task["shape"]
+    requested_rows = flags.shape.bigram_rows
+    bigram_rows = sizes.table_rows(requested_rows, shape["vocab_size"])
     offset_layers = flags.shape.offset_layers
     if offset_layers == "auto":
         offset_layers = shape["n_layer"]
-    shape = {
+    fields = {
         **shape,
-        "bigram_rows": sizes.table_rows(flags.shape.bigram_rows, shape["vocab_size"]),
+        "bigram_rows": bigram_rows,
         "offset_layers": offset_layers,
     }
-    return sizes.keep_bigrams(GPTConfig(**shape), flags.shape.bigram_rows, task["epochs"])
+    return sizes.keep_bigrams(GPTConfig(**fields), requested_rows, task["epochs"])
 
 
 def seed_of(task: Task) -> int:
@@ -113,7 +118,8 @@ def upstream(task: Task) -> Side:
     steps = task["steps"]
     decay = SHORT_DECAY
     if steps is not None:
-        decay = upstream_decay(shape, task["rows_per_step"] * shape["sequence_len"])
+        batch_tokens = task["rows_per_step"] * shape["sequence_len"]
+        decay = upstream_decay(shape, batch_tokens)
     rates = {name: task["scale"] * rate for name, rate in RATES.items()}
     trainer = Upstream(shape, torch.device("cpu"), weight_decay=decay, **rates)
     model = trainer.model
@@ -154,10 +160,12 @@ def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
 
     The horizon D is 12 tokens per parameter of the matrices and the head.
     """
-    head = shape["vocab_size"] * shape["n_embd"]
-    scaling = 12 * shape["n_layer"] * shape["n_embd"] ** 2 + head
-    reference = 12 * 12 * 768**2 + shape["vocab_size"] * 768
-    return 0.28 * math.sqrt(tokens_per_step / 2**19) * reference / scaling
+    width = shape["n_embd"]
+    vocab_size = shape["vocab_size"]
+    scaling = 12 * shape["n_layer"] * width**2 + vocab_size * width
+    reference = 12 * 12 * 768**2 + vocab_size * 768
+    batch_factor = math.sqrt(tokens_per_step / 2**19)
+    return 0.28 * batch_factor * reference / scaling
 
 
 def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
@@ -170,7 +178,8 @@ def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
         lr = (step + 1) / 40
     if step < 400:
         momentum = 0.85 + 0.12 * step / 400
-    return lr, momentum, 0.5 * (1 + math.cos(math.pi * step / steps))
+    decay_factor = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return lr, momentum, decay_factor
 
 
 def inputs_and_targets(rows: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -183,7 +192,8 @@ def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
     """Yield batches of `size` rows in their order, without end, with the number of their step."""
     for number in itertools.count():
         first = number * size
-        inputs, targets = inputs_and_targets(rows[np.arange(first, first + size) % len(rows)])
+        row_numbers = np.arange(first, first + size) % len(rows)
+        inputs, targets = inputs_and_targets(rows[row_numbers])
         yield number, inputs, targets
 
 
@@ -197,9 +207,11 @@ def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: i
         inputs, targets = inputs_and_targets(rows[first : first + size])
         target_bytes = lengths[targets]
         losses = side.losses(inputs, targets).view_as(target_bytes).double()
-        nats += float((losses * (target_bytes > 0)).sum())
+        is_text = target_bytes > 0
+        nats += float((losses * is_text).sum())
         text_bytes += int(target_bytes.sum())
-    return nats / math.log(2) / text_bytes
+    bits = nats / math.log(2)
+    return bits / text_bytes
 
 
 def main() -> None:

@@ -80,8 +80,6 @@ def test_packages_become_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "russian.txt").write_text("the user's")
     corpus.main(config)
     assert (tmp_path / "russian.txt").read_text() == "the user's", "the corpus is made once"
-    with pytest.raises(UserError, match="--russian"):
-        corpus.main(corpus.Config(tmp_path, russian=-1))
 
 
 def test_an_old_package_list_stops_the_command(

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from bench.data import __main__ as bench
 from bench.data import checkpoint, evaluation
 from bench.data.__main__ import Config, Loss, documents, packing_loss
-from bench.data.evaluation_side import choice_task
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.gpt import GPTConfig
 from nanochat.prepare.packing import Packing
@@ -62,24 +61,6 @@ def test_quick_prints_a_table_and_one_json_object(
     assert result["packing"]["lost"] == 0
     assert result["prepare"]["tokens_per_cpu_second"] > 0
     assert result["loader"]["tokens_per_cpu_second"] > 0
-
-
-def test_the_questions_are_those_that_evaluations_read() -> None:
-    task = choice_task(50)
-    assert len(task) == 50
-    assert len(task.cloze(0).choices) == 4
-    assert len(task.cloze(0).examples) == 5
-    assert {question.answer for question in task.questions} == {0, 1, 2, 3}
-    assert choice_task(50).questions == task.questions
-
-
-def test_the_median_round_counts() -> None:
-    answers = {
-        "ours": [{"seconds": seconds} for seconds in (1, 9, 2)],
-        "lm-eval": [{"seconds": seconds} for seconds in (8, 10, 9)],
-    }
-    summary = evaluation.figures(answers)
-    assert summary == {"cpu_seconds": {"ours": 2, "lm-eval": 9}, "times_as_fast": 4.5}
 
 
 def test_an_evaluation_runs_in_a_process_of_its_own(

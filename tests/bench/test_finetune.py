@@ -8,8 +8,6 @@ import pytest
 
 from bench.finetune import __main__ as finetune
 from bench.finetune.__main__ import SHAPES, Batch, Config
-from bench.processes import Steps
-from nanochat.common import UserError
 
 TINY: dict[str, Any] = {
     "n_layer": 4,
@@ -25,17 +23,6 @@ TINY: dict[str, Any] = {
     "delta_key_dim": 8,
     "delta_value_dim": 8,
 }
-
-
-def test_the_median_step_counts() -> None:
-    ours = Steps(seconds=[4.0, 1.0, 2.0], peak_bytes=10**9)
-    peer = Steps(seconds=[4.0], peak_bytes=2 * 10**9)
-    assert finetune.figures({"ours": ours, "transformers": peer}, 100) == {
-        "tokens_per_cpu_second": 50,
-        "peak_gb": 1,
-        "vs_transformers": 2,
-        "memory_vs_transformers": 0.5,
-    }
 
 
 def test_both_sides_train_the_same_model() -> None:
@@ -59,13 +46,3 @@ def test_it_prints_one_json_object(
     finetune.main(Config(quick=True, families=("qwen3",)))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["qwen3 lora"]) == {"tokens_per_cpu_second", "peak_gb"}
-
-
-def test_flags_that_cannot_be_measured_are_refused() -> None:
-    for cfg, word in (
-        (Config(steps=0), "--steps"),
-        (Config(quick=True, against=("transformers",)), "--quick"),
-    ):
-        with pytest.raises(UserError, match=word) as refused:
-            finetune.main(cfg)
-        assert refused.value.exit_code == 2

@@ -156,45 +156,6 @@ def test_the_comparison_finds_the_multiplier_of_its_runs(
     assert "code, d2, 6" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ({"upstream": Path("nowhere")}, "--upstream"),
-        ({"quick": True, "variants": ("a=--matrix_lr=1",)}, "--quick"),
-        ({"steps": (0,)}, "--steps.*got 0"),
-        ({"seeds": (1, 1)}, "--seeds.*got 1 1"),
-        ({"stretch": (1.0,)}, "--stretch"),
-        ({"scales": ()}, "--scales.*none"),
-        ({}, "--corpus DIR"),
-        ({"texts": ("code",)}, "--baseline.*none"),
-        ({"texts": ("code",), "baseline": "theirs"}, "--baseline.*theirs"),
-        ({"texts": ("code",), "baseline": "ours"}, "--variants"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(flags: dict[str, Any], word: str) -> None:
-    with pytest.raises(UserError, match=word) as refused:
-        bench.check(Config(**flags))
-        bench.entries(Config(**flags), EAGER, compiled=True)
-    assert refused.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "Hot=--matrix_lr=0.03",
-        "ours=--matrix_lr=0.03",
-        "hot",
-        "hot=--depth=3",
-        "hot=matrix_lr=3",
-        "hot=--checkout=nowhere",
-    ],
-)
-def test_an_unknown_variant_is_refused(words: str) -> None:
-    with pytest.raises(UserError) as refused:
-        bench.entry(words, EAGER)
-    assert refused.value.exit_code == 2
-
-
 def test_variants_are_flags_of_base_train_or_another_checkout() -> None:
     words = f"hot=--matrix-lr=0.03  --warmup_steps=5 --checkout={ROOT}"
     hot = bench.entry(words, EAGER).variant

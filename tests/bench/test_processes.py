@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from bench import processes, tables
-from bench.processes import check_checkout, check_installed, check_peers
 from bench.text import make_rows, standard_library
 from bench.train.variants import Variant, training
 from nanochat.common import UserError
 from nanochat.tokenizer import Tokenizer
-from tests.bench.fakes import TEXT, UPSTREAM, fake_upstream, tiny_plan
+from tests.bench.fakes import TEXT, fake_upstream, tiny_plan
 
 
 def test_a_side_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
@@ -23,32 +22,6 @@ def test_a_side_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
         training(Variant("upstream", "float32"), plan, broken) as process,
     ):
         process.answer()
-
-
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    old = UPSTREAM.replace("def setup_optimizer", "def setup_optimizers")
-    folders = {
-        "nowhere": tmp_path / "nowhere",
-        "nanochat/optim.py": tmp_path,
-        "setup_optimizer": fake_upstream(tmp_path / "old", old),
-    }
-    for word, folder in folders.items():
-        with pytest.raises(UserError, match=f"--upstream.*{word}") as refused:
-            check_checkout("--upstream", folder)
-        assert refused.value.exit_code == 2
-
-
-def test_quick_measures_no_peers() -> None:
-    for against, upstream in ((("tiktoken",), None), ((), Path())):
-        with pytest.raises(UserError, match="--quick") as refused:
-            check_peers(True, against, upstream)
-        assert refused.value.exit_code == 2
-
-
-def test_a_peer_that_is_not_installed_is_named() -> None:
-    with pytest.raises(UserError, match="llama-cpp needs no_such_package") as refused:
-        check_installed("llama-cpp", "json", "no_such_package")
-    assert refused.value.exit_code == 2
 
 
 def test_a_side_has_one_thread_and_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from bench.processes import ROOT
 from bench.rl import __main__ as rl
 from bench.rl.control import gain_of, judge
-from bench.rl.side import SUMS, Ours, Problems
+from bench.rl.side import SUMS
 from tests.support.small_world import files
 from tests.support.tiny_model import tiny_checkpoint
 
@@ -31,19 +31,6 @@ def test_the_median_of_each_column_counts_after_a_step_that_warms_up() -> None:
     )
     measured = rl.measure({"x": lambda number: next(steps)}, 3)
     assert measured == {"x": {"sampling": 2.0, "training": 6.0, "rest": 0.5}}
-
-
-def test_prompts_and_rewards_depend_on_their_numbers_alone() -> None:
-    problems = Problems(SUMS, 3)
-    assert problems[1] == Problems(SUMS, 3)[1] != Problems(SUMS, 4)[1]
-    rewards = [problems.grade(0, chr(letter)) for letter in range(32, 127)]
-    assert 24 < sum(rewards) < 72
-
-
-def test_trees_and_rows_take_the_same_parts() -> None:
-    names = {"sampling", "gap", "forward", "backward", "gradient norm", "optimizer", "copy"}
-    for trees in (True, False):
-        assert set(Ours(FEW, trees).step(0)) == names
 
 
 def test_the_figures_are_one_json_object(

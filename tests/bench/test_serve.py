@@ -61,13 +61,6 @@ def test_a_stream_is_read_and_its_tokens_are_counted(chunked: bool) -> None:
     assert reply.first_seconds > 0
 
 
-def test_the_first_text_counts_and_not_the_role() -> None:
-    reply = streams.Reply()
-    for seconds, text in enumerate(("", "a", "b")):
-        reply.add({"choices": [{"delta": {"content": text}}]}, 1.0 + seconds)
-    assert reply.first_seconds == 2.0
-
-
 def test_answers_that_cannot_be_counted_are_refused() -> None:
     with pytest.raises(UserError, match="without its usage"):
         reply_to(b"HTTP/1.1 200 OK\r\n\r\n" + event("hé"))
@@ -159,13 +152,3 @@ def test_our_server_is_measured(
     serve.main(serve.Config(quick=True))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["served_tokens_per_cpu_second"]["ours"]) == {"1", "2"}
-
-
-def test_flags_that_cannot_be_measured_are_refused() -> None:
-    for cfg, word in (
-        (serve.Config(rounds=0), "--rounds"),
-        (serve.Config(tokens=1000), "--tokens"),
-    ):
-        with pytest.raises(UserError, match=word) as refused:
-            serve.main(cfg)
-        assert refused.value.exit_code == 2

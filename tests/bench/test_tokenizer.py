@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.tokenizer import __main__ as tokenizer
-from bench.tokenizer import side, texts
-from nanochat.common import UserError
+from bench.tokenizer import side
 
 
 def test_documents_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,15 +60,6 @@ def test_ratios_are_medians_of_the_peer_divided_by_ours() -> None:
     assert figures == {"bytes": 8, "bytes_per_token": 4, "cold": 7.5, "warm": 3}
 
 
-def test_generated_texts_repeat_and_have_their_size(tmp_path: Path) -> None:
-    paths = texts.write(tmp_path, 0.02)
-    before = {kind: path.read_bytes() for kind, path in paths.items()}
-    assert "one letter" in before
-    assert all(20_000 <= len(content) < 100_000 for content in before.values())
-    again = texts.write(tmp_path, 0.02)
-    assert {kind: path.read_bytes() for kind, path in again.items()} == before
-
-
 def test_it_measures_ours_and_prints_one_json_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,13 +73,3 @@ def test_it_measures_ours_and_prints_one_json_object(
     assert set(result["texts"]["ours"]) == {"mixed", "chinese", "code", "adversarial"}
     assert result["identical"] is True
     assert not [name for name in result if "_vs_" in name]
-
-
-def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    for cfg, word in (
-        (tokenizer.Config(corpus=tmp_path), "--corpus"),
-        (tokenizer.Config(vocab_size=100), "--vocab_size"),
-    ):
-        with pytest.raises(UserError, match=word) as refused:
-            tokenizer.main(cfg)
-        assert refused.value.exit_code == 2

@@ -12,10 +12,9 @@ from bench.processes import Steps
 from bench.train import __main__ as train
 from bench.train import ranks
 from bench.train.__main__ import Config
-from bench.train.side import Side, bits_per_byte, upstream_decay, upstream_factors
+from bench.train.side import Side, bits_per_byte, upstream_factors
 from bench.train.variants import Plan, Variant, flops_per_token
 from bench.training import D4
-from nanochat.common import UserError
 from tests.bench.fakes import TINY, fake_upstream, tiny_plan
 
 EAGER = Variant("ours", "float32")
@@ -41,13 +40,6 @@ def test_upstreams_schedules_by_hand() -> None:
     assert upstream_factors(135, 200) == pytest.approx((0.525, 0.8905, decay))
     assert upstream_factors(1000, 4000)[:2] == pytest.approx((1.0, 0.97))
     assert upstream_factors(2700, 4000)[:2] == pytest.approx((0.525, 0.935))
-
-
-def test_upstreams_decay_by_hand() -> None:
-    """At the reference shape the horizons are equal, and a batch of 2^17 halves the decay."""
-    shape = {"n_layer": 12, "n_embd": 768, "vocab_size": 4096}
-    assert upstream_decay(shape, 2**19) == pytest.approx(0.28)
-    assert upstream_decay(shape, 2**17) == pytest.approx(0.14)
 
 
 def test_flops_count_the_keys_that_windows_let_a_query_see() -> None:
@@ -90,12 +82,6 @@ def test_without_a_compiler_nothing_is_compiled() -> None:
         variants = train.variants(cfg, missing, "bfloat16")
         assert any(variant.compiled for variant in variants) == (not missing)
         assert UPSTREAM in variants
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(UserError, match="--rounds") as refused:
-        train.main(Config(rounds=0))
-    assert refused.value.exit_code == 2
 
 
 def test_wall_time_is_the_slowest_ranks_and_cpu_time_is_summed() -> None:
