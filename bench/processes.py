@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from nanochat import device
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
 
@@ -215,6 +216,13 @@ def check_peers(quick: bool, against: Sequence[str] = (), upstream: Path | None 
         )
     if upstream is not None:
         check_checkout("--upstream", upstream)
+
+
+def own_dtype() -> str:
+    """Return the number format in which this CPU is fastest."""
+    compute = device.compute_init("cpu")
+    dtype, _ = compute.platform.best_dtype()
+    return str(dtype).removeprefix("torch.")
 
 
 def upstream_shape(shape: GPTConfig) -> dict[str, Any]:

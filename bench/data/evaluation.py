@@ -21,11 +21,11 @@ from bench.processes import (
     check_at_least,
     check_installed,
     check_peers,
+    own_dtype,
     side,
     take_turns,
 )
 from bench.serve import model
-from nanochat import device
 from nanochat.common import log, run
 
 QUICK_PROBLEMS = 6
@@ -79,8 +79,7 @@ def main(cfg: Config) -> None:
     check_peers(cfg.quick, cfg.against)
     if cfg.against:
         check_installed("lm-eval", "lm_eval", "transformers")
-    compute = device.compute_init("cpu")
-    dtype = str(compute.platform.best_dtype()[0]).removeprefix("torch.")
+    dtype = own_dtype()
     problems = QUICK_PROBLEMS if cfg.quick else cfg.problems
     rounds = 1 if cfg.quick else cfg.rounds
     sides = ["ours", *cfg.against]

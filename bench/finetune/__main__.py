@@ -20,10 +20,10 @@ from bench.processes import (
     check_at_least,
     check_installed,
     check_peers,
+    own_dtype,
     side,
     train_in_turns,
 )
-from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import log, run
 from nanochat.models.qwen.config import QwenConfig
@@ -133,8 +133,7 @@ def main(cfg: Config) -> None:
     check_peers(cfg.quick, cfg.against)
     if cfg.against:
         check_installed("transformers", "transformers", "peft")
-    compute = device.compute_init("cpu")
-    dtype = str(compute.platform.best_dtype()[0]).removeprefix("torch.")
+    dtype = own_dtype()
     batch = Batch()
     if cfg.quick:
         cfg = replace(cfg, steps=2, compile=False)

@@ -14,7 +14,7 @@ from bench import child
 
 Step = Callable[[Tensor, Tensor], float]  # inputs and targets, int64 (B, T) each -> loss in nats
 RATE = 1e-4
-ALPHA = 16.0
+ALPHA = 16
 
 
 def ours(task: dict[str, Any]) -> tuple[Step, int]:

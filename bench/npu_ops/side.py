@@ -33,7 +33,7 @@ def emulator_log() -> Any:
     return log
 
 
-def shape_of(task: Task) -> dict[str, int]:
+def shape_of(task: Task) -> dict[str, Any]:
     """Return the fields of a GPTConfig that upstream has too."""
     heads = task["width"] // HEAD_DIM
     return {

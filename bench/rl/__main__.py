@@ -19,12 +19,9 @@ from bench.processes import check_at_least
 from bench.rl.side import SUMS, Ours
 from nanochat.common import run
 
-COLUMNS = ("sampling", "training", "rest")
-COLUMN_OF = {  # of the parts of a step; those of no column are the rest
-    "sampling": "sampling",
-    "training": "training",
-    "forward": "training",
-    "backward": "training",
+COLUMNS = {  # of the table, with the parts of a step; the others are the rest
+    "sampling": ("sampling",),
+    "training": ("training", "forward", "backward"),
 }
 
 Step = Callable[[int], dict[str, float]]  # makes step N; CPU seconds of its parts
@@ -42,10 +39,11 @@ class Config:
 
 def columns_of(parts: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each column of the table from those of the parts of a step."""
-    columns: dict[str, float] = {column: 0.0 for column in COLUMNS}
-    for part, seconds in parts.items():
-        columns[COLUMN_OF.get(part, "rest")] += seconds
-    return columns
+    columns = {
+        title: sum(parts.get(part, 0.0) for part in column) for title, column in COLUMNS.items()
+    }
+    rest = sum(parts.values()) - sum(columns.values())
+    return {**columns, "rest": rest}
 
 
 def measure(sides: Mapping[str, Step], steps: int) -> dict[str, dict[str, float]]:
@@ -54,10 +52,12 @@ def measure(sides: Mapping[str, Step], steps: int) -> dict[str, dict[str, float]
     for number in range(steps + 1):
         for name, step in sides.items():
             measured[name].append(columns_of(step(number)))
-    return {
-        name: {column: median(step[column] for step in side_steps[1:]) for column in COLUMNS}
-        for name, side_steps in measured.items()
-    }
+    medians = {}
+    for name, (_, *side_steps) in measured.items():
+        medians[name] = {
+            column: median(step[column] for step in side_steps) for column in side_steps[0]
+        }
+    return medians
 
 
 def main(cfg: Config) -> None:
@@ -72,7 +72,8 @@ def main(cfg: Config) -> None:
         cells = [f"{seconds:.3f}" for seconds in (*columns.values(), total)]
         rows.append([name, *cells, f"{SUMS.tokens / total:,.0f}"])
         result[f"sums {name}"] = columns
-    tables.show(("CPU seconds of a step", *COLUMNS, "step", "tokens/CPU s"), rows)
+    titles = ("CPU seconds of a step", *COLUMNS, "rest", "step", "tokens/CPU s")
+    tables.show(titles, rows)
     tables.finish("rl", result)
 
 

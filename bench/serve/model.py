@@ -43,6 +43,10 @@ class Files:
     gguf: dict[str, Path]  # of llama.cpp, by number format
     parameters: int
 
+    def log(self, name: str) -> Path:
+        """Return the file for the output of the server of this name."""
+        return self.folder.parent / f"{name}.log"
+
 
 def make(
     folder: Path, shape: QwenConfig = SHAPE, formats: tuple[str, ...] = (), text: int = TEXT

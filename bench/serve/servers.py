@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,22 +77,18 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    name: str, command: Sequence[str], pattern: str, log: Path | None = None
+    name: str, command: Sequence[str], pattern: str, log: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a server; give its process, and the pattern's first group once the output matches.
 
     The output goes to `log`. UserError with its last lines if the server ends before that.
     """
-    with contextlib.ExitStack() as stack:
-        if log is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            log = Path(folder) / "log"
-        output = stack.enter_context(log.open("wb"))
+    with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=output, stderr=output
         )
-        stack.callback(_end, process)
-        deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
+    try:
         while time.monotonic() < deadline and process.poll() is None:
             match = re.search(pattern, log.read_text(errors="replace"))
             if match:
@@ -102,6 +97,8 @@ def running(
             time.sleep(0.1)
         words = last_lines(log.read_text(errors="replace"))
         raise UserError(f"the server of {name} did not start; its last lines:\n  {words}")
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -117,11 +114,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def ours(files: Files, log: Path | None = None) -> Iterator[Server]:
+def ours(files: Files) -> Iterator[Server]:
     """Run our server, as a user starts it."""
     command = [sys.executable, "-m", "scripts.chat_web", "--headless", "--port=0"]
     command.append(f"--model={files.folder}")
-    with running("ours", command, OUR_ADDRESS, log) as (process, port):
+    with running("ours", command, OUR_ADDRESS, files.log("ours")) as (process, port):
         yield Server("ours", int(port), process.pid, files.folder.name, {"ignore_eos": True})
 
 
@@ -138,7 +135,7 @@ def transformers(files: Files) -> Iterator[Server]:
         f"--port={port}",
     ]
     pattern = r"(Application startup complete)"
-    with running("transformers", command, pattern) as (process, _):
+    with running("transformers", command, pattern, files.log("transformers")) as (process, _):
         yield Server("transformers", port, process.pid, str(files.folder))
 
 
@@ -148,6 +145,6 @@ def llama_cpp(files: Files, dtype: str, slots: int) -> Iterator[Server]:
     task = {"path": str(files.gguf[dtype]), "slots": slots, "length": SLOT_TOKENS}
     command = [sys.executable, "-m", "bench.serve.llama_side", json.dumps(task)]
     pattern = r"listening on http://127\.0\.0\.1:(\d+)"
-    with running("llama-cpp", command, pattern) as (process, port):
-        name = f"llama-cpp {dtype}"
+    name = f"llama-cpp {dtype}"
+    with running(name, command, pattern, files.log(name)) as (process, port):
         yield Server(name, int(port), process.pid, "model", {"ignore_eos": True})

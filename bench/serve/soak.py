@@ -211,12 +211,10 @@ def main(cfg: Config) -> None:
         )
     seconds, clients = (20.0, 16) if cfg.quick else (60 * cfg.minutes, cfg.clients)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        files = model.make(folder, SHAPE, text=100_000)
-        output = folder / "log"
-        with servers.ours(files, output) as server:
+        files = model.make(Path(name), SHAPE, text=100_000)
+        with servers.ours(files) as server:
             observed = soak(server.port, server.pid, seconds, clients)
-        log_bytes = output.stat().st_size
+        log_bytes = files.log("ours").stat().st_size
     result = show(observed)
     log(f"memory of the server grew by {result['rss_growth_mb']:.1f} MB")
     log(f"its log has {log_bytes:,} bytes")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import tables
-from bench.processes import Steps, check_at_least, check_peers, train_in_turns
+from bench.processes import Steps, check_at_least, check_peers, own_dtype, train_in_turns
 from bench.text import make_rows, standard_library
 from bench.train.variants import Plan, Variant, training
 from bench.training import D4
@@ -139,7 +139,7 @@ def main(cfg: Config) -> None:
     check_at_least(1, rounds=cfg.rounds)
     host.use_compile_cache(base_dir())  # both sides compile into this folder
     compute = device.compute_init("cpu")
-    dtype = str(compute.platform.best_dtype()[0]).removeprefix("torch.")
+    dtype = own_dtype()
     chosen = variants(cfg, device.compiler_missing(compute), dtype)
     rounds = 3 if cfg.quick else cfg.rounds
     with tempfile.TemporaryDirectory() as folder:

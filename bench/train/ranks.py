@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from bench import tables
-from bench.processes import Side, check_at_least, side
+from bench.processes import ROOT, Side, check_at_least, side
 from bench.training import D4
 from nanochat.common import run
 from nanochat.gpt import GPTConfig
@@ -52,27 +52,19 @@ class Group:
     compile: bool | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Seconds:
-    """The steps of a group."""
+    """The median step of a group."""
 
-    wall: list[float]  # of the slowest rank
-    cpu: list[float]  # summed over the ranks
+    wall: float  # of its slowest rank
+    cpu: float  # summed over its ranks
 
-    @property
-    def median_wall(self) -> float:
-        """The wall seconds of the median step."""
-        return median(self.wall)
 
-    @property
-    def median_cpu(self) -> float:
-        """The CPU seconds of the median step."""
-        return median(self.cpu)
-
-    def add(self, answers: Sequence[Mapping[str, float]]) -> None:
-        """Add a step: the seconds of each rank."""
-        self.wall.append(max(answer["wall_seconds"] for answer in answers))
-        self.cpu.append(sum(answer["cpu_seconds"] for answer in answers))
+def median_step(steps: Sequence[Sequence[Mapping[str, float]]]) -> Seconds:
+    """Return the median over steps, each of which has the seconds of all ranks."""
+    wall = [max(rank["wall_seconds"] for rank in ranks) for ranks in steps]
+    cpu = [sum(rank["cpu_seconds"] for rank in ranks) for ranks in steps]
+    return Seconds(median(wall), median(cpu))
 
 
 @contextlib.contextmanager
@@ -102,25 +94,25 @@ def ranks_of(group: Group) -> Iterator[list[Side]]:
             if sys.platform == "linux":
                 variables["GLOO_SOCKET_IFNAME"] = "lo"
             name = f"rank {number} of {group.ranks}, {group.mode}"
-            process = side(name, "bench.train.rank_side", task, **variables)
+            process = side(name, "bench.train.rank_side", task, ROOT, **variables)
             processes.append(stack.enter_context(process))
         yield processes
 
 
 def measure(groups: Sequence[Group], rounds: int) -> list[Seconds]:
-    """Let the groups take turns of one step; return the steps of each group."""
+    """Let the groups take turns of one step; return the median step of each group."""
     with contextlib.ExitStack() as stack:
         group_ranks = [stack.enter_context(ranks_of(group)) for group in groups]
         for ranks in group_ranks:
             for rank in ranks:
                 rank.answer()  # the rank is warm
-        results = [Seconds([], []) for _ in groups]
+        steps: list[list[Any]] = [[] for _ in groups]
         for _ in range(rounds):
-            for ranks, seconds in zip(group_ranks, results, strict=True):
+            for ranks, group_steps in zip(group_ranks, steps, strict=True):
                 for rank in ranks:
                     rank.send("step")
-                seconds.add([rank.answer() for rank in ranks])
-        return results
+                group_steps.append([rank.answer() for rank in ranks])
+        return [median_step(group_steps) for group_steps in steps]
 
 
 def main(cfg: Config) -> None:
@@ -133,16 +125,16 @@ def main(cfg: Config) -> None:
     pairs = {mode: Group(2, mode, shape, compile_step) for mode in (APART, *modes)}
     groups = [single_group, *pairs.values()]
     single, *others = measure(groups, 3 if cfg.quick else cfg.rounds)
-    rows = [["one rank", f"{single.median_wall:.3f}", f"{single.median_cpu:.3f}", "", ""]]
+    rows = [["one rank", f"{single.wall:.3f}", f"{single.cpu:.3f}", "", ""]]
     speeds = {}
     cpu_speeds = {}
     for mode, pair in zip(pairs, others, strict=True):
-        speeds[mode] = single.median_wall / (2 * pair.median_wall)
-        cpu_speeds[mode] = single.median_cpu / pair.median_cpu
+        speeds[mode] = single.wall / (2 * pair.wall)
+        cpu_speeds[mode] = single.cpu / pair.cpu
         row = [
             f"two, {mode}",
-            f"{pair.median_wall:.3f}",
-            f"{pair.median_cpu:.3f}",
+            f"{pair.wall:.3f}",
+            f"{pair.cpu:.3f}",
             f"{speeds[mode]:.2f}",
             f"{cpu_speeds[mode]:.2f}",
         ]

@@ -85,11 +85,9 @@ def test_without_a_compiler_nothing_is_compiled() -> None:
 
 
 def test_wall_time_is_the_slowest_ranks_and_cpu_time_is_summed() -> None:
-    seconds = ranks.Seconds([], [])
     slow = {"wall_seconds": 2.5, "cpu_seconds": 1.5}
     fast = {"wall_seconds": 2.0, "cpu_seconds": 2.5}
-    seconds.add([slow, fast])
-    assert seconds == ranks.Seconds([2.5], [4.0])
+    assert ranks.median_step([[slow, fast]]) == ranks.Seconds(2.5, 4.0)
 
 
 @pytest.mark.ranks
