@@ -19,7 +19,7 @@ from nanochat.platforms import host
 
 LOOP = "bench/train/side.py"
 OUR_CODE = ("nanochat", "scripts/base_train.py", LOOP)
-UPSTREAM_CODE = ("nanochat",)
+UPSTREAM_LOOP = (LOOP, "bench/upstream.py")
 SOURCES = {".py", ".cpp", ".h"}
 NOT_NUMBERS = {"NANOCHAT_BASE_DIR", "NANOCHAT_LANG"}  # variables that change no result
 
@@ -97,7 +97,7 @@ def settings_of(run: Run, upstream: Path | None) -> dict[str, Any]:
     variables = {}
     if variant.side == "upstream":
         assert upstream is not None
-        code = [code_hash(upstream, UPSTREAM_CODE), code_hash(ROOT, [LOOP])]
+        code = [code_hash(upstream, ["nanochat"]), code_hash(ROOT, UPSTREAM_LOOP)]
     else:
         code = [code_hash(variant.checkout or ROOT, OUR_CODE)]
         names = {name for name in os.environ if name.startswith("NANOCHAT_")} - NOT_NUMBERS

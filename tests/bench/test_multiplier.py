@@ -114,6 +114,9 @@ def test_a_finished_run_is_never_trained_again_and_a_changed_one_is(
 def test_code_is_among_the_settings_of_the_side_that_runs_it(tmp_path: Path) -> None:
     upstream = fake_upstream(tmp_path / "upstream")
     checkout = fake_upstream(tmp_path / "own")
+    for name in running.OUR_CODE[1:]:
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).touch()
     theirs = run_in(tmp_path / "rows", UPSTREAM)
     changed = run_in(tmp_path / "rows", Entry("ours", replace(EAGER, checkout=checkout)))
 
