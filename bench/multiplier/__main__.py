@@ -277,8 +277,8 @@ def rows_of(name: str, cfg: Config, sizes: Sizes, out: Path) -> Path:
     if needed_rows > train_rows:
         raise refuse(
             f"the text {name!r} must have at least {needed_rows:,} rows to train on, so that a run "
-            f"of {longest:,} steps reads none more than {EPOCHS} times, got {max(train_rows, 0):,}; "
-            "give a larger text, or fewer --steps or a smaller --stretch"
+            f"of {longest:,} steps reads none more than {EPOCHS} times, got "
+            f"{max(train_rows, 0):,}; give a larger text, or fewer --steps or a smaller --stretch"
         )
     passes = read_rows / train_rows
     log(f"{name}: {about['rows']:,} rows, {passes:.2f} passes in the longest run; {text.about}")

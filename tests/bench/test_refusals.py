@@ -53,7 +53,11 @@ CODE = ("code",)  # texts of bench.multiplier that need no corpus
         (multiplier, {"texts": CODE, "variants": ("hot=--checkout=x",)}, "no checkout"),
     ],
 )
-def test_flags_that_cannot_be_measured_are_refused(program: ModuleType, flags: dict[str, Any], words: str) -> None:
+def test_flags_that_cannot_be_measured_are_refused(
+    program: ModuleType,
+    flags: dict[str, Any],
+    words: str,
+) -> None:
     with pytest.raises(UserError, match=words) as refused:
         program.main(program.Config(**flags))
     assert refused.value.exit_code == 2

@@ -84,7 +84,8 @@ def test_cpu_seconds_are_those_of_a_process_and_its_children() -> None:
 def test_a_server_that_does_not_start_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     message = r"the server of x did not start; [^\n]*\n  no such model"
-    with pytest.raises(UserError, match=message), servers.running("x", command, "(ready)", tmp_path / "log"):
+    log = tmp_path / "log"
+    with pytest.raises(UserError, match=message), servers.running("x", command, "(ready)", log):
         pass
 
 
