@@ -28,13 +28,15 @@ def update(
     compute: Compute,
     spikes: Spikes | None = None,
     mark: Callable[[str], None] = unmarked,
-    loss: Loss = summed_loss,
+    loss: Loss | None = None,
 ) -> Outcome:
     """Run forward, backward and one optimizer step over the micro-batches of a step.
 
-    `loss` returns the sums of a pass: that of its loss, and those of the figures it names.
+    `loss` returns the sums of a pass: that of its loss, and those of the figures it names. By default
+    it sums the loss of the model, without figures.
     """
     figures = getattr(loss, "figures", ())
+    loss = loss or summed_loss
     safeguards = Safeguards(scale, spikes)
     with Update(model, optimizers, safeguards, data.num_targets, compute, figures, mark) as step:
         for idx, targets, *others in step.passes(data.micro_batches):
