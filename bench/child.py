@@ -58,15 +58,6 @@ def peak_bytes() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        total += usage.ru_utime + usage.ru_stime
-    return total
-
-
 def seconds_of(work: Callable[[], Any]) -> float:
     """Return the CPU seconds of this process that some work takes, over all of its threads."""
     start = time.process_time()
