@@ -1,6 +1,7 @@
-"""The end of a benchmark that runs in a process of its own: takes a task and answers requests, in lines of JSON.
+"""The end of a benchmark that runs in a process of its own: takes a task and answers requests.
 
-Only the standard library is imported here: in such a process `nanochat` may be another checkout's package.
+Tasks, requests and answers are lines of JSON. Only the standard library is imported here: in such a
+process `nanochat` may be another checkout's package.
 """
 
 import json
@@ -8,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def task() -> dict[str, Any]:
 
 
 def answers() -> Callable[[Any], None]:
-    """Return a function that answers the parent; everything else that this process prints goes to stderr."""
+    """Return a function that answers the parent; other output of this process goes to stderr."""
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -35,6 +36,18 @@ def requests() -> Iterator[Any]:
         yield json.loads(line)
 
 
+def time_steps(step: Callable[..., float], batches: Iterable[Any]) -> dict[str, Any]:
+    """Train on each batch; return the CPU seconds and loss of each step, and the peak memory."""
+    seconds = []
+    losses = []
+    for batch in batches:
+        start = time.process_time()
+        loss = step(*batch)
+        seconds.append(time.process_time() - start)
+        losses.append(loss)
+    return {"seconds": seconds, "losses": losses, "peak_bytes": peak_bytes()}
+
+
 def peak_bytes() -> int:
     """Return the peak memory of this process."""
     status = Path("/proc/self/status")
@@ -43,15 +56,6 @@ def peak_bytes() -> int:
         return 1024 * int(line.split()[1])
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its children that have ended, such as C++ compilers."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        total += usage.ru_utime + usage.ru_stime
-    return total
 
 
 def seconds_of(work: Callable[[], Any]) -> float:

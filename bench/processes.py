@@ -1,4 +1,4 @@
-"""The processes that a benchmark measures: each side in its own, asked in turns, in lines of JSON."""
+"""The processes that a benchmark measures: each side in its own, asked in turns, in JSON."""
 
 import contextlib
 import importlib.util
@@ -8,17 +8,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
+from nanochat import device
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST_LINES = 5  # of a failed process, which its error quotes
 CHECKOUT_PARTS = ("nanochat/gpt.py", "nanochat/optim.py")  # what every checkout of 2026 has
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -27,9 +29,11 @@ ONE_THREAD = {
     "NANOCHAT_DEVICE": "cpu",
 }
 
+Key = TypeVar("Key")  # what a benchmark calls its sides
+
 
 def environment(home: Path = ROOT, **variables: str) -> dict[str, str]:
-    """Return an environment of one thread and one rank in which `nanochat` is the package in `home`."""
+    """Return an environment of one thread and one rank, with the `nanochat` of `home`."""
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     path = os.pathsep.join((str(home), str(ROOT)))  # upstream has no folder `bench`: ours is used
     return {**inherited, **ONE_THREAD, "PYTHONPATH": path, **variables}
@@ -46,7 +50,7 @@ class Side:
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str], cwd: Path):
         self.name = name
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - close() closes it
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close()
         self._process = subprocess.Popen(
             command,
             env=variables,
@@ -57,10 +61,17 @@ class Side:
             text=True,
         )
 
+    def send(self, request: Any) -> None:
+        """Send a request, whose answer is read later."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # answer() says why the process has ended
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+
     def answer(self) -> Any:
-        """Return the next answer; UserError with the last lines of output if the process has ended."""
+        """Return the next answer; UserError with the last output if the process has ended."""
         assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
+        line = self._process.stdout.readline()
+        if line:
             return json.loads(line)
         code = self._process.wait()
         self._errors.seek(0)
@@ -69,9 +80,7 @@ class Side:
 
     def ask(self, request: Any) -> Any:
         """Send a request and return its answer."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() says why the process has ended
-            print(json.dumps(request), file=self._process.stdin, flush=True)
+        self.send(request)
         return self.answer()
 
     def close(self) -> None:
@@ -114,15 +123,58 @@ def answer_of(
         return process.answer()
 
 
-# --- what peers need -----------------------------------------------------------------------------
+def take_turns(sides: Mapping[Key, Side], request: Any, rounds: int) -> dict[Key, list[Any]]:
+    """Send all sides the same request, round after round; return the answers of each side.
+
+    The sides take turns, so that a busy machine slows them equally.
+    """
+    answers: dict[Key, list[Any]] = {key: [] for key in sides}
+    for _ in range(rounds):
+        for key, process in sides.items():
+            answers[key].append(process.ask(request))
+    return answers
+
+
+@dataclass
+class Steps:
+    """What a side that trains has measured, and the figures of its model."""
+
+    parameters: int = 0
+    seconds: list[float] = field(default_factory=list)  # CPU seconds of each step
+    losses: list[float] = field(default_factory=list)  # in nats, with those of the warm-up
+    peak_bytes: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The CPU seconds of the median step."""
+        return median(self.seconds)
+
+    def speed(self, tokens: int) -> float:
+        """Return the tokens per CPU second of the median step, which trains on so many tokens."""
+        return tokens / self.step_seconds
+
+
+def train_in_turns(sides: Mapping[Key, Side], request: Any, rounds: int) -> dict[Key, Steps]:
+    """Let sides that train take turns.
+
+    Each first answers with figures of its model, and then as child.time_steps does.
+    """
+    results = {key: Steps(**process.answer()) for key, process in sides.items()}
+    for key, answers in take_turns(sides, request, rounds).items():
+        result = results[key]
+        for answer in answers:
+            result.seconds += answer["seconds"]
+            result.losses += answer["losses"]
+            result.peak_bytes = answer["peak_bytes"]
+    return results
 
 
 def check_checkout(flag: str, folder: Path) -> None:
     """Raise UserError (code 2) where the folder of a flag is no checkout of 2026."""
     if not folder.is_dir():
         raise UserError(
-            f"{flag} must name a folder with a checkout of karpathy/nanochat, got {folder}, which is no folder. "
-            "Clone the repository, and give the folder of the clone.",
+            f"{flag} must name a folder with a checkout of karpathy/nanochat, got {folder}, which "
+            "is no folder. Clone the repository, and give the folder of the clone.",
             exit_code=2,
         )
     missing = [name for name in CHECKOUT_PARTS if not (folder / name).is_file()]
@@ -132,10 +184,16 @@ def check_checkout(flag: str, folder: Path) -> None:
             f"{' and no '.join(missing)}. Give the folder that holds its README.",
             exit_code=2,
         )
+    if "def setup_optimizer(" not in (folder / "nanochat/gpt.py").read_text(encoding="utf-8"):
+        raise UserError(
+            f"{flag}: the GPT of {folder} has no setup_optimizer; give a checkout of 2026, such as "
+            "the newest",
+            exit_code=2,
+        )
 
 
 def check_installed(peer: str, *packages: str) -> None:
-    """Raise UserError (code 2) that names the first package that a peer needs and that is missing."""
+    """Raise UserError (code 2) where a package that a peer needs is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             command = f"{sys.executable} -m pip install {package}"
@@ -149,20 +207,22 @@ def check_at_least(least: int, **flags: float) -> None:
             raise UserError(f"--{name} must be at least {least}, got {value}", exit_code=2)
 
 
-def check_upstream(quick: bool, against: Sequence[str] = (), upstream: Path | None = None) -> None:
-    """Raise UserError (code 2) where --quick, --against upstream and --upstream DIR do not fit together."""
+def check_peers(quick: bool, against: Sequence[str] = (), upstream: Path | None = None) -> None:
+    """Raise UserError (code 2) for --quick beside peers, and where --upstream is no checkout."""
     if quick and (against or upstream):
         raise UserError(
             "--quick measures ours alone: leave out --quick, or --against and --upstream",
             exit_code=2,
         )
-    if ("upstream" in against) != (upstream is not None):
-        raise UserError(
-            "--against upstream and --upstream DIR belong together: give both or neither",
-            exit_code=2,
-        )
     if upstream is not None:
         check_checkout("--upstream", upstream)
+
+
+def own_dtype() -> str:
+    """Return the number format in which this CPU is fastest."""
+    compute = device.compute_init("cpu")
+    dtype, _ = compute.platform.best_dtype()
+    return str(dtype).removeprefix("torch.")
 
 
 def upstream_shape(shape: GPTConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The text that benchmarks read, and rows of its tokens: Python's standard library, which every host has.
+"""The text that benchmarks read, and rows of its tokens: Python's standard library.
 
-Nothing is downloaded, and a version of Python always gives the same rows.
+Every host has it, nothing is downloaded, and a version of Python always gives the same rows.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from nanochat.common import UserError, atomic_path, read_json, sha256_of, write_
 from nanochat.dataloader import epoch_order
 from nanochat.tokenizer import Tokenizer
 
-# Folders that are left out: packages that are not Python's own, tests, and tables of numbers or long strings.
-LEFT_OUT = frozenset(
+# Folders that are skipped: packages that are not Python's own, tests, and tables of numbers.
+SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages test tests __pycache__ encodings pydoc_data idlelib".split()
 )
 ROWS = "rows.npy"
@@ -51,7 +51,7 @@ def standard_library(limit: int | None = None) -> Text:
     for name in sorted(paths):
         if limit is not None and size >= limit:
             break
-        if LEFT_OUT.isdisjoint(name.split("/")):
+        if SKIPPED_FOLDERS.isdisjoint(name.split("/")):
             document = paths[name].read_text(encoding="utf-8", errors="replace")
             documents.append(document)
             size += len(document)
@@ -62,12 +62,14 @@ def standard_library(limit: int | None = None) -> Text:
 
 
 def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[str, Any]:
-    """Write rows of `length` + 1 tokens, uint16, shuffled by a fixed seed; return their description.
+    """Write rows of `length` + 1 tokens, uint16, shuffled by a fixed seed; return what they are.
 
-    The folder also gets the tokenizer and the number of bytes of each token. Documents follow one
-    another without padding, each after a begin-of-sequence token. Raises UserError if the text is
-    too small for one row.
+    A folder that has its rows stays as it is. The folder also gets the number of bytes of each
+    token. Documents follow one another without padding, each after a begin-of-sequence token.
+    UserError if the text is too small for one row.
     """
+    if (folder / ABOUT).exists():
+        return read_json(folder / ABOUT)
     tokenizer = Tokenizer.train(text.documents, vocab_size)
     encoded = tokenizer.encode_batch(text.documents)
     stream = np.concatenate([np.array([tokenizer.bos, *ids], np.uint16) for ids in encoded])
@@ -75,24 +77,15 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
     count = len(stream) // row_tokens
     if not count:
         raise UserError(
-            f"the text has {len(stream):,} tokens, fewer than one row of {row_tokens:,}; give more text"
+            f"the text has {len(stream):,} tokens, fewer than one row of {row_tokens:,}; "
+            "give more text"
         )
     rows = stream[: count * row_tokens].reshape(count, row_tokens)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
     _save(folder / ROWS, rows[epoch_order(count, SEED, 0)])
     # A process of upstream has no tokenizer of ours, and needs the bytes for bits per byte.
     _save(folder / TOKEN_BYTES, tokenizer.token_bytes())
-    about = {
-        "text": text.about,
-        "text_sha256": text.sha256,
-        "characters": sum(map(len, text.documents)),
-        "rows": count,
-        "row_tokens": row_tokens,
-        "vocab_size": vocab_size,
-        "tokenizer": tokenizer.hash,
-        "sha256": sha256_of(folder / ROWS),
-    }
+    about = {"text": text.about, "rows": count, "sha256": sha256_of(folder / ROWS)}
     write_json(folder / ABOUT, about)
     return about
 
@@ -100,11 +93,3 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
 def _save(path: Path, array: np.ndarray) -> None:
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         np.save(file, array)
-
-
-def about_rows(folder: Path) -> dict[str, Any]:
-    """Return the description of a folder's rows; empty if there are none, or if they are damaged."""
-    if not all((folder / name).exists() for name in (ABOUT, ROWS, TOKEN_BYTES)):
-        return {}
-    about = read_json(folder / ABOUT)
-    return about if sha256_of(folder / ROWS) == about["sha256"] else {}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.updates import update
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
@@ -18,7 +19,6 @@ from nanochat.meter import due
 from nanochat.optim import Optimizers, Rates
 from nanochat.step import LossScale, Outcome
 from nanochat.train.validation import mean_over
-from tests.support.updates import update
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 FP16 = replace(CPU, dtype=torch.float16)

@@ -1,1 +1,1 @@
-"""Preparing and loading rows, evaluating a model, and saving a checkpoint, each beside its peers."""
+"""Preparing and loading rows, evaluating a model, and saving its checkpoints."""

@@ -1,22 +1,64 @@
-"""Scores questions with choices in a process of its own. Only bench.data.evaluation starts this file.
+"""Scores questions with choices in a process of its own, for bench.data.evaluation.
 
-It answers each request with its CPU seconds and its scores.
+It answers each request with its CPU seconds and the share of right answers.
 """
 
+import builtins
+import keyword
+import random
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import child
-from bench.data.questions import choice_task
+from nanochat.data.conversation import Cloze
 
+# Names from Python's standard library, which the model's vocabulary was trained on.
+WORDS = sorted({*keyword.kwlist, *(name for name in dir(builtins) if name.islower())})
+SHOTS = 5  # as C-Eval, CMMLU and MMLU show
+INTRO = "The following are multiple choice questions.\n\n"
 ROWS = 4  # of a pass of lm-evaluation-harness, as of ours on a CPU
 
-Evaluate = Callable[[], dict[str, float]]  # -> scores
+Evaluate = Callable[[], float]  # -> the share of right answers
+
+
+def words(draw: random.Random, low: int, high: int) -> str:
+    """Return some random words."""
+    return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Questions with four choices and five examples each, about 300 tokens: a ClozeTask."""
+
+    questions: Sequence[Cloze]
+    name: str = "multiple choice"
+    shots: int = SHOTS
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def cloze(self, i: int) -> Cloze:
+        """Return question i."""
+        return self.questions[i]
+
+
+def choice_task(problems: int) -> Choices:
+    """Return so many fabricated questions, with lengths as the published ones have."""
+    draw = random.Random(2)
+    examples = tuple(
+        f"Question: {words(draw, 15, 30)}?\nAnswer: {words(draw, 2, 6)}\n\n" for _ in range(SHOTS)
+    )
+    questions = []
+    for _ in range(problems):
+        question = f"Question: {words(draw, 15, 30)}?\nAnswer:"
+        answers = tuple(words(draw, 2, 6) for _ in range(4))
+        questions.append(Cloze(INTRO, examples, question, answers, draw.randrange(4)))
+    return Choices(questions)
 
 
 def ours(task: dict[str, Any]) -> Evaluate:
@@ -31,9 +73,8 @@ def ours(task: dict[str, Any]) -> Evaluate:
     tokens = compute.platform.evaluation_rows * loaded.model.config.sequence_len
     questions = choice_task(task["problems"])
 
-    def evaluate() -> dict[str, float]:
-        score = evaluate_choices(questions, loaded.model, loaded.tokenizer, compute, tokens)
-        return {"acc": score.acc, "acc_norm": score.acc_norm_bytes}
+    def evaluate() -> float:
+        return evaluate_choices(questions, loaded.model, loaded.tokenizer, compute, tokens).acc
 
     return evaluate
 
@@ -49,7 +90,7 @@ def lm_eval(task: dict[str, Any]) -> Evaluate:
     )
     questions = choice_task(task["problems"]).questions
 
-    def evaluate() -> dict[str, float]:
+    def evaluate() -> float:
         requests = []
         for number, question in enumerate(questions):
             # Our own rows begin with this mark.
@@ -59,15 +100,11 @@ def lm_eval(task: dict[str, Any]) -> Evaluate:
                 arguments = (context, f" {choice}")
                 requests.append(Instance("loglikelihood", {}, arguments, number))
         likelihoods = iter(model.loglikelihood(requests, disable_tqdm=True))
-        right = right_by_bytes = 0
+        right = 0
         for question in questions:
             scores = [next(likelihoods)[0] for _ in question.choices]
-            pairs = zip(scores, question.choices, strict=True)
-            normed = [score / len(choice) for score, choice in pairs]
             right += scores.index(max(scores)) == question.answer
-            right_by_bytes += normed.index(max(normed)) == question.answer
-        count = len(questions)
-        return {"acc": right / count, "acc_norm": right_by_bytes / count}
+        return right / len(questions)
 
     return evaluate
 
@@ -77,12 +114,13 @@ def main() -> None:
     answer = child.answers()
     task = child.task()
     torch.set_num_threads(1)
-    evaluate = {"ours": ours, "lm-eval": lm_eval}[task["side"]](task)
-    answer({"ready": True})
+    make = {"ours": ours, "lm-eval": lm_eval}[task["side"]]
+    evaluate = make(task)
+    answer("ready")
     for _ in child.requests():
         start = time.process_time()
-        scores = evaluate()
-        answer({"seconds": time.process_time() - start, "scores": scores})
+        accuracy = evaluate()
+        answer({"seconds": time.process_time() - start, "accuracy": accuracy})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Fine-tunes one model on random tokens in a process of its own. Only bench.finetune starts this file.
+"""Fine-tunes one model on random tokens in a process of its own, for bench.finetune.
 
-It answers each request, a number of steps, with the CPU seconds and the loss of each step, and the peak memory.
+It answers each request, a number of steps, as child.time_steps does.
 """
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 from bench import child
 
 Step = Callable[[Tensor, Tensor], float]  # inputs and targets, int64 (B, T) each -> loss in nats
-RATE, ALPHA = 1e-4, 16.0
+RATE = 1e-4
+ALPHA = 16
 
 
 def ours(task: dict[str, Any]) -> tuple[Step, int]:
     """Return a step with the calls that scripts.finetune makes, and the number of parameters."""
-    from bench.training import Trainer, random_model, update
+    from bench.training import Trainer, random_model
     from nanochat import dataloader, device
     from nanochat.checkpoint_manager.families import cast_matrices
     from nanochat.context import Packed
@@ -27,40 +28,30 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     from nanochat.optim import OneRate
 
     compute = device.compute_init("cpu")
-    model = random_model(QwenConfig(**task["shape"]), compute)
+    shape = QwenConfig(**task["shape"])
+    model = random_model(shape, compute)
     if task["rank"]:
         cast_matrices(model, compute.dtype)
-        add_adapters(model, LoraConfig(task["rank"], ALPHA, targets=tuple(task["targets"])))
+        adapters = LoraConfig(task["rank"], ALPHA)
+        add_adapters(model, adapters)
         init_adapters(model)
-    model.checkpoints = task["checkpoints"]
-    trainer = Trainer(model, compute, OneRate(RATE))
+    rates = OneRate(RATE)
+    trainer = Trainer(model, compute, rates)
     model.train()
 
-    def documents(inputs: Tensor, targets: Tensor) -> dataloader.Step:
-        """Return a pass of packed rows, each one document."""
-        numbers = torch.zeros_like(inputs)
-        return dataloader.Step(
-            0,
-            targets.numel(),
-            [(inputs, targets, numbers)],
-            ("documents",),
-        )
-
     def one_pass(module: torch.nn.Module) -> Tensor:
-        zeros = torch.zeros((task["rows"], task["tokens"]), dtype=torch.long)
-        loss: Tensor = module(zeros, zeros, reduction="sum", context=Packed(zeros))
+        size = (task["rows"], task["tokens"])
+        zeros = torch.zeros(size, dtype=torch.long)
+        context = Packed(zeros)
+        loss: Tensor = module(zeros, zeros, reduction="sum", context=context)
         return loss
 
     def step(inputs: Tensor, targets: Tensor) -> float:
-        work = documents(inputs, targets)
-        outcome = update(
-            trainer.passes,
-            trainer.optimizers,
-            work,
-            trainer.safeguards,
-            compute,
-        )
-        return outcome.loss
+        documents = torch.zeros_like(inputs)  # each row is one document
+        passes = [(inputs, targets, documents)]
+        num_targets = targets.numel()
+        data = dataloader.Step(0, num_targets, passes, ("documents",))
+        return trainer.update(data)
 
     if task["compile"]:
         trainer.compile(task["rows"], task["tokens"], one_pass=one_pass)
@@ -68,7 +59,7 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
 
 
 def transformers(task: dict[str, Any]) -> tuple[Step, int]:
-    """Return a step as transformers' Trainer makes it: the compute format, peft's adapters, fused AdamW."""
+    """Return a step as transformers' Trainer makes it: peft's adapters, fused AdamW."""
     import transformers as library
 
     library.logging.set_verbosity_error()
@@ -76,31 +67,25 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
     config = library.AutoConfig.for_model(**task["published"])
     model: Any = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.use_cache = False
-    if task["checkpoints"]:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     if task["rank"]:
         import peft
+
+        from nanochat.models.lora import LoraConfig
 
         adapter = peft.LoraConfig(
             r=task["rank"],
             lora_alpha=ALPHA,
-            target_modules=task["targets"],
+            target_modules=list(LoraConfig.targets),
             task_type="CAUSAL_LM",
         )
         model = peft.get_peft_model(model, adapter)
-        if task["checkpoints"]:
-            model.enable_input_require_grads()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained,
-        lr=RATE,
-        weight_decay=0.0,
-        fused=True,
-    )
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
     model.train()
 
     def step(inputs: Tensor, targets: Tensor) -> float:
-        rows = torch.cat((inputs, targets[:, -1:]), dim=1)  # transformers shifts the labels
+        last = targets[:, -1:]
+        rows = torch.cat((inputs, last), dim=1)  # transformers shifts the labels
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -108,7 +93,20 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return step, sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return step, parameters
+
+
+def random_batches(task: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and targets of random tokens, without end."""
+    generator = torch.Generator().manual_seed(7)
+    vocab_size = task["shape"]["vocab_size"]
+    size = (task["rows"], task["tokens"] + 1)
+    while True:
+        cells = torch.randint(vocab_size, size, generator=generator)
+        inputs = cells[:, :-1].contiguous()
+        targets = cells[:, 1:].contiguous()
+        yield inputs, targets
 
 
 def main() -> None:
@@ -119,26 +117,11 @@ def main() -> None:
     torch.manual_seed(42)
     make = {"ours": ours, "transformers": transformers}[task["side"]]
     step, parameters = make(task)
-    generator = torch.Generator().manual_seed(7)
-
-    def steps(count: int) -> dict[str, Any]:
-        seconds, losses = [], []
-        size = (task["rows"], task["tokens"] + 1)
-        for _ in range(count):
-            cells = torch.randint(task["shape"]["vocab_size"], size, generator=generator)
-            inputs, targets = cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
-            start = time.process_time()
-            losses.append(step(inputs, targets))
-            seconds.append(time.process_time() - start)
-        return {
-            "seconds": seconds,
-            "losses": losses,
-            "peak_bytes": child.peak_bytes(),
-        }
-
-    answer({"parameters": parameters, "losses": steps(1)["losses"]})
+    batches = random_batches(task)
+    warmup = child.time_steps(step, islice(batches, 1))
+    answer({"parameters": parameters, "losses": warmup["losses"]})
     for count in child.requests():
-        answer(steps(count))
+        answer(child.time_steps(step, islice(batches, count)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Measures training on one accelerator beside upstream nanochat: tokens per second of wall time, MFU, memory.
+"""Measures training on one accelerator beside upstream nanochat: tokens per second, MFU, memory.
 
 python -m bench.gpu --depth 12 --upstream DIR     # DIR: a checkout of karpathy/nanochat
 python -m bench.gpu --depth 20 --rows 8 --no-compile
 
-How: each run is a process that has the device to itself. The sides take turns, ours first and last, so that a device
-that heats up slows both. Both sides train compiled models on random tokens, because speed does not depend on the tokens.
-Upstream uses FlashAttention 3 where its package can load it, and masks windows elsewhere; NANOCHAT_FLASH_KERNEL makes
-ours use the same kernel. The lines say what either side attends with.
+How: each run is a process that has the device to itself. The sides take turns, ours first and last,
+so that a device that heats up slows both. Both sides train compiled models on random tokens,
+because speed does not depend on the tokens. Upstream uses FlashAttention 3 where its package can
+load it, and masks windows elsewhere; NANOCHAT_FLASH_KERNEL makes ours use the same kernel. The
+table says what either side attends with.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-from bench.processes import ROOT, answer_of, check_at_least, check_checkout, upstream_shape
-from nanochat.common import log, run
+from bench import tables
+from bench.processes import ROOT, answer_of, check_at_least, check_peers, upstream_shape
+from nanochat.common import run
 from nanochat.gpt import GPT, GPTConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    """Print training speed on one accelerator: one line per run, and one JSON object on the last line."""
+    """Print training speed on one accelerator, and one JSON object on the last line."""
 
     depth: int = 12
     """number of layers; the model has 64 x depth channels in heads of 128"""
@@ -90,47 +91,55 @@ def figures(cfg: Config, runs: Runs) -> dict[str, Any]:
         by_side.setdefault(side, []).append(answer)
     first = by_side["ours"][0]
     result: dict[str, Any] = {
-        "benchmark": "gpu",
         "depth": cfg.depth,
         "compiled": cfg.compile,
         "fp8": cfg.fp8,
         "device": first["device"],
-        "attention": first["attention"],
         "tokens_per_step": tokens,
     }
     speeds: dict[str, float] = {}
     for side, answers in by_side.items():
         prefix = "upstream_" if side == "upstream" else ""
         seconds = median(step for answer in answers for step in answer["seconds"])
-        speeds[side] = tokens / seconds
-        memory = max(answer["memory"] for answer in answers)
-        result[f"{prefix}tokens_per_second"] = round(speeds[side])
-        result[f"{prefix}mfu_percent"] = round(100 * speeds[side] * flops / first["peak_flops"], 2)
-        result[f"{prefix}memory_gb"] = round(memory / 1e9, 2)
+        speed = tokens / seconds
+        speeds[side] = speed
+        result[f"{prefix}attention"] = answers[0]["attention"]
+        result[f"{prefix}tokens_per_second"] = speed
+        result[f"{prefix}mfu_percent"] = 100 * speed * flops / first["peak_flops"]
+        result[f"{prefix}memory_gb"] = max(answer["memory"] for answer in answers) / 1e9
     if "upstream" in speeds:
-        result["upstream_attention"] = by_side["upstream"][0]["attention"]
-        result["vs_upstream"] = round(speeds["ours"] / speeds["upstream"], 4)
+        result["vs_upstream"] = speeds["ours"] / speeds["upstream"]
     return result
+
+
+def show(runs: Runs) -> None:
+    """Print one line per run."""
+    titles = ("side", "ms per step", "s to the first step", "GB", "loss", "attention")
+    rows = []
+    for side, answer in runs:
+        row = [
+            side,
+            f"{1000 * median(answer['seconds']):.1f}",
+            f"{answer['start']:.0f}",
+            f"{answer['memory'] / 1e9:.1f}",
+            f"{answer['loss']:.3f}",
+            answer["attention"],
+        ]
+        rows.append(row)
+    tables.show(titles, rows)
 
 
 def main(cfg: Config) -> None:
     """Run the sides in turns, and print their figures."""
-    sides = ["ours"] * cfg.rounds
-    if cfg.upstream is not None:
-        check_checkout("--upstream", cfg.upstream)
-        sides = ["ours", "upstream"] * cfg.rounds + ["ours"]
+    check_peers(quick=False, upstream=cfg.upstream)
     counts = ("depth", "rows", "passes", "steps", "rounds")
     check_at_least(1, **{name: getattr(cfg, name) for name in counts})
-    runs = []
-    for side in sides:
-        answer = measure(side, cfg)
-        runs.append((side, answer))
-        log(
-            f"{side:<10}{1000 * median(answer['seconds']):>9.1f} ms per step, first step done after "
-            f"{answer['start']:.0f} s, {answer['memory'] / 1e9:.1f} GB, attention: {answer['attention']}, "
-            f"loss {answer['loss']:.3f}"
-        )
-    print(json.dumps(figures(cfg, runs)), flush=True)
+    sides = ["ours"] * cfg.rounds
+    if cfg.upstream is not None:
+        sides = ["ours", "upstream"] * cfg.rounds + ["ours"]
+    runs = [(side, measure(side, cfg)) for side in sides]
+    show(runs)
+    tables.finish("gpu", figures(cfg, runs))
 
 
 if __name__ == "__main__":

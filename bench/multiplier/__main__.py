@@ -1,43 +1,45 @@
-"""Measures how much more a baseline must spend to reach our loss: compute multipliers, with intervals over seeds.
+"""Measures how much more a baseline must spend to reach our loss: compute multipliers over seeds.
 
-python -m bench.multiplier --quick                           # ours beside AdamW; 50 seconds, needs no peer
-python -m bench.multiplier --upstream DIR --corpus DIR       # a checkout of karpathy/nanochat, and
-                                                             # texts of python -m bench.multiplier.corpus DIR
-python -m bench.multiplier --baseline ours --variants "hot=--matrix_lr=0.03"        # does a change help?
-python -m bench.multiplier --baseline ours --variants "ema=--checkout=../with-ema"  # in another checkout
+python -m bench.multiplier --quick                       # ours beside AdamW; 50 seconds
+python -m bench.multiplier --upstream DIR --corpus DIR   # a checkout of karpathy/nanochat, and
+                                                         # texts of bench.multiplier.corpus
+python -m bench.multiplier --baseline ours --variants "hot=--matrix_lr=0.03"
+python -m bench.multiplier --baseline ours --variants "ema=--checkout=../with-ema"
 
-What is compared: the multiplier is what the baseline spends to reach the final loss of our run, divided by what our run
-spent (the definition of karpathy/nanochat's branch experiment_refactor). Above 1, ours is better. The baseline is
-trained from the start to each of several lengths, --steps times --stretch, and its curve goes through the ends of these
-runs, piecewise linear in the logarithms of cost and loss. A loss beyond the curve continues its last segment, and the
-figure has a question mark. Cost is counted in FLOPs, which are the same for both sides, and in CPU seconds of the steps.
+What is compared: the multiplier is what the baseline spends to reach the final loss of our run,
+divided by what our run spent (the definition of karpathy/nanochat's branch experiment_refactor).
+Above 1, ours is better. The baseline is trained from the start to each of several lengths, --steps
+times --stretch, and its curve goes through the ends of these runs, piecewise linear in the
+logarithms of cost and loss. A loss beyond the curve continues its last segment, and the figure has
+a question mark. Cost is counted in FLOPs, which are the same for both sides, and in CPU seconds.
 
-How: both sides read the same rows of the same tokenizer in the same order, 4,096 tokens a step, and are measured in
-bits per byte of rows that nothing trained on. Ours follows base_train's rules. Upstream's rule for the batch would make
-its rates far too low at so few tokens, so a factor on its rates is searched at each --steps with the first seed. Seeds
-are paired. Each seed gives one multiplier; the table shows their geometric mean and its standard error.
+How: both sides read the same rows of the same tokenizer in the same order, 4,096 tokens a step, and
+are measured in bits per byte of rows that nothing trained on. Ours follows base_train's rules.
+Upstream's rule for the batch would make its rates far too low at so few tokens, so the best of
+--scales on its rates is taken at each --steps with the first seed. Seeds are paired. Each seed
+gives one multiplier; the table shows their geometric mean and its standard error.
 
-The result of a run is a file in --out named by all of its settings, its code among them. Typed again, the command trains
-only what is missing, and resumes a run that was stopped.
+The result of a run is a file in --out named by all of its settings, its code among them. Typed
+again, the command trains only the runs that are missing.
 """
 
-import json
+import math
 import random
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Literal
 
+from bench import tables
 from bench.multiplier import corpus
 from bench.multiplier.curves import Interval, multiplier
 from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs, best_scale
 from bench.processes import check_checkout
-from bench.text import Text, about_rows, make_rows, standard_library
+from bench.text import Text, make_rows, standard_library
 from bench.train.variants import Plan, Variant
-from bench.training import needs_no_compiler
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, run, write_json
 from nanochat.gpt import GPTConfig
@@ -64,8 +66,9 @@ class Sizes:
 
     def shape(self, depth: int) -> GPTConfig:
         """Return a model of this depth that sees whole rows: d4 is the model of bench.train."""
-        width = HEAD_DIM * depth
-        return GPTConfig(self.length, self.vocab_size, depth, depth, depth, width, "L")
+        return GPTConfig(
+            self.length, self.vocab_size, depth, depth, depth, HEAD_DIM * depth, window_pattern="L"
+        )
 
 
 QUICK = Sizes(length=128, vocab_size=1024, held_out=32)
@@ -76,14 +79,17 @@ class Config:
     """Print compute multipliers as a table, and as one JSON object on the last line."""
 
     quick: bool = False
-    """compare ours with AdamW on the matrices, on two layers for a few steps: shows that the method works"""
+    """compare ours with AdamW on the matrices, on two layers for a few steps: shows that the method
+    works"""
     upstream: Path | None = None
     """folder of a checkout of karpathy/nanochat, which is then the baseline"""
     baseline: str | None = None
-    """what the others are compared with: upstream, ours, or a name from --variants; default: upstream if it is given"""
+    """what the others are compared with: upstream, ours, or a name from --variants; default:
+    upstream if it is given"""
     variants: tuple[str, ...] = ()
-    """changes of ours to measure beside it, each as NAME=FLAGS: flags of base_train for rates, schedule and bigrams,
-    separated by spaces, and --checkout=DIR for the code of another checkout of this repository"""
+    """changes of ours to measure beside it, each as NAME=FLAGS: flags of base_train for rates,
+    schedule and bigrams, separated by spaces, and --checkout=DIR for the code of another checkout
+    of this repository"""
     texts: tuple[Literal["code", "documents"], ...] = ("code", "documents")
     """texts to train on: Python's standard library, or Debian's documents in English and Chinese"""
     corpus: Path | None = None
@@ -93,20 +99,24 @@ class Config:
     steps: tuple[int, ...] = (200,)
     """lengths of the runs that are compared, in steps of 4,096 tokens"""
     stretch: tuple[float, ...] = (1.0, 2.0)
-    """lengths of the baseline's runs, as multiples of --steps: its curve must reach our loss, or is continued"""
+    """lengths of the baseline's runs, as multiples of --steps: its curve must reach our loss, or is
+    continued"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """seeds of weights and row order; the interval needs at least three"""
-    scales: tuple[float, ...] = (1.0, 2.0)
-    """factors on upstream's learning rates to try first; more are tried until the best lies between two others"""
-    search: bool = True
-    """--no-search: take the first of --scales for all of upstream's runs, and try no other"""
+    scales: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """factors on upstream's learning rates to try at each of --steps, of which the best is taken"""
     megabytes: tuple[float, ...] = (5.0,)
-    """MB of English and of Chinese in the text documents, or one number for both; longer runs need more"""
+    """MB of English and of Chinese in the text documents, or one number for both; longer runs need
+    more"""
     out: Path | None = None
-    """folder for the rows, a file for each run, and the figures; default: multiplier in the base folder"""
+    """folder for the rows, a file for each run, and the figures; default: multiplier in the base
+    folder"""
 
-
-# --- what is compared ------------------------------------------------------------------------------
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the baseline's runs, in steps."""
+        stretched = {round(steps * stretch) for steps in self.steps for stretch in self.stretch}
+        return sorted(stretched | set(self.steps))
 
 
 def refuse(message: str) -> UserError:
@@ -118,33 +128,33 @@ def check(cfg: Config) -> None:
     """Raise UserError for flags that cannot be measured."""
     if cfg.quick and (cfg.upstream or cfg.baseline or cfg.variants):
         raise refuse(
-            "--quick compares ours with AdamW alone; leave out --quick, or --upstream, --baseline, --variants"
+            "--quick compares ours with AdamW alone; leave out --quick, or --upstream, --baseline, "
+            "--variants"
         )
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
-    for flag in ("texts", "depths", "steps", "seeds", "stretch", "scales"):
+    for flag in ("texts", "depths", "steps", "seeds", "stretch", "scales", "megabytes"):
         values = getattr(cfg, flag)
         words = " ".join(map(str, values)) or "none"
-        if not values or len(set(values)) < len(values):
+        repeats = flag != "megabytes" and len(set(values)) < len(values)
+        if not values or repeats:
             raise refuse(f"--{flag} must be one or more different values, got {words}")
         if flag not in ("texts", "seeds") and min(values) <= 0:
             raise refuse(f"--{flag} must be above 0, got {words}")
-    if len(cfg.megabytes) not in (1, 2) or min(cfg.megabytes) <= 0:
-        words = " ".join(map(str, cfg.megabytes))
-        raise refuse(f"--megabytes must be one or two numbers above 0, got {words}")
-    if len(cfg.stretch) < 2 and len(cfg.steps) < 2:
+    if len(cfg.lengths) < 2:
         raise refuse(
-            "a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to --steps"
+            "a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to "
+            "--steps"
         )
     if "documents" in cfg.texts and cfg.corpus is None and not cfg.quick:
         raise refuse(
-            "--texts documents needs --corpus DIR, a folder made by `python -m bench.multiplier.corpus DIR`; "
-            "or give --texts code"
+            "--texts documents needs --corpus DIR, a folder made by `python -m "
+            "bench.multiplier.corpus DIR`; or give --texts code"
         )
 
 
 def entry(words: str, ours: Variant) -> Entry:
-    """Return a variant of ours from NAME=FLAGS; UserError if the name, a flag or the checkout cannot be used."""
+    """Return a variant of ours from NAME=FLAGS; UserError for what cannot be used."""
     name, _, flag_words = words.partition("=")
     if not re.fullmatch(r"[a-z0-9_]+", name) or name in ("ours", "upstream"):
         raise refuse(
@@ -157,27 +167,25 @@ def entry(words: str, ours: Variant) -> Entry:
         key = key.replace("-", "_")
         if key == "checkout" and value:
             checkout = Path(value)
-            check_own_checkout(name, checkout)
+            missing = [source for source in OUR_CODE if not (checkout / source).exists()]
+            if missing:
+                raise refuse(
+                    f"variant {name}: {checkout} is no checkout of this repository: it has no "
+                    f"{missing[0]}"
+                )
         elif flag.startswith("--") and value and key in FLAGS:
             flags.append(f"--{key}={value}")
         else:
             raise refuse(
-                f"variant {name} may have the flags --checkout=DIR and --{'=, --'.join(FLAGS)}=, got {flag!r}"
+                f"variant {name} may have the flags --checkout=DIR and --{'=, --'.join(FLAGS)}=, "
+                f"got {flag!r}"
             )
     if not flags and checkout is None:
         raise refuse(
-            f"variant {name} changes nothing; give at least one flag, such as {name}=--matrix_lr=0.03"
+            f"variant {name} changes nothing; give at least one flag, such as "
+            f"{name}=--matrix_lr=0.03"
         )
     return Entry(name, replace(ours, flags=tuple(flags), checkout=checkout))
-
-
-def check_own_checkout(name: str, checkout: Path) -> None:
-    """Raise UserError where a variant's folder is no checkout of this repository."""
-    for source in OUR_CODE:
-        if not (checkout / source).exists():
-            raise refuse(
-                f"variant {name}: {checkout} is no checkout of this repository: it has no {source}"
-            )
 
 
 def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
@@ -187,21 +195,20 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
         return Entry("adamw", adamw), [Entry("ours", ours)]
     by_name = {"ours": Entry("ours", ours)}
     if cfg.upstream is not None:
-        variant = replace(ours, side="upstream", compiled=compiled)
-        by_name["upstream"] = Entry("upstream", variant)
+        upstream = replace(ours, side="upstream", compiled=compiled)
+        by_name["upstream"] = Entry("upstream", upstream)
     for words in cfg.variants:
         change = entry(words, ours)
         if change.name in by_name:
-            raise refuse(
-                f"--variants has two entries with the name {change.name}; give each its own"
-            )
+            raise refuse(f"--variants has two entries with the name {change.name}; rename one")
         by_name[change.name] = change
     baseline = cfg.baseline
     if baseline is None and cfg.upstream is not None:
         baseline = "upstream"
     if baseline not in by_name:
         raise refuse(
-            f"--baseline must be one of {', '.join(by_name)}, got {baseline or 'none'}; upstream needs --upstream DIR"
+            f"--baseline must be one of {', '.join(by_name)}, got {baseline or 'none'}; upstream "
+            "needs --upstream DIR"
         )
     candidates = [other for other in by_name.values() if other.name not in (baseline, "upstream")]
     if not candidates:
@@ -211,88 +218,71 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
     return by_name[baseline], candidates
 
 
-# --- rows ------------------------------------------------------------------------------------------
-
-
 def documents(folder: Path, megabytes: Sequence[float]) -> Text:
     """Return pieces of English and Chinese documents in turn, that many MB of each language.
 
     Raises UserError if the corpus has too few.
     """
-    english, chinese = (
-        pieces_of(folder, kind, size)
-        for kind, size in (("english", megabytes[0]), ("chinese", megabytes[-1]))
-    )
+    english = pieces_of(folder, "english", megabytes[0])
+    chinese = pieces_of(folder, "chinese", megabytes[-1])
     mixed: list[str] = []
     for number in range(max(len(english), len(chinese))):
-        mixed += english[number : number + 1] + chinese[number : number + 1]
-    about = (
-        f"Debian's documents, {megabytes[0]:g} MB of English and {megabytes[-1]:g} MB of Chinese"
-    )
+        mixed += english[number : number + 1]
+        mixed += chinese[number : number + 1]
+    about = f"Debian's documents, {megabytes[0]:g} MB of English, {megabytes[-1]:g} MB of Chinese"
     return Text(mixed, about)
 
 
-def pieces_of(folder: Path, kind: str, megabytes: float) -> list[str]:
-    """Return that many MB of distinct pieces of documents, in random order; UserError if there are too few."""
-    pieces: dict[str, None] = {}
+def all_pieces(folder: Path, kind: str) -> Iterator[str]:
+    """Yield all pieces of documents that are prose in the language."""
     for document in corpus.documents(folder, kind):
         for start in range(0, len(document), PIECE):
             piece = document[start : start + PIECE]
             if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece):
-                pieces[piece] = None
-    shuffled = list(pieces)
-    random.Random(0).shuffle(shuffled)
-    chosen: list[str] = []
+                yield piece
+
+
+def pieces_of(folder: Path, kind: str, megabytes: float) -> list[str]:
+    """Return that many MB of different pieces, in random order; UserError if there are too few."""
+    pieces = list(dict.fromkeys(all_pieces(folder, kind)))
+    random.Random(0).shuffle(pieces)
     size = 0
-    for piece in shuffled:
+    for count, piece in enumerate(pieces):
         if size >= 1e6 * megabytes:
-            return chosen
-        chosen.append(piece)
+            return pieces[:count]
         size += len(piece.encode())
     raise refuse(
-        f"{folder / kind}.txt must hold {megabytes:g} MB of text in the language, got {size / 1e6:.1f} MB; "
-        "make a larger corpus with python -m bench.multiplier.corpus"
+        f"{folder / kind}.txt must hold {megabytes:g} MB of text in the language, got "
+        f"{size / 1e6:.1f} MB; make a larger corpus with python -m bench.multiplier.corpus"
     )
 
 
-def rows_of(name: str, cfg: Config, sizes: Sizes, out: Path, longest: int) -> Path:
+def rows_of(name: str, cfg: Config, sizes: Sizes, out: Path) -> Path:
     """Return the folder with the rows of a text, made if they are missing.
 
-    Raises UserError (code 2) if the rows there are those of another text, or too few for the
-    longest run.
+    UserError (code 2) if the rows are too few for the longest run.
     """
-    label = name
     if name == "code":
         text = standard_library(500_000 if cfg.quick else None)
     else:
         assert cfg.corpus is not None
         text = documents(cfg.corpus, cfg.megabytes)
-        label = f"documents-{'+'.join(map('{:g}'.format, cfg.megabytes))}MB"
-    folder = out / "rows" / f"{label}-{sizes.vocab_size}-{sizes.length}"
-    about = about_rows(folder)
-    if not about:
-        log(f"making rows of {text.about}")
-        about = make_rows(folder, sizes.vocab_size, sizes.length, text)
-    if about["text_sha256"] != text.sha256:
-        raise refuse(
-            f"the rows in {folder} must be made of {text.about}, with the SHA-256 {text.sha256[:16]}, got rows of a "
-            f"text with {about['text_sha256'][:16]}: the corpus or Python has changed. To compare runs on the text "
-            f"of today, give another --out, or delete {folder}"
-        )
+    label = f"{name}-{sizes.vocab_size}-{sizes.length}-{text.sha256[:12]}"
+    folder = out / "rows" / label
+    about = make_rows(folder, sizes.vocab_size, sizes.length, text)
+    longest = max(cfg.lengths)
     train_rows = about["rows"] - sizes.held_out
     read_rows = longest * sizes.rows_per_step
-    if read_rows > EPOCHS * train_rows:
+    needed_rows = math.ceil(read_rows / EPOCHS)
+    if needed_rows > train_rows:
         raise refuse(
-            f"the text {name!r} must have at least {-(-read_rows // EPOCHS):,} rows to train on, so that a run of "
-            f"{longest:,} steps reads none more than {EPOCHS} times, got {max(train_rows, 0):,}; give a larger text, "
-            "or fewer --steps or a smaller --stretch"
+            f"the text {name!r} must have at least {needed_rows:,} rows to train on, so that a run "
+            f"of {longest:,} steps reads none more than {EPOCHS} times, got "
+            f"{max(train_rows, 0):,}; give a larger text, or fewer --steps or a smaller --stretch"
         )
     passes = read_rows / train_rows
     log(f"{name}: {about['rows']:,} rows, {passes:.2f} passes in the longest run; {text.about}")
     return folder
-
-
-# --- comparing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -304,18 +294,10 @@ class Figure:
     steps: int
     name: str
     bits_per_byte: float
-    baseline: float
-    difference: float  # ours minus the baseline's, mean over seeds
-    difference_error: float | None  # standard error over seeds
+    baseline: float  # bits per byte
     flops: Interval | None
     seconds: Interval | None
     scale: float  # factor on upstream's rates
-
-
-def baseline_lengths(cfg: Config) -> list[int]:
-    """Return the lengths of the baseline's runs, in steps."""
-    stretched = {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch}
-    return sorted(stretched | set(cfg.steps))
 
 
 def measure(
@@ -329,84 +311,65 @@ def measure(
 
     searched: dict[int, float] = {}  # the factor on upstream's rates by the steps of a run
     for steps in sorted(cfg.steps):
-        first = run_of(baseline, steps, cfg.seeds[0])
-        searched[steps] = best_scale(runs, first, cfg.scales) if cfg.search else cfg.scales[0]
+        searched[steps] = best_scale(runs, run_of(baseline, steps, cfg.seeds[0]), cfg.scales)
 
     def scale_of(length: int) -> float:
         shorter = [steps for steps in searched if steps <= length]
         return searched[max(shorter, default=min(searched))]
 
-    lengths = baseline_lengths(cfg)
-    base: dict[int, list[Result]] = {length: [] for length in lengths}
-    results_of: dict[tuple[str, int], list[Result]] = {}
+    base: dict[int, list[Result]] = {length: [] for length in cfg.lengths}
+    results_of: dict[tuple[str, int], list[Result]] = {
+        (other.name, steps): [] for steps in sorted(cfg.steps) for other in candidates
+    }
     # Sides alternate, so that a busy hour of the machine does not fall on one of them.
     for seed in cfg.seeds:
-        for length in lengths:
-            scaled = run_of(baseline, length, seed).with_rates(scale_of(length))
-            base[length].append(runs(scaled))
-            for other in candidates if length in cfg.steps else ():
-                results_of.setdefault((other.name, length), []).append(
-                    runs(run_of(other, length, seed))
-                )
+        for length, results in base.items():
+            results.append(runs(run_of(baseline, length, seed).with_rates(scale_of(length))))
+            if length in cfg.steps:
+                for other in candidates:
+                    results_of[other.name, length].append(runs(run_of(other, length, seed)))
     return [
-        figure(template, name, results, base, length, scale_of(length))
-        for (name, length), results in results_of.items()
-    ]
-
-
-def figure(
-    template: Run,
-    name: str,
-    results: Sequence[Result],
-    base: dict[int, list[Result]],
-    length: int,
-    scale: float,
-) -> Figure:
-    """Compare the results of an entry, one per seed, with the baseline's runs by their length."""
-
-    def over(cost: str) -> Interval | None:
-        points = [result.point(cost) for result in results]
-        by_seed = zip(*base.values(), strict=True)
-        curves = [[result.point(cost) for result in curve] for curve in by_seed]
-        return multiplier(points, curves)
-
-    own_ends = [result.end for result in results]
-    base_ends = [result.end for result in base[length]]
-    differences = [end - base_end for end, base_end in zip(own_ends, base_ends, strict=True)]
-    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
-    return Figure(
-        text=template.text,
-        depth=template.depth,
-        steps=length,
-        name=name,
-        bits_per_byte=fmean(own_ends),
-        baseline=fmean(base_ends),
-        difference=fmean(differences),
-        difference_error=error,
-        flops=over("flops"),
-        seconds=over("seconds"),
-        scale=scale,
-    )
-
-
-def table(figures: Sequence[Figure], baseline: str) -> str:
-    """Return one line per figure."""
-    lines = [
-        f"{'text, depth, steps':<26}{'variant':<12}{'bits/byte':>10}{baseline:>10}{'difference':>19}"
-        f"{'multiplier, FLOPs':>20}{'CPU seconds':>18}{'rates':>8}"
-    ]
-    for compared in figures:
-        label = f"{compared.text}, d{compared.depth}, {compared.steps}"
-        difference = f"{compared.difference:+.4f}"
-        if compared.difference_error is not None:
-            difference += f" ± {compared.difference_error:.4f}"
-        flops = compared.flops.words if compared.flops else "no slope"
-        seconds = compared.seconds.words if compared.seconds else "no slope"
-        lines.append(
-            f"{label:<26}{compared.name:<12}{compared.bits_per_byte:>10.4f}{compared.baseline:>10.4f}{difference:>19}"
-            f"{flops:>20}{seconds:>18}{f'x{compared.scale:g}':>8}"
+        Figure(
+            text=template.text,
+            depth=template.depth,
+            steps=steps,
+            name=name,
+            bits_per_byte=fmean(result.bits_per_byte for result in results),
+            baseline=fmean(result.bits_per_byte for result in base[steps]),
+            flops=multiplier_of("flops", results, base),
+            seconds=multiplier_of("seconds", results, base),
+            scale=scale_of(steps),
         )
-    return "\n".join(lines)
+        for (name, steps), results in results_of.items()
+    ]
+
+
+def multiplier_of(
+    cost: str, results: Sequence[Result], base: dict[int, list[Result]]
+) -> Interval | None:
+    """Return the multiplier in FLOPs or in seconds; results and baseline have one run per seed."""
+    points = [result.point(cost) for result in results]
+    by_seed = zip(*base.values(), strict=True)
+    curves = [[result.point(cost) for result in curve] for curve in by_seed]
+    return multiplier(points, curves)
+
+
+def show(figures: Sequence[Figure], baseline: str) -> None:
+    """Print one line per figure."""
+    titles = ("text, depth, steps", "variant", "bits/byte", baseline)
+    rows = []
+    for figure in figures:
+        row = [
+            f"{figure.text}, d{figure.depth}, {figure.steps}",
+            figure.name,
+            f"{figure.bits_per_byte:.4f}",
+            f"{figure.baseline:.4f}",
+            figure.flops.words if figure.flops else "no slope",
+            figure.seconds.words if figure.seconds else "no slope",
+            f"x{figure.scale:g}",
+        ]
+        rows.append(row)
+    tables.show((*titles, "multiplier, FLOPs", "CPU seconds", "rates"), rows)
 
 
 def main(cfg: Config) -> None:
@@ -420,21 +383,22 @@ def main(cfg: Config) -> None:
     if missing:
         log(f"nothing is compiled: {missing}")
     dtype = compute.platform.best_dtype()[0]
-    # Our step is compiled where base_train compiles it, and upstream's wherever there is a compiler.
-    compiled = not (missing or needs_no_compiler(HEAD_DIM, dtype, compute) or cfg.quick)
+    # Our step is compiled where base_train compiles it, and upstream's if there is a compiler.
+    kernels_are_faster = compute.operations.needs_no_compiler(HEAD_DIM, dtype)
+    compiled = not (missing or kernels_are_faster or cfg.quick)
     ours = Variant("ours", str(dtype).removeprefix("torch."), compiled)
     baseline, candidates = entries(cfg, ours, not missing)
     with tempfile.TemporaryDirectory() as folder:
-        out = cfg.out or (Path(folder) if cfg.quick else base_dir() / "multiplier")
-        compare(cfg, QUICK if cfg.quick else Sizes(), baseline, candidates, out)
+        out = Path(folder) if cfg.quick else base_dir() / "multiplier"
+        sizes = QUICK if cfg.quick else Sizes()
+        compare(cfg, sizes, baseline, candidates, cfg.out or out)
 
 
 def compare(
     cfg: Config, sizes: Sizes, baseline: Entry, candidates: Sequence[Entry], out: Path
 ) -> None:
     """Measure at every depth and on every text; print the figures and write them to `out`."""
-    longest = max(baseline_lengths(cfg))
-    rows = {name: rows_of(name, cfg, sizes, out, longest) for name in cfg.texts}
+    rows = {name: rows_of(name, cfg, sizes, out) for name in cfg.texts}
     runs = Runs(out / "runs", cfg.upstream)
     figures: list[Figure] = []
     for depth in sorted(cfg.depths):
@@ -448,17 +412,16 @@ def compare(
             )
             figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
     log(f"{len(cfg.seeds)} seeds; standard errors over seeds; ?: beyond the baseline's curve")
-    log(table(figures, baseline.name))
-    name = "-".join([baseline.name, *(other.name for other in candidates)])
+    show(figures, baseline.name)
     result = {
-        "benchmark": "multiplier",
         "baseline": baseline.name,
         "seeds": list(cfg.seeds),
         "trained": runs.trained,
-        "figures": [asdict(compared) for compared in figures],
+        "figures": [asdict(figure) for figure in figures],
     }
-    write_json(out / f"{name}.json", result)
-    print(json.dumps(result), flush=True)
+    name = "-".join([baseline.name, *(other.name for other in candidates)])
+    write_json(out / f"{name}.json", {"benchmark": "multiplier", **result})
+    tables.finish("multiplier", result)
 
 
 if __name__ == "__main__":

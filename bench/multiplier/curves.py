@@ -1,4 +1,4 @@
-"""The arithmetic of compute multipliers: what a baseline spends to reach a loss, and an interval over seeds."""
+"""The arithmetic of compute multipliers: what a baseline spends to reach a loss, over seeds."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
-# Student's t for a two-sided interval of 95 %, by degrees of freedom; larger samples use the last value.
+# Student's t for a two-sided interval of 95 %, by degrees of freedom; more use the last value.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
@@ -28,7 +28,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Interval:
-    """The geometric mean of the seeds' multipliers and its interval of 95 %."""
+    """The geometric mean of the seeds' multipliers, and its interval of 95 %."""
 
     mean: float
     error: float | None  # standard error of the mean; None with a single seed
@@ -39,12 +39,16 @@ class Interval:
     @property
     def words(self) -> str:
         """The interval for a table; a question mark follows what was extrapolated."""
-        words = f"{self.mean:.3f}{'?' if self.extrapolated else ''}"
-        return words if self.error is None else f"{words} ± {self.error:.3f}"
+        words = f"{self.mean:.3f}"
+        if self.extrapolated:
+            words += "?"
+        if self.error is not None:
+            words += f" ± {self.error:.3f}"
+        return words
 
 
 def improving(points: Sequence[Point]) -> list[Point]:
-    """Return the points in the order of their cost, without those that are no better than a cheaper one."""
+    """Return the points by their cost, without those that are no better than a cheaper one."""
     curve: list[Point] = []
     for point in sorted(points, key=lambda point: point.cost):
         if not curve or point.bits_per_byte < curve[-1].bits_per_byte:
@@ -53,10 +57,11 @@ def improving(points: Sequence[Point]) -> list[Point]:
 
 
 def cost_to_reach(points: Sequence[Point], goal: float) -> Cost | None:
-    """Return what the baseline spends until its curve reaches `goal` bits per byte; None if it has no slope.
+    """Return what the baseline spends until its curve reaches `goal` bits per byte.
 
-    The curve is piecewise linear between the logarithms of cost and loss, in which power laws are straight lines.
-    Beyond either end of the curve, its nearest segment is continued.
+    The curve is piecewise linear between the logarithms of cost and loss, in which power laws are
+    straight lines. Beyond either end of the curve, its nearest segment is continued. None if the
+    curve has no slope.
     """
     curve = improving(points)
     if len(curve) < 2:
@@ -86,7 +91,7 @@ def interval(multipliers: Sequence[float], extrapolated: bool) -> Interval:
 
 
 def multiplier(ours: Sequence[Point], baseline: Sequence[Sequence[Point]]) -> Interval | None:
-    """Return the multiplier of `ours`, one run per seed, over a baseline with one curve per seed.
+    """Return the multiplier of our runs, one per seed, over a baseline with one curve per seed.
 
     None if the curve of a seed has no slope.
     """

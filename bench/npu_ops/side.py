@@ -24,7 +24,7 @@ Task = dict[str, Any]
 
 
 def emulator_log() -> Any:
-    """Return the counters of the emulated NPU, although the `tests` of a checkout may be on the path."""
+    """Return the counters of the emulated NPU; a checkout's own `tests` may be on the path."""
     sys.path.insert(0, str(ROOT))
     try:
         from tests.emulated_npu import log
@@ -33,8 +33,21 @@ def emulator_log() -> Any:
     return log
 
 
+def shape_of(task: Task) -> dict[str, Any]:
+    """Return the fields of a GPTConfig that upstream has too."""
+    heads = task["width"] // HEAD_DIM
+    return {
+        "sequence_len": task["length"],
+        "vocab_size": task["vocab_size"],
+        "n_layer": task["depth"],
+        "n_head": heads,
+        "n_kv_head": heads,
+        "n_embd": task["width"],
+    }
+
+
 def random_row(task: Task, seed: int) -> tuple[Tensor, Tensor]:
-    """Return a row of random tokens and its targets, (1, T) each, in pinned memory like a loader's."""
+    """Return a row of random tokens and its targets, (1, T) each, in pinned memory."""
     generator = torch.Generator().manual_seed(seed)
     cells = torch.randint(0, task["vocab_size"], (1, task["length"] + 1), generator=generator)
     return cells[:, :-1].contiguous().pin_memory(), cells[:, 1:].contiguous().pin_memory()
@@ -43,7 +56,8 @@ def random_row(task: Task, seed: int) -> tuple[Tensor, Tensor]:
 def counts_of(step: Any, optimizer: Sequence[Any], **more: Any) -> dict[str, Any]:
     """Return what a step asked of the device, from the records of the step and of its optimizer.
 
-    The optimizer launches its operators in the same thread as the forward pass, so it is recorded separately.
+    The optimizer launches its operators in the same thread as the forward pass, so it is recorded
+    separately.
     """
     operators = sum((record.operators for record in optimizer), Counter())
     moved_bytes = sum((record.bytes_by_phase["forward"] for record in optimizer), Counter())
@@ -62,7 +76,7 @@ def counts_of(step: Any, optimizer: Sequence[Any], **more: Any) -> dict[str, Any
 
 
 def ours(task: Task) -> dict[str, Any]:
-    """Make a step to fill the caches, one more to capture Muon's if it is captured, and count the next."""
+    """Make a step to fill the caches, and one more to capture Muon's graph; count the next."""
     from bench.training import Trainer, random_model
     from nanochat import device
     from nanochat.gpt import GPTConfig
@@ -72,14 +86,8 @@ def ours(task: Task) -> dict[str, Any]:
     log = emulator_log()
     compute = replace(device.compute_init("npu", task["kernels"]), rank=1)  # only rank 0 logs
     compute.operations.muon.stacks = True  # as published ports do, with any kernels
-    heads = task["width"] // HEAD_DIM
     shape = GPTConfig(
-        sequence_len=task["length"],
-        vocab_size=task["vocab_size"],
-        n_layer=task["depth"],
-        n_head=heads,
-        n_kv_head=heads,
-        n_embd=task["width"],
+        **shape_of(task),
         bigram_rows=table_rows("auto", task["vocab_size"]),
         offset_layers=task["depth"],
     )
@@ -107,17 +115,15 @@ def ours(task: Task) -> dict[str, Any]:
     row = random_row(task, 3)
     device.synchronize(compute)
     with log.record() as step:
-        loss = trainer.step([row])
-    return counts_of(step, optimizer, loss=loss, captured=dict(warmup.captured))
-
-
-# --- another checkout ------------------------------------------------------------------------------
+        trainer.step([row])
+    return counts_of(step, optimizer, captured=dict(warmup.captured))
 
 
 def cast_weights() -> Counter[str]:
-    """Make F.linear cast a weight whose dtype is not its input's, and return the counter of these casts.
+    """Make F.linear cast a weight whose dtype is not its input's, and return the counter of casts.
 
-    torch_npu multiplies two dtypes, which the emulated NPU refuses. Upstream's own Linear casts its weight like this.
+    torch_npu multiplies two dtypes, which the emulated NPU refuses. Upstream's own Linear casts its
+    weight like this.
     """
     original = F.linear
     casts: Counter[str] = Counter()
@@ -135,56 +141,26 @@ def cast_weights() -> Counter[str]:
 def port(task: Task) -> dict[str, Any]:
     """Make a step of karpathy/nanochat or of a port of it, and count the next.
 
-    The calls are those of upstream's training script, which the ports of 2026 have kept: the model is built without
-    data, filled on the device, and given its own optimizer.
+    The ports of 2026 have kept the calls of upstream's training script.
     """
-    import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]  # as the ports' scripts do
+    import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]  # as ports do
+
+    from bench.upstream import Upstream
 
     log = emulator_log()
     casts = cast_weights()
-    from nanochat.gpt import GPT, GPTConfig
-
-    if not hasattr(GPT, "setup_optimizer"):
-        raise SystemExit(
-            "the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest"
-        )
-    device = torch.device("npu", 0)
-    heads = task["width"] // HEAD_DIM
-    shape: Any = GPTConfig(
-        sequence_len=task["length"],
-        vocab_size=task["vocab_size"],
-        n_layer=task["depth"],
-        n_head=heads,
-        n_kv_head=heads,
-        n_embd=task["width"],
-    )
-    with torch.device("meta"):
-        model: Any = GPT(shape)
-    model.to_empty(device=device)
-    model.init_weights()
-    optimizer = model.setup_optimizer(weight_decay=WEIGHT_DECAY)
-
-    def step(seed: int) -> tuple[float, Any]:
-        inputs, targets = (
-            tensor.to(device, non_blocking=True) for tensor in random_row(task, seed)
-        )
-        loss = model(inputs, targets)
-        detached = loss.detach()
-        (loss / 1).backward()  # upstream divides by the number of passes of a step
-        with log.record() as record:
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
-        return detached.item(), record
-
-    step(1)
+    trainer = Upstream(shape_of(task), torch.device("npu", 0), weight_decay=WEIGHT_DECAY)
+    trainer.step([random_row(task, 1)])
     casts.clear()
     torch.npu.synchronize()  # type: ignore[attr-defined]
-    with log.record() as whole_step:
-        loss, optimizer_record = step(3)
-    captured = dict(whole_step.captured)
-    return counts_of(
-        whole_step, [optimizer_record], loss=loss, captured=captured, casts=casts["weights"]
-    )
+    with log.record() as step:
+        loss = trainer.backward([random_row(task, 3)])
+        with log.record() as optimizer:
+            trainer.optimizer.step()
+        trainer.model.zero_grad(set_to_none=True)
+        loss.item()
+    captured = dict(step.captured)
+    return counts_of(step, [optimizer], captured=captured, casts=casts["weights"])
 
 
 def main() -> None:

@@ -1,26 +1,28 @@
-"""Measures a step of RL in CPU seconds: sampling, training and the rest, as trees and as rows.
+"""Measures a step of RL in CPU seconds, as trees and as rows: sampling, training, other parts.
 
 python -m bench.rl --quick           # ends within 50 seconds
 
-How: one thread, the model of the tinyworld preset, untrained. `sums` has the sizes of the preset's step: 32 problems
-with 16 short replies. `gsm8k` has long prompts and replies, of which no two are alike. Trees and rows take turns, so
-that a busy machine slows them equally, and the median of each part counts. bench.rl.control asks whether rewards teach.
+How: one thread, the model of the tinyworld preset, untrained, and the sizes of the preset's step:
+32 problems with 16 short replies. Trees and rows take turns, so that a busy machine slows them
+equally, and the median of each part counts. bench.rl.control asks whether rewards teach.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
+from bench import tables
 from bench.processes import check_at_least
-from bench.rl.side import GSM8K, SUMS, Ours
-from nanochat.common import log, run
+from bench.rl.side import SUMS, Ours
+from nanochat.common import run
 
-COLUMNS = ("sampling", "training", "rest")
-TRAINING = ("training", "forward", "backward")  # parts of a step; those of no column are the rest
+COLUMNS = {  # of the table, with the parts of a step; the others are the rest
+    "sampling": ("sampling",),
+    "training": ("training", "forward", "backward"),
+}
 
 Step = Callable[[int], dict[str, float]]  # makes step N; CPU seconds of its parts
 
@@ -30,51 +32,49 @@ class Config:
     """Print CPU seconds of a step, and one JSON object on the last line."""
 
     quick: bool = False
-    """one or two steps of each kind, so that it ends within 50 seconds"""
+    """two steps of each kind, so that it ends within 50 seconds"""
     steps: int = 6
     """measured steps of each kind, after one that warms up"""
 
 
-def column_of(phase: str) -> str:
-    """Return the column of the table that a part of a step belongs to."""
-    if phase in TRAINING:
-        return "training"
-    return phase if phase == "sampling" else "rest"
+def columns_of(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each column of the table from those of the parts of a step."""
+    columns = {
+        title: sum(parts.get(part, 0.0) for part in column) for title, column in COLUMNS.items()
+    }
+    rest = sum(parts.values()) - sum(columns.values())
+    return {**columns, "rest": rest}
 
 
-def measure(sides: dict[str, Step], steps: int) -> dict[str, dict[str, float]]:
-    """Return the median CPU seconds of each side's columns; the sides take turns, and warm up first."""
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+def measure(sides: Mapping[str, Step], steps: int) -> dict[str, dict[str, float]]:
+    """Return the median of each side's columns; the sides take turns after a warm-up."""
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(steps + 1):
         for name, step in sides.items():
-            row = dict.fromkeys(COLUMNS, 0.0)
-            for phase, seconds in step(number).items():
-                row[column_of(phase)] += seconds
-            rows[name].append(row)
-    return {
-        name: {column: median(row[column] for row in side_rows[1:]) for column in COLUMNS}
-        for name, side_rows in rows.items()
-    }
+            measured[name].append(columns_of(step(number)))
+    medians = {}
+    for name, (_, *side_steps) in measured.items():
+        medians[name] = {
+            column: median(step[column] for step in side_steps) for column in side_steps[0]
+        }
+    return medians
 
 
 def main(cfg: Config) -> None:
     """Measure and print."""
     check_at_least(1, steps=cfg.steps)
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"benchmark": "rl"}
-    titles = "".join(f"{column:>10}" for column in COLUMNS)
-    log(f"{'shape':<8}{'side':<8}{titles}{'CPU s a step':>14}{'tokens/CPU s':>14}")
-    for shape, quick_steps in ((SUMS, 2), (GSM8K, 1)):
-        sides = {"trees": Ours(shape, True).step, "rows": Ours(shape, False).step}
-        measured = measure(sides, quick_steps if cfg.quick else cfg.steps)
-        for name, seconds in measured.items():
-            total = sum(seconds.values())
-            speed = shape.tokens / total
-            cells = "".join(f"{seconds[column]:>10.3f}" for column in COLUMNS)
-            log(f"{shape.name:<8}{name:<8}{cells}{total:>14.3f}{speed:>14,.0f}")
-            rounded = {column: round(value, 4) for column, value in seconds.items()}
-            result[f"{shape.name} {name}"] = rounded
-    print(json.dumps(result))
+    result: dict[str, Any] = {}
+    rows = []
+    sides = {"trees": Ours(SUMS, True).step, "rows": Ours(SUMS, False).step}
+    for name, columns in measure(sides, 2 if cfg.quick else cfg.steps).items():
+        total = sum(columns.values())
+        cells = [f"{seconds:.3f}" for seconds in (*columns.values(), total)]
+        rows.append([name, *cells, f"{SUMS.tokens / total:,.0f}"])
+        result[f"sums {name}"] = columns
+    titles = ("CPU seconds of a step", *COLUMNS, "rest", "step", "tokens/CPU s")
+    tables.show(titles, rows)
+    tables.finish("rl", result)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Checks that RL teaches, and that the rewards do it: compares real runs with runs whose rewards are shuffled.
+"""Checks that RL teaches, and that the rewards do it: compares runs with shuffled rewards.
 
-python -m bench.rl.control           # three seeds and three controls, from the newest SFT checkpoint
+python -m bench.rl.control           # three seeds and three controls, from an SFT checkpoint
 python -m bench.rl.control --variant="--loss=cispo --updates_per_rollout=4"
-python -m bench.rl.control --quick   # one of each for a few steps; shows that it works, not that it learns
+python -m bench.rl.control --quick   # one of each for a few steps; shows that it works
 
-How: each run has a base folder of its own, and its gain is its accuracy at the end minus that before the first step. RL
-passes if the mean gain is large and certain, and the controls gain nothing; otherwise the exit code is 1. Typed again
-after a stop, the command resumes.
+How: each run has a base folder of its own, and its gain is its accuracy at the end minus that
+before the first step. RL passes if the mean gain is large and certain, and the controls gain
+nothing; otherwise the exit code is 1. Typed again after a stop, the command resumes.
 """
 
-import json
 import math
 import os
 import shlex
@@ -17,10 +16,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from bench import tables
 from nanochat.checkpoint_manager.locate import find
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.runtime.tracking import read_metrics
@@ -43,7 +43,7 @@ QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
 
 @dataclass(frozen=True)
 class Config:
-    """Train RL with real and with shuffled rewards, and print the gains; the last line is one JSON object."""
+    """Train RL with real and with shuffled rewards, and print the gains."""
 
     model_tag: str | None = None
     """tag (folder name) of the SFT checkpoint to start from; default: the newest"""
@@ -56,15 +56,16 @@ class Config:
     jobs: int = max((os.cpu_count() or 1) // 2, 1)
     """runs at the same time, with one thread each; use 1 on a single accelerator"""
     variant: str = ""
-    """more flags of scripts.chat_rl for every run, such as --variant="--loss=cispo --updates_per_rollout=4".
-    Each variant has runs of its own, which resume"""
+    """more flags of scripts.chat_rl for every run, such as
+    --variant="--loss=cispo --updates_per_rollout=4". Each variant has runs of its own, which
+    resume"""
     quick: bool = False
     """one seed and two steps; the exit code is 0 whatever the result"""
 
     @property
     def folder(self) -> Path:
         """The folder with the base folders of the runs."""
-        flags = (flag.strip("-").replace("/", "-") for flag in shlex.split(self.variant))
+        flags = [flag.strip("-").replace("/", "-") for flag in shlex.split(self.variant)]
         kind = "-".join(["quick" if self.quick else "full", *flags])
         return base_dir() / "rl_control" / kind
 
@@ -74,26 +75,27 @@ class Verdict:
     """The result, in percentage points of accuracy."""
 
     gain: float
-    error: float  # standard error of the mean gain
+    error: float | None  # standard error of the mean gain; None for a single run
     control: float  # mean gain with shuffled rewards
 
     @property
     def passed(self) -> bool:
         """Whether the real runs gain enough while the controls gain nothing."""
-        enough = self.gain >= max(MIN_GAIN, MIN_ERRORS * self.error)
-        return enough and abs(self.control) <= MAX_CONTROL
+        if self.error is None or abs(self.control) > MAX_CONTROL:
+            return False
+        return self.gain >= max(MIN_GAIN, MIN_ERRORS * self.error)
 
 
 def judge(gains: Sequence[float], controls: Sequence[float]) -> Verdict:
-    """Return the mean gains, and the standard error of the real one, which is infinite for a single run."""
-    error = math.inf
+    """Return the mean gains, and the standard error of the real one."""
+    error = None
     if len(gains) > 1:
         error = stdev(gains) / math.sqrt(len(gains))
     return Verdict(fmean(gains), error, fmean(controls))
 
 
 def gain_of(folder: Path) -> float:
-    """Return the accuracy at the end of a run minus that before its first step, in percentage points."""
+    """Return a run's accuracy at the end minus that before its first step, in percentage points."""
     accuracies = [line["accuracy"] for line in read_metrics(folder) if "accuracy" in line]
     return 100 * (accuracies[-1] - accuracies[0])
 
@@ -118,14 +120,15 @@ def train(source: Path, seed: int, shuffle: bool, cfg: Config) -> float:
     if shuffle:
         flags.append("--shuffle_rewards")
     command = [sys.executable, "-m", "scripts.chat_rl", *flags]
-    log(f"{name}: {' '.join(command[1:])}; its output goes to {base / 'log.txt'}")
+    output_path = base / "log.txt"
+    log(f"{name}: {' '.join(command[1:])}; its output goes to {output_path}")
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
-    with open(base / "log.txt", "a", encoding="utf-8") as output:
+    with open(output_path, "a", encoding="utf-8") as output:
         finished = subprocess.run(command, env=environment, stdout=output, stderr=output)
     if finished.returncode:
         raise UserError(
-            f"the run {name} ended with code {finished.returncode}; {base / 'log.txt'} says why. Type the same command "
-            "to resume",
+            f"the run {name} ended with code {finished.returncode}; {output_path} says why. "
+            "Type the same command to resume",
             finished.returncode,
         )
     gain = gain_of(base / "chatrl_checkpoints" / source.name)
@@ -134,39 +137,32 @@ def train(source: Path, seed: int, shuffle: bool, cfg: Config) -> float:
 
 
 def main(cfg: Config) -> None:
-    """Train, compare and print. Exits with code 1 if the real runs do not learn, or the controls do."""
+    """Train, compare and print. Exits with code 1 if the real runs do not learn, or controls do."""
     _, source = find("sft", cfg.model_tag)
     seeds = range(1, 1 + (1 if cfg.quick else cfg.seeds))
-
-    def run_one(shuffle: bool, seed: int) -> float:
-        return train(source, seed, shuffle, cfg)
-
     with ThreadPoolExecutor(cfg.jobs) as pool:
-        real = [pool.submit(run_one, False, seed) for seed in seeds]
-        shuffled = [pool.submit(run_one, True, seed) for seed in seeds]
+        real = [pool.submit(train, source, seed, False, cfg) for seed in seeds]
+        shuffled = [pool.submit(train, source, seed, True, cfg) for seed in seeds]
         gains = [future.result() for future in real]
         controls = [future.result() for future in shuffled]
     verdict = judge(gains, controls)
-    for title, values in (("gain", gains), ("shuffled rewards", controls)):
-        points = ", ".join(f"{value:+.2f}" for value in values)
-        log(f"{title}: {points} points")
-    words = "passed" if verdict.passed else "not passed"
+    titles = ("gain in points", *(f"seed {seed}" for seed in seeds), "mean")
+    rows = []
+    for title, points in (("rewards", gains), ("shuffled rewards", controls)):
+        rows.append([title, *(f"{point:+.2f}" for point in (*points, fmean(points)))])
+    tables.show(titles, rows)
     log(
-        f"mean gain {verdict.gain:+.2f} points, standard error {verdict.error:.2f}; mean of the controls "
-        f"{verdict.control:+.2f}: {words} (at least {MIN_GAIN:g} points and {MIN_ERRORS:g} standard errors, controls "
-        f"within {MAX_CONTROL:g} of zero)"
+        f"{'passed' if verdict.passed else 'not passed'} (at least {MIN_GAIN:g} points and "
+        f"{MIN_ERRORS:g} standard errors, controls within {MAX_CONTROL:g} of zero)"
     )
     result = {
-        "benchmark": "rl_control",
         "variant": cfg.variant,
-        "gain": verdict.gain,
-        "error": None if math.isinf(verdict.error) else verdict.error,  # JSON has no infinity
-        "control": verdict.control,
+        **asdict(verdict),
         "passed": verdict.passed,
         "gains": gains,
         "controls": controls,
     }
-    print(json.dumps(result))
+    tables.finish("rl_control", result)
     if not verdict.passed and not cfg.quick:
         raise SystemExit(1)
 

@@ -3,11 +3,12 @@
 import random
 import time
 import zlib
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bench.training import Trainer, byte_tokenizer, random_model, spread_logits, update
+from bench.training import Trainer, byte_tokenizer, random_model, spread_logits
+from bench.updates import update
 from nanochat import device
 from nanochat.data.conversation import Conversation, chat
 from nanochat.generate.sampling import Sampling
@@ -25,17 +26,15 @@ RATE = 1e-6  # so that the replies of every step differ as those of the first
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a step."""
+    """The sizes of a step: by default those of the tinyworld preset's sums."""
 
-    name: str
-    problems: int
-    samples: int
-    prompt: int  # tokens of a prompt
-    reply: int  # tokens of a reply; an untrained model rarely ends one
-    sharpness: float  # deviation of the untrained model's logits; 0: all tokens are equally likely
-    temperature: float  # of sampling
-    pass_rows: int  # replies per training pass
-    beginnings: int  # one reply in two is right, by this many first tokens
+    problems: int = 32
+    samples: int = 16
+    prompt: int = 14  # tokens of a prompt
+    reply: int = 3  # tokens; the first has most of the entropy
+    sharpness: float = 4.0  # deviation of the untrained model's logits
+    temperature: float = 0.25  # of sampling
+    pass_rows: int = 128  # replies per training pass
 
     @property
     def tokens(self) -> int:
@@ -43,16 +42,7 @@ class Shape:
         return self.problems * self.samples * self.reply
 
 
-# Replies to TinyWorld's sums have three tokens, of which the first has most of the entropy. GSM8K's have some hundred,
-# and no two of a problem are alike.
-SUMS = Shape("sums", 32, 16, 14, 3, 4.0, 0.25, 128, 1)
-GSM8K = Shape("gsm8k", 4, 16, 100, 128, 0.0, 1.0, 8, 4)
-
-
-def right(tokens: Sequence[int], shape: Shape) -> float:
-    """Return a reward that depends on the first tokens of a reply alone, and has no meaning."""
-    beginning = list(tokens[: shape.beginnings])
-    return float(zlib.crc32(repr(beginning).encode()) % 2)
+SUMS = Shape()
 
 
 @dataclass
@@ -77,15 +67,15 @@ class Problems:
         return ()
 
     def grade(self, i: int, reply: str) -> float:
-        """Grade a reply by its first characters."""
-        return right([ord(letter) for letter in reply], self.shape)
+        """Return a reward that depends on the first character alone, and has no meaning."""
+        return float(zlib.crc32(reply[:1].encode()) % 2)
 
 
 @dataclass
 class Stopwatch:
     """CPU seconds of the parts of a step, by name."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     phase: str = ""
     start: float = 0.0
 
@@ -93,7 +83,7 @@ class Stopwatch:
         """Begin a part, which ends the one before it."""
         now = time.process_time()
         if self.phase:
-            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.start
+            self.seconds[self.phase] += now - self.start
         self.phase = phase
         self.start = now
 
@@ -102,20 +92,21 @@ class Ours:
     """A model, its sampler, and its optimizers, with replies computed as trees or as rows."""
 
     def __init__(self, shape: Shape, trees: bool):
-        compute = device.compute_init("cpu")
-        model = random_model(MODEL, compute)
+        self.shape = shape
+        self.compute = device.compute_init("cpu")
+        model = random_model(MODEL, self.compute)
         spread_logits(model, shape.sharpness)
-        self.shape, self.compute = shape, compute
-        self.trainer = Trainer(model, compute, Rates(), RATE)
+        self.trainer = Trainer(model, self.compute, Rates(), RATE)
         self.tokenizer = byte_tokenizer(MODEL.vocab_size)
-        self.sampler = Sampler(model, compute)
+        self.sampler = Sampler(model, self.compute)
         self.sampler.renew(model)
         self.groups = Groups(self.sampler.model, self.tokenizer) if trees else None
         self.task = Problems(shape)
 
     def step(self, number: int) -> dict[str, float]:
         """Make a step; return the CPU seconds of its parts."""
-        shape, trainer = self.shape, self.trainer
+        shape = self.shape
+        trainer = self.trainer
         self.task.step = number
         watch = Stopwatch()
         watch.mark("sampling")
@@ -138,11 +129,12 @@ class Ours:
                 trainer.model,
                 trainer.optimizers,
                 rolled,
-                trainer.safeguards,
+                trainer.safeguards.scale,
                 self.compute,
+                trainer.safeguards.spikes,
                 watch.mark,
             )
         watch.mark("copy")
         self.sampler.renew(trainer.model)
         watch.mark("")
-        return watch.seconds
+        return dict(watch.seconds)

@@ -1,4 +1,4 @@
-"""Runs llama.cpp's server in a process of its own, until it is ended. Only bench.serve starts this file."""
+"""Runs llama.cpp's server in a process of its own, until bench.serve ends it."""
 
 import signal
 from typing import Any

@@ -1,4 +1,4 @@
-"""Makes the model that servers and evaluations are compared on: a folder as its publisher would give it."""
+"""Makes the model that servers and evaluations are compared on, as its publisher would."""
 
 import json
 from dataclasses import dataclass
@@ -42,6 +42,10 @@ class Files:
     folder: Path  # of transformers and of ours, in bf16
     gguf: dict[str, Path]  # of llama.cpp, by number format
     parameters: int
+
+    def log(self, name: str) -> Path:
+        """Return the file for the output of the server of this name."""
+        return self.folder.parent / f"{name}.log"
 
 
 def make(

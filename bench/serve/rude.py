@@ -1,19 +1,79 @@
-"""Clients that misbehave, one for every way that was ever found to work."""
+"""Clients that misbehave, one for every way that was ever found to work.
 
-import asyncio
-import contextlib
-import functools
+Each ends with an OSError when the server closes the connection, as it should, or after a minute.
+"""
+
 import json
 import random
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+import time
+from collections.abc import Callable, Mapping
 
-from bench.serve.http import CHATS, CLOSE, connected, question, request, within
+from bench.serve.http import CHATS, CLOSE, question, request
 
 HOLD_SECONDS = 60  # longer than any deadline of the server
 LARGE = 173_000  # bytes
+HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+CHUNKED = "transfer-encoding: chunked\r\n"
 
 
-@functools.cache
+def connect(port: int, seconds: float = HOLD_SECONDS, receive_bytes: int = 0) -> socket.socket:
+    """Connect to the server of a port, with a time limit and a receive buffer of so many bytes."""
+    client = socket.socket()
+    if receive_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.settimeout(seconds)
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+def send(port: int, message: bytes, seconds: float = HOLD_SECONDS) -> None:
+    """Send a message, and read what comes until the server closes."""
+    with connect(port, seconds) as client:
+        client.sendall(message)
+        while client.recv(1 << 16):
+            pass
+
+
+def drip(port: int, beginning: bytes) -> None:
+    """Send a request byte by byte after its beginning."""
+    end = time.monotonic() + HOLD_SECONDS
+    with connect(port) as client:
+        client.sendall(beginning)
+        while time.monotonic() < end:
+            client.sendall(b"x")
+            time.sleep(0.5)
+
+
+def idle(port: int) -> None:
+    """Connect and send nothing."""
+    send(port, b"")
+
+
+def slow_headers(port: int) -> None:
+    """Send the headers byte by byte."""
+    drip(port, b"GET /health" + HEAD + b"x: ")
+
+
+def slow_body(port: int) -> None:
+    """Send the body byte by byte."""
+    drip(port, request(length=100_000))
+
+
+def not_reading(port: int) -> None:
+    """Ask for a long answer, come back if the server is busy, and read nothing but the status."""
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    body = question("Tell me everything.", stream=True, max_tokens=600, stream_options=usage)
+    status = b"429"
+    while status == b"429":
+        with connect(port, receive_bytes=4096) as client:
+            client.sendall(request(body))
+            status = client.recv(12, socket.MSG_WAITALL)[-3:]
+            if status == b"200":
+                time.sleep(HOLD_SECONDS)
+        time.sleep(1)
+
+
 def large_prompt(messages: int) -> bytes:
     """Return a request of 173 kB with so many messages."""
     text = "x" * (LARGE // messages - 40)
@@ -22,122 +82,55 @@ def large_prompt(messages: int) -> bytes:
     return request(json.dumps({"messages": turns}).encode(), more=CLOSE)
 
 
-async def _hold(reader: asyncio.StreamReader) -> None:
-    """Wait until the server closes; read what comes."""
-    with contextlib.suppress(asyncio.TimeoutError):
-        await within(reader.read(-1), HOLD_SECONDS)
+def large(port: int) -> None:
+    """Ask something far too long: in one message, in as many as may be, or in too many."""
+    send(port, large_prompt(random.choice((1, 999, 4001))))
 
 
-async def _drip(port: int, begun: bytes) -> None:
-    async with connected(port) as (reader, writer):
-        writer.write(begun)
-        closed = asyncio.ensure_future(_hold(reader))
-        while not closed.done():
-            writer.write(b"x")
-            await asyncio.wait({closed}, timeout=0.5)
+def unfinished(port: int) -> None:
+    """Send most of a large body, and never its end."""
+    send(port, request(b"x" * 200_000, length=250_000))
 
 
-async def _send(port: int, sent: bytes) -> None:
-    async with connected(port) as (reader, writer):
-        writer.write(sent)
-        await _hold(reader)
-
-
-async def idle(port: int) -> None:
-    """Connect and send nothing."""
-    await _send(port, b"")
-
-
-async def slow_headers(port: int) -> None:
-    """Send the headers byte by byte."""
-    await _drip(port, b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: ")
-
-
-async def slow_body(port: int) -> None:
-    """Send the body byte by byte."""
-    await _drip(port, request(length=100_000))
-
-
-async def not_reading(port: int) -> None:
-    """Ask for a long answer, come back if the server is busy, and read nothing but the status."""
-    usage = {"include_usage": True, "continuous_usage_stats": True}
-    body = question(
-        "Tell me everything.",
-        stream=True,
-        max_tokens=600,
-        stream_options=usage,
-    )
-    status = b"429"
-    while status == b"429":
-        async with connected(port, receive_bytes=4096) as (reader, writer):
-            writer.write(request(body))
-            status = (await reader.readexactly(12))[-3:]
-            if status == b"200":
-                # The reader pauses the socket beyond its own small limit.
-                await asyncio.sleep(HOLD_SECONDS)
-        await asyncio.sleep(1)
-
-
-async def large(port: int) -> None:
-    """Ask something far too long: in one message, in as many as may be, or in four times as many."""
-    await _send(port, large_prompt(random.choice((1, 999, 4001))))
-
-
-async def unfinished(port: int) -> None:
-    """Send most of a large body, and never the rest."""
-    await _send(port, request(b"x" * 200_000, length=250_000))
-
-
-async def leaving(port: int) -> None:
+def leaving(port: int) -> None:
     """Leave in the body, before the answer or in it."""
-    sent = request(question("Tell me everything.", stream=True, max_tokens=200))
-    end = random.choice((40, len(sent) - 5, len(sent)))
-    async with connected(port) as (reader, writer):
-        writer.write(sent[:end])
-        with contextlib.suppress(asyncio.TimeoutError):
-            await within(reader.read(300), 0.5)
+    message = request(question("Tell me everything.", stream=True, max_tokens=200))
+    end = random.choice((40, len(message) - 5, len(message)))
+    with connect(port, seconds=0.5) as client:
+        client.sendall(message[:end])
+        client.recv(300)
 
 
-async def endless(port: int) -> None:
+def endless(port: int) -> None:
     """Send a body without end after a request that is refused at once."""
     more = random.choice(("", "x-path: 1\r\n"))
-    async with connected(port) as (_, writer):
-        writer.write(request(length=10**12, more=more))
+    with connect(port) as client:
+        client.sendall(request(length=10**12, more=more))
         while True:
-            writer.write(b"x" * 65536)
-            await within(writer.drain(), HOLD_SECONDS)
+            client.sendall(b"x" * 65536)
 
 
-async def nonsense(port: int) -> None:
-    """Send what is not HTTP, or what different programs read differently."""
-    head = b" HTTP/1.1\r\nhost: 127.0.0.1\r\n"
-    chunked = "transfer-encoding: chunked\r\n"
-    path = CHATS.encode()
-    sent = (
+def nonsense_messages() -> tuple[bytes, ...]:
+    """Return what is not HTTP, and what different programs read differently."""
+    tiny = question("hi", temperature=1e-50, top_k=0, max_tokens=8)
+    chunks = b"content-type: application/json\r\n" + CHUNKED.encode() + b"\r\n1\r\nx\r\n" * 20_000
+    return (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
         request(rb'{"\ud800": 1}'),
-        request(b"5\r\nhello\r\n0\r\n\r\n", more=chunked),
-        b"GET /health" + head + chunked.encode() + b"\r\nzzz\r\n",
-        b"POST " + path + head + b"content-type: application/json\r\n" + chunked.encode() + b"\r\n"
-        b"1\r\nx\r\n" * 20_000,
-        b"GET /health" + head + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n",
-        request(
-            question(
-                "hi",
-                temperature=1e-50,
-                top_k=0,
-                max_tokens=8,
-            ),
-            more=CLOSE,
-        ),
+        request(b"5\r\nhello\r\n0\r\n\r\n", more=CHUNKED),
+        b"GET /health" + HEAD + CHUNKED.encode() + b"\r\nzzz\r\n",
+        b"POST " + CHATS.encode() + HEAD + chunks,
+        b"GET /health" + HEAD + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        request(tiny, more=CLOSE),
     )
-    async with connected(port) as (reader, writer):
-        writer.write(random.choice(sent))
-        with contextlib.suppress(asyncio.TimeoutError):
-            await within(reader.read(-1), 5)
 
 
-CONDUCTS: Mapping[str, Callable[[int], Awaitable[None]]] = {
+def nonsense(port: int) -> None:
+    """Send one of the messages that are nonsense."""
+    send(port, random.choice(nonsense_messages()), seconds=5)
+
+
+CONDUCTS: Mapping[str, Callable[[int], None]] = {
     "idle": idle,
     "slow headers": slow_headers,
     "slow body": slow_body,

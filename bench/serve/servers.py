@@ -1,4 +1,4 @@
-"""Starts the servers that are compared, each on one thread, and counts the CPU seconds of their processes."""
+"""Starts the servers that are compared, each on one thread, and counts their CPU seconds."""
 
 import contextlib
 import json
@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ OUR_ADDRESS = r"http://127\.0\.0\.1:(\d+)(?:.|\n)*Ctrl-C"
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its port, its process, the name of its model, and fields for every request."""
+    """A running server: its port, its process, the name of its model, and fields of requests."""
 
     name: str
     port: int
@@ -36,7 +35,7 @@ class Server:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def pause(self) -> None:
-        """Stop the server while others have their turn: one that polls would take time from them."""
+        """Stop the server while others have their turn: polling would take time from them."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -64,7 +63,7 @@ def family(pid: int) -> list[int]:
 
 
 def stat_seconds(line: str) -> float:
-    """Return the CPU seconds in a line of /proc/PID/stat, with those of children that have ended."""
+    """Return the CPU seconds in a line of /proc/PID/stat, with those of ended children."""
     fields = line.rpartition(")")[2].split()  # the command before may hold spaces
     return sum(map(int, fields[11:15])) / TICKS
 
@@ -78,29 +77,28 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    name: str, command: Sequence[str], pattern: str, log: Path | None = None, **variables: str
+    name: str, command: Sequence[str], pattern: str, log: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Run a server; give its process, and the first group of the pattern once its output matches.
+    """Run a server; give its process, and the pattern's first group once the output matches.
 
     The output goes to `log`. Raises UserError with its last lines if the server ends before that.
     """
-    with contextlib.ExitStack() as stack:
-        if log is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            log = Path(folder) / "log"
-        output = stack.enter_context(log.open("wb"))
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**variables), stdout=output, stderr=output
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=output
         )
-        stack.callback(_end, process)
-        deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
+    try:
         while time.monotonic() < deadline and process.poll() is None:
-            if match := re.search(pattern, log.read_text(errors="replace")):
+            match = re.search(pattern, log.read_text(errors="replace"))
+            if match:
                 yield process, match[1]
                 return
             time.sleep(0.1)
         words = last_lines(log.read_text(errors="replace"))
         raise UserError(f"the server of {name} did not start; its last lines:\n  {words}")
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -120,7 +118,7 @@ def ours(files: Files) -> Iterator[Server]:
     """Run our server, as a user starts it."""
     command = [sys.executable, "-m", "scripts.chat_web", "--headless", "--port=0"]
     command.append(f"--model={files.folder}")
-    with running("ours", command, OUR_ADDRESS) as (process, port):
+    with running("ours", command, OUR_ADDRESS, files.log("ours")) as (process, port):
         yield Server("ours", int(port), process.pid, files.folder.name, {"ignore_eos": True})
 
 
@@ -137,7 +135,7 @@ def transformers(files: Files) -> Iterator[Server]:
         f"--port={port}",
     ]
     pattern = r"(Application startup complete)"
-    with running("transformers", command, pattern) as (process, _):
+    with running("transformers", command, pattern, files.log("transformers")) as (process, _):
         yield Server("transformers", port, process.pid, str(files.folder))
 
 
@@ -147,6 +145,6 @@ def llama_cpp(files: Files, dtype: str, slots: int) -> Iterator[Server]:
     task = {"path": str(files.gguf[dtype]), "slots": slots, "length": SLOT_TOKENS}
     command = [sys.executable, "-m", "bench.serve.llama_side", json.dumps(task)]
     pattern = r"listening on http://127\.0\.0\.1:(\d+)"
-    with running("llama-cpp", command, pattern) as (process, port):
-        name = f"llama-cpp {dtype}"
+    name = f"llama-cpp {dtype}"
+    with running(name, command, pattern, files.log(name)) as (process, port):
         yield Server(name, int(port), process.pid, "model", {"ignore_eos": True})

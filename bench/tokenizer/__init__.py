@@ -1,1 +1,1 @@
-"""Training and encoding with the tokenizer, beside karpathy/rustbpe, Hugging Face tokenizers and tiktoken."""
+"""Training and encoding with the tokenizer, beside other tokenizers."""

@@ -1,11 +1,10 @@
-"""Trains or encodes with one tokenizer in a process of its own. Only bench.tokenizer starts this file."""
+"""Trains or encodes with one tokenizer in a process of its own, for bench.tokenizer."""
 
 import base64
 import hashlib
 import importlib
 import itertools
-import json
-import os
+import math
 import random
 import time
 from array import array
@@ -43,16 +42,10 @@ def sample(paths: Sequence[str], max_bytes: int) -> list[str]:
     """Return documents spread over the files in random order, cut to DOCUMENT letters."""
     size = sum(Path(path).stat().st_size for path in paths)
     every = max(1, round(size / max_bytes))
-    pieces = [
-        text[start : start + DOCUMENT]
-        for text in itertools.islice(
-            documents(paths),
-            0,
-            None,
-            every,
-        )
-        for start in range(0, len(text), DOCUMENT)
-    ]
+    pieces = []
+    for text in itertools.islice(documents(paths), 0, None, every):
+        for start in range(0, len(text), DOCUMENT):
+            pieces.append(text[start : start + DOCUMENT])
     random.Random(0).shuffle(pieces)
     return pieces
 
@@ -67,9 +60,6 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 def size_of(texts: Iterable[str]) -> int:
     """Return the bytes of texts."""
     return sum(len(text.encode()) for text in texts)
-
-
-# --- training: the tokens in the order they were learned -------------------------------------------
 
 
 def train_rustbpe(texts: Iterable[str], task: Task) -> list[bytes]:
@@ -96,33 +86,34 @@ def train_tokenizers(texts: Iterable[str], task: Task) -> list[bytes]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     vocabulary = tokenizer.get_vocab()
-    return [token.encode() for token in sorted(vocabulary, key=lambda token: vocabulary[token])]
+    return [token.encode() for token in sorted(vocabulary, key=vocabulary.get)]
+
+
+def training_texts(task: Task) -> Iterable[str]:
+    """Return about `max_bytes` of the documents; without a limit all, while they are read."""
+    if task["max_bytes"] is None:
+        return documents(task["files"])
+    return sample(task["files"], task["max_bytes"])
 
 
 def train(task: Task) -> dict[str, Any]:
-    """Train once, on about `max_bytes` of the documents; without a limit, on all while they are read."""
-    if task["max_bytes"] is None:
-        texts: Iterable[str] = documents(task["files"])
-        size = sum(Path(path).stat().st_size for path in task["files"])
-    else:
-        texts = sample(task["files"], task["max_bytes"])
-        size = size_of(texts)
+    """Train once; the text that is not limited takes no memory."""
+    texts = training_texts(task)
     trainer = train_tokenizers if task["side"] == "tokenizers" else train_rustbpe
     tokens, seconds = timed(lambda: trainer(texts, task))
+    peak = child.peak_bytes()
     digest = hashlib.sha256()
     for token in tokens:
-        digest.update(len(token).to_bytes(8, "little") + token)
-    if task["ranks"]:
+        digest.update(len(token).to_bytes(8, "little"))
+        digest.update(token)
+    if task["side"] == "ours":
         write_ranks(Path(task["ranks"]), tokens)
     return {
+        "bytes": size_of(training_texts(task)),
         "cpu": seconds,
-        "bytes": size,
-        "peak": child.peak_bytes(),
+        "peak": peak,
         "digest": digest.hexdigest(),
     }
-
-
-# --- encoding --------------------------------------------------------------------------------------
 
 
 def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
@@ -142,7 +133,7 @@ def ours(ranks: list[bytes], task: Task) -> Encode:
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer.from_ranks(ranks, task["pattern"])
-    return lambda texts: tokenizer.batch_encode(texts, threads=task["threads"])
+    return lambda texts: tokenizer.batch_encode(texts, threads=1)
 
 
 def tiktoken(ranks: list[bytes], task: Task) -> Encode:
@@ -154,13 +145,11 @@ def tiktoken(ranks: list[bytes], task: Task) -> Encode:
         mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
         special_tokens={},
     )
-    if task["threads"] == 1:
-        return lambda texts: [encoding.encode_ordinary(text) for text in texts]
-    return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=task["threads"])
+    return lambda texts: [encoding.encode_ordinary(text) for text in texts]
 
 
 def tokenizers(ranks: list[bytes], task: Task) -> Encode:
-    """Return an encoder of Hugging Face tokenizers, from our vocabulary exported as tokenizer.json."""
+    """Return an encoder of Hugging Face tokenizers, from our vocabulary as tokenizer.json."""
     library = importlib.import_module("tokenizers")
     tokenizer = library.Tokenizer.from_file(task["json"])
 
@@ -172,112 +161,77 @@ def tokenizers(ranks: list[bytes], task: Task) -> Encode:
 
 
 def constructor(task: Task) -> Callable[[], Encode]:
-    """Return what makes a new encoder. What a program would have before, such as the tokens, is read first.
+    """Return what makes a new encoder; what a program has before, such as tokens, is read first.
 
-    karpathy's rustbpe cannot load a vocabulary, so it trains once and each new encoder is the same one.
+    karpathy's rustbpe cannot load a vocabulary, so it trains once and each new encoder is the same.
     """
     if task["side"] == "rustbpe":
         import rustbpe
 
         tokenizer = rustbpe.Tokenizer()
-        learned = task["learned_from"]
-        texts = (
-            documents(learned["files"])
-            if learned["max_bytes"] is None
-            else sample(learned["files"], learned["max_bytes"])
-        )
+        texts = training_texts(task)
         tokenizer.train_from_iterator(texts, task["vocab_size"], pattern=task["pattern"])
         return lambda: tokenizer.batch_encode
     importlib.import_module("rustbpe" if task["side"] == "ours" else task["side"])
-    make = {
-        "ours": ours,
-        "tiktoken": tiktoken,
-        "tokenizers": tokenizers,
-    }[task["side"]]
+    make = {"ours": ours, "tiktoken": tiktoken, "tokenizers": tokenizers}[task["side"]]
     return partial(make, read_ranks(task["ranks"]), task)
 
 
 def encode(task: Task) -> dict[str, Any]:
-    """Encode each text `repeats` times cold, with a new encoder, and warm, with the same encoder again.
+    """Encode each text `repeats` times cold, with a new encoder, and warm, with the same again.
 
-    `texts` maps names to files and to a number of groups of documents. If that is None, a first cold pass ends after
-    `seconds` CPU seconds, and the repeats encode its groups.
+    `texts` maps names to files, and `groups` to numbers of groups of documents. For a text without
+    a number, a first cold pass ends after `seconds` CPU seconds, and the repeats encode its groups.
     """
     make = constructor(task)
     answers = {}
-    for name, text in task["texts"].items():
-        pieces = sample(text["files"], MAX_BYTES)
+    for name, paths in task["texts"].items():
+        pieces = sample(paths, MAX_BYTES)
         groups = [pieces[start : start + GROUP] for start in range(0, len(pieces), GROUP)]
-        count = text["groups"]
+        count = task["groups"].get(name)
         if count is None:
-            trial = partial(
-                encode_once,
-                make,
-                groups,
-                task["seconds"],
-                warm=False,
-            )
-            count = in_a_copy(task["side"], trial)["groups"]
-        work = partial(encode_once, make, groups[:count])
-        answers[name] = [in_a_copy(task["side"], work) for _ in range(task["repeats"])]
+            count = encode_once(make, groups, task["seconds"])["groups"]
+        answers[name] = [encode_once(make, groups[:count]) for _ in range(task["repeats"])]
     return answers
 
 
 def encode_once(
-    make: Callable[[], Encode],
-    groups: list[list[str]],
-    seconds: float | None = None,
-    warm: bool = True,
+    make: Callable[[], Encode], groups: list[list[str]], seconds: float = math.inf
 ) -> dict[str, Any]:
-    """Make an encoder and encode the groups with it, or as many as it can in `seconds` CPU seconds."""
+    """Make an encoder and encode the groups with it, or as many as it can in `seconds`."""
     encoder, construction = timed(make)
-    rows: list[Iterable[list[int]]] = []
-    spent = 0.0
+    rows: list[list[int]] = []
+    count = 0
+    cold = construction
     for group in groups:
         ids, group_seconds = timed(partial(encoder, group))
-        rows.append(ids)
-        spent += group_seconds
-        if seconds is not None and spent >= seconds:
+        rows += ids
+        count += 1
+        cold += group_seconds
+        if cold - construction >= seconds:
             break
-    again = sum(timed(partial(encoder, group))[1] for group in groups) if warm else 0.0
-    tokens = 0
+    warm = sum(timed(partial(encoder, group))[1] for group in groups[:count])
     digest = hashlib.sha256()
-    for ids in itertools.chain.from_iterable(rows):
-        numbers = array("I", ids)
-        tokens += len(numbers)
-        digest.update(len(numbers).to_bytes(8, "little") + numbers.tobytes())
+    for row in rows:
+        digest.update(len(row).to_bytes(8, "little"))
+        digest.update(array("I", row).tobytes())
     return {
-        "groups": len(rows),
-        "bytes": size_of(itertools.chain.from_iterable(groups[: len(rows)])),
-        "tokens": tokens,
-        "construction": construction,
-        "cold": construction + spent,
-        "warm": again,
+        "groups": count,
+        "bytes": size_of(itertools.chain.from_iterable(groups[:count])),
+        "tokens": sum(map(len, rows)),
+        "cold": cold,
+        "warm": warm,
         "digest": digest.hexdigest(),
     }
 
 
-def in_a_copy(side: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the answer of some work that a copy of this process does, which nothing before has warmed.
-
-    karpathy's rustbpe works in this process: its threads do not survive a fork, and it keeps nothing between texts.
-    """
-    if side == "rustbpe":
-        return work()
-    read_end, write_end = os.pipe()
-    copy = os.fork()
-    if copy == 0:
-        with os.fdopen(write_end, "w") as answers:
-            json.dump(work(), answers)
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as answers:
-        content = answers.read()
-    os.waitpid(copy, 0)
-    return json.loads(content)
+def main() -> None:
+    """Do the work of the task and answer."""
+    answer = child.answers()
+    task = child.task()
+    work = {"train": train, "encode": encode}[task["work"]]
+    answer(work(task))
 
 
 if __name__ == "__main__":
-    answer = child.answers()
-    given_task = child.task()
-    answer({"train": train, "encode": encode}[given_task["work"]](given_task))
+    main()

@@ -1,4 +1,4 @@
-"""Makes texts by seed that are hard for fast tokenizers, and formulaic Chinese."""
+"""Makes texts by seed that are hard for fast tokenizers."""
 
 import random
 import string
@@ -10,32 +10,28 @@ from pathlib import Path
 SEPARATOR = "\0"  # between the documents of a file
 DOCUMENT = 10_000  # characters
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
-FORMULAS = (
-    "第{a}题：小{x}有{a}个{y}，又买了{b}个，现在一共有{c}个{y}。\n",
-    "问：{a}加{b}等于多少？答：{a}加{b}等于{c}。\n",
-    "{x}市的面积是{a}平方公里，人口约为{b}万人，下辖{c}个区。\n",
-    "根据本规定第{a}条第{b}款，申请人应当在{c}日内提交{y}证明。\n",
-)
-NAMES = "王李张刘陈杨赵黄周吴"
-THINGS = ("苹果", "铅笔", "居住", "气球", "收入", "书本", "鸡蛋", "身份")
 
 Make = Callable[[random.Random], str]  # makes a short part of a text
 
 
-def word(rng: random.Random, shortest: int = 3, longest: int = 12) -> str:
+def word(rng: random.Random) -> str:
     """Return a word of random letters, of which those at the front of LETTERS are frequent."""
-    length = rng.randint(shortest, longest)
-    return "".join(LETTERS[int(26 * rng.random() ** 2)] for _ in range(length))
+    length = rng.randint(3, 12)
+    places = [int(26 * rng.random() ** 2) for _ in range(length)]
+    return "".join(LETTERS[place] for place in places)
 
 
 def one_letter(rng: random.Random) -> str:
     """Return a run of one letter: of 3,000 at most, since karpathy/rustbpe takes quadratic time."""
-    return rng.choice("aaxeZ汉é\u0434") * rng.randint(100, 3000) + " "
+    letter = rng.choice("aaxeZ汉é\u0434")
+    length = rng.randint(100, 3000)
+    return letter * length + " "
 
 
 def unique_words(rng: random.Random) -> str:
     """Return words that never repeat."""
-    return "".join(f"{word(rng)} " for _ in range(20))
+    words = [word(rng) for _ in range(20)]
+    return " ".join(words) + " "
 
 
 def digits(rng: random.Random) -> str:
@@ -45,33 +41,27 @@ def digits(rng: random.Random) -> str:
 
 def punctuation(rng: random.Random) -> str:
     """Return runs of punctuation marks."""
-    runs = (rng.choice(string.punctuation) * rng.randint(1, 40) for _ in range(9))
-    return "".join(runs)
-
-
-def formulaic_chinese(rng: random.Random) -> str:
-    """Return a sentence that differs from the others of its form only in numbers and names."""
-    a, b = rng.randint(1, 999), rng.randint(1, 999)
-    name, noun = rng.choice(NAMES), rng.choice(THINGS)
-    return rng.choice(FORMULAS).format(
-        a=a,
-        b=b,
-        c=a + b,
-        x=name,
-        y=noun,
-    )
+    text = ""
+    for _ in range(9):
+        mark = rng.choice(string.punctuation)
+        text += mark * rng.randint(1, 40)
+    return text
 
 
 def makers() -> dict[str, Make]:
     """Return what makes each kind of text."""
-    characters = map(chr, range(sys.maxunicode + 1))
-    assigned = "".join(char for char in characters if unicodedata.category(char)[0] in "LMNPSZ")
+    assigned = []
+    for point in range(sys.maxunicode + 1):
+        character = chr(point)
+        if unicodedata.category(character)[0] in "LMNPSZ":
+            assigned.append(character)
     # Few words, so that a tokenizer's cache knows each of them.
     words = [word(random.Random(number)) for number in range(2000)]
 
     def random_unicode(rng: random.Random) -> str:
         replaced = rng.randbytes(100).decode(errors="replace")
-        return "".join(rng.choices(assigned, k=100)) + replaced
+        characters = rng.choices(assigned, k=100)
+        return "".join(characters) + replaced
 
     def no_spaces(rng: random.Random) -> str:
         return "".join(rng.choices(words, k=20))
@@ -83,7 +73,6 @@ def makers() -> dict[str, Make]:
         "unique words": unique_words,
         "digits": digits,
         "punctuation": punctuation,
-        "formulaic Chinese": formulaic_chinese,
     }
 
 
@@ -103,8 +92,11 @@ def write(folder: Path, megabytes: float) -> dict[str, Path]:
         documents: list[str] = []
         size = 0
         while size < megabytes * 1e6:
-            documents.append(document(make, rng))
-            size += len(documents[-1].encode())
-        paths[kind] = folder / f"{kind.replace(' ', '_')}.txt"
-        paths[kind].write_text(SEPARATOR.join(documents), encoding="utf-8", newline="")
+            text = document(make, rng)
+            documents.append(text)
+            size += len(text.encode())
+        path = folder / f"{kind.replace(' ', '_')}.txt"
+        text = SEPARATOR.join(documents)
+        path.write_text(text, encoding="utf-8", newline="")
+        paths[kind] = path
     return paths

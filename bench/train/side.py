@@ -1,14 +1,12 @@
-"""Trains one model in a process of its own: ours, upstream's, or only the matrix products of a step.
+"""Trains one model in a process of its own: ours or upstream's.
 
-Only bench.train and bench.multiplier start this file, with the `task` of bench/train/variants.py. It answers the
-requests that `Loop.request` lists.
+Only bench.train and bench.multiplier start this file, with the task of bench/train/variants.py. It
+answers each request: a number of steps, or "held_out" for the bits per byte of held-out rows.
 """
 
 import copy
 import itertools
 import math
-import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,39 +18,27 @@ from torch import Tensor
 from bench import child
 
 Task = dict[str, Any]
-Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 (B, T) each
+Batch = tuple[int, Tensor, Tensor]  # number of the step; inputs and targets, int64 (B, T) each
 SHORT_DECAY = 0.05  # Muon's weight decay where only speed is measured, the same for both sides
-# Upstream's default learning rates.
-UPSTREAM_RATES = {
-    "unembedding_lr": 0.008,
-    "embedding_lr": 0.3,
-    "matrix_lr": 0.02,
-    "scalar_lr": 0.5,
-}
+DEFAULT_SEED = 42
 
 
 @dataclass(frozen=True)
 class Side:
     """How one side trains."""
 
-    step: Callable[[int, Batch], float]  # trains on a batch as step N; the loss in nats
-    losses: Callable[[Batch], Tensor]  # the loss of each target, (B, T), without gradients
+    step: Callable[[int, Tensor, Tensor], float]  # trains on a batch as step N; the loss in nats
+    losses: Callable[[Tensor, Tensor], Tensor]  # of each target, (B, T), without gradients
     parameters: int
-    state: Callable[[], dict[str, Any]]  # everything that a later step depends on
-    restore: Callable[[dict[str, Any]], None]
-    compile_seconds: float = 0.0  # CPU seconds, with those of the compiler's processes
-
-
-# --- ours ------------------------------------------------------------------------------------------
 
 
 def ours(task: Task) -> Side:
     """Return this repository's training step, with the calls that base_train makes.
 
-    If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run of that length,
-    with the flags of the task.
+    If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run
+    of that length, with the flags of the task.
     """
-    from bench.training import Trainer, random_model, split
+    from bench.training import Trainer, random_model
     from nanochat import device, schedule
     from nanochat.common import parse
     from nanochat.optim import Rates
@@ -62,157 +48,112 @@ def ours(task: Task) -> Side:
     flags = parse(Config, task["flags"])
     shape = our_shape(task, flags)
     steps = task["steps"]
-    tokens_per_step = task["rows_per_step"] * shape.sequence_len
     model = random_model(shape, compute, seed_of(task))
     compute.platform.use_matmul(model, flags.shape.matmul, compute.operations)
     if steps is None:
         trainer = Trainer(model, compute, Rates(weight_decay=SHORT_DECAY))
     else:
-        rates = flags.rates.for_run(tokens_per_step, steps, flags.schedule.target_param_data_ratio)
-        rate_factor = schedule.rate_scale(tokens_per_step)
-        trainer = Trainer(
-            model,
-            compute,
-            rates,
-            rate_factor,
-            schedule.table_momentum(steps),
-        )
-    compile_seconds = 0.0
+        batch_tokens = task["rows_per_step"] * shape.sequence_len
+        data_ratio = flags.schedule.target_param_data_ratio
+        rates = flags.rates.for_run(batch_tokens, steps, data_ratio)
+        rate_factor = schedule.rate_scale(batch_tokens)
+        momentum = schedule.table_momentum(steps)
+        trainer = Trainer(model, compute, rates, rate_factor, momentum)
     if task["compiled"]:
-        start = child.cpu_seconds()
-        trainer.compile(task["pass_rows"], shape.sequence_len)
-        compile_seconds = child.cpu_seconds() - start
+        trainer.compile(task["rows_per_step"], shape.sequence_len)
 
     def set_rates(number: int, steps: int) -> None:
         warmup = schedule.warmup_steps(flags.schedule.warmup_steps, steps)
-        lr = schedule.trapezoid(
-            number,
-            steps,
-            warmup,
-            flags.schedule.warmdown_ratio,
-            flags.schedule.final_lr_frac,
-        )
-        momentum = schedule.momentum(number, steps, flags.schedule.warmdown_ratio)
-        trainer.optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
+        warmdown_ratio = flags.schedule.warmdown_ratio
+        final_lr_frac = flags.schedule.final_lr_frac
+        lr = schedule.trapezoid(number, steps, warmup, warmdown_ratio, final_lr_frac)
+        momentum = schedule.momentum(number, steps, warmdown_ratio)
+        decay_factor = schedule.decay_factor(number, steps)
+        trainer.optimizers.schedule(lr, momentum, decay_factor)
 
-    def step(number: int, batch: Batch) -> float:
+    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
         if steps is not None:
             set_rates(number, steps)
-        return trainer.step(list(split(batch, task["pass_rows"])))
+        return trainer.step([(inputs, targets)])
 
-    def optimizer_state() -> dict[str, Tensor]:
-        return {name: tensor for name, (tensor, _, _) in trainer.optimizers.state().items()}
+    def losses(inputs: Tensor, targets: Tensor) -> Tensor:
+        return model(inputs, targets, "none")
 
-    def state() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizers": optimizer_state()}
-
-    @torch.no_grad()
-    def restore(saved: dict[str, Any]) -> None:
-        model.load_state_dict(saved["model"])
-        for name, tensor in optimizer_state().items():
-            tensor.copy_(saved["optimizers"][name])
-        trainer.optimizers.restored()
-
-    def losses(batch: Batch) -> Tensor:
-        return model(*batch, "none")
-
-    return Side(
-        step,
-        losses,
-        trainer.parameters,
-        state,
-        restore,
-        compile_seconds,
-    )
+    return Side(step, losses, trainer.parameters)
 
 
 def our_shape(task: Task, flags: Any) -> Any:
-    """Return the GPTConfig that base_train would train: with its table of pairs and its offset of keys."""
+    """Return the GPTConfig that base_train would train: with its pairs and its offset of keys."""
     from nanochat.gpt import GPTConfig
     from nanochat.train import sizes
 
-    bigram_rows = sizes.table_rows(flags.shape.bigram_rows, task["shape"]["vocab_size"])
+    shape = task["shape"]
+    requested_rows = flags.shape.bigram_rows
+    bigram_rows = sizes.table_rows(requested_rows, shape["vocab_size"])
     offset_layers = flags.shape.offset_layers
     if offset_layers == "auto":
-        offset_layers = task["shape"]["n_layer"]
+        offset_layers = shape["n_layer"]
     fields = {
-        **task["shape"],
+        **shape,
         "bigram_rows": bigram_rows,
         "offset_layers": offset_layers,
     }
-    return sizes.keep_bigrams(GPTConfig(**fields), flags.shape.bigram_rows, task["epochs"])
+    return sizes.keep_bigrams(GPTConfig(**fields), requested_rows, task["epochs"])
 
 
 def seed_of(task: Task) -> int:
     """Return the seed of the initial weights: the task's, or 42."""
-    return 42 if task["seed"] is None else task["seed"]
-
-
-# --- upstream --------------------------------------------------------------------------------------
+    return DEFAULT_SEED if task["seed"] is None else task["seed"]
 
 
 def upstream(task: Task) -> Side:
     """Return karpathy/nanochat's training step, with the calls that its base_train makes.
 
-    If the task has a number of steps, the run follows upstream's schedules and weight decay. Its learning rates are
-    multiplied by `scale` instead of by upstream's own factor for the batch, which is 0.088 at 4,096 tokens: far too low.
+    If the task has a number of steps, the run follows upstream's schedules and weight decay. Its
+    learning rates are multiplied by `scale` instead of by upstream's own factor for the batch,
+    which is 0.088 at 4,096 tokens: far too low.
     """
-    from nanochat.gpt import GPT, GPTConfig
+    from bench.upstream import RATES, Upstream
 
-    if not hasattr(GPT, "setup_optimizer"):
-        raise SystemExit(
-            "the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest"
-        )
-    shape, steps = task["shape"], task["steps"]
-    model: Any = GPT(GPTConfig(**shape))  # upstream's class, which the type checker cannot see
-    model.init_weights()
+    shape = task["shape"]
+    steps = task["steps"]
     decay = SHORT_DECAY
     if steps is not None:
-        decay = upstream_decay(shape, task["rows_per_step"] * shape["sequence_len"])
-    rates = {name: task["scale"] * rate for name, rate in UPSTREAM_RATES.items()}
-    optimizer = model.setup_optimizer(**rates, weight_decay=decay)
-    base_rates = [group["lr"] for group in optimizer.param_groups]
-    compiled = torch.compile(model, dynamic=False) if task["compiled"] else model
+        batch_tokens = task["rows_per_step"] * shape["sequence_len"]
+        decay = upstream_decay(shape, batch_tokens)
+    rates = {name: task["scale"] * rate for name, rate in RATES.items()}
+    trainer = Upstream(shape, torch.device("cpu"), weight_decay=decay, **rates)
+    model = trainer.model
+    groups = trainer.optimizer.param_groups
+    base_rates = [group["lr"] for group in groups]
+    if task["compiled"]:
+        trainer.compile()
 
     def set_rates(number: int, steps: int) -> None:
         lr_factor, momentum, decay_factor = upstream_factors(number, steps)
-        for group, base_rate in zip(optimizer.param_groups, base_rates, strict=True):
+        for group, base_rate in zip(groups, base_rates, strict=True):
             group["lr"] = lr_factor * base_rate
             if group.get("kind") == "muon":
                 group["momentum"] = momentum
                 group["weight_decay"] = decay_factor * decay
 
-    def step(number: int, batch: Batch) -> float:
-        loss = compiled(*batch)
-        loss.backward()
+    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
         if steps is not None:
             set_rates(number, steps)
-        optimizer.step()
-        model.zero_grad(set_to_none=True)
-        return loss.item()
+        return trainer.step([(inputs, targets)])
 
-    def losses(batch: Batch) -> Tensor:
-        return model(*batch, loss_reduction="none")
-
-    def state() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-    def restore(saved: dict[str, Any]) -> None:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+    def losses(inputs: Tensor, targets: Tensor) -> Tensor:
+        return model(inputs, targets, loss_reduction="none")
 
     if steps is not None:  # the first step compiles, which is no part of a run's cost
-        saved = copy.deepcopy(state())
-        step(0, batch_of(np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]))
-        restore(saved)
+        weights = copy.deepcopy(model.state_dict())
+        moments = copy.deepcopy(trainer.optimizer.state_dict())
+        rows = np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]
+        step(0, *inputs_and_targets(rows))
+        model.load_state_dict(weights)
+        trainer.optimizer.load_state_dict(moments)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Side(
-        step,
-        losses,
-        parameters,
-        state,
-        restore,
-    )
+    return Side(step, losses, parameters)
 
 
 def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
@@ -220,14 +161,16 @@ def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
 
     The horizon D is 12 tokens per parameter of the matrices and the head.
     """
-    head = shape["vocab_size"] * shape["n_embd"]
-    scaling = 12 * shape["n_layer"] * shape["n_embd"] ** 2 + head
-    reference = 12 * 12 * 768**2 + shape["vocab_size"] * 768
-    return 0.28 * math.sqrt(tokens_per_step / 2**19) * reference / scaling
+    width = shape["n_embd"]
+    vocab_size = shape["vocab_size"]
+    scaling = 12 * shape["n_layer"] * width**2 + vocab_size * width
+    reference = 12 * 12 * 768**2 + vocab_size * 768
+    batch_factor = math.sqrt(tokens_per_step / 2**19)
+    return 0.28 * batch_factor * reference / scaling
 
 
 def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
-    """Return upstream's schedules: the factor on the rates, Muon's momentum, the factor on the decay."""
+    """Return upstream's schedules: the factor on the rates, Muon's momentum, that on the decay."""
     warmdown = round(0.65 * steps)
     remaining = min((steps - step) / warmdown, 1.0)  # of the warmdown, from 1 to 0
     lr = 0.05 + 0.95 * remaining
@@ -236,157 +179,40 @@ def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
         lr = (step + 1) / 40
     if step < 400:
         momentum = 0.85 + 0.12 * step / 400
-    return lr, momentum, 0.5 * (1 + math.cos(math.pi * step / steps))
+    decay_factor = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return lr, momentum, decay_factor
 
 
-# --- the bound -------------------------------------------------------------------------------------
-
-
-def matmuls(task: Task) -> Side:
-    """Return a step of nothing but the large matrix products, forward and backward."""
-    dtype = getattr(torch, os.environ["NANOCHAT_DTYPE"])
-    shape = task["shape"]
-    tokens = task["rows_per_step"] * shape["sequence_len"]
-    width, layers = shape["n_embd"], shape["n_layer"]
-    sizes = [  # inputs, outputs, how many matrices
-        (width, width, 4 * layers),
-        (width, 4 * width, layers),
-        (4 * width, width, layers),
-        (width, shape["vocab_size"], 1),
-    ]
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(dtype)
-
-    work = [
-        (random(tokens, inputs), random(outputs, inputs), random(tokens, outputs), count)
-        for inputs, outputs, count in sizes
-    ]
-
-    def step(number: int, batch: Batch) -> float:
-        for x, weight, gradient, count in work:
-            for _ in range(count):  # the product, and the gradients of both factors
-                torch.mm(x, weight.mT)
-                torch.mm(gradient, weight)
-                torch.mm(gradient.mT, x)
-        return 0.0
-
-    def losses(batch: Batch) -> Tensor:
-        return torch.zeros(batch[1].shape)
-
-    parameters = sum(inputs * outputs * count for inputs, outputs, count in sizes)
-    return Side(
-        step,
-        losses,
-        parameters,
-        dict,
-        lambda saved: None,
-    )
-
-
-# --- the loop --------------------------------------------------------------------------------------
-
-
-def batch_of(rows: np.ndarray) -> Batch:
+def inputs_and_targets(rows: np.ndarray) -> tuple[Tensor, Tensor]:
     """Split rows (B, T + 1) into inputs and targets."""
     cells = torch.from_numpy(rows.astype(np.int64))
     return cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
 
 
-def batches(rows: np.ndarray, size: int, first_row: int) -> Iterator[Batch]:
-    """Yield batches of `size` rows in their order from a row on, without end."""
-    for row in itertools.count(first_row, size):
-        yield batch_of(rows[np.arange(row, row + size) % len(rows)])
+def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
+    """Yield batches of `size` rows in their order, without end, with the number of their step."""
+    for number in itertools.count():
+        first = number * size
+        row_numbers = np.arange(first, first + size) % len(rows)
+        inputs, targets = inputs_and_targets(rows[row_numbers])
+        yield number, inputs, targets
 
 
 @torch.no_grad()
-def bits_per_byte(
-    side: Side,
-    rows: np.ndarray,
-    token_bytes: np.ndarray,
-    size: int,
-) -> float:
-    """Return the bits per byte of the targets that stand for text, computed in passes of `size` rows."""
+def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: int) -> float:
+    """Return the bits per byte of the targets that stand for text, in passes of `size` rows."""
     lengths = torch.from_numpy(token_bytes.astype(np.int64))
-    nats, text_bytes = 0.0, 0
+    nats = 0.0
+    text_bytes = 0
     for first in range(0, len(rows), size):
-        inputs, targets = batch_of(rows[first : first + size])
+        inputs, targets = inputs_and_targets(rows[first : first + size])
         target_bytes = lengths[targets]
-        losses = side.losses((inputs, targets)).view_as(target_bytes).double()
-        nats += float((losses * (target_bytes > 0)).sum())
+        losses = side.losses(inputs, targets).view_as(target_bytes).double()
+        is_text = target_bytes > 0
+        nats += float((losses * is_text).sum())
         text_bytes += int(target_bytes.sum())
-    return nats / math.log(2) / text_bytes
-
-
-class Loop:
-    """A side, the rows it reads, and how many steps it has made."""
-
-    def __init__(self, side: Side, task: Task):
-        rows = np.load(task["rows"], mmap_mode="r")
-        self.side, self.rows_per_step = side, task["rows_per_step"]
-        self.train_rows = rows[: len(rows) - task["held_out"]]
-        self.held_out_rows = rows[len(rows) - task["held_out"] :]
-        self.token_bytes = np.load(task["token_bytes"])
-        if task["seed"] is not None:  # every side draws the same order from a seed
-            order = np.random.default_rng(task["seed"]).permutation(len(self.train_rows))
-            self.train_rows = self.train_rows[order]
-        self.go_to(0)
-
-    def go_to(self, step: int) -> None:
-        """Continue with this step."""
-        self.number = step
-        self.batches = batches(self.train_rows, self.rows_per_step, step * self.rows_per_step)
-
-    def steps(self, count: int) -> dict[str, Any]:
-        """Make `count` steps; return the CPU seconds and the loss of each, and the peak memory."""
-        seconds, losses = [], []
-        for _ in range(count):
-            batch = next(self.batches)
-            start = time.process_time()
-            losses.append(self.side.step(self.number, batch))
-            seconds.append(time.process_time() - start)
-            self.number += 1
-        return {
-            "seconds": seconds,
-            "losses": losses,
-            "peak_bytes": child.peak_bytes(),
-        }
-
-    def held_out(self) -> float:
-        """Return the bits per byte of the held-out rows."""
-        return bits_per_byte(
-            self.side,
-            self.held_out_rows,
-            self.token_bytes,
-            self.rows_per_step,
-        )
-
-    def save(self, path: str, about: Any) -> None:
-        """Save the training in a file, with a note for the parent."""
-        content = {
-            "about": about,
-            "number": self.number,
-            "state": self.side.state(),
-        }
-        torch.save(content, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-    def load(self, path: str) -> Any:
-        """Continue from a saved training and return its note."""
-        saved = torch.load(path, weights_only=True)
-        self.side.restore(saved["state"])
-        self.go_to(saved["number"])
-        return saved["about"]
-
-    def request(self, name: str, **arguments: Any) -> Any:
-        """Answer `steps`, `held_out`, `save` or `load`."""
-        calls = {"steps": self.steps, "held_out": self.held_out}
-        return {
-            **calls,
-            "save": self.save,
-            "load": self.load,
-        }[name](**arguments)
+    bits = nats / math.log(2)
+    return bits / text_bytes
 
 
 def main() -> None:
@@ -395,22 +221,24 @@ def main() -> None:
     task = child.task()
     torch.set_num_threads(1)
     torch.manual_seed(seed_of(task))
-    side = {
-        "ours": ours,
-        "upstream": upstream,
-        "matmuls": matmuls,
-    }[task["side"]](task)
-    loop = Loop(side, task)
-    losses = loop.steps(task["warmup"])["losses"]
-    answer(
-        {
-            "parameters": side.parameters,
-            "losses": losses,
-            "compile_seconds": side.compile_seconds,
-        }
-    )
+    make = {"ours": ours, "upstream": upstream}[task["side"]]
+    side = make(task)
+    rows = np.load(task["rows"], mmap_mode="r")
+    train_rows = rows[: len(rows) - task["held_out"]]
+    held_out_rows = rows[len(train_rows) :]
+    token_bytes = np.load(task["token_bytes"])
+    size = task["rows_per_step"]
+    if task["seed"] is not None:  # every side draws the same order from a seed
+        order = np.random.default_rng(task["seed"]).permutation(len(train_rows))
+        train_rows = train_rows[order]
+    stream = batches(train_rows, size)
+    warmup = child.time_steps(side.step, itertools.islice(stream, task["warmup"]))
+    answer({"parameters": side.parameters, "losses": warmup["losses"]})
     for request in child.requests():
-        answer(loop.request(**request))
+        if request == "held_out":
+            answer(bits_per_byte(side, held_out_rows, token_bytes, size))
+        else:
+            answer(child.time_steps(side.step, itertools.islice(stream, request)))
 
 
 if __name__ == "__main__":

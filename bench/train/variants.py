@@ -1,4 +1,4 @@
-"""What bench.train and bench.multiplier measure: variants of training, each in a process of its own."""
+"""What bench.train and bench.multiplier measure: variants of training, each in its own process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ HELD_OUT = 64  # rows
 class Variant:
     """Whose code trains, in which number format, compiled or not."""
 
-    side: str  # ours, upstream or matmuls
+    side: str  # ours or upstream
     dtype: str
     compiled: bool = False
     scale: float = 1.0  # factor on upstream's learning rates
@@ -28,13 +28,8 @@ class Variant:
     @property
     def name(self) -> str:
         """The variant in words."""
-        words = [self.side, "compiled" if self.compiled else "eager", self.dtype]
-        if self.scale != 1:
-            words.append(f"rates x{self.scale:g}")
-        words += self.flags
-        if self.checkout is not None:
-            words.append(f"of {self.checkout}")
-        return " ".join(words)
+        compiled = "compiled" if self.compiled else "eager"
+        return " ".join([self.side, compiled, self.dtype, *self.flags])
 
 
 @dataclass(frozen=True)
@@ -45,12 +40,9 @@ class Plan:
     rows: Path  # a folder of bench.text.make_rows
     rows_per_step: int
     warmup: int = 3  # steps before the process is ready
-    horizon: int | None = (
-        None  # steps of a run with its schedules; None: constant rates, for timing
-    )
+    horizon: int | None = None  # steps of a run with its schedules; None: constant rates
     held_out: int = HELD_OUT  # rows at the end of the file that nothing trains on
     seed: int | None = None  # of weights and row order; None: 42, and the order of the file
-    pass_rows: int | None = None  # rows of a pass of ours; None: one pass, as upstream takes it
 
     @property
     def tokens_per_step(self) -> int:
@@ -77,12 +69,13 @@ def flops_per_token(shape: GPTConfig) -> int:
 
 @contextlib.contextmanager
 def training(variant: Variant, plan: Plan, upstream: Path | None = None) -> Iterator[Side]:
-    """Start the process of a variant, which bench.train.side answers for; it ends with the context."""
+    """Start the process of a variant, bench.train.side; it ends with the context."""
     home = variant.checkout or ROOT
     shape = asdict(plan.shape)
     if variant.side == "upstream":
         assert upstream is not None
-        home, shape = upstream, upstream_shape(plan.shape)
+        home = upstream
+        shape = upstream_shape(plan.shape)
     task: dict[str, Any] = {
         "side": variant.side,
         "compiled": variant.compiled,
@@ -93,7 +86,6 @@ def training(variant: Variant, plan: Plan, upstream: Path | None = None) -> Iter
         "token_bytes": str(plan.rows / TOKEN_BYTES),
         "held_out": plan.held_out,
         "rows_per_step": plan.rows_per_step,
-        "pass_rows": plan.pass_rows or plan.rows_per_step,
         "warmup": plan.warmup,
         "steps": plan.horizon,
         "seed": plan.seed,

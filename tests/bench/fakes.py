@@ -1,4 +1,4 @@
-"""Made-up checkouts of upstream, with the part of its API that benchmarks use, and small rows to train on."""
+"""Made-up checkouts of upstream, with the API that benchmarks use, and small rows."""
 
 from pathlib import Path
 

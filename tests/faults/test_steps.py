@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.updates import update
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.common import UserError
 from nanochat.device import Compute
@@ -19,7 +20,6 @@ from tests.support.faults import corpus, stage
 from tests.support.rank_pool import Pool
 from tests.support.rank_training import batches, make
 from tests.support.small_world import stage_folder
-from tests.support.updates import update
 
 pytestmark = pytest.mark.ranks
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.updates import update
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.context import Packed
@@ -17,7 +18,6 @@ from nanochat.step import LossScale
 from tests.emulated_npu.worker import on_npu
 from tests.platforms.test_ascend_training import CPU, VOCAB, Batch, tokens, train
 from tests.support.tiny_model import tiny_gpt
-from tests.support.updates import update
 
 
 @on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")

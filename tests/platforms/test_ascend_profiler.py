@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.updates import update
 from nanochat import device
 from nanochat.common import UserError, base_dir, read_json
 from nanochat.device import Compute
@@ -17,7 +18,6 @@ from nanochat.runtime.profiling import NEEDED, TRACED, PlatformTracer, TorchTrac
 from nanochat.step import LossScale
 from tests.emulated_npu.worker import on_npu, run_ranks
 from tests.support.tiny_training import CPU, Batches
-from tests.support.updates import update
 
 
 def run(compute: Compute, folder: Path) -> None:

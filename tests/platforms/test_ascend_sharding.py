@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from bench.updates import update
 from nanochat import device
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -14,7 +15,6 @@ from nanochat.step import LossScale
 from tests.emulated_npu import log, worker
 from tests.support import ranks
 from tests.support.rank_training import CONFIG, batches
-from tests.support.updates import update
 
 MODES = ("none", "grad", "full")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.updates import update
 from nanochat import device
 from nanochat.context import Cached
 from nanochat.device import Compute
@@ -19,7 +20,6 @@ from nanochat.platforms.operations import KernelChoice, Operations
 from nanochat.step import LossScale, Outcome
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
-from tests.support.updates import update
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 VOCAB = 290

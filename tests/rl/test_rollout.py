@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
+from bench.updates import update
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, chat
 from nanochat.device import Compute
@@ -19,7 +20,6 @@ from nanochat.runtime import parallel
 from nanochat.step import LossScale, Outcome
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
-from tests.support.updates import update
 
 TOKENIZER = tiny_tokenizer()
 SAMPLING = Sampling(1.0, 50, max_tokens=10, seed=7)

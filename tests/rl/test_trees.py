@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.updates import update
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.engine import Completion
@@ -24,7 +25,6 @@ from tests.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Recorder, 
 from tests.support.qwens import tiny_qwen
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, pretend, words
-from tests.support.updates import update
 
 LOSSES = (
     PolicyFlags(), PolicyFlags(average="reply"), PolicyFlags(loss="cispo", advantage="normalized"),

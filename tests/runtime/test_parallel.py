@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from bench.updates import update
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
@@ -20,7 +21,6 @@ from nanochat.step import LossScale
 from nanochat.train import compile as compiling
 from tests.support.rank_training import CONFIG, CPU, ROWS, batches, make
 from tests.support.ranks import run_ranks
-from tests.support.updates import update
 
 STEPS = 10
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.updates import update
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
 from nanochat.platforms.nvidia.platform import Nvidia
@@ -23,7 +24,6 @@ from tests.support.ranks import run_ranks
 from tests.support.small_world import make_corpus, run_stage
 from tests.support.tiny_model import pretend
 from tests.support.tiny_training import CPU, Batches, make
-from tests.support.updates import update
 
 PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.updates import update
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.device import Compute
 from nanochat.optim import Rates
@@ -16,7 +17,6 @@ from tests.support.rank_training import CPU, batches, make
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_tokenizer
 from tests.support.tiny_training import WANTED, save
-from tests.support.updates import update
 from tests.support.wire import Wire
 
 MODES = ("none", "grad", "full")

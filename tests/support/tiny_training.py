@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.updates import update
 from nanochat.checkpoint_manager.locate import make_meta
 from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.checkpoint_manager.same_run import RunSettings
@@ -18,7 +19,6 @@ from nanochat.runtime.parallel import Sharding
 from nanochat.step import LossScale
 from nanochat.tokenizer import Tokenizer
 from tests.support.tiny_model import on_cpu
-from tests.support.updates import update
 
 CPU = on_cpu()
 VOCAB = 290

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.updates import update
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.gpt import GPT
 from nanochat.step import LossScale
 from nanochat.train import compile as compiling
-from tests.support.updates import update
 from tests.test_step import CPU, gpt, optimizers_of, rows, split
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.updates import update
 from nanochat.engine import Engine
 from nanochat.optim import Optimizers, Rates
 from nanochat.platforms.cpu.platform import Cpu
@@ -28,7 +29,6 @@ from tests.generate.test_graphs import replies
 from tests.platforms.test_ascend_training import CPU, VOCAB, Batch
 from tests.support.qwens import VOCABULARY, tiny_qwen
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
-from tests.support.updates import update
 
 
 class Played(TorchDispatchMode):

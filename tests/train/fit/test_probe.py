@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.updates import update
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.platforms.base import Platform
@@ -17,7 +18,6 @@ from nanochat.train.sizes import Batch
 from tests.support.rank_training import CONFIG, CPU, batches, make
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import pretend
-from tests.support.updates import update
 
 BATCH = Batch(tokens_per_step=512, rows_per_step=32, device_batch_size=4, passes=8)
 
