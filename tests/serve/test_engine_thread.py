@@ -140,21 +140,6 @@ def test_news_is_not_left_behind_when_the_last_other_ticket_is_released(monkeypa
     run(main())
 
 
-def test_queue_is_bounded():
-    async def main() -> None:
-        engine = FakeEngine(slots=2, gated=True)
-        async with started(engine, waiting=3) as thread:
-            tickets = [ticket(str(i)) for i in range(5)]
-            for each in tickets:
-                thread.submit(each)
-            with pytest.raises(asyncio.QueueFull):
-                thread.submit(ticket("too many"))
-            thread.release(tickets[0])
-            thread.submit(ticket("fits again"))
-
-    run(main())
-
-
 def test_complete_reply_gives_its_place_to_another_before_anyone_reads_it():
     async def main() -> None:
         async with started(FakeEngine(slots=1), waiting=1) as thread:
@@ -185,17 +170,26 @@ def test_failing_engine_fails_the_chats_in_flight_and_serves_the_next(capfd):
     assert "the device is gone" in capfd.readouterr().err
 
 
-def test_ticket_that_the_engine_refuses_fails_alone():
+@pytest.mark.parametrize("kind", [ValueError, UserError])
+def test_a_refused_request_is_told_why_and_its_neighbours_are_answered(kind, capsys):
+    class Refusing(FakeEngine):
+        def submit(self, prompt: list[int], sampling: Sampling) -> int:
+            if sampling.schema is not None:
+                raise kind("the JSON schema cannot be met")
+            return super().submit(prompt, sampling)
+
     async def main() -> None:
-        async with started(FakeEngine()) as thread:
-            bad, good = Ticket([([], Sampling())]), ticket("good")
+        async with started(Refusing(slots=2)) as thread:
+            good, bad = ticket("good"), Ticket([(prompt("bad"), Sampling(schema='{"enum": []}'))])
             thread.submit(bad)
             thread.submit(good)
-            with pytest.raises(ValueError):
+            with pytest.raises(kind, match="cannot be met"):
                 await bad.events()
             assert await said(good) == "good"
+            assert thread.free_slots == 2 and not thread.tickets
 
     run(main())
+    assert kind is ValueError or capsys.readouterr().err == ""  # a client's mistake is not the server's failure
 
 
 def test_idle_thread_stops_at_once():
@@ -206,28 +200,6 @@ def test_idle_thread_stops_at_once():
         assert not thread.alive
 
     run(main())
-
-
-def test_a_refused_request_is_told_why_and_its_neighbours_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    class Refusing(FakeEngine):
-        def submit(self, prompt: list[int], sampling: Sampling) -> int:
-            if sampling.schema is not None:
-                raise UserError("the JSON schema cannot be met")
-            return super().submit(prompt, sampling)
-
-    async def main() -> None:
-        async with started(Refusing(slots=2)) as thread:
-            good, bad = ticket("good"), ticket("bad")
-            bad.requests = [(prompt("bad"), Sampling(schema='{"enum": []}'))]
-            thread.submit(bad)
-            thread.submit(good)
-            with pytest.raises(UserError, match="cannot be met"):
-                await bad.events()
-            assert await said(good) == "good"
-            assert thread.free_slots == 2 and not thread.tickets
-
-    run(main())
-    assert capsys.readouterr().err == ""  # a client's mistake is not the server's failure
 
 
 # --- addresses -----------------------------------------------------------------------------------
@@ -260,8 +232,7 @@ def test_full_queue_takes_the_newest_place_of_the_address_with_most():
         engine = FakeEngine(slots=1, gated=True)
         async with started(engine, waiting=4) as thread:
             crowd = [ticket(f"a{i}", "a") for i in range(5)]
-            for each in crowd[:1]:
-                thread.submit(each)
+            thread.submit(crowd[0])
             await until(lambda: crowd[0].begun)
             for each in crowd[1:]:
                 thread.submit(each)
@@ -277,8 +248,10 @@ def test_full_queue_takes_the_newest_place_of_the_address_with_most():
                 await crowd[3].events()
             with pytest.raises(asyncio.QueueFull):  # both have two waiting: nobody gives way
                 thread.submit(ticket("b2", "b"))
+            thread.release(crowd[2])
+            thread.submit(ticket("b2", "b"))  # in the place that was given back
             engine.allow(1000)
-            assert await asyncio.gather(*map(said, [*crowd[:3], newcomer, second])) == ["a0", "a1", "a2", "b0", "b1"]
+            assert await asyncio.gather(*map(said, [*crowd[:2], newcomer, second])) == ["a0", "a1", "b0", "b1"]
 
     run(main())
 
