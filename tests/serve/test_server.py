@@ -4,13 +4,14 @@ import json
 import select
 import time
 from collections.abc import Iterator
+from importlib.resources import as_file, files
 from typing import Any
 
 import httpx
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.serve.app import ASSETS
+from nanochat.serve.app import ASSETS, PAGES
 from nanochat.serve.listening import HEADERS, host_allowed
 from tests.support.fake_engine import CHAT, ByteTokenizer, FakeEngine, ask, eventually, running
 from tests.support.raw_client import connect, head, post, until_closed
@@ -210,6 +211,8 @@ def test_name_that_another_site_may_have_pointed_here_is_refused(client, host):
 
 
 def test_page_and_its_files_are_served(client):
+    with as_file(files("nanochat.serve") / "web") as folder:
+        assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == {*PAGES, *ASSETS}
     page = client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     for name, kind in ASSETS.items():
