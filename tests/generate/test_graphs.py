@@ -63,7 +63,7 @@ def test_rows_and_keys_are_rounded_up() -> None:
 
 @pytest.mark.parametrize(
     ("family", "names"),
-    [("gpt", ("",)), ("qwen3", ("",)), ("qwen3.5", ("",)), ("qwen3", ("pip", "", "poet"))],
+    [("gpt", ("",)), ("qwen3.5", ("",)), ("qwen3", ("pip", "", "poet"))],
 )
 @on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
 def test_replies_with_graphs_are_replies_without(family: str, names: tuple[str, ...]) -> None:
@@ -80,7 +80,7 @@ def test_replies_with_graphs_are_replies_without(family: str, names: tuple[str, 
     assert graphed.graphs.replays > 5 * len(shapes)
 
 
-@pytest.mark.parametrize("family", ["gpt", "qwen3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["gpt", "qwen3.5"])
 @on_npu(TASK_QUEUE_ENABLE="1")
 def test_a_step_is_one_launch_and_waits_no_more_than_without_graphs(family: str) -> None:
     """In bf16, where eager steps attend by the fused operator: the logits differ by rounding."""
