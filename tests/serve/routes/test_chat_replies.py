@@ -59,22 +59,6 @@ def test_a_model_of_nan_answers_with_an_error() -> None:
         broken.refused("/v1/completions", 500, prompt="the cat")
 
 
-def test_several_replies_come_under_their_index(served):
-    fields = {"messages": CAT, "n": 3, "seed": 3, "temperature": 1, "max_tokens": 15}
-    body = served.ok(PATH, **fields)
-    texts = [choice["message"]["content"] for choice in body["choices"]]
-    assert len(set(texts)) == 3 and [choice["index"] for choice in body["choices"]] == [0, 1, 2]
-    assert body["usage"]["prompt_tokens"] == served.ok(PATH, messages=CAT, max_tokens=1)["usage"]["prompt_tokens"]
-    streamed = [""] * 3
-    ends = []
-    for chunk in chunks(served, **fields, stream_options={"include_usage": True}):
-        for choice in chunk["choices"]:
-            streamed[choice["index"]] += choice["delta"].get("content", "")
-            ends += [choice["index"]] * bool(choice["finish_reason"])
-    assert (streamed, sorted(ends)) == (texts, [0, 1, 2])
-    assert chunk["usage"]["completion_tokens"] == body["usage"]["completion_tokens"]
-
-
 def test_next_turn_reads_only_what_is_new(served):
     question = [{"role": "user", "content": CAT[0]["content"] * 3}]  # a few tokens are not worth a copy
     first = served.ok(PATH, messages=question, max_tokens=10, temperature=0)

@@ -45,10 +45,11 @@ def test_reply_is_the_one_of_the_chat_route(served):
     assert text(event["response"]) == text(body)
 
 
-@pytest.mark.parametrize("longest", [12, 540])
-def test_a_response_to_messages_in_any_order_can_be_continued(served, longest):
+@pytest.mark.parametrize("times", [2, 8])  # the second does not fit into the context
+def test_a_response_to_messages_in_any_order_can_be_continued(served, times):
     given = [{"role": role, "content": "the cat " * 9} for role in ("assistant", "user", "system", "user")]
-    first = served.ok(PATH, input=given * 2, truncation="auto", temperature=0, max_output_tokens=longest)
+    first = served.ok(PATH, input=given * times, truncation="auto", **GREEDY)
+    assert served.post(PATH, input=given * times, **GREEDY).status_code == (200 if times == 2 else 400)
     more = {"previous_response_id": first["id"], "truncation": "auto", **GREEDY}
     assert served.ok(PATH, input="12", **more)["usage"]["output_tokens"] > 0
 
@@ -71,12 +72,9 @@ def test_instructions_are_a_system_message(served):
         ({"input": "x", "previous_response_id": 5}, "previous_response_id"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "include": ["reasoning"]}, "include"),
         ({"input": "x", "store": "yes"}, "store"),
-        ({"input": "x", "tools": [{}]}, "tools[0]"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        ({"input": "x", "tools": [{**CLOCK, "parameters": 5}]}, "tools[0].parameters"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"input": "x", "tools": [CLOCK], "tool_choice": "required", "text": OBJECT}, "tool_choice"),
