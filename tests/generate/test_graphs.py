@@ -42,7 +42,7 @@ def replies(engine: Engine, names: tuple[str, ...]) -> dict[int, list[int]]:
     """What the engine says to prompts of different lengths that come and go, so that rows, padding and blocks of keys
     change; one reply fills its slot."""
     generator, said = torch.Generator().manual_seed(1), {}
-    for number, length in enumerate((5, 40, 190, 17, 9, 120, 3)):
+    for number, length in enumerate((5, engine.length - 200, 190, 17, 9, 120, 3)):
         prompt = torch.randint(0, 250, (length,), generator=generator).tolist()
         sampling = replace(DRAWN if number % 3 == 2 else GREEDY, max_tokens=12 + 9 * number)
         if number == 1:
