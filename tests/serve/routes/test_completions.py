@@ -107,12 +107,15 @@ def test_stream_is_the_same_text_in_pieces(served):
         assert logprobs[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
 
 
-def test_stop_strings_end_the_text_before_them(served):
-    free = served.ok(PATH, prompt="the cat", temperature=0, max_tokens=20, logprobs=0)["choices"][0]
+def test_stop_strings_end_the_text_and_its_scores(served):
+    tokens = range(served.tokenizer.vocab_size)
+    bias = {str(token): -100 for token in tokens if not served.tokenizer.decode_bytes([token]).isascii()}
+    fields = {"prompt": "the cat", "temperature": 0, "max_tokens": 20, "logprobs": 0, "logit_bias": bias}
+    free = served.ok(PATH, **fields)["choices"][0]
     stop = free["text"][3:5]
-    choice = served.ok(PATH, prompt="the cat", temperature=0, max_tokens=20, stop=[stop], logprobs=0)["choices"][0]
+    choice = served.ok(PATH, **fields, stop=[stop])["choices"][0]
     assert choice["text"] == free["text"][: free["text"].index(stop)] and choice["finish_reason"] == "stop"
-    assert len(choice["logprobs"]["tokens"]) < len(free["logprobs"]["tokens"])
+    assert max(choice["logprobs"]["text_offset"]) < len(choice["text"])
 
 
 def test_log_probabilities_are_finite_numbers_in_json(served):
