@@ -180,14 +180,6 @@ def test_many_clients_that_come_and_go_leave_no_slot_taken():
         eventually(lambda: free(url) == 3 and httpx.get(f"{url}/health").json()["chats"] == 0)
 
 
-def test_client_that_never_sends_its_body_holds_nothing(gated):
-    _, url = gated
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port))) as half:
-        half.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n" % CHAT.encode())
-        assert httpx.get(f"{url}/health").json()["chats"] == 0
-
-
 def test_stopped_server_lets_answers_end_and_then_ends_them(capfd, monkeypatch):
     monkeypatch.setattr(listening, "DRAIN_SECONDS", 0.2)
     engine = FakeEngine(REPLIES, slots=2, gated=True)
