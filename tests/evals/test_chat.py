@@ -2,22 +2,19 @@
 
 import itertools
 import random
-from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Part, chat
-from nanochat.device import Compute, compute_cleanup, compute_init
+from nanochat.device import Compute, compute_init
 from nanochat.engine import Engine
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from tests.emulated_npu.worker import on_npu
-from tests.support.meeting import join, open_meeting
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -173,37 +170,19 @@ def test_nothing_to_ask_is_refused_in_words(wrong):
         evaluate(Words(), MODEL, TOKENIZER, on_cpu(), **wrong)
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
-    evaluate(Letters(), MODEL, TOKENIZER, on_cpu())
-    assert capsys.readouterr().out.startswith("letters: 79 choices of 79 choices (100%) in ")
-    evaluate(Letters(2), MODEL, TOKENIZER, Compute(**{**on_cpu().__dict__, "rank": 1}))
-    assert capsys.readouterr().out == ""
-
-
-def on_rank(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    join(port, rank, 2)
-    scores = [
-        evaluate(Letters(), MODEL, TOKENIZER, on_cpu(rank, 2)),
-        evaluate(Letters(1), MODEL, TOKENIZER, on_cpu(rank, 2)),
-        evaluate(Words(), MODEL, TOKENIZER, on_cpu(rank, 2), Sampling(1.0, 20, max_tokens=5), samples=2),
+def scores(compute: Compute) -> list[Score]:
+    return [
+        evaluate(Letters(), MODEL, TOKENIZER, compute),
+        evaluate(Letters(1), MODEL, TOKENIZER, compute),
+        evaluate(Words(), MODEL, TOKENIZER, compute, Sampling(1.0, 20, max_tokens=5), samples=2),
     ]
-    torch.save(scores, folder / f"{rank}.pt")
-    compute_cleanup()
 
 
 @pytest.mark.ranks
-def test_two_ranks_find_the_score_of_one(tmp_path):
-    meeting = open_meeting()
-    torch.multiprocessing.spawn(on_rank, (meeting.port, tmp_path), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
-    alone = [
-        evaluate(Letters(), MODEL, TOKENIZER, on_cpu()),
-        evaluate(Letters(1), MODEL, TOKENIZER, on_cpu()),
-        evaluate(Words(), MODEL, TOKENIZER, on_cpu(), Sampling(1.0, 20, max_tokens=5), samples=2),
-    ]
+def test_two_ranks_find_the_score_of_one(pool):
+    first, second = pool.run(2, scores)
     assert first == second
-    for score, expected in zip(first, alone, strict=True):
+    for score, expected in zip(first, scores(on_cpu()), strict=True):
         assert score.grades == expected.grades and score.baseline == pytest.approx(expected.baseline)
 
 

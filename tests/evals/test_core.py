@@ -1,8 +1,6 @@
 """CORE: prompts as published, the same decisions as with one problem at a time, and a download whole or not at all."""
 
-import functools
 import hashlib
-import http.server
 import io
 import json
 import math
@@ -23,7 +21,7 @@ from nanochat.data.sources.download import Patience
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals.core import IclTask, PromptRow, choose_examples, common_prefix, make_rows
-from tests.support.ranks import run_ranks
+from tests.support.file_server import Server
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 BUNDLE = Path(__file__).parent.parent / "support" / "files" / "eval_bundle"
@@ -166,7 +164,7 @@ def one_at_a_time(model: Any, wanted: IclTask) -> list[bool]:
 
 
 @pytest.mark.parametrize("tokens_per_batch", [1, 500, 100_000])
-@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("seed", [None, 2])
 def test_batched_decisions_are_those_of_one_problem_at_a_time(seed: int | None, tokens_per_batch: int) -> None:
     model: Any = Induction() if seed is None else tiny_gpt(TOKENIZER.vocab_size, seed=seed)
     for wanted in core_eval.read_bundle(BUNDLE):
@@ -174,13 +172,6 @@ def test_batched_decisions_are_those_of_one_problem_at_a_time(seed: int | None, 
         numbers = range(len(problems))
         batched = core_eval.judge(wanted, problems, numbers, model, TOKENIZER, tokens_per_batch)
         assert batched == one_at_a_time(model, wanted)
-
-
-def test_the_reference_tells_models_apart() -> None:
-    tasks = {wanted.label: wanted for wanted in core_eval.read_bundle(BUNDLE)}
-    assert set(one_at_a_time(Induction(), tasks["finish"])) == {True, False}
-    decisions = [tuple(one_at_a_time(tiny_gpt(TOKENIZER.vocab_size, seed=seed), tasks["pick_two"])) for seed in (1, 2)]
-    assert decisions[0] != decisions[1]
 
 
 def test_core_is_the_mean_of_accuracies_above_chance(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,16 +229,17 @@ def a_rank(compute: Compute) -> tuple[tuple[str, ...], dict[str, float]]:
             raise UserError("the model's loss is not finite")
         return judge(task, *args)
 
-    core_eval.judge = judged  # the process ends with this function
-    found = core_eval.evaluate_core(tiny_gpt(TOKENIZER.vocab_size, seed=2), TOKENIZER, BUNDLE, compute)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_eval, "judge", judged)
+        found = core_eval.evaluate_core(tiny_gpt(TOKENIZER.vocab_size, seed=2), TOKENIZER, BUNDLE, compute)
     return found.broken, {score.label: score.accuracy for score in found.tasks}
 
 
 @pytest.mark.ranks
-def test_ranks_leave_out_together_a_task_that_one_of_them_cannot_compute() -> None:
+def test_ranks_leave_out_together_a_task_that_one_of_them_cannot_compute(pool: Any) -> None:
     alone = core_eval.evaluate_core(tiny_gpt(TOKENIZER.vocab_size, seed=2), TOKENIZER, BUNDLE, CPU)
     expected = {score.label: score.accuracy for score in alone.tasks if score.label != "pick_two"}
-    assert run_ranks(2, a_rank) == [(("pick_two",), expected)] * 2
+    assert pool.run(2, a_rank) == [(("pick_two",), expected)] * 2
 
 
 # --- the bundle ----------------------------------------------------------------------------------
@@ -305,22 +297,11 @@ def test_a_broken_problem_is_named_by_file_and_line(tmp_path: Path, line: str) -
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder, and the address that serves it."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield folder, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def server() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield server
+        server.shutdown()
 
 
 def zipped(folder: Path) -> bytes:
@@ -331,36 +312,28 @@ def zipped(folder: Path) -> bytes:
     return held.getvalue()
 
 
-def test_a_downloaded_bundle_is_unpacked_in_place(site: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    folder, address = site
+def test_a_downloaded_bundle_is_unpacked_in_place(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     packed = zipped(BUNDLE)
-    (folder / "eval_bundle.zip").write_bytes(packed)
-    assert core_eval.download_bundle(f"{address}/eval_bundle.zip") == core_eval.find_bundle()
+    server.files["/eval_bundle.zip"] = packed
+    assert core_eval.download_bundle(f"{server.url}/eval_bundle.zip") == core_eval.find_bundle()
     assert len(core_eval.read_bundle(base_dir() / "eval_bundle")) == 4
     assert [path.name for path in base_dir().iterdir()] == ["eval_bundle"]
-    assert f"SHA-256 {hashlib.sha256(packed).hexdigest()}" in capsys.readouterr().out
+    assert hashlib.sha256(packed).hexdigest() in capsys.readouterr().out
 
 
-def test_a_page_in_place_of_the_bundle_is_refused_and_nothing_is_unpacked(site: tuple[Path, str]) -> None:
-    folder, address = site
-    (folder / "eval_bundle.zip").write_text("<html>Please sign in</html>")
-    with pytest.raises(UserError, match="not a zip archive"):
-        core_eval.download_bundle(f"{address}/eval_bundle.zip", Patience(attempts=1))
+def test_a_page_in_place_of_the_bundle_is_refused_and_nothing_is_unpacked(server: Server) -> None:
+    server.files["/eval_bundle.zip"] = b"<html>Please sign in</html>"
+    with pytest.raises(UserError, match=r"not a zip archive(.|\n)*/eval_bundle, or give --eval_bundle"):
+        core_eval.download_bundle(f"{server.url}/eval_bundle.zip", Patience(attempts=1))
     assert core_eval.find_bundle() is None
 
 
 @pytest.mark.parametrize("bound", ["MAX_PACKED_BYTES", "MAX_UNPACKED_BYTES", "MAX_FILES"])
 def test_a_bundle_that_is_too_large_is_refused_and_not_kept(
-    site: tuple[Path, str], bound: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, address = site
-    (folder / "eval_bundle.zip").write_bytes(zipped(BUNDLE))
+    server.files["/eval_bundle.zip"] = zipped(BUNDLE)
     monkeypatch.setattr(core_eval, bound, 2)
     with pytest.raises(UserError, match=r"at most 2\b|of 2\b"):
-        core_eval.download_bundle(f"{address}/eval_bundle.zip", Patience(attempts=1))
+        core_eval.download_bundle(f"{server.url}/eval_bundle.zip", Patience(attempts=1))
     assert list(base_dir().iterdir()) == []
-
-
-def test_a_missing_bundle_says_where_to_put_one_by_hand(site: tuple[Path, str]) -> None:
-    with pytest.raises(UserError, match=r"unpack it here as .*/eval_bundle, or give --eval_bundle"):
-        core_eval.download_bundle(f"{site[1]}/eval_bundle.zip", Patience(attempts=1))

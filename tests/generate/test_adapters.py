@@ -31,7 +31,7 @@ SHAPES = {
         LoraConfig(7, 5.0, targets=("q_proj", "in_proj_z"), stabilised=True),
     ),
 }
-GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def with_adapter(family: str, config: LoraConfig, seed: int) -> Qwen:

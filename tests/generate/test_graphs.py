@@ -42,7 +42,7 @@ def replies(engine: Engine, names: tuple[str, ...]) -> dict[int, list[int]]:
     """What the engine says to prompts of different lengths that come and go, so that rows, padding and blocks of keys
     change; one reply fills its slot."""
     generator, said = torch.Generator().manual_seed(1), {}
-    for number, length in enumerate((5, 40, 190, 17, 9, 120, 3)):
+    for number, length in enumerate((5, engine.length - 200, 190, 17, 9, 120, 3)):
         prompt = torch.randint(0, 250, (length,), generator=generator).tolist()
         sampling = replace(DRAWN if number % 3 == 2 else GREEDY, max_tokens=12 + 9 * number)
         if number == 1:
@@ -63,7 +63,7 @@ def test_rows_and_keys_are_rounded_up() -> None:
 
 @pytest.mark.parametrize(
     ("family", "names"),
-    [("gpt", ("",)), ("qwen3", ("",)), ("qwen3.5", ("",)), ("qwen3", ("pip", "", "poet"))],
+    [("gpt", ("",)), ("qwen3.5", ("",)), ("qwen3", ("pip", "", "poet"))],
 )
 @on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
 def test_replies_with_graphs_are_replies_without(family: str, names: tuple[str, ...]) -> None:
@@ -80,7 +80,7 @@ def test_replies_with_graphs_are_replies_without(family: str, names: tuple[str, 
     assert graphed.graphs.replays > 5 * len(shapes)
 
 
-@pytest.mark.parametrize("family", ["gpt", "qwen3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["gpt", "qwen3.5"])
 @on_npu(TASK_QUEUE_ENABLE="1")
 def test_a_step_is_one_launch_and_waits_no_more_than_without_graphs(family: str) -> None:
     """In bf16, where eager steps attend by the fused operator: the logits differ by rounding."""

@@ -38,7 +38,7 @@ def jaccard(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize(("units", "joint"), [(ENGLISH, " "), (CHINESE, "")], ids=["English", "Chinese"])
-@pytest.mark.parametrize("count", [60, 300, 4_000])
+@pytest.mark.parametrize("count", [60, 4_000])
 def test_equal_bins_estimate_the_jaccard_similarity_of_windows(units: list[str], joint: str, count: int) -> None:
     errors = []
     for seed in range(12):
@@ -49,9 +49,7 @@ def test_equal_bins_estimate_the_jaccard_similarity_of_windows(units: list[str],
     assert np.abs(errors).max() < 0.2 and abs(np.mean(errors)) < 0.06  # a bin is right or wrong: 1 / sqrt(BINS) is 0.09
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "a", "词", "--- ...", "A short line.", "x" * 100_000, "教育" * 9_000, "é" * 15]
-)
+@pytest.mark.parametrize("text", ["", "a", "词", "--- ...", "A short line.", "x" * 100_000, "教育" * 9_000, "é" * 15])
 def test_texts_of_every_kind_resemble_themselves_and_nothing_else(text: str) -> None:
     found = signatures([text, text_of(ENGLISH, 1, 300, " "), text])
     assert found.bands.shape == (3, BANDS) and found.bins.shape == (3, BINS)

@@ -11,7 +11,6 @@ import pytest
 from nanochat.common import UserError
 from nanochat.prepare.overlap import CHARACTERS, WORDS, Passages, passages, read_passages
 
-FILES = Path(__file__).parent.parent / "support" / "files" / "tasks"
 QUESTION = "A train leaves at nine and travels for three hours at sixty miles an hour, so how far does it go?"
 HAN = "".join(chr(0x4E00 + 11 * i) for i in range(90))
 
@@ -103,10 +102,6 @@ def test_what_is_rare_in_intact_files_is_read(tmp_path: Path, name: str) -> None
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / name).write_text(body, encoding="utf-8-sig")
     assert named(read_passages(tmp_path), f"here {QUESTION}") == {"s"}
-
-
-def test_the_sets_of_the_test_data_are_found() -> None:
-    assert "gsm8k" in read_passages(FILES).names
 
 
 def test_a_folder_without_evaluations_and_a_damaged_file_are_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def rows_of(packing: Packing) -> list[list[tuple[int, int]]]:
     return [pairs[a:b] for a, b in pairwise(first)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("mean", "row_tokens"), [(50, 257), (600, 257), (5, 17), (3, 2), (1, 5)])
 @pytest.mark.parametrize("window", [1, 10, 16_384])
 def test_with_cuts_every_token_stands_in_exactly_one_place_and_rows_are_full(seed, mean, row_tokens, window):
@@ -33,16 +33,13 @@ def test_with_cuts_every_token_stands_in_exactly_one_place_and_rows_are_full(see
     for start, length in zip(packing.starts, packing.lengths, strict=True):
         seen[start : start + length] += 1
     assert (seen == 1).all()
+    document = np.repeat(np.arange(300), lengths)
+    ends = packing.starts + np.maximum(packing.lengths, 1) - 1
+    assert (
+        document[np.minimum(packing.starts, len(document) - 1)] == document[np.minimum(ends, len(document) - 1)]
+    ).all()
     used = [sum(length + 1 for _, length in row) for row in rows_of(packing)]
     assert set(used[:-1]) <= {row_tokens} and 1 <= used[-1] <= row_tokens
-
-
-def test_no_segment_crosses_a_document():
-    lengths = random_lengths(1, 200, 40)
-    document = np.repeat(np.arange(200), lengths)
-    packing = pack(starts_of(lengths), lengths, 65, cut=True)
-    for start, length in zip(packing.starts, packing.lengths, strict=True):
-        assert len(set(document[start : start + length])) <= 1
 
 
 def test_a_table_by_hand():
@@ -76,12 +73,6 @@ def test_without_cuts_every_piece_stays_whole():
     assert pieces == list(zip(starts_of(lengths).tolist(), lengths.tolist(), strict=True))
     used = np.array([sum(length + 1 for _, length in row) for row in rows_of(packing)])
     assert used.max() <= 129 and used[:-5].mean() > 0.98 * 129
-
-
-def test_packing_depends_on_nothing_but_the_lengths():
-    lengths = random_lengths(3, 400, 60)
-    one, two = (pack(starts_of(lengths), lengths.copy(), 257, cut=True) for _ in range(2))
-    assert all((getattr(one, name) == getattr(two, name)).all() for name in ("first", "starts", "lengths"))
 
 
 @pytest.mark.parametrize(

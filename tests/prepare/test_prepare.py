@@ -17,7 +17,7 @@ from nanochat.data.corpora import Corpus, shards
 from nanochat.data.shards import shard_paths, texts, write_shards
 from nanochat.dataloader import conversation_rows
 from nanochat.prepare import conversations as conversations_module
-from nanochat.prepare import documents, workers
+from nanochat.prepare import documents
 from nanochat.prepare.__main__ import Config, main
 from nanochat.prepare.conversations import conversation_folder, prepare_conversations
 from nanochat.prepare.documents import prepare_documents
@@ -56,6 +56,7 @@ def test_every_document_comes_back_in_order():
     assert train.bytes == sum(len(text.encode()) for text in texts(shards(corpus, "train")))
     assert train.meta["tokenizer"] == TOKENIZER.hash
     assert TOKENIZER.bos not in set(train.parts[0].tokens.tolist())
+    assert prepare_documents(corpus, Tokenizer.train(DOCUMENTS, 350), "val").folder != val.folder
 
 
 def test_a_second_call_changes_no_file_and_reads_no_shard(monkeypatch):
@@ -98,27 +99,6 @@ def test_processes_make_the_same_files_as_one(capsys):
     assert decoded(shared) == list(texts(shards(corpus, "train")))
 
 
-def test_only_shards_that_are_worth_it_get_a_process(monkeypatch):
-    corpus, asked = make_corpus(), []
-    monkeypatch.setattr(documents, "work", lambda *given, **_: (asked.append(given[3]), (yield from ()))[0])
-    monkeypatch.setattr(workers, "cores", lambda: 2)
-    tokens = prepare_documents(corpus, TOKENIZER, "train")
-    assert not asked  # the shards are small
-    size = sum(part["source"]["bytes"] for part in tokens.meta["parts"])
-    shutil.rmtree(tokens.folder)
-    for pay, expected in ((size // 3, 2), (size // 2 + 1, None), (1, 2)):
-        asked.clear()
-        monkeypatch.setattr(workers, "BYTES_THAT_PAY", pay)
-        if expected is None:
-            prepare_documents(corpus, TOKENIZER, "train")
-            assert not asked
-            shutil.rmtree(tokens.folder)
-        else:
-            with pytest.raises(KeyError):  # nothing was made
-                prepare_documents(corpus, TOKENIZER, "train")
-            assert asked == [expected]
-
-
 def test_more_shards_are_added_and_a_changed_one_is_made_again(monkeypatch):
     corpus = make_corpus()
     first = prepare_documents(corpus, TOKENIZER, "train")
@@ -135,12 +115,6 @@ def test_more_shards_are_added_and_a_changed_one_is_made_again(monkeypatch):
     # Without corpus.json only its size identifies a shard.
     assert "shard_00000" in seen and "shard_00050" in seen and tokens.key != first.key
     assert decoded(tokens) == list(texts(shards(corpus, "train")))
-
-
-def test_a_tokenizer_has_token_files_of_its_own():
-    corpus = make_corpus()
-    other = Tokenizer.train(DOCUMENTS, 350)
-    assert prepare_documents(corpus, TOKENIZER, "val").folder != prepare_documents(corpus, other, "val").folder
 
 
 def test_a_damaged_shard_or_token_file_stops_with_the_command_that_fixes_it():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import UserError
+from nanochat.prepare import workers
 from nanochat.prepare.workers import ROOT, work
 
 CHILD = """
@@ -72,11 +73,7 @@ def test_every_task_is_done_once_and_says_things_before_its_result(module, tmp_p
         ("mistake", UserError, "fix this"),
         ("full", OSError, r"No space left on device: '/disk/file'"),
         ("bug", RuntimeError, r"worked on bug failed:\n(.|\n)*KeyError: 'bug'"),
-        (
-            "killed",
-            UserError,
-            "that worked on killed was killed by signal 9, perhaps because memory ran out",
-        ),
+        ("killed", UserError, "that worked on killed was killed by signal 9"),
     ],
 )
 def test_what_a_process_raises_is_raised_here(module, tmp_path, name, kind, text):
@@ -84,6 +81,13 @@ def test_what_a_process_raises_is_raised_here(module, tmp_path, name, kind, text
         do(module, tmp_path, ["a", name, "b"])
     assert getattr(raised.value, "exit_code", 2 if name == "mistake" else 1) == (2 if name == "mistake" else 1)
     assert getattr(raised.value, "errno", 28) == 28
+
+
+def test_only_shards_that_are_worth_it_get_a_process(monkeypatch):
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+    pay = workers.BYTES_THAT_PAY
+    assert [workers.processes_for(size, 3, None) for size in (pay - 1, pay, 2 * pay, 9 * pay)] == [0, 1, 2, 2]
+    assert workers.processes_for(9 * pay, 1, None) == workers.processes_for(pay, 1, 8) == 1
 
 
 def test_a_process_that_cannot_start_is_said_and_not_waited_for(tmp_path):

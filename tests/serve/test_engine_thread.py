@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -44,190 +45,150 @@ async def said(submitted: Ticket) -> str:
 
 
 async def until(condition: Any) -> None:
-    """Wait for another thread. run() has a time limit, which ends a wait for something that never happens."""
+    """Wait for another thread. asynchronous() sets a time limit, which ends a wait for something that never happens."""
     while not condition():
         await asyncio.sleep(0)
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, timeout=60))
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in an event loop of its own, for at most a minute."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), timeout=60))
+
+    return run
 
 
-def test_every_ticket_gets_its_own_answer():
-    async def main() -> None:
-        async with started(FakeEngine(slots=3), waiting=20) as thread:
-            tickets = [ticket(f"问题 {i}") for i in range(20)]
-            for each in tickets:
-                thread.submit(each)
-            assert await asyncio.gather(*map(said, tickets)) == [f"问题 {i}" for i in range(20)]
-            for each in tickets:
-                thread.release(each)
-            await until(lambda: thread.free_slots == 3)
-            assert not thread.tickets
-
-    run(main())
+@asynchronous
+async def test_every_ticket_gets_its_own_answer():
+    async with started(FakeEngine(slots=3), waiting=20) as thread:
+        tickets = [ticket(f"问题 {i}") for i in range(20)]
+        for each in tickets:
+            thread.submit(each)
+        assert await asyncio.gather(*map(said, tickets)) == [f"问题 {i}" for i in range(20)]
+        for each in tickets:
+            thread.release(each)
+        await until(lambda: thread.free_slots == 3)
+        assert not thread.tickets
 
 
-def test_replies_under_schemas_of_one_address_leave_slots_to_others():
-    async def main() -> None:
-        engine = FakeEngine(slots=16, gated=True)
-        async with started(engine, waiting=40) as thread:
-            first = [ticket(f"alone {i}", "one", object()) for i in range(10)]
-            for each in first:
-                thread.submit(each)
-            engine.allow(1)
-            await first[7].events()
-            assert [each.begun for each in first] == [True] * 8 + [False] * 2
-            plain = ticket("plain", "two")
-            thread.submit(plain)
-            await until(lambda: plain.begun)
-            assert not first[8].begun
-            engine.allow(10_000)
-            assert await asyncio.gather(*map(said, (plain, *first[8:]))) == ["plain", "alone 8", "alone 9"]
-
-    run(main())
+@asynchronous
+async def test_replies_under_schemas_of_one_address_leave_slots_to_others():
+    engine = FakeEngine(slots=16, gated=True)
+    async with started(engine, waiting=40) as thread:
+        first = [ticket(f"alone {i}", "one", object()) for i in range(10)]
+        for each in first:
+            thread.submit(each)
+        engine.allow(1)
+        await first[7].events()
+        assert [each.begun for each in first] == [True] * 8 + [False] * 2
+        plain = ticket("plain", "two")
+        thread.submit(plain)
+        await until(lambda: plain.begun)
+        assert not first[8].begun
+        engine.allow(10_000)
+        assert await asyncio.gather(*map(said, (plain, *first[8:]))) == ["plain", "alone 8", "alone 9"]
 
 
-def test_beside_another_address_replies_under_schemas_have_fewer_slots():
-    async def main() -> None:
-        engine = FakeEngine(slots=16, gated=True)
-        async with started(engine, waiting=40) as thread:
-            plain, ruled = ticket("plain", "two"), [ticket(f"ruled {i}", "one", object()) for i in range(5)]
-            for each in (plain, *ruled):
-                thread.submit(each)
-            engine.allow(1)
-            await asyncio.gather(plain.events(), ruled[1].events())
-            assert [each.begun for each in ruled] == [True] * 2 + [False] * 3
-            engine.allow(10_000)
-            assert await asyncio.gather(*map(said, ruled[2:])) == [f"ruled {i}" for i in range(2, 5)]
-
-    run(main())
+@asynchronous
+async def test_beside_another_address_replies_under_schemas_have_fewer_slots():
+    engine = FakeEngine(slots=16, gated=True)
+    async with started(engine, waiting=40) as thread:
+        plain, ruled = ticket("plain", "two"), [ticket(f"ruled {i}", "one", object()) for i in range(5)]
+        for each in (plain, *ruled):
+            thread.submit(each)
+        engine.allow(1)
+        await asyncio.gather(plain.events(), ruled[1].events())
+        assert [each.begun for each in ruled] == [True] * 2 + [False] * 3
+        engine.allow(10_000)
+        assert await asyncio.gather(*map(said, ruled[2:])) == [f"ruled {i}" for i in range(2, 5)]
 
 
-def test_release_frees_the_slot_of_a_running_ticket_and_the_place_of_a_waiting_one():
-    async def main() -> None:
-        engine = FakeEngine(slots=1, gated=True)
-        async with started(engine) as thread:
-            running, waiting, last = ticket("running"), ticket("waiting"), ticket("last")
-            for each in (running, waiting, last):
-                thread.submit(each)
-            engine.allow(2)
-            await running.events()
-            thread.release(waiting)
-            thread.release(running)
-            engine.allow(1000)
-            assert await said(last) == "last"
-            thread.release(last)
-            await until(lambda: thread.free_slots == 1)
-            assert [seen.cancelled for seen in engine.seen] == [True, False]  # the engine never saw the waiting one
-
-    run(main())
+@asynchronous
+async def test_release_frees_the_slot_of_a_running_ticket_and_the_place_of_a_waiting_one():
+    engine = FakeEngine(slots=1, gated=True)
+    async with started(engine) as thread:
+        running, waiting, last = ticket("running"), ticket("waiting"), ticket("last")
+        for each in (running, waiting, last):
+            thread.submit(each)
+        engine.allow(2)
+        await running.events()
+        thread.release(waiting)
+        thread.release(running)
+        engine.allow(1000)
+        assert await said(last) == "last"
+        thread.release(last)
+        await until(lambda: thread.free_slots == 1)
+        assert [seen.cancelled for seen in engine.seen] == [True, False]  # the engine never saw the waiting one
 
 
-def test_news_is_not_left_behind_when_the_last_other_ticket_is_released(monkeypatch):
-    async def main() -> None:
-        engine = FakeEngine(slots=2, gated=True)
-        async with started(engine) as thread:
-            short, long = ticket("x"), ticket("something longer")
-            thread.submit(short)
-            thread.submit(long)
-            engine.allow(2)  # ends the short reply; the thread holds that news back for a later delivery
-            await until(lambda: len(engine.seen) == 2 and engine.seen[0].said == 2)
-            thread.release(long)
-            assert await said(short) == "x"
-
+@asynchronous
+async def test_news_is_not_left_behind_when_the_last_other_ticket_is_released(monkeypatch):
     monkeypatch.setattr(engine_thread, "NEWS_SECONDS", float("inf"))
-    run(main())
+    engine = FakeEngine(slots=2, gated=True)
+    async with started(engine) as thread:
+        short, long = ticket("x"), ticket("something longer")
+        thread.submit(short)
+        thread.submit(long)
+        engine.allow(2)  # ends the short reply; the thread holds that news back for a later delivery
+        await until(lambda: len(engine.seen) == 2 and engine.seen[0].said == 2)
+        thread.release(long)
+        assert await said(short) == "x"
 
 
-def test_queue_is_bounded():
-    async def main() -> None:
-        engine = FakeEngine(slots=2, gated=True)
-        async with started(engine, waiting=3) as thread:
-            tickets = [ticket(str(i)) for i in range(5)]
-            for each in tickets:
-                thread.submit(each)
-            with pytest.raises(asyncio.QueueFull):
-                thread.submit(ticket("too many"))
-            thread.release(tickets[0])
-            thread.submit(ticket("fits again"))
-
-    run(main())
+@asynchronous
+async def test_complete_reply_gives_its_place_to_another_before_anyone_reads_it():
+    async with started(FakeEngine(slots=1), waiting=1) as thread:
+        unread = [ticket(str(i)) for i in range(10)]
+        for each in unread:
+            await until(lambda: not thread.full())
+            thread.submit(each)
+        await until(lambda: not thread.tickets)
+        assert [await said(each) for each in unread] == [str(i) for i in range(10)]
 
 
-def test_complete_reply_gives_its_place_to_another_before_anyone_reads_it():
-    async def main() -> None:
-        async with started(FakeEngine(slots=1), waiting=1) as thread:
-            unread = [ticket(str(i)) for i in range(10)]
-            for each in unread:
-                await until(lambda: not thread.full())
-                thread.submit(each)
-            await until(lambda: not thread.tickets)
-            assert [await said(each) for each in unread] == [str(i) for i in range(10)]
-
-    run(main())
-
-
-def test_failing_engine_fails_the_chats_in_flight_and_serves_the_next(capfd):
-    async def main() -> None:
-        engine = FakeEngine(slots=2, fail=True)
-        async with started(engine) as thread:
-            first, second = ticket("first"), ticket("second")
-            thread.submit(first)
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                await said(first)
-            thread.release(first)
-            thread.submit(second)
-            assert await said(second) == "second"
-            assert thread.alive
-
-    run(main())
+@asynchronous
+async def test_failing_engine_fails_the_chats_in_flight_and_serves_the_next(capfd):
+    engine = FakeEngine(slots=2, fail=True)
+    async with started(engine) as thread:
+        first, second = ticket("first"), ticket("second")
+        thread.submit(first)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await said(first)
+        thread.release(first)
+        thread.submit(second)
+        assert await said(second) == "second"
+        assert thread.alive
     assert "the device is gone" in capfd.readouterr().err
 
 
-def test_ticket_that_the_engine_refuses_fails_alone():
-    async def main() -> None:
-        async with started(FakeEngine()) as thread:
-            bad, good = Ticket([([], Sampling())]), ticket("good")
-            thread.submit(bad)
-            thread.submit(good)
-            with pytest.raises(ValueError):
-                await bad.events()
-            assert await said(good) == "good"
-
-    run(main())
-
-
-def test_idle_thread_stops_at_once():
-    async def main() -> None:
-        thread = EngineThread(FakeEngine(), 1)
-        thread.start()
-        await thread.stop()
-        assert not thread.alive
-
-    run(main())
-
-
-def test_a_refused_request_is_told_why_and_its_neighbours_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [ValueError, UserError])
+@asynchronous
+async def test_a_refused_request_is_told_why_and_its_neighbours_are_answered(kind, capsys):
     class Refusing(FakeEngine):
         def submit(self, prompt: list[int], sampling: Sampling) -> int:
             if sampling.schema is not None:
-                raise UserError("the JSON schema cannot be met")
+                raise kind("the JSON schema cannot be met")
             return super().submit(prompt, sampling)
 
-    async def main() -> None:
-        async with started(Refusing(slots=2)) as thread:
-            good, bad = ticket("good"), ticket("bad")
-            bad.requests = [(prompt("bad"), Sampling(schema='{"enum": []}'))]
-            thread.submit(bad)
-            thread.submit(good)
-            with pytest.raises(UserError, match="cannot be met"):
-                await bad.events()
-            assert await said(good) == "good"
-            assert thread.free_slots == 2 and not thread.tickets
+    async with started(Refusing(slots=2)) as thread:
+        good, bad = ticket("good"), Ticket([(prompt("bad"), Sampling(schema='{"enum": []}'))])
+        thread.submit(bad)
+        thread.submit(good)
+        with pytest.raises(kind, match="cannot be met"):
+            await bad.events()
+        assert await said(good) == "good"
+        assert thread.free_slots == 2 and not thread.tickets
+    assert kind is ValueError or capsys.readouterr().err == ""  # a client's mistake is not the server's failure
 
-    run(main())
-    assert capsys.readouterr().err == ""  # a client's mistake is not the server's failure
+
+@asynchronous
+async def test_idle_thread_stops_at_once():
+    thread = EngineThread(FakeEngine(), 1)
+    thread.start()
+    await thread.stop()
+    assert not thread.alive
 
 
 # --- addresses -----------------------------------------------------------------------------------
@@ -238,98 +199,89 @@ def order(engine: FakeEngine) -> list[str]:
     return [bytes(seen.prompt[2:-2]).decode() for seen in engine.seen]
 
 
-def test_waiting_addresses_take_turns():
-    async def main() -> None:
-        engine = FakeEngine(slots=1, gated=True)
-        async with started(engine, waiting=20) as thread:
-            names = ["a0", "a1", "a2", "a3", "b0", "c0", "b1"]
-            tickets = [ticket(name, owner=name[0]) for name in names]
-            thread.submit(tickets[0])
-            await until(lambda: tickets[0].begun)
-            for each in tickets[1:]:
-                thread.submit(each)
-            engine.allow(1000)
-            assert await asyncio.gather(*map(said, tickets)) == names
-            assert order(engine) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
-
-    run(main())
+@asynchronous
+async def test_waiting_addresses_take_turns():
+    engine = FakeEngine(slots=1, gated=True)
+    async with started(engine, waiting=20) as thread:
+        names = ["a0", "a1", "a2", "a3", "b0", "c0", "b1"]
+        tickets = [ticket(name, owner=name[0]) for name in names]
+        thread.submit(tickets[0])
+        await until(lambda: tickets[0].begun)
+        for each in tickets[1:]:
+            thread.submit(each)
+        engine.allow(1000)
+        assert await asyncio.gather(*map(said, tickets)) == names
+        assert order(engine) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
 
 
-def test_full_queue_takes_the_newest_place_of_the_address_with_most():
-    async def main() -> None:
-        engine = FakeEngine(slots=1, gated=True)
-        async with started(engine, waiting=4) as thread:
-            crowd = [ticket(f"a{i}", "a") for i in range(5)]
-            for each in crowd[:1]:
-                thread.submit(each)
-            await until(lambda: crowd[0].begun)
-            for each in crowd[1:]:
-                thread.submit(each)
-            with pytest.raises(asyncio.QueueFull):
-                thread.submit(ticket("a5", "a"))
-            newcomer = ticket("b0", "b")
-            thread.submit(newcomer)
-            with pytest.raises(Displaced):
-                await crowd[4].events()
-            second = ticket("b1", "b")
-            thread.submit(second)
-            with pytest.raises(Displaced):
-                await crowd[3].events()
-            with pytest.raises(asyncio.QueueFull):  # both have two waiting: nobody gives way
-                thread.submit(ticket("b2", "b"))
-            engine.allow(1000)
-            assert await asyncio.gather(*map(said, [*crowd[:3], newcomer, second])) == ["a0", "a1", "a2", "b0", "b1"]
-
-    run(main())
+@asynchronous
+async def test_full_queue_takes_the_newest_place_of_the_address_with_most():
+    engine = FakeEngine(slots=1, gated=True)
+    async with started(engine, waiting=4) as thread:
+        crowd = [ticket(f"a{i}", "a") for i in range(5)]
+        thread.submit(crowd[0])
+        await until(lambda: crowd[0].begun)
+        for each in crowd[1:]:
+            thread.submit(each)
+        with pytest.raises(asyncio.QueueFull):
+            thread.submit(ticket("a5", "a"))
+        newcomer = ticket("b0", "b")
+        thread.submit(newcomer)
+        with pytest.raises(Displaced):
+            await crowd[4].events()
+        second = ticket("b1", "b")
+        thread.submit(second)
+        with pytest.raises(Displaced):
+            await crowd[3].events()
+        with pytest.raises(asyncio.QueueFull):  # both have two waiting: nobody gives way
+            thread.submit(ticket("b2", "b"))
+        thread.release(crowd[2])
+        thread.submit(ticket("b2", "b"))  # in the place that was given back
+        engine.allow(1000)
+        assert await asyncio.gather(*map(said, [*crowd[:2], newcomer, second])) == ["a0", "a1", "b0", "b1"]
 
 
 # --- several requests on one ticket --------------------------------------------------------------
 
 
-def test_ticket_of_several_requests_gets_each_answer_under_its_place():
-    async def main() -> None:
-        async with started(FakeEngine(slots=2)) as thread:
-            both = Ticket([(prompt(f"question {i}"), Sampling()) for i in range(5)])
-            thread.submit(both)
-            texts: dict[int, list[int]] = {}
-            while both in thread.tickets or both.unfinished:
-                for place, event in await both.events():
-                    texts.setdefault(place, []).append(event.token)
-            assert {place: bytes(ids[:-1]).decode() for place, ids in texts.items()} == {
-                i: f"question {i}" for i in range(5)
-            }
-            assert not thread.tickets
-
-    run(main())
+@asynchronous
+async def test_ticket_of_several_requests_gets_each_answer_under_its_place():
+    async with started(FakeEngine(slots=2)) as thread:
+        both = Ticket([(prompt(f"question {i}"), Sampling()) for i in range(5)])
+        thread.submit(both)
+        texts: dict[int, list[int]] = {}
+        while both in thread.tickets or both.unfinished:
+            for place, event in await both.events():
+                texts.setdefault(place, []).append(event.token)
+        assert {place: bytes(ids[:-1]).decode() for place, ids in texts.items()} == {
+            i: f"question {i}" for i in range(5)
+        }
+        assert not thread.tickets
 
 
-def test_address_with_many_requests_on_a_ticket_shares_the_slots():
-    async def main() -> None:
-        engine = FakeEngine(slots=1, gated=True)
-        async with started(engine) as thread:
-            batch, single = Ticket([(prompt(f"a{i}"), Sampling()) for i in range(9)], "a"), ticket("b", "b")
-            thread.submit(batch)
-            await until(lambda: batch.begun)
-            thread.submit(single)
-            engine.allow(1000)
-            assert await said(single) == "b"
-            assert order(engine).index("b") <= 2
-
-    run(main())
+@asynchronous
+async def test_address_with_many_requests_on_a_ticket_shares_the_slots():
+    engine = FakeEngine(slots=1, gated=True)
+    async with started(engine) as thread:
+        batch, single = Ticket([(prompt(f"a{i}"), Sampling()) for i in range(9)], "a"), ticket("b", "b")
+        thread.submit(batch)
+        await until(lambda: batch.begun)
+        thread.submit(single)
+        engine.allow(1000)
+        assert await said(single) == "b"
+        assert order(engine).index("b") <= 2
 
 
-def test_release_takes_back_all_requests_of_a_ticket():
-    async def main() -> None:
-        engine = FakeEngine(slots=2, gated=True)
-        async with started(engine) as thread:
-            batch, last = Ticket([(prompt(f"a{i}"), Sampling()) for i in range(5)]), ticket("last")
-            thread.submit(batch)
-            await until(lambda: thread.free_slots == 0 or len(engine.seen) == 2)
-            thread.release(batch)
-            thread.submit(last)
-            engine.allow(1000)
-            assert await said(last) == "last"
-            await until(lambda: thread.free_slots == 2)
-            assert [seen.cancelled for seen in engine.seen] == [True, True, False]
-
-    run(main())
+@asynchronous
+async def test_release_takes_back_all_requests_of_a_ticket():
+    engine = FakeEngine(slots=2, gated=True)
+    async with started(engine) as thread:
+        batch, last = Ticket([(prompt(f"a{i}"), Sampling()) for i in range(5)]), ticket("last")
+        thread.submit(batch)
+        await until(lambda: thread.free_slots == 0 or len(engine.seen) == 2)
+        thread.release(batch)
+        thread.submit(last)
+        engine.allow(1000)
+        assert await said(last) == "last"
+        await until(lambda: thread.free_slots == 2)
+        assert [seen.cancelled for seen in engine.seen] == [True, True, False]

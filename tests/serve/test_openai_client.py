@@ -53,7 +53,8 @@ def test_chat_whole_and_streamed(client):
     }  # fmt: skip
     whole = client.chat.completions.create(**fields)
     assert len(whole.choices) == 2 and len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
-    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    alone = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1)
+    assert whole.usage.prompt_tokens == alone.usage.prompt_tokens
     texts = ["", ""]
     usage = None
     for chunk in client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}):
@@ -134,25 +135,13 @@ def test_responses_with_tools_and_a_chat_that_the_server_keeps(client):
     assert by_items.usage.input_tokens_details.cached_tokens > 0
     assert client.responses.retrieve(by_id.id) == by_id
     client.responses.delete(by_id.id)
-    for gone in (by_id, by_items):
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(gone.id)
-    with pytest.raises(openai.BadRequestError, match="Send the whole chat"):
-        client.responses.create(model=MODEL, input="And now?", previous_response_id=by_id.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(by_id.id)
     format_ = {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}, "strict": True}
     fields = {"model": MODEL, "input": [result], "text": {"format": format_}, "max_output_tokens": 99}
     with client.responses.stream(previous_response_id=first.id, **fields) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert text == stream.get_final_response().output_text
-
-
-def test_routes_that_the_client_knows_only_by_their_path(client, url):
-    root = client.with_options(base_url=url)
-    tokens = root.post("/tokenize", body={"prompt": "the cat", "add_special_tokens": False}, cast_to=dict)["tokens"]
-    assert root.post("/detokenize", body={"tokens": tokens}, cast_to=dict)["prompt"] == "the cat"
-    assert root.get("/tokenizer_info", cast_to=dict)["bos_token"] == "<|bos|>"
-    assert root.get("/health", cast_to=dict)["status"] == "ok"
-    assert "vllm:num_requests_running" in root.get("/metrics", cast_to=str)
 
 
 def test_refusals_are_the_clients_own_exceptions(client, url):
@@ -161,12 +150,3 @@ def test_refusals_are_the_clients_own_exceptions(client, url):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=QUESTION, stop=["x"] * 10_000)
     assert (caught.value.param, caught.value.code) == ("stop", "invalid_value")
-    with pytest.raises(openai.BadRequestError, match="schema"):
-        client.chat.completions.create(
-            model=MODEL, messages=QUESTION,
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}},
-        )  # fmt: skip
-    with pytest.raises(openai.BadRequestError, match="to 289"):
-        client.completions.create(model=MODEL, prompt=[10**6])
-    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
-        client.chat.completions.create(model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=10**9)

@@ -4,20 +4,20 @@ import json
 import select
 import time
 from collections.abc import Iterator
+from importlib.resources import as_file, files
 from typing import Any
 
 import httpx
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.serve.app import ASSETS
+from nanochat.serve.app import ASSETS, PAGES
 from nanochat.serve.listening import HEADERS, host_allowed
-from nanochat.serve.server import BODY_BYTES
 from tests.support.fake_engine import CHAT, ByteTokenizer, FakeEngine, ask, eventually, running
 from tests.support.raw_client import connect, head, post, until_closed
 
 CALL = ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"]
-REPLIES = {"hello": ["你好，世界"], "sum": CALL, "silence": []}
+REPLIES = {"hello": ["你好，世界"], "sum": CALL}
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +64,9 @@ def test_streamed_answer_is_the_same_in_pieces_of_whole_characters(client):
     assert (last["delta"], last["finish_reason"]) == ({}, "stop")
     assert [chunk.get("usage") for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["usage"]["completion_tokens"] == 16
-
-
-def test_usage_comes_alone_when_asked_for_as_openai_does(client):
-    chunks = events(client.post(CHAT, json=ask("hello", stream=True, stream_options={"include_usage": True})))
-    assert "usage" not in chunks[-2]
-    assert (chunks[-1]["choices"], chunks[-1]["usage"]["total_tokens"]) == ([], 25)
-
-
-def test_tool_call_is_beside_the_words(client):
-    chunks = events(client.post(CHAT, json=ask("sum", stream=True)))
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert "".join(delta.get("content", "") for delta in deltas) == "37 × 48 = 1776"
-    assert [delta["tool"] for delta in deltas if "tool" in delta] == [{"expression": "37*48", "result": "1776"}]
+    alone = events(client.post(CHAT, json=ask("hello", stream=True, stream_options={"include_usage": True})))
+    assert "usage" not in alone[-2]
+    assert (alone[-1]["choices"], alone[-1]["usage"]["total_tokens"]) == ([], 25)
 
 
 def test_answer_that_was_given_back_reaches_the_model_with_its_tool_call(client, engine):
@@ -86,11 +76,6 @@ def test_answer_that_was_given_back_reaches_the_model_with_its_tool_call(client,
     call = [*tokenizer.marked("python", "37*48"), *tokenizer.marked("output", "1776")]
     prompt = engine.seen[-1].prompt
     assert any(prompt[i : i + len(call)] == call for i in range(len(prompt)))
-
-
-def test_answer_of_no_words_is_an_answer(client):
-    body = client.post(CHAT, json=ask("silence")).json()
-    assert (body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]) == ("", 1)
 
 
 def test_answer_stops_at_max_tokens_with_the_reason(client):
@@ -115,7 +100,7 @@ def test_models_and_health(client):
     (model,) = models["data"]
     assert models["object"] == "list"
     assert (model["id"], model["object"], model["stage"], model["tag"]) == ("nanochat-sft-d4", "model", "sft", "d4")
-    assert (model["step"], model["context_length"]) == (300, 200)
+    assert (model["step"], model["context_length"], model["max_model_len"]) == (300, 200, 200)
     assert model["capabilities"] == {"system_message": False, "tools": False}
     assert model["vocab_size"] == ByteTokenizer.vocab_size
     assert model["defaults"] == {"temperature": 0.6, "min_p": 0.0, "top_k": 50, "max_tokens": 512}
@@ -126,63 +111,22 @@ def test_models_and_health(client):
 # --- what does not fit ---------------------------------------------------------------------------
 
 
-def test_prompt_longer_than_the_context_is_refused_with_numbers(client):
-    response = client.post(CHAT, json=ask("x" * 300))
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
-    assert "200" in error["message"] and "304" in error["message"]
-
-
 def test_answer_that_cannot_fit_is_refused_with_numbers(client):
     assert client.post(CHAT, json=ask("x" * 96, max_tokens=100)).status_code == 200
-    error = client.post(CHAT, json=ask("x" * 97, max_tokens=100)).json()["error"]
-    assert error["code"] == "context_length_exceeded"
+    response = client.post(CHAT, json=ask("x" * 97, max_tokens=100))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
     assert "101" in error["message"] and "100" in error["message"]
 
 
-def conversation(exchanges: int) -> list[dict[str, str]]:
-    turns = [
-        [{"role": "user", "content": f"u{i:02}"}, {"role": "assistant", "content": f"a{i:02}"}]
-        for i in range(exchanges)
-    ]
-    return [message for pair in turns for message in pair] + [{"role": "user", "content": "hello"}]
-
-
-def test_oldest_exchanges_are_left_out_only_when_the_client_allows_it(client, engine):
-    system = {"role": "system", "content": "short"}
-    messages = [system, *conversation(30)]
-    assert client.post(CHAT, json={"messages": messages, "max_tokens": 50}).status_code == 400
-    body = client.post(CHAT, json={"messages": messages, "max_tokens": 50, "truncation": "auto"}).json()
-    # 1 + 7 for system + 10 per exchange + 8 for the question and the reply's start mark + 50 must be at most 200
-    assert body["truncated_messages"] == 2 * (30 - 13)
-    tokenizer = ByteTokenizer()
-    prompt = engine.seen[-1].prompt
-    assert prompt[: 1 + 7 + 10] == [
-        tokenizer.bos,
-        *tokenizer.marked("user", "short"),
-        *tokenizer.marked("user", "u17"),
-        *tokenizer.marked("assistant", "a17"),
-    ]
-    chunks = events(client.post(CHAT, json={"messages": messages, "truncation": "auto", "stream": True}))
-    assert chunks[0]["truncated_messages"] > 0
-
-
-def test_question_that_is_too_long_alone_is_refused_even_so(client):
-    messages = [*conversation(3)[:-1], {"role": "user", "content": "x" * 300}]
-    response = client.post(CHAT, json={"messages": messages, "truncation": "auto"})
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-
-
-def test_body_limit_is_in_bytes(client):
-    def post(size: int) -> httpx.Response:
-        frame = len(json.dumps(ask("")).encode())
-        body = json.dumps(ask("中" * ((size - frame) // 3) + "x" * ((size - frame) % 3)), ensure_ascii=False).encode()
-        assert len(body) == size
-        return client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
-
-    assert post(BODY_BYTES).json()["error"]["code"] == "context_length_exceeded"
-    refused = post(BODY_BYTES + 1)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+def test_oldest_exchanges_are_left_out_only_when_the_client_allows_it(client):
+    exchange = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}]
+    fields = {"messages": [*exchange * 30, *ask("hello")["messages"]], "max_tokens": 50}
+    assert client.post(CHAT, json=fields).status_code == 400
+    fields["truncation"] = "auto"
+    # 1 + 10 per exchange + 8 for the question and the reply's start mark + 50 must be at most 200
+    assert client.post(CHAT, json=fields).json()["truncated_messages"] == 2 * (30 - 14)
+    assert events(client.post(CHAT, json={**fields, "stream": True}))[0]["truncated_messages"] == 2 * (30 - 14)
 
 
 def test_endless_body_is_refused_while_it_comes(client):
@@ -200,9 +144,6 @@ def test_endless_body_is_refused_while_it_comes(client):
     ("content", "kind", "status", "code"),
     [
         (b"{", "application/json", 400, "invalid_json"),
-        (b'{"messages": "\xff"}', "application/json", 400, "invalid_json"),
-        (b"[" * 200_000, "application/json", 400, "invalid_json"),
-        (b"1" * 5000, "application/json", 400, "invalid_json"),
         (b"[]", "application/json; charset=utf-8", 400, "invalid_value"),
         (json.dumps(ask("hello")).encode(), "text/plain", 415, "unsupported_media_type"),
         (json.dumps(ask("hello", service_tier="flex")).encode(), "application/json", 400, "unsupported_parameter"),
@@ -212,11 +153,6 @@ def test_endless_body_is_refused_while_it_comes(client):
 def test_bad_bodies_get_openais_error(client, content, kind, status, code):
     response = client.post(CHAT, content=content, headers={"Content-Type": kind})
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-
-
-def test_half_a_surrogate_pair_does_no_harm(client):
-    content = rb'{"messages": [{"role": "user", "content": "\ud83d"}]}'
-    assert client.post(CHAT, content=content, headers={"Content-Type": "application/json"}).status_code == 200
 
 
 def test_half_a_surrogate_pair_in_a_name_is_refused_like_any_name(client):
@@ -275,6 +211,8 @@ def test_name_that_another_site_may_have_pointed_here_is_refused(client, host):
 
 
 def test_page_and_its_files_are_served(client):
+    with as_file(files("nanochat.serve") / "web") as folder:
+        assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == {*PAGES, *ASSETS}
     page = client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     for name, kind in ASSETS.items():

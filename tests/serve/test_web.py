@@ -1,13 +1,13 @@
 """The page in a real browser: streaming, stopping, writing, and what an answer looks like."""
 
-from dataclasses import replace
-from typing import Any
+import re
 
 import pytest
 from playwright.sync_api import expect
 
+from tests.serve.pages import ask, heard
 from tests.support.browsing import REPLIES, answers, finished, say_hello, send, visit, wait_until_free
-from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
+from tests.support.fake_engine import FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
@@ -18,23 +18,26 @@ STORY = "第一天，小模型学会了说话。And it spoke. " * 40
 # --- streaming -----------------------------------------------------------------------------------
 
 
-def test_answer_is_seen_while_it_is_made(browser):
-    engine = FakeEngine(REPLIES, gated=True)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        expect(page.locator(".turn.user .bubble")).to_have_text("hello")
-        engine.allow(7)  # two characters and the first byte of the third
-        expect(answers(page)).to_have_text("你好")
-        expect(page.locator(".body.streaming")).to_have_count(1)
-        expect(page.locator(".numbers")).to_have_count(0)
-        engine.allow(100)
-        expect(answers(page)).to_have_text("你好，世界！🌍")
-        expect(page.locator(".body.streaming")).to_have_count(0)
-        expect(page.locator(".numbers")).to_contain_text("23 tokens")
-        expect(page.locator("#log")).not_to_have_attribute("aria-busy", "true")
+def test_answer_is_seen_while_it_is_made(engine, page):
+    engine.gated = True
+    send(page, "hello")
+    expect(page.locator(".turn.user .bubble")).to_have_text("hello")
+    engine.allow(7)  # two characters and the first byte of the third
+    expect(answers(page)).to_have_text("你好")
+    expect(page.locator(".body.streaming")).to_have_count(1)
+    expect(page.locator(".numbers")).to_have_count(0)
+    expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-live", "polite")
+    engine.allow(100)
+    expect(answers(page)).to_have_text("你好，世界！🌍")
+    expect(page.locator(".body.streaming")).to_have_count(0)
+    expect(page.locator("#log")).not_to_have_attribute("aria-busy", "true")
+    numbers = page.locator(".numbers > span")
+    expect(numbers).to_be_hidden()
+    page.get_by_label("Length and speed of this answer").click()
+    expect(numbers).to_have_text(re.compile(r"^23 tokens · [\d,.]+ tokens/s$"))
 
 
-def test_stop_keeps_what_was_said_and_frees_the_slot(browser):
+def test_stop_and_new_chat_end_an_answer_and_free_its_slot(browser):
     engine = FakeEngine(REPLIES, gated=True, slots=1)
     with running(engine) as url, visit(browser, url) as page:
         send(page, "hello")
@@ -43,78 +46,23 @@ def test_stop_keeps_what_was_said_and_frees_the_slot(browser):
         page.get_by_role("button", name="Stop answering").click()
         expect(page.locator(".meta")).to_contain_text("stopped")
         wait_until_free(url, 1)
-        assert engine.seen[0].cancelled
-        engine.allow(1000)
         send(page, "sum")
-        expect(answers(page).last).to_contain_text("1776.")
-        expect(answers(page).first).to_have_text("你好")
-        said = bytes(token for token in engine.seen[1].prompt if token < 256).decode()
-        assert said == "hello你好sum"
-
-
-def test_new_chat_aborts_the_answer_and_frees_the_slot(browser):
-    engine = FakeEngine(REPLIES, gated=True, slots=1)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        engine.allow(6)
-        expect(answers(page)).to_have_text("你好")
+        engine.allow(2)
+        expect(answers(page)).to_have_text(["你好", "37"])
+        assert heard(engine) == "hello你好sum"
         page.get_by_role("button", name="New chat").click()
         expect(page.locator("#welcome")).to_be_visible()
-        wait_until_free(url, 1)
-        assert engine.seen[0].cancelled
-        engine.allow(1000)
         expect(page.locator(".turn")).to_have_count(0)
-        send(page, "sum")
-        expect(answers(page)).to_have_count(1)
-        expect(answers(page)).to_contain_text("1776.")
-        said = bytes(token for token in engine.seen[1].prompt if token < 256).decode()
-        assert said == "sum"
-
-
-def test_closed_page_frees_the_slot(browser):
-    engine = FakeEngine(REPLIES, gated=True, slots=1)
-    with running(engine) as url:
-        with visit(browser, url) as page:
-            send(page, "hello")
-            engine.allow(3)
-            expect(answers(page)).to_have_text("你")
         wait_until_free(url, 1)
-        assert engine.seen[0].cancelled
+        assert all(seen.cancelled for seen in engine.seen)
+        engine.allow(1000)
+        ask(page, "sum")
+        expect(answers(page)).to_have_text(re.compile("1776.$"))
+        assert heard(engine) == "sum"
 
 
-def recut(size: int) -> Any:
-    """Middleware that splits the body of every stream into pieces of `size` bytes, even inside a character."""
-
-    def wrap(app: Any) -> Any:
-        async def cut(scope: Any, receive: Any, send_on: Any) -> None:
-            async def send_pieces(message: Any) -> None:
-                body = message.get("body", b"")
-                for start in range(0, len(body) - size, size):
-                    await send_on({**message, "body": body[start : start + size], "more_body": True})
-                rest = body[(len(body) - 1) // size * size :] if body else b""
-                await send_on({**message, "body": rest} if message["type"] == "http.response.body" else message)
-
-            streamed = scope["type"] == "http" and scope["method"] == "POST"
-            await app(scope, receive, send_pieces if streamed else send_on)
-
-        return cut
-
-    return wrap
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_stream_may_be_cut_anywhere(browser, size):
-    with running(FakeEngine(REPLIES), wrap=recut(size)) as url, visit(browser, url) as page:
-        send(page, "hello")
-        expect(answers(page)).to_have_text("你好，世界！🌍")
-        finished(page)
-        send(page, "sum")
-        expect(answers(page).last).to_contain_text("37*48 = 1776")
-        finished(page)
-
-
-def test_events_are_read_the_same_however_the_bytes_are_cut(browser):
-    """Tests only the parser, with every pair of cuts; a real network makes such cuts only by chance."""
+def test_events_are_read_the_same_however_the_bytes_are_cut(page):
+    """With every pair of cuts; a real network makes such cuts only by chance."""
     parse = """async () => {
         const { events } = await import("./assets/sse.js");
         const text = "data: 你🌍\\r\\n\\r\\n: note\\ndata:a\\r\\ndata: b\\n\\nevent: x\\rdata: c\\r\\rdata: half";
@@ -134,8 +82,7 @@ def test_events_are_read_the_same_however_the_bytes_are_cut(browser):
         }
         return wrong;
     }"""
-    with running(FakeEngine()) as url, visit(browser, url) as page:
-        assert page.evaluate(parse) == []
+    assert page.evaluate(parse) == []
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -167,102 +114,58 @@ def test_enter_that_ends_a_composition_does_not_send(browser):
         finished(page)
 
 
-def test_shift_enter_starts_a_line_and_the_box_grows(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        expect(page.locator("#prompt")).to_be_focused()
-        one = page.locator("#prompt").bounding_box()
-        page.keyboard.type("one")
-        page.keyboard.press("Shift+Enter")
-        page.keyboard.type("two")
-        expect(page.locator("#prompt")).to_have_value("one\ntwo")
-        two = page.locator("#prompt").bounding_box()
-        assert one and two and two["height"] > one["height"] + 10
-        page.fill("#prompt", "line\n" * 100)
-        many = page.locator("#prompt").bounding_box()
-        assert many and many["height"] < 260
-        page.fill("#prompt", "one\ntwo")
-        page.keyboard.press("Enter")
-        expect(page.locator(".turn.user .bubble")).to_have_text("one\ntwo")
-        expect(page.locator("#prompt")).to_have_value("")
-        expect(page.locator("#prompt")).to_be_focused()
-        finished(page)
-
-
-def test_enter_during_an_answer_keeps_the_next_question(browser):
-    engine = FakeEngine(REPLIES, gated=True)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        send(page, "sum")
-        expect(page.locator("#prompt")).to_have_value("sum")
-        assert len(engine.seen) <= 1
-        engine.allow(1000)
-        finished(page)
-        page.press("#prompt", "Enter")
-        expect(answers(page).last).to_contain_text("1776.")
-
-
-def test_nothing_is_not_sent(browser):
-    engine = FakeEngine(REPLIES)
-    with running(engine) as url, visit(browser, url) as page:
-        expect(page.locator("#send")).to_be_disabled()
-        send(page, " \n ")
-        expect(page.locator(".turn")).to_have_count(0)
-        assert engine.seen == []
-
-
-def test_example_is_asked_with_a_click(browser):
-    settings = replace(SETTINGS, about=ABOUT)
-    with running(FakeEngine(), settings=settings) as url, visit(browser, url) as page:
-        page.get_by_role("button", name="法国的首都是哪里？").click()
-        expect(page.locator(".turn.user .bubble")).to_have_text("法国的首都是哪里？")
-        expect(answers(page)).to_have_text("法国的首都是哪里？")
-        expect(page.locator("#welcome")).to_be_hidden()
+def test_the_box_takes_several_lines_and_sends_nothing_empty_or_during_an_answer(engine, page):
+    box = page.locator("#prompt")
+    expect(box).to_be_focused()
+    expect(page.locator("#send")).to_be_disabled()
+    send(page, " \n ")
+    expect(page.locator(".turn")).to_have_count(0)
+    page.fill("#prompt", "")
+    heights = [box.bounding_box()["height"]]
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    heights.append(box.bounding_box()["height"])
+    page.fill("#prompt", "line\n" * 100)
+    heights.append(box.bounding_box()["height"])
+    assert heights[0] + 10 < heights[1] < heights[2] < 260
+    engine.gated = True
+    send(page, "one\ntwo")
+    expect(page.locator(".turn.user .bubble")).to_have_text("one\ntwo")
+    expect(box).to_have_value("")
+    expect(box).to_be_focused()
+    send(page, "sum")
+    expect(box).to_have_value("sum")
+    engine.allow(1000)
+    finished(page)
+    assert len(engine.seen) == 1
+    page.press("#prompt", "Enter")
+    expect(answers(page).last).to_contain_text("1776.")
 
 
 # --- what is shown -------------------------------------------------------------------------------
 
 
-def test_markup_is_shown_as_text(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        send(page, NASTY)  # the fake engine echoes it
-        expect(answers(page)).to_have_text(NASTY)
-        finished(page)
-        expect(page.locator(".turn.user .bubble")).to_have_text(NASTY)
-        assert page.locator("#log img, #log script, #log b").count() == 0
-        assert page.title() == "nanochat · d4"
-
-
-def test_tool_call_is_a_chip_that_opens(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        send(page, "sum")
-        expect(page.locator(".tool summary")).to_have_text("37*48 = 1776")
-        expect(page.locator(".tool p")).to_be_hidden()
-        page.locator(".tool summary").click()
-        expect(page.locator(".tool p")).to_have_text("The model asked the calculator for “37*48” and got “1776”.")
-        finished(page)
-        send(page, "bad sum")
-        expect(page.locator(".tool summary").last).to_have_text("1/0 = ?")
-        finished(page)
-
-
-def test_copy_takes_the_words(browser):
-    with (
-        running(FakeEngine(REPLIES)) as url,
-        visit(browser, url, permissions=["clipboard-read", "clipboard-write"]) as page,
-    ):
-        send(page, "hello")
-        page.get_by_role("button", name="Copy").click()
-        expect(page.get_by_role("button", name="Copied")).to_be_visible()
-        assert page.evaluate("() => navigator.clipboard.readText()") == "你好，世界！🌍"
-
-
-def test_silence_is_said_in_words(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        send(page, "silence")
-        expect(page.locator(".meta")).to_contain_text("The model had nothing to say.")
-        send(page, "hello")
-        expect(answers(page).last).to_have_text("你好，世界！🌍")
-        finished(page)
+def test_markup_calculator_calls_and_silence_are_shown_in_words(page):
+    ask(page, NASTY)  # the fake engine echoes it
+    expect(answers(page)).to_have_text(NASTY)
+    expect(page.locator(".turn.user .bubble")).to_have_text(NASTY)
+    assert page.locator("#log img, #log script, #log b").count() == 0
+    assert page.title() == "nanochat · d4"
+    ask(page, "sum")
+    expect(page.locator(".tool summary")).to_have_text("37*48 = 1776")
+    expect(page.locator(".tool p")).to_be_hidden()
+    page.locator(".tool summary").click()
+    expect(page.locator(".tool p")).to_have_text("The model asked the calculator for “37*48” and got “1776”.")
+    ask(page, "bad sum")
+    expect(page.locator(".tool summary").last).to_have_text("1/0 = ?")
+    ask(page, "silence")
+    expect(page.locator(".meta").last).to_contain_text("The model had nothing to say.")
+    ask(page, "hello")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy").last.click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("() => navigator.clipboard.readText()") == "你好，世界！🌍"
 
 
 def test_reader_who_scrolls_up_is_left_alone(browser):
@@ -295,14 +198,26 @@ def test_reader_who_scrolls_up_is_left_alone(browser):
         assert page.evaluate(below) < 2
 
 
-def test_oldest_exchanges_are_marked_when_the_context_is_full(browser):
+def test_a_full_context_is_told_where_messages_are_dropped_over_a_reload(browser):
     engine = FakeEngine(REPLIES, length=120)
     with running(engine) as url, visit(browser, url) as page:
-        say_hello(page, 4)
-        line = page.locator(".forgotten")
-        expect(line).to_have_count(1)
+        bar, line = page.locator("#context-text"), page.locator(".forgotten")
+        expect(page.locator("#context")).to_be_hidden()
+        say_hello(page, 1)
+        expect(bar).to_have_text(f"{len(engine.seen[-1].prompt) + 23} of 120 tokens of context")
+        expect(page.locator("#context-bar")).to_have_attribute("max", "120")
+        ask(page, "hello", "hello", "hello")
+        page.locator(".saw summary").last.click()
+        expect(page.locator(".saw[open] .prompt")).to_have_text(engine.tokenizer.decode(engine.seen[-1].prompt))
+        page.reload()
+        expect(bar).to_contain_text("the oldest messages were dropped")
         expect(line).to_have_text("The model no longer sees the messages above: its context holds only 120 tokens.")
+        expect(answers(page)).to_have_count(4)
         assert "cut off" not in page.locator("#log").inner_text()
+        seen = heard(engine)
+        ask(page, "hello")
+        assert len(heard(engine)) <= len(seen) + 20
         page.locator("#language").click()
-        expect(line).to_contain_text("120")
         expect(line).to_contain_text("上下文")
+        page.locator("#new-chat").click()
+        expect(page.locator("#context")).to_be_hidden()

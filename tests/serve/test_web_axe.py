@@ -1,4 +1,4 @@
-"""The pages as axe-core sees them: no serious or critical barrier in any state, at two sizes, light and dark."""
+"""The pages as axe-core sees them: no serious or critical barrier in any state, on a phone by day and at a desk by night."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,8 +13,9 @@ from nanochat.data.conversation import Part
 from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.serve.app import create_runs_app
 from nanochat.serve.models import Announced, Loadable
+from tests.serve.pages import ask
 from tests.serve.test_web_runs import write
-from tests.support.browsing import finished, send, visit
+from tests.support.browsing import finished, visit
 from tests.support.fake_engine import ABOUT, FakeEngine, running, serving
 
 pytestmark = pytest.mark.browser
@@ -28,9 +29,10 @@ RICH = [
     f" and *that* is **right**: [why](https://example.com).\n\n> quoted\n\n1. one\n2. two\n\n"
     f"| number | {'square ' * 12}|\n| --- | --- |\n| 2 | {'four ' * 30}|\n\n```python\n{LONG_LINE}\n```\n\nUse `sum`.",
 ]
-SIZES = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 375, "height": 740}}
-looks = pytest.mark.parametrize("scheme", ["light", "dark"])
-sizes = pytest.mark.parametrize("size", SIZES)
+DESK, PHONE = {"width": 1280, "height": 800}, {"width": 375, "height": 740}
+looks = pytest.mark.parametrize(
+    ("scheme", "size"), [("light", PHONE), ("dark", DESK)], ids=["light phone", "dark desk"]
+)
 
 
 def barriers(page: Page) -> list[str]:
@@ -56,21 +58,16 @@ def through(page: Page, states: dict[str, Callable[[], Any]]) -> str:
 
 
 @contextlib.contextmanager
-def chatting(browser: Browser, size: str, scheme: Any) -> Iterator[tuple[Page, FakeEngine]]:
+def chatting(browser: Browser, scheme: Any, size: Any) -> Iterator[tuple[Page, FakeEngine]]:
     """The chat page of a server with two models, and the engine of the first."""
     first, second = FakeEngine({"rich": RICH, "silence": []}), FakeEngine({"rich": ["Another answer."]})
     pip = Announced("pip", "published", "pip", 1, about=ABOUT)
     beside = [Loadable(second, second.tokenizer, pip)]  # type: ignore[arg-type]
     with (
         running(first, beside=beside) as url,
-        visit(browser, url, viewport=SIZES[size], color_scheme=scheme) as page,
+        visit(browser, url, viewport=size, color_scheme=scheme) as page,
     ):
         yield page, first
-
-
-def ask(page: Page, text: str = "rich") -> None:
-    send(page, text)
-    finished(page)
 
 
 def press(page: Page, *places: str) -> None:
@@ -79,9 +76,8 @@ def press(page: Page, *places: str) -> None:
 
 
 @looks
-@sizes
-def test_a_chat_has_no_barriers(browser, size, scheme):
-    with chatting(browser, size, scheme) as (page, engine):
+def test_a_chat_has_no_barriers(browser, scheme, size):
+    with chatting(browser, scheme, size) as (page, engine):
 
         def unfold() -> None:
             press(page, ".tool summary", ".numbers summary", ".saw summary")
@@ -98,13 +94,13 @@ def test_a_chat_has_no_barriers(browser, size, scheme):
 
         def refused() -> None:
             engine.fail = True
-            ask(page)
+            ask(page, "rich")
             expect(page.get_by_role("alert")).to_be_visible()
 
         found = through(page, {
             "empty": lambda: expect(page.locator("#welcome")).to_be_visible(),
             "writing": lambda: page.fill("#prompt", "rich"),
-            "chat": lambda: ask(page),
+            "chat": lambda: ask(page, "rich"),
             "unfolded": unfold,
             "editing": edit,
             "branches": again,
@@ -115,9 +111,8 @@ def test_a_chat_has_no_barriers(browser, size, scheme):
 
 
 @looks
-@sizes
-def test_what_opens_beside_a_chat_has_no_barriers(browser, size, scheme):
-    with chatting(browser, size, scheme) as (page, _):
+def test_what_opens_beside_a_chat_has_no_barriers(browser, scheme, size):
+    with chatting(browser, scheme, size) as (page, _):
 
         def history() -> None:
             press(page, "#model summary", "#history-toggle")
@@ -131,16 +126,16 @@ def test_what_opens_beside_a_chat_has_no_barriers(browser, size, scheme):
         def tokens() -> None:
             page.get_by_label("Token probabilities").check()
             press(page, "#settings-close")
-            ask(page)
+            ask(page, "rich")
             page.locator(".token").last.hover()
             expect(page.locator("#token-tip")).to_be_visible()
 
         def compare() -> None:
             press(page, "#model summary", ".panel .compare button")
-            ask(page)
+            ask(page, "rich")
             expect(page.locator(".pair .turn")).to_have_count(2)
 
-        ask(page)
+        ask(page, "rich")
         found = through(page, {
             "models": lambda: press(page, "#model summary"),
             "history": history,
@@ -153,16 +148,19 @@ def test_what_opens_beside_a_chat_has_no_barriers(browser, size, scheme):
 
 
 @looks
-@sizes
-def test_the_page_of_runs_has_no_barriers(browser, base_folder: Path, size, scheme):
-    write(base_folder, "d4", 40).close()
-    write(base_folder, "d2", 20)
-    folder = base_folder / "base_checkpoints" / "d4"
-    keep_samples(folder, [Sample(40, "GSM8K", "2 + 2?", "4", 1.0), Sample(40, "GSM8K", "2 + 3?", "6", 0.0)])
+def test_the_page_of_runs_has_no_barriers(browser, base_folder: Path, scheme, size):
     with (
         serving(create_runs_app(base_folder, (), "")) as url,
-        visit(browser, f"{url}/runs", ready="#page", viewport=SIZES[size], color_scheme=scheme) as page,
+        visit(browser, f"{url}/runs", ready="#page", viewport=size, color_scheme=scheme) as page,
     ):
+
+        def runs() -> None:
+            write(base_folder, "d4", 40).close()
+            write(base_folder, "d2", 20)
+            folder = base_folder / "base_checkpoints" / "d4"
+            keep_samples(folder, [Sample(40, "GSM8K", "2 + 2?", "4", 1.0), Sample(40, "GSM8K", "2 + 3?", "6", 0.0)])
+            page.reload()
+            expect(page.locator("#rows tr")).to_have_count(2)
 
         def draw() -> None:
             for box in page.get_by_role("checkbox").all():
@@ -175,19 +173,10 @@ def test_the_page_of_runs_has_no_barriers(browser, base_folder: Path, size, sche
                     one.click()
 
         found = through(page, {
-            "list": lambda: expect(page.locator("#rows tr")).to_have_count(2),
+            "no run": lambda: expect(page.get_by_role("heading", name="No run yet")).to_be_visible(),
+            "list": runs,
             "charts": draw,
             "unfolded": unfold,
             "pointed at": lambda: page.locator(".chart svg").first.hover(),
         })  # fmt: skip
         assert not found, found
-
-
-@looks
-def test_the_page_of_runs_without_a_run_has_no_barriers(browser, base_folder: Path, scheme):
-    with (
-        serving(create_runs_app(base_folder, (), "")) as url,
-        visit(browser, f"{url}/runs", ready="#page", color_scheme=scheme) as page,
-    ):
-        expect(page.get_by_role("heading", name="No run yet")).to_be_visible()
-        assert barriers(page) == []

@@ -1,87 +1,64 @@
 """The page in a real browser: the chat survives a reload, questions are answered again, the model is described."""
 
 import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
-from playwright.sync_api import Dialog, Page, expect
+from playwright.sync_api import expect
 
 from nanochat.data.conversation import Part
 from nanochat.data.traits import TINYWORLD
-from tests.support.browsing import REPLIES, answers, finished, say_hello, send, visit
+from tests.serve.pages import ask, heard
+from tests.support.browsing import REPLIES, answers, finished, send, visit
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
 KNOWN = replace(SETTINGS, about=ABOUT)
-
-
-def heard(engine: FakeEngine) -> str:
-    """The text of the last prompt."""
-    return bytes(token for token in engine.seen[-1].prompt if token < 256).decode()
+KEEP = "kept => { window.onpagehide = () => sessionStorage.setItem('nanochat.chat', kept) }"
 
 
 # --- a reload ------------------------------------------------------------------------------------
 
 
-def test_a_reload_keeps_the_chat_and_new_chat_clears_the_tab(browser):
-    engine = FakeEngine(REPLIES)
-    with running(engine) as url, visit(browser, url) as page:
-        for question in ("hello", "sum"):
-            send(page, question)
-            finished(page)
-        page.fill("#prompt", "not sent yet")
-        page.reload()
-        expect(page.locator(".turn.user")).to_have_text(["You saidhello", "You saidsum"])
-        expect(answers(page).first).to_have_text("你好，世界！🌍")
-        expect(page.locator(".tool summary")).to_have_text("37*48 = 1776")
-        expect(page.locator("#welcome")).to_be_hidden()
-        expect(page.locator("#prompt")).to_have_value("not sent yet")
-        send(page, "next")
-        finished(page)
-        assert heard(engine).startswith("hello你好，世界！🌍sum37 * 48 = ") and heard(engine).endswith("next")
-        page.get_by_role("button", name="New chat").click()
-        assert page.evaluate("() => sessionStorage.getItem('nanochat.chat')").count("hello") == 0
-        page.reload()
-        expect(page.locator("#welcome")).to_be_visible()
-        expect(page.locator(".turn")).to_have_count(0)
+def test_a_reload_keeps_the_chat_and_new_chat_clears_the_tab(engine, page):
+    ask(page, "hello", "sum")
+    page.fill("#prompt", "not sent yet")
+    page.reload()
+    expect(page.locator(".turn.user")).to_have_text(["You saidhello", "You saidsum"])
+    expect(answers(page).first).to_have_text("你好，世界！🌍")
+    expect(page.locator(".tool summary")).to_have_text("37*48 = 1776")
+    expect(page.locator("#welcome")).to_be_hidden()
+    expect(page.locator("#prompt")).to_have_value("not sent yet")
+    ask(page, "next")
+    assert heard(engine).startswith("hello你好，世界！🌍sum37 * 48 = ") and heard(engine).endswith("next")
+    page.get_by_role("button", name="New chat").click()
+    assert page.evaluate("() => sessionStorage.getItem('nanochat.chat')").count("hello") == 0
+    page.evaluate(KEEP, "nonsense")  # what is no chat is ignored
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.locator(".turn")).to_have_count(0)
 
 
-def test_a_reload_keeps_what_the_model_no_longer_sees_and_the_line_that_says_so(browser):
-    engine = FakeEngine(REPLIES, length=120)
-    with running(engine) as url, visit(browser, url) as page:
-        say_hello(page, 4)
-        before = page.locator("#log").inner_text()
-        page.reload()
-        expect(page.locator(".forgotten")).to_contain_text("120 tokens")
-        assert page.locator("#log").inner_text() == before
-        seen = heard(engine)
-        send(page, "hello")
-        finished(page)
-        assert len(heard(engine)) <= len(seen) + 20
+def test_an_answer_that_a_reload_cut_short_is_marked_and_a_question_without_one_is_not_lost(engine, page):
+    engine.gated = True
+    send(page, "hello")
+    engine.allow(6)
+    expect(answers(page)).to_have_text("你好")
+    page.reload()
+    expect(answers(page)).to_have_text("你好")
+    expect(page.locator(".meta")).to_contain_text("stopped")
+    send(page, "sum")
+    expect(page.locator(".turn.user")).to_have_count(2)
+    page.fill("#prompt", "a draft")
+    page.reload()
+    expect(page.locator(".turn.user")).to_have_count(1)
+    expect(page.locator("#prompt")).to_have_value("sum\n\na draft")
 
 
-def test_an_answer_that_a_reload_cut_short_is_marked_and_a_question_without_one_is_not_lost(browser):
-    engine = FakeEngine(REPLIES, gated=True)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        engine.allow(6)
-        expect(answers(page)).to_have_text("你好")
-        page.reload()
-        expect(answers(page)).to_have_text("你好")
-        expect(page.locator(".meta")).to_contain_text("stopped")
-        send(page, "sum")
-        expect(page.locator(".turn.user")).to_have_count(2)
-        page.reload()
-        expect(page.locator(".turn.user")).to_have_count(1)
-        expect(page.locator("#prompt")).to_have_value("sum")
-
-
-@pytest.mark.parametrize("exchanges, text", [(510, "x"), (8, "长" * 15_000)], ids=["messages", "bytes"])
+@pytest.mark.parametrize("exchanges, text", [(510, "x"), (8, "€" * 15_000)], ids=["messages", "bytes"])
 def test_a_chat_that_is_larger_than_a_request_goes_on_without_its_oldest_messages(browser, exchanges, text):
     answer = {"role": "assistant", "parts": [{"type": "text", "text": text}], "note": None, "numbers": None}
     answer |= {"used": 0, "forgotten": 0, "context": 0}
@@ -92,8 +69,7 @@ def test_a_chat_that_is_larger_than_a_request_goes_on_without_its_oldest_message
     chat = {"id": "x", "title": "", "created": 1, "updated": 1, "messages": messages, "at": len(messages) - 1}
     engine = FakeEngine(REPLIES, length=10**6)
     with running(engine) as url, visit(browser, url) as page:
-        kept = json.dumps({"chat": chat})
-        page.evaluate("kept => { window.onpagehide = () => sessionStorage.setItem('nanochat.chat', kept) }", kept)
+        page.evaluate(KEEP, json.dumps({"chat": chat}))
         page.reload()
         expect(page.locator(".turn.user")).to_have_count(exchanges)
         with page.expect_request("**/v1/chat/completions") as request:
@@ -106,39 +82,19 @@ def test_a_chat_that_is_larger_than_a_request_goes_on_without_its_oldest_message
         assert asked[0]["role"] == "user" and asked[-1] == {"role": "user", "content": "hello"}
 
 
-def test_a_question_without_an_answer_and_the_next_draft_both_survive_a_reload(browser):
-    engine = FakeEngine(REPLIES, gated=True)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        expect(page.locator(".turn.user")).to_have_count(1)
-        page.fill("#prompt", "a draft")
-        page.reload()
-        expect(page.locator("#prompt")).to_have_value("hello\n\na draft")
-
-
-def test_a_question_without_an_answer_goes_to_the_input_box_when_another_chat_is_opened(browser):
-    engine = FakeEngine(REPLIES, fail=True)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        expect(page.get_by_role("alert")).to_contain_text("The model failed")
-        page.get_by_role("button", name="New chat").click()
-        expect(page.locator("#prompt")).to_have_value("hello")
-        expect(page.locator("#send")).to_be_enabled()
-        engine.gated = True
-        page.press("#prompt", "Enter")
-        expect(page.locator(".turn.user")).to_have_count(1)
-        page.fill("#prompt", "a draft")
-        page.get_by_role("button", name="New chat").click()
-        expect(page.locator("#prompt")).to_have_value("a draft")
-
-
-@pytest.mark.parametrize("kept", ["nonsense", "[]", '{"exchanges": [{"question": 7}], "seen": 0}', '{"seen": 0}'])
-def test_what_is_kept_and_is_no_chat_is_ignored(browser, kept):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        page.evaluate("kept => { window.onpagehide = () => sessionStorage.setItem('nanochat.chat', kept) }", kept)
-        page.reload()
-        send(page, "hello")
-        expect(answers(page)).to_have_text("你好，世界！🌍")
+def test_a_question_without_an_answer_goes_to_the_input_box_when_another_chat_is_opened(engine, page):
+    engine.fail = True
+    send(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("The model failed")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#prompt")).to_have_value("hello")
+    expect(page.locator("#send")).to_be_enabled()
+    engine.gated = True
+    page.press("#prompt", "Enter")
+    expect(page.locator(".turn.user")).to_have_count(1)
+    page.fill("#prompt", "a draft")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#prompt")).to_have_value("a draft")
 
 
 # --- again ---------------------------------------------------------------------------------------
@@ -148,48 +104,31 @@ def test_the_last_answer_can_be_given_again_and_draws_its_words(browser):
     engine = FakeEngine(REPLIES)
     settings = replace(SETTINGS, temperature=0.0)
     with running(engine, settings=settings) as url, visit(browser, url) as page:
-        for question in ("sum", "hello"):
-            send(page, question)
-            finished(page)
+        ask(page, "sum", "hello")
         expect(page.get_by_role("button", name="Answer again")).to_have_count(1)
         assert engine.seen[-1].sampling.temperature == 0
-        asked = heard(engine)
-        page.get_by_role("button", name="Answer again").click()
-        finished(page)
-        expect(page.locator(".turn.user")).to_have_count(2)
-        expect(page.locator(".turn.model")).to_have_count(2)
-        assert heard(engine) == asked and len(engine.seen) == 3
-        assert engine.seen[-1].sampling.temperature == 0.6
-
-
-def test_an_answer_stays_if_another_one_fails(browser):
-    engine = FakeEngine(REPLIES)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        finished(page)
-        engine.fail = True
-        page.get_by_role("button", name="Answer again").click()
-        expect(page.get_by_role("alert")).to_contain_text("The model failed")
-        expect(answers(page)).to_have_text("你好，世界！🌍")
-        page.get_by_role("button", name="Try again").click()
-        finished(page)
-        expect(answers(page)).to_have_text("你好，世界！🌍")
-        expect(page.get_by_role("alert")).to_have_count(0)
-        assert heard(engine) == "hello"
-
-
-def test_the_buttons_work_with_the_keyboard_and_leave_the_focus_in_the_input_box(browser):
-    engine = FakeEngine(REPLIES)
-    with running(engine) as url, visit(browser, url) as page:
-        engine.fail = True
-        send(page, "hello")
-        page.get_by_role("button", name="Try again").press("Enter")
-        expect(answers(page)).to_have_text("你好，世界！🌍")
-        expect(page.locator("#prompt")).to_be_focused()
+        prompt = heard(engine)
         page.get_by_role("button", name="Answer again").press(" ")
         finished(page)
         expect(page.locator("#prompt")).to_be_focused()
-        assert len(engine.seen) == 3
+        expect(page.locator(".turn.user")).to_have_count(2)
+        expect(page.locator(".turn.model")).to_have_count(2)
+        assert heard(engine) == prompt and len(engine.seen) == 3
+        assert engine.seen[-1].sampling.temperature == 0.6
+
+
+def test_an_answer_stays_if_another_one_fails(engine, page):
+    ask(page, "hello")
+    engine.fail = True
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.get_by_role("alert")).to_contain_text("The model failed")
+    expect(answers(page)).to_have_text("你好，世界！🌍")
+    page.get_by_role("button", name="Try again").press("Enter")
+    finished(page)
+    expect(page.locator("#prompt")).to_be_focused()
+    expect(answers(page)).to_have_text("你好，世界！🌍")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert heard(engine) == "hello"
 
 
 # --- what is said of the model and its answers ---------------------------------------------------
@@ -198,7 +137,6 @@ def test_the_buttons_work_with_the_keyboard_and_leave_the_focus_in_the_input_box
 def test_the_panel_describes_the_model_and_the_others_and_closes_like_a_menu(browser):
     with running(FakeEngine(), settings=KNOWN) as url, visit(browser, url) as page:
         panel, name = page.locator("#model-about"), page.locator("#model summary")
-        expect(page.locator("#knows")).to_contain_text("simple facts: capitals and sums. It knows nothing else.")
         expect(panel).to_be_hidden()
         name.press("Enter")
         expect(panel).to_contain_text("4.9 million parameters")
@@ -212,42 +150,32 @@ def test_the_panel_describes_the_model_and_the_others_and_closes_like_a_menu(bro
         name.press("Escape")
         expect(panel).to_be_hidden()
         expect(name).to_be_focused()
+        page.get_by_role("button", name="法国的首都是哪里？").click()  # an example is asked
+        expect(answers(page)).to_have_text("法国的首都是哪里？")
+        expect(page.locator("#welcome")).to_be_hidden()
 
 
-def test_of_an_unknown_corpus_nothing_is_promised(browser):
-    about = {**ABOUT, "corpus": "mytexts", "knows": None, "others": []}
-    with running(FakeEngine(), settings=replace(SETTINGS, about=about)) as url, visit(browser, url) as page:
-        expect(page.locator("#knows")).to_contain_text("trained from scratch on mytexts")
+def test_the_page_promises_what_the_model_can(browser):
+    with running(FakeEngine(), settings=KNOWN) as url, visit(browser, url) as page:
+        (entry,) = httpx.get(f"{url}/v1/models").json()["data"]
+        knows = page.locator("#knows")
+        expect(knows).to_contain_text("simple facts: capitals and sums. It knows nothing else.")
+
+        def described(**changes: Any) -> None:
+            page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{**entry, **changes}]}))
+            page.reload()
+
+        described(corpus="mytexts", knows=None, others=[])
+        expect(knows).to_contain_text("trained from scratch on mytexts")
         expect(page.locator("#examples button")).to_have_count(3)
-
-
-def test_the_model_of_the_smoke_preset_promises_nothing(browser):
-    settings = replace(KNOWN, tag="smoke")
-    with running(FakeEngine(), settings=settings) as url, visit(browser, url, locale="zh-CN") as page:
-        expect(page.locator("#knows")).to_contain_text("什么也答不出来")
-        expect(page.locator("#knows")).not_to_contain_text("首都")
-
-
-def test_length_and_speed_are_shown_on_demand(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        send(page, "hello")
-        finished(page)
-        numbers = page.locator(".numbers > span")
-        expect(numbers).to_be_hidden()
-        page.get_by_label("Length and speed of this answer").click()
-        expect(numbers).to_be_visible()
-        expect(numbers).to_have_text(re.compile(r"^23 tokens · [\d,.]+ tokens/s$"))
-
-
-@pytest.mark.parametrize("code", ["constructor", "toString", "__proto__"])
-def test_an_error_code_that_is_a_name_of_javascript_is_told_in_words(browser, code):
-    def refuse(route: Any) -> None:
-        route.fulfill(status=418, json={"error": {"code": code, "message": "no coffee"}})
-
-    with running(FakeEngine()) as url, visit(browser, url, problems=["418"]) as page:
-        page.route("**/v1/chat/**", refuse)
-        send(page, "hello")
-        expect(page.get_by_role("alert")).to_have_text("The server refused this request (418): no coffee")
+        described(tag="smoke")
+        expect(knows).to_contain_text("it can answer nothing")
+        expect(knows).not_to_contain_text("capitals")
+        described(stage="tune", corpus="chats.jsonl", knows=None)
+        expect(knows).to_have_text("It is a published model that was fine-tuned on chats.jsonl.")
+        expect(page.locator("#model-name")).to_have_text("Published model, fine-tuned on chats.jsonl")
+        page.locator("#model summary").click()
+        expect(page.locator("#model-about")).to_contain_text("It was published by others")
 
 
 # --- lines of Chinese ----------------------------------------------------------------------------
@@ -316,48 +244,16 @@ def test_lines_of_chinese_break_between_words_only(browser):
 # --- a key ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def asked_for_a_key(browser, first: str) -> Iterator[tuple[Page, list[str]]]:
-    """The page of a server with the key "secret", after an answer, and what it asked; `first` is what the user typed at
-    first, and then the key."""
-    engine, asked = FakeEngine(REPLIES), []
-
-    def answered(dialog: Dialog) -> None:
-        asked.append(dialog.message)
-        dialog.accept(first if len(asked) == 1 else "secret")
-
-    with running(engine, settings=replace(SETTINGS, api_key="secret")) as url, browser.new_page(locale="en") as page:
-        page.on("dialog", answered)
+def test_the_page_asks_for_the_servers_key_until_it_is_right_and_keeps_it_for_the_tab(browser):
+    typed = ["密钥", "two words", "wrong", "secret"]  # no header can carry the first two
+    asked: list[str] = []
+    settings = replace(SETTINGS, api_key="secret")
+    with running(FakeEngine(REPLIES), settings=settings) as url, browser.new_page(locale="en") as page:
+        page.on("dialog", lambda dialog: asked.append(dialog.message) or dialog.accept(typed[len(asked) - 1]))
         page.goto(url)
-        send(page, "hello")
-        finished(page)
+        ask(page, "hello")
         expect(answers(page)).to_have_text("你好，世界！🌍")
-        yield page, asked
-
-
-def test_the_page_asks_for_the_servers_key_and_keeps_it_for_the_tab(browser):
-    with asked_for_a_key(browser, "wrong") as (page, asked):
-        assert asked == ["This server asks for its key:"] * 2
+        assert asked == ["This server asks for its key:"] * 4
         page.reload()
-        send(page, "sum")
-        finished(page)
-        assert len(asked) == 2
-
-
-@pytest.mark.parametrize("typed", ["密钥", "“secret”", "two words"])
-def test_a_key_that_no_header_can_carry_is_asked_for_again(browser, typed):
-    with asked_for_a_key(browser, typed) as (_, asked):
-        assert len(asked) == 2
-
-
-# --- a fine-tuned model --------------------------------------------------------------------------
-
-
-def test_a_published_model_that_was_tuned_is_described_as_such(browser):
-    about = {"corpus": "chats.jsonl", "parameters": 600_000_000, "others": []}
-    tuned = replace(SETTINGS, stage="tune", tag="qwen-chats", about=about)
-    with running(FakeEngine(REPLIES), settings=tuned) as url, visit(browser, url) as page:
-        expect(page.locator("#knows")).to_have_text("It is a published model that was fine-tuned on chats.jsonl.")
-        expect(page.locator("#model-name")).to_have_text("Published model, fine-tuned on chats.jsonl")
-        page.locator("#model summary").click()
-        expect(page.locator("#model-about")).to_contain_text("It was published by others")
+        ask(page, "sum")
+        assert len(asked) == 4

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from nanochat.serve.app import ASSETS, PAGES, assets
+from tests.serve.pages import ask
 from tests.support.browsing import REPLIES, answers, finished, send, visit, wait_until_free
 from tests.support.fake_engine import FakeEngine, running
 
@@ -19,11 +19,11 @@ def chats(page: Page) -> Any:
     return page.locator("#history-list .open")
 
 
-def ask_in_new_chat(page: Page, question: str) -> None:
-    if page.locator(".turn").count():
-        page.locator("#new-chat").click()
-    send(page, question)
-    finished(page)
+def ask_in_new_chats(page: Page, *questions: str) -> None:
+    for question in questions:
+        if page.locator(".turn").count():
+            page.locator("#new-chat").click()
+        ask(page, question)
 
 
 def show(page: Page) -> None:
@@ -31,95 +31,88 @@ def show(page: Page) -> None:
     expect(page.locator("#history")).to_be_visible()
 
 
-def test_chats_are_listed_by_day_and_opened_again(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        show(page)
-        expect(page.locator("#history-list")).to_have_text(
-            "Chats appear here. They stay in this browser; the server stores nothing."
-        )
-        for question in ("hello", "sum"):
-            ask_in_new_chat(page, question)
-        expect(chats(page)).to_have_text(["sum", "hello"])
-        expect(page.locator("#history-list h3")).to_have_text(["Today"])
-        chats(page).last.click()
-        expect(answers(page)).to_have_text("你好，世界！🌍")
-        expect(chats(page).last).to_have_attribute("aria-current", "true")
-        page.locator("#language").click()
-        expect(page.locator("#history-list h3")).to_have_text(["今天"])
-        page.reload()
-        expect(chats(page)).to_have_text(["sum", "hello"])  # the panel is open again
-        expect(page.locator(".turn.user .bubble")).to_have_text("hello")
-        page.evaluate(
-            """async () => {
-                const { allChats, keepChats } = await import("./assets/chats/store.js");
-                const [first, second] = await allChats();
-                const noon = new Date().setHours(12);
-                const old = Date.UTC(2024, 4, 5, 12);
-                await keepChats([{ ...first, updated: noon - 864e5 }, { ...second, updated: old }]);
-            }"""
-        )
-        page.fill("#history-search", " ")
-        expect(page.locator("#history-list h3")).to_have_text(["昨天", "2024年5月5日"])
+def test_chats_are_listed_by_day_and_opened_again(page):
+    show(page)
+    expect(page.locator("#history-list")).to_have_text(
+        "Chats appear here. They stay in this browser; the server stores nothing."
+    )
+    ask_in_new_chats(page, "hello", "sum")
+    expect(chats(page)).to_have_text(["sum", "hello"])
+    expect(page.locator("#history-list h3")).to_have_text(["Today"])
+    chats(page).last.click()
+    expect(answers(page)).to_have_text("你好，世界！🌍")
+    expect(chats(page).last).to_have_attribute("aria-current", "true")
+    page.locator("#language").click()
+    expect(page.locator("#history-list h3")).to_have_text(["今天"])
+    page.reload()
+    expect(chats(page)).to_have_text(["sum", "hello"])  # the panel is open again
+    expect(page.locator(".turn.user .bubble")).to_have_text("hello")
+    page.evaluate(
+        """async () => {
+            const { allChats, keepChats } = await import("./assets/chats/store.js");
+            const [first, second] = await allChats();
+            const noon = new Date().setHours(12);
+            const old = Date.UTC(2024, 4, 5, 12);
+            await keepChats([{ ...first, updated: noon - 864e5 }, { ...second, updated: old }]);
+        }"""
+    )
+    page.fill("#history-search", " ")
+    expect(page.locator("#history-list h3")).to_have_text(["昨天", "2024年5月5日"])
 
 
-def test_search_looks_in_titles_and_texts(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        for question in ("hello", "sum", "Pinguine"):
-            ask_in_new_chat(page, question)
-        show(page)
-        expect(page.locator("#history-search")).to_be_focused()
-        for wanted, found in [("世界", ["hello"]), ("SUM", ["sum"]), ("1776 37", ["sum"]), ("in", ["Pinguine"])]:
-            page.fill("#history-search", wanted)
-            expect(chats(page)).to_have_text(found)
-        page.fill("#history-search", "nowhere")
-        expect(page.locator("#history-list")).to_have_text("No chat holds these words.")
+def test_search_looks_in_titles_and_texts(page):
+    ask_in_new_chats(page, "hello", "sum", "Pinguine")
+    show(page)
+    expect(page.locator("#history-search")).to_be_focused()
+    for wanted, found in [("世界", ["hello"]), ("SUM", ["sum"]), ("1776 37", ["sum"]), ("in", ["Pinguine"])]:
+        page.fill("#history-search", wanted)
+        expect(chats(page)).to_have_text(found)
+    page.fill("#history-search", "nowhere")
+    expect(page.locator("#history-list")).to_have_text("No chat holds these words.")
 
 
-def test_a_chat_is_renamed_deleted_and_brought_back_with_the_keyboard(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        ask_in_new_chat(page, "hello")
-        show(page)
-        page.get_by_role("button", name="Rename “hello”").press("Enter")
-        box = page.get_by_role("textbox", name="New title")
-        expect(box).to_be_focused()
-        box.fill("<b>Greeting</b>")
-        box.press("Enter")
-        expect(chats(page)).to_have_text(["<b>Greeting</b>"])
-        expect(chats(page)).to_be_focused()
-        send(page, "sum")  # the title stays when the chat goes on
-        finished(page)
-        expect(chats(page)).to_have_text(["<b>Greeting</b>"])
-        delete = page.get_by_role("button", name="Delete “<b>Greeting</b>”")
-        delete.focus()
-        page.locator("#history-search").dispatch_event("input")  # draws the list anew, as a reply does that is saved
-        page.wait_for_timeout(300)
-        expect(delete).to_be_focused()
-        delete.press("Enter")
-        expect(chats(page)).to_have_count(0)
-        expect(page.locator("#welcome")).to_be_visible()
-        expect(page.get_by_role("status").filter(has_text="Deleted")).to_contain_text("Deleted “<b>Greeting</b>”.")
-        expect(page.get_by_role("button", name="Undo")).to_be_focused()
-        page.keyboard.press("Enter")
-        expect(chats(page)).to_have_text(["<b>Greeting</b>"])
-        expect(page.locator(".turn.user .bubble")).to_have_text(["hello", "sum"])
-        page.get_by_role("button", name="Delete “<b>Greeting</b>”").press("Enter")
-        expect(chats(page)).to_have_count(0)
-        page.reload()
-        expect(page.locator("#history-list")).to_contain_text("Chats appear here.")
-        expect(page.locator(".turn")).to_have_count(0)
+def test_a_chat_is_renamed_deleted_and_brought_back_with_the_keyboard(page):
+    ask_in_new_chats(page, "hello")
+    show(page)
+    page.get_by_role("button", name="Rename “hello”").press("Enter")
+    box = page.get_by_role("textbox", name="New title")
+    expect(box).to_be_focused()
+    box.fill("<b>Greeting</b>")
+    box.press("Enter")
+    expect(chats(page)).to_have_text(["<b>Greeting</b>"])
+    expect(chats(page)).to_be_focused()
+    ask(page, "sum")  # the title stays when the chat goes on
+    expect(chats(page)).to_have_text(["<b>Greeting</b>"])
+    delete = page.get_by_role("button", name="Delete “<b>Greeting</b>”")
+    delete.focus()
+    page.locator("#history-search").dispatch_event("input")  # draws the list anew, as a reply does that is saved
+    page.wait_for_timeout(300)
+    expect(delete).to_be_focused()
+    delete.press("Enter")
+    expect(chats(page)).to_have_count(0)
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="Deleted")).to_contain_text("Deleted “<b>Greeting</b>”.")
+    expect(page.get_by_role("button", name="Undo")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(chats(page)).to_have_text(["<b>Greeting</b>"])
+    expect(page.locator(".turn.user .bubble")).to_have_text(["hello", "sum"])
+    page.get_by_role("button", name="Delete “<b>Greeting</b>”").press("Enter")
+    expect(chats(page)).to_have_count(0)
+    page.reload()
+    expect(page.locator("#history-list")).to_contain_text("Chats appear here.")
+    expect(page.locator(".turn")).to_have_count(0)
 
 
-def test_an_answer_that_is_left_in_the_middle_is_in_the_list(browser):
-    engine = FakeEngine(REPLIES, gated=True)
-    with running(engine) as url, visit(browser, url) as page:
-        send(page, "hello")
-        engine.allow(6)
-        expect(answers(page)).to_have_text("你好")
-        page.locator("#new-chat").click()
-        show(page)
-        chats(page).click()
-        expect(answers(page)).to_have_text("你好")
-        expect(page.locator(".meta")).to_contain_text("stopped")
+def test_an_answer_that_is_left_in_the_middle_is_in_the_list(engine, page):
+    engine.gated = True
+    send(page, "hello")
+    engine.allow(6)
+    expect(answers(page)).to_have_text("你好")
+    page.locator("#new-chat").click()
+    show(page)
+    chats(page).click()
+    expect(answers(page)).to_have_text("你好")
+    expect(page.locator(".meta")).to_contain_text("stopped")
 
 
 def test_a_chat_that_is_deleted_while_it_is_answered_does_not_come_back(browser):
@@ -136,37 +129,32 @@ def test_a_chat_that_is_deleted_while_it_is_answered_does_not_come_back(browser)
         expect(page.locator("#welcome")).to_be_visible()
         wait_until_free(url, 1)
         engine.allow(1000)
-        send(page, "other")
-        finished(page)
+        ask(page, "other")
         expect(chats(page)).to_have_text(["other"])
         page.reload()
         expect(chats(page)).to_have_text(["other"])
 
 
-def test_an_answer_that_ends_leaves_a_title_that_is_being_typed(browser):
-    engine = FakeEngine(REPLIES)
-    with running(engine) as url, visit(browser, url) as page:
-        ask_in_new_chat(page, "hello")
-        show(page)
-        engine.gated = True
-        send(page, "sum")
-        expect(page.locator(".turn.user")).to_have_count(2)
-        page.get_by_role("button", name="Rename “hello”").press("Enter")
-        page.keyboard.type("My new na")
-        engine.allow(1000)
-        finished(page)
-        page.wait_for_timeout(300)  # the list would be drawn again by now
-        page.keyboard.type("me")
-        page.keyboard.press("Enter")
-        expect(chats(page)).to_have_text(["My new name"])
-        expect(chats(page)).to_be_focused()
+def test_an_answer_that_ends_leaves_a_title_that_is_being_typed(engine, page):
+    ask_in_new_chats(page, "hello")
+    show(page)
+    engine.gated = True
+    send(page, "sum")
+    expect(page.locator(".turn.user")).to_have_count(2)
+    page.get_by_role("button", name="Rename “hello”").press("Enter")
+    page.keyboard.type("My new na")
+    engine.allow(1000)
+    finished(page)
+    page.wait_for_timeout(300)  # the list would be drawn again by now
+    page.keyboard.type("me")
+    page.keyboard.press("Enter")
+    expect(chats(page)).to_have_text(["My new name"])
+    expect(chats(page)).to_be_focused()
 
 
-@pytest.mark.parametrize("locale", ["en-US", "zh-CN"])
-def test_on_a_phone_the_list_is_a_drawer_over_the_chat(browser, locale):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url, locale=locale, **PHONE) as page:
-        ask_in_new_chat(page, "hello")
-        ask_in_new_chat(page, "x" * 300)
+def test_on_a_phone_the_list_is_a_drawer_over_the_chat(browser):
+    with running(FakeEngine(REPLIES)) as url, visit(browser, url, locale="zh-CN", **PHONE) as page:
+        ask_in_new_chats(page, "hello", "x" * 300)
         page.locator("#history-toggle").tap()
         expect(chats(page)).to_have_count(2)
         box = page.locator("#history").bounding_box()
@@ -216,12 +204,11 @@ def a_file(*chats: Any, **fields: Any) -> str:
 def test_exported_chats_come_back_on_another_device(browser):
     with running(FakeEngine(REPLIES)) as url:
         with visit(browser, url) as page:
-            for question in ("hello", "sum"):
-                ask_in_new_chat(page, question)
+            ask_in_new_chats(page, "hello", "sum")
             show(page)
             file = exported(page)
         with visit(browser, url) as page:
-            ask_in_new_chat(page, "own")
+            ask_in_new_chats(page, "own")
             show(page)
             chosen(page, json.dumps(file))
             told = page.locator("#history-told")
@@ -257,65 +244,50 @@ WRONG = {
 }  # fmt: skip
 
 
-def test_a_hostile_file_gets_one_line_and_nothing_is_imported(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        ask_in_new_chat(page, "hello")
-        show(page)
-        before = exported(page)
-        for name, (text, reason) in WRONG.items():
-            chosen(page, text)
-            told = page.locator("#history-told")
-            expect(told).to_contain_text(reason)
-            assert told.inner_text().startswith("Nothing was imported: "), name
-            page.evaluate("() => document.getElementById('history-told').replaceChildren()")
-        assert exported(page) == before
-        huge = page.evaluate(
-            """async () => {
-                const { importChats } = await import("./assets/chats/files.js");
-                return importChats(new File([new Uint8Array(51 * 2 ** 20)], "huge.json"));
-            }"""
-        )
-        assert huge == {"key": "importHuge", "values": {"most": 50}}
+def test_a_hostile_file_gets_one_line_and_nothing_is_imported(page):
+    ask_in_new_chats(page, "hello")
+    show(page)
+    before = exported(page)
+    for name, (text, reason) in WRONG.items():
+        chosen(page, text)
+        told = page.locator("#history-told")
+        expect(told).to_contain_text(reason)
+        assert told.inner_text().startswith("Nothing was imported: "), name
+        page.evaluate("() => document.getElementById('history-told').replaceChildren()")
+    assert exported(page) == before
+    huge = page.evaluate(
+        """async () => {
+            const { importChats } = await import("./assets/chats/files.js");
+            return importChats(new File([new Uint8Array(51 * 2 ** 20)], "huge.json"));
+        }"""
+    )
+    assert huge == {"key": "importHuge", "values": {"most": 50}}
 
 
-def test_markup_in_an_imported_chat_is_text_and_strange_fields_are_left_out(browser):
+def test_markup_in_an_imported_chat_is_text_and_strange_fields_are_left_out(page):
     nasty = '<img src=x onerror="document.title=1">'
     chat = a_chat("one", title=nasty, strange={"__proto__": {"polluted": 1}})
     chat["messages"][0]["text"] = nasty
     chat["messages"][1]["parts"].append({"type": "tool", "expression": nasty, "result": nasty})
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        show(page)
-        chosen(page, a_file(chat))
-        expect(chats(page)).to_have_text([nasty])
-        chats(page).click()
-        expect(page.locator(".turn.user .bubble")).to_have_text(nasty)
-        assert page.locator("#log img, #history img").count() == 0
-        assert page.title() == "nanochat · d4"
-        assert "strange" not in exported(page)["chats"][0]
-        assert page.evaluate("() => ({}).polluted === undefined")
+    show(page)
+    chosen(page, a_file(chat))
+    expect(chats(page)).to_have_text([nasty])
+    chats(page).click()
+    expect(page.locator(".turn.user .bubble")).to_have_text(nasty)
+    assert page.locator("#log img, #history img").count() == 0
+    assert page.title() == "nanochat · d4"
+    assert "strange" not in exported(page)["chats"][0]
+    assert page.evaluate("() => ({}).polluted === undefined")
 
 
-def test_without_storage_the_page_still_chats(browser):
-    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        page.add_init_script(
-            """for (const name of ["indexedDB", "localStorage", "sessionStorage"]) {
-                Object.defineProperty(window, name, { get() { throw new DOMException("no", "SecurityError") } });
-            }"""
-        )
-        page.reload()
-        ask_in_new_chat(page, "hello")
-        expect(answers(page)).to_have_text("你好，世界！🌍")
-        show(page)
-        expect(chats(page)).to_have_text(["hello"])
-
-
-def test_the_list_of_assets_names_every_file_of_the_page():
-    from importlib.resources import as_file, files
-
-    with as_file(files("nanochat.serve") / "web") as folder:
-        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        scripts = [path for path in folder.rglob("*.js")]
-        assert [path.name for path in scripts if len(path.read_text(encoding="utf-8").splitlines()) > 300] == []
-        assert [path.name for path in scripts if not path.read_text(encoding="utf-8").startswith("// ")] == []
-        assert all(len([*place.iterdir()]) <= 12 for place in (folder, *folder.rglob("*/")))
-    assert found == {*PAGES, *ASSETS} == {*assets()}
+def test_without_storage_the_page_still_chats(page):
+    page.add_init_script(
+        """for (const name of ["indexedDB", "localStorage", "sessionStorage"]) {
+            Object.defineProperty(window, name, { get() { throw new DOMException("no", "SecurityError") } });
+        }"""
+    )
+    page.reload()
+    ask_in_new_chats(page, "hello")
+    expect(answers(page)).to_have_text("你好，世界！🌍")
+    show(page)
+    expect(chats(page)).to_have_text(["hello"])

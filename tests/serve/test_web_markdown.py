@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from tests.serve.pages import ask
 from tests.support.browsing import answers, chromium, finished, send, visit
 from tests.support.fake_engine import FakeEngine, running
 
@@ -209,12 +210,10 @@ def test_a_streamed_answer_keeps_what_the_reader_holds(browser):
         expect(answers(page).locator("strong")).to_have_text("more")
 
 
-def test_a_link_opens_elsewhere_and_tells_nothing_of_this_page(browser):
-    with running(FakeEngine()) as url, visit(browser, url) as page:
-        send(page, "[a page](https://a.example/x)")  # the fake engine echoes it
-        finished(page)
-        link = page.get_by_role("link", name="a page")
-        expect(link).to_have_attribute("rel", "noopener noreferrer")
-        expect(link).to_have_attribute("target", "_blank")
-        expect(link).to_have_attribute("title", "https://a.example/x")
-        expect(answers(page)).to_have_text("a page (a.example)")
+def test_a_link_opens_elsewhere_and_tells_nothing_of_this_page(page):
+    ask(page, "[a page](https://a.example/x)")  # the fake engine echoes it
+    link = page.get_by_role("link", name="a page")
+    expect(link).to_have_attribute("rel", "noopener noreferrer")
+    expect(link).to_have_attribute("target", "_blank")
+    expect(link).to_have_attribute("title", "https://a.example/x")
+    expect(answers(page)).to_have_text("a page (a.example)")

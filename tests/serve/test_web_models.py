@@ -8,8 +8,9 @@ import pytest
 from playwright.sync_api import expect
 
 from nanochat.serve.models import Announced, Loadable
+from tests.serve.pages import ask
 from tests.support.browsing import answers, finished, send, visit
-from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
+from tests.support.fake_engine import SETTINGS, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
@@ -26,8 +27,7 @@ def test_the_reader_chooses_the_model_that_answers(browser):
     beside = [Loadable(second, second.tokenizer, OTHER)]  # type: ignore[arg-type]
     with running(first, beside=beside) as url, visit(browser, url) as page:
         badge = page.locator("#model summary")
-        send(page, "who")
-        finished(page)
+        ask(page, "who")
         badge.click()
         choices = page.locator(".panel .served button")
         expect(choices).to_have_text([SETTINGS.model, "pip"])
@@ -36,36 +36,24 @@ def test_the_reader_chooses_the_model_that_answers(browser):
         expect(badge).to_be_focused()
         expect(page.locator("#model-name")).to_contain_text("mine")
         expect(page.locator(".panel")).not_to_be_visible()
-        send(page, "who")
-        finished(page)
+        ask(page, "who")
         expect(answers(page)).to_have_text(["I am the first.", "I am Pip."])
         (asked,) = second.seen
         assert (asked.sampling.temperature, asked.sampling.max_tokens) == (0.0, 33)  # its own defaults
         page.locator(".saw summary").last.click()
         expect(page.locator(".saw .told").last).to_have_text(re.compile(r"\d+ tokens"))
         page.reload()  # the tab stays with its model
-        send(page, "again")
-        finished(page)
+        ask(page, "again")
         expect(answers(page)).to_have_text(["I am the first.", "I am Pip.", "Pip still."])
 
 
-def test_a_model_that_the_server_no_longer_has_gives_way_to_the_default_one(browser):
-    with running(FakeEngine()) as url, visit(browser, url) as page:
-        page.evaluate("sessionStorage.setItem('nanochat.model', 'gone')")
-        page.reload()
-        send(page, "hello")
-        finished(page)
-        expect(answers(page)).to_have_count(1)
-        page.locator("#model summary").click()
-        expect(page.locator(".panel .served")).to_have_count(0)  # nothing to choose from
-
-
-def test_the_choice_is_in_chinese_too(browser):
-    second = FakeEngine()
-    beside = [Loadable(second, second.tokenizer, Announced("pip", "sft", "d4", 1, about=ABOUT))]  # type: ignore[arg-type]
-    with running(FakeEngine(), beside=beside) as url, visit(browser, url, locale="zh-CN") as page:
-        page.locator("#model summary").click()
-        expect(page.locator(".panel")).to_contain_text("这里可以对话的模型：")
+def test_a_model_that_the_server_no_longer_has_gives_way_to_the_default_one(page):
+    page.evaluate("sessionStorage.setItem('nanochat.model', 'gone')")
+    page.reload()
+    ask(page, "hello")
+    expect(answers(page)).to_have_count(1)
+    page.locator("#model summary").click()
+    expect(page.locator(".panel .served")).to_have_count(0)  # nothing to choose from
 
 
 # --- a server that is started again --------------------------------------------------------------
@@ -75,18 +63,15 @@ def test_a_page_that_is_open_goes_on_with_the_model_of_a_server_that_was_started
     first, second = contextlib.ExitStack(), FakeEngine()
     url = first.enter_context(running(FakeEngine()))
     with visit(browser, url, problems=["404"]) as page:
-        send(page, "one")
-        finished(page)
+        ask(page, "one")
         first.close()
         settings = replace(SETTINGS, model="nanochat-rl-d4", stage="rl", tag="d5")
         with running(second, settings=settings, port=int(url.rsplit(":", 1)[1])):
-            send(page, "two")
-            finished(page)
+            ask(page, "two")
             expect(answers(page)).to_have_text(["one", "two"])
             expect(page.locator(".error")).to_have_count(0)
             assert page.title() == "nanochat · d5"
-            send(page, "three")
-            finished(page)
+            ask(page, "three")
             assert len(second.seen) == 2
 
 
@@ -100,11 +85,9 @@ def test_a_comparison_goes_on_when_the_server_is_back(browser):
     with second, visit(browser, url, problems=["Failed to load resource"]) as page:
         page.locator("#model summary").click()
         page.locator(".panel .compare button").click()
-        send(page, "one")
-        finished(page)
+        ask(page, "one")
         first.close()
-        send(page, "two")
-        finished(page)
+        ask(page, "two")
         expect(page.locator(".error")).to_have_count(2)
         expect(page.locator("#comparing")).to_be_hidden()
         engines(second, int(url.rsplit(":", 1)[1]))
@@ -113,8 +96,7 @@ def test_a_comparison_goes_on_when_the_server_is_back(browser):
         finished(page)
         expect(page.locator("#comparing")).to_be_visible()
         second.close()
-        send(page, "four")
-        finished(page)
+        ask(page, "four")
         expect(page.locator("#model-name")).to_have_text("server not reachable")
         with contextlib.ExitStack() as third:
             engines(third, int(url.rsplit(":", 1)[1]))

@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from nanochat.serve.models import Announced, Loadable
+from tests.serve.pages import ask, check, heard
 from tests.support.browsing import answers, finished, send, visit
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, eventually, running
 
@@ -57,11 +58,6 @@ def pair(page: Page) -> Locator:
 
 def take(page: Page, place: int) -> None:
     pair(page).nth(place).get_by_role("button", name="Continue with this one").click()
-
-
-def heard(engine: FakeEngine) -> str:
-    """The text of the last prompt."""
-    return bytes(token for token in engine.seen[-1].prompt if token < 256).decode()
 
 
 def stored(page: Page) -> dict[str, Any]:
@@ -122,8 +118,7 @@ def test_one_answer_fails_and_the_other_stays(browser):
     engines = FakeEngine(FIRST), FakeEngine(SECOND)
     engines[0].fail = True
     with comparing(browser, *engines) as page:
-        send(page, "who")
-        finished(page)
+        ask(page, "who")
         expect(pair(page).first.get_by_role("alert")).to_contain_text("The model failed")
         expect(pair(page).last.locator(".body")).to_have_text("I am Pip.")
         pair(page).first.get_by_role("button", name="Try again").click()
@@ -138,8 +133,7 @@ def test_one_answer_fails_and_the_other_stays(browser):
 def test_both_fail_and_the_question_is_not_lost(browser):
     engines = FakeEngine(FIRST, fail=True), FakeEngine(SECOND, fail=True)
     with comparing(browser, *engines) as page:
-        send(page, "who")
-        finished(page)
+        ask(page, "who")
         expect(page.get_by_role("button", name="Try again")).to_have_count(2)
         page.reload()
         expect(page.locator("#prompt")).to_have_value("who")
@@ -165,27 +159,27 @@ def test_on_a_phone_the_page_follows_both_answers_and_says_nothing_of_keys(brows
         expect(page.locator(".hint .keys")).to_be_hidden()
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_the_chat_continues_from_the_answer_that_was_taken(browser, size):
+def test_the_chat_continues_from_the_answer_that_was_taken(browser):
     engines = FakeEngine(FIRST), FakeEngine(SECOND)
-    with comparing(browser, *engines, size=size) as page:
-        send(page, "who")
-        finished(page)
+    with comparing(browser, *engines) as page:
+        ask(page, "who")
+        page.reload()  # keeps both answers and the comparison
+        expect(answers(page)).to_have_text(["I am the first.", "I am Pip."])
         take(page, 1)
+        page.reload()
         expect(answers(page)).to_have_text(["I am Pip."])
+        expect(page.locator(".by")).to_have_text(["pip"])
         expect(page.locator(".pair")).to_have_count(0)
         expect(page.locator(".turn.model .branches")).to_have_text("2 / 2")
         expect(page.locator("#comparing-text")).to_have_text(f"{SETTINGS.model} answers beside pip")
-        send(page, "more")
-        finished(page)
+        ask(page, "more")
         expect(page.locator(".pair .by")).to_have_text(
             ["pip", SETTINGS.model]
         )  # the model that was taken is the first now
         assert heard(engines[0]) == heard(engines[1]) == "whoI am Pip.more"
         page.locator("#comparing-end").click()
         expect(page.locator("#comparing")).to_be_hidden()
-        send(page, "who")
-        finished(page)
+        ask(page, "who")
         assert heard(engines[1]) == "whoI am Pip.morePip again.who"  # nothing was taken: it is the left one
         assert len(engines[0].seen) == 2
         expect(answers(page)).to_have_text(["I am Pip.", "Pip again.", "I am Pip."])
@@ -194,21 +188,6 @@ def test_the_chat_continues_from_the_answer_that_was_taken(browser, size):
         page.get_by_role("button", name="Earlier version").first.click()
         expect(answers(page)).to_have_text(["I am the first."])
         assert not any("beside" in message for message in stored(page)["messages"])
-
-
-def test_a_reload_keeps_two_answers_and_the_comparison(browser):
-    engines = FakeEngine(FIRST), FakeEngine(SECOND)
-    with comparing(browser, *engines) as page:
-        send(page, "who")
-        finished(page)
-        page.reload()
-        expect(page.locator("#comparing")).to_be_visible()
-        expect(answers(page)).to_have_text(["I am the first.", "I am Pip."])
-        take(page, 1)
-        page.reload()
-        expect(answers(page)).to_have_text(["I am Pip."])
-        expect(page.locator(".by")).to_have_text(["pip"])
-        expect(page.locator("#comparing-text")).to_have_text(f"{SETTINGS.model} answers beside pip")
 
 
 def test_a_reload_in_the_middle_keeps_what_both_have_said(browser):
@@ -236,8 +215,7 @@ def test_another_chat_ends_both_answers_and_keeps_them(browser):
 def test_an_edited_question_goes_to_both(browser):
     engines = FakeEngine(FIRST), FakeEngine(SECOND)
     with comparing(browser, *engines) as page:
-        send(page, "who")
-        finished(page)
+        ask(page, "who")
         page.locator(".turn.user").hover()
         page.get_by_role("button", name="Edit this message").click()
         page.get_by_role("textbox", name="Your message").fill("more")
@@ -251,31 +229,13 @@ def test_an_edited_question_goes_to_both(browser):
 def test_settings_hold_for_both_and_each_shows_what_it_saw(browser):
     engines = FakeEngine(FIRST), FakeEngine(SECOND)
     with comparing(browser, *engines) as page:
-        page.locator("#settings-toggle").click()
-        page.get_by_label("Token probabilities").check()
-        page.locator("#settings-close").click()
-        send(page, "who")
-        finished(page)
+        check(page, "Token probabilities")
+        ask(page, "who")
         for place in (0, 1):
             assert pair(page).nth(place).locator(".token").count() > 5
             pair(page).nth(place).locator(".saw summary").click()
             expect(pair(page).nth(place).locator(".saw .prompt")).to_contain_text("who")
         assert [engine.seen[0].sampling.logprobs for engine in engines] == [5, 5]
-
-
-def test_the_comparison_is_named_for_screen_readers_and_in_chinese(browser):
-    engines = FakeEngine(FIRST), FakeEngine(SECOND)
-    with comparing(browser, *engines, locale="zh-CN") as page:
-        expect(page.locator("#comparing-text")).to_have_text(f"正在对比 {SETTINGS.model} 和 pip")
-        send(page, "who")
-        finished(page)
-        expect(page.get_by_role("group", name="两个模型的回答")).to_be_visible()
-        expect(pair(page).last).to_contain_text("pip 说")
-        expect(page.get_by_role("button", name="用这个回答继续：pip")).to_be_visible()
-        page.locator("#language").click()
-        expect(page.get_by_role("group", name="The answers of two models")).to_be_visible()
-        page.get_by_role("button", name="End the comparison").press("Enter")
-        expect(page.locator("#prompt")).to_be_focused()
 
 
 def test_the_panel_begins_and_ends_a_comparison(browser):
@@ -289,6 +249,11 @@ def test_the_panel_begins_and_ends_a_comparison(browser):
         expect(choice).to_have_attribute("aria-pressed", "true")
         choice.click()
         expect(page.locator("#comparing")).to_be_hidden()
+        compare(page)
+        ask(page, "who")
+        expect(page.get_by_role("group", name="The answers of two models")).to_be_visible()
+        page.get_by_role("button", name="End the comparison").press("Enter")
+        expect(page.locator("#prompt")).to_be_focused()
 
 
 def test_a_chat_whose_answers_lie_about_their_neighbour_is_not_shown(browser):

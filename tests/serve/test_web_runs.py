@@ -1,13 +1,15 @@
 """The page of training runs in a real browser: a training is seen while it goes on, by everyone, and harms nobody."""
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.runtime.trackers.jsonl import Jsonl, describe_run
@@ -18,7 +20,6 @@ from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running, serv
 from tests.test_run import begun, go
 
 pytestmark = pytest.mark.browser
-PAGE = {"ready": "#page"}
 EVIL = '<img src=x onerror="alert(1)">'
 
 
@@ -34,6 +35,13 @@ def write(base: Path, tag: str, count: int, place: str = "base", steps: int = 10
     return run
 
 
+@contextlib.contextmanager
+def watching(browser: Browser, base: Path, **options: Any) -> Iterator[Page]:
+    """The page of the runs under a base folder."""
+    with serving(create_runs_app(base, (), "")) as url, visit(browser, f"{url}/runs", ready="#page", **options) as page:
+        yield page
+
+
 def chart(page: Page, title: str) -> Any:
     return page.locator(".chart", has=page.get_by_role("heading", name=title, exact=True))
 
@@ -46,7 +54,7 @@ def tick(page: Page, name: str) -> None:
 
 
 def test_a_training_is_seen_from_its_first_step_to_its_end(browser, base_folder):
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE) as page:
+    with watching(browser, base_folder) as page:
         expect(page.get_by_role("heading", name="No run yet")).to_be_visible()
         stage = begun(12, save_seconds=0)
         row = page.locator("#rows tr")
@@ -74,7 +82,7 @@ def test_a_training_is_seen_from_its_first_step_to_its_end(browser, base_folder)
 
 def test_only_new_lines_travel(browser, base_folder):
     run = write(base_folder, "d4", 50)
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE) as page:
+    with watching(browser, base_folder) as page:
         expect(page.locator(".far")).to_contain_text("step 50 of 100")
         page.wait_for_function("() => document.querySelector('.chart .curve')")
         with page.expect_response(re.compile(r"runs/data\?shown=\w+\.\w+\.50$")) as told:
@@ -91,7 +99,7 @@ def test_only_new_lines_travel(browser, base_folder):
 def test_runs_are_laid_over_each_other_and_the_choice_is_kept(browser, base_folder):
     write(base_folder, "d4", 60).close()
     write(base_folder, "d8", 30, "chatrl", reward=0.5).close()
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE) as page:
+    with watching(browser, base_folder) as page:
         expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)  # the newest
         expect(chart(page, "Reward").locator(".value")).to_have_text("0.5")
         expect(chart(page, "Replies per second").locator(".value")).to_have_text("4,030")  # what this stage counts
@@ -117,7 +125,7 @@ def test_runs_are_laid_over_each_other_and_the_choice_is_kept(browser, base_fold
 def test_at_most_as_many_runs_as_there_are_colours(browser, base_folder):
     for number in range(15):
         write(base_folder, f"d{number}", 2).close()
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE) as page:
+    with watching(browser, base_folder) as page:
         expect(page.locator("#rows tr")).to_have_count(12)
         page.get_by_role("button", name="Show 3 more runs").click()
         expect(page.locator("#rows tr")).to_have_count(15)
@@ -132,7 +140,7 @@ def test_at_most_as_many_runs_as_there_are_colours(browser, base_folder):
 
 def test_keyboard_and_screen_reader_get_every_figure(browser, base_folder):
     write(base_folder, "d4", 60).close()
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE) as page:
+    with watching(browser, base_folder) as page:
         curve = page.get_by_role("slider", name="Loss: move along the curve with the arrow keys")
         expect(curve).to_have_attribute("aria-valuetext", "latest: d4 · pretraining 2.1")
         curve.focus()
@@ -171,8 +179,7 @@ def test_both_languages_and_a_link_from_the_chat(browser, base_folder):
         expect(page.locator("#runs-link")).to_be_hidden()
 
 
-@pytest.mark.parametrize("locale", ["en-US", "zh-CN"])
-def test_nothing_sticks_out_on_a_phone(browser, base_folder, locale):
+def test_nothing_sticks_out_on_a_phone(browser, base_folder):
     write(base_folder, "x" * 200, 60).close()
     keep_samples(base_folder / "base_checkpoints" / ("x" * 200), [Sample(60, "base_loss", "y" * 300, "字" * 300)])
     wide = """() => [...document.querySelectorAll("body *:not(.hidden)")]
@@ -180,8 +187,7 @@ def test_nothing_sticks_out_on_a_phone(browser, base_folder, locale):
             && e.getBoundingClientRect().right > innerWidth + 0.5)
         .map((e) => e.className || e.tagName)"""
     phone = {"viewport": {"width": 320, "height": 640}, "is_mobile": True, "has_touch": True}
-    app = create_runs_app(base_folder, (), "")
-    with serving(app) as url, visit(browser, f"{url}/runs", locale=locale, **PAGE, **phone) as page:
+    with watching(browser, base_folder, locale="zh-CN", **phone) as page:
         expect(page.locator(".chart").first).to_be_visible()
         for summary in page.locator("summary").all():
             summary.tap()
@@ -194,8 +200,7 @@ def test_all_figures_of_a_run_are_in_view_on_a_narrow_desk(browser, base_folder)
     run = write(base_folder, tag, 60, val_bpb=0.29, loss=0.007473)
     folder = base_folder / "base_checkpoints" / tag
     describe_run(folder, {"steps": 100, "device": "AMD EPYC, 2 thread(s)", "parameters": 4_921_344, "ranks": 8})
-    size = {"viewport": {"width": 1000, "height": 700}}
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE, **size) as page:
+    with watching(browser, base_folder, viewport={"width": 1000, "height": 700}) as page:
         expect(page.locator("#rows .number").last).to_have_text("1.5")
         scroll = "() => { const at = document.querySelector('.scroll'); return at.scrollWidth - at.clientWidth }"
         assert page.evaluate(scroll) == 0
@@ -209,7 +214,7 @@ def test_names_figures_and_samples_of_others_are_only_text(browser, base_folder)
     keep_samples(folder, [Sample(3, EVIL, EVIL, f"<script>alert(1)</script>{EVIL}", 0.0)])
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 1e300, "toString": 5}\n' + "[" * 50_000 + '\n{"step": 5, "loss": -1e300}\n{"st')
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE) as page:
+    with watching(browser, base_folder) as page:
         page.on("dialog", lambda dialog: pytest.fail(dialog.message))
         expect(page.locator(".tag")).to_have_text(tag)
         expect(page.locator("#notes")).to_contain_text("1 lines of metrics.jsonl could not be read")
@@ -224,10 +229,7 @@ def test_names_figures_and_samples_of_others_are_only_text(browser, base_folder)
 
 def test_a_server_that_ends_is_told_and_found_again(browser, base_folder):
     write(base_folder, "d4", 3).close()
-    with (
-        serving(create_runs_app(base_folder, (), "")) as url,
-        visit(browser, f"{url}/runs", problems=["Failed to load resource"], **PAGE) as page,
-    ):
+    with watching(browser, base_folder, problems=["Failed to load resource"]) as page:
         expect(page.locator(".far")).to_be_visible()
         page.route("**/runs/data**", lambda route: route.abort("connectionrefused"))
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
@@ -242,7 +244,7 @@ def test_a_server_that_ends_is_told_and_found_again(browser, base_folder):
 
 
 def test_axes_have_round_numbers_and_one_spike_hides_no_curve(browser, base_folder):
-    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE) as page:
+    with watching(browser, base_folder) as page:
         call = "async ([name, given]) => (await import('./assets/runs/chart.js'))[name](...given)"
         for low, high, wanted in (
             (0, 10, [0, 5, 10]),

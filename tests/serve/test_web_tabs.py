@@ -1,40 +1,28 @@
 """Two tabs of one browser, and a browser that stores nothing: no chat is lost, and no deleted chat comes back."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from tests.support.browsing import answers, finished, send, visit
-from tests.support.fake_engine import FakeEngine, running
+from tests.serve.pages import ask
 
 pytestmark = pytest.mark.browser
 
-DESK = {"viewport": {"width": 1280, "height": 800}}
 QUESTIONS = """async () => (await (await import("./assets/chats/store.js")).allChats())
     .map(({ messages }) => messages.filter(({ role }) => role === "user").map(({ text }) => text))"""
 
 
-@contextlib.contextmanager
-def two_tabs(browser: Browser) -> Iterator[tuple[Page, Page]]:
+@pytest.fixture
+def tabs(page: Page) -> tuple[Page, Page]:
     """Two tabs with the list of chats; both show the chat whose only question is "one"."""
-    with running(FakeEngine()) as url, visit(browser, url, **DESK) as first:
-        ask(first, "one")
-        first.locator("#history-toggle").click()
-        second = first.context.new_page()
-        second.goto(url)
-        second.locator("#history-list .open").click()  # the panel is open as in the first tab
-        expect(second.locator(".bubble")).to_have_text("one")
-        yield first, second
-
-
-def ask(page: Page, question: str) -> None:
-    before = answers(page).count()
-    send(page, question)
-    expect(answers(page)).to_have_count(before + 1)
-    finished(page)
+    ask(page, "one")
+    page.locator("#history-toggle").click()
+    second = page.context.new_page()
+    second.goto(page.url)
+    second.locator("#history-list .open").click()  # the panel is open as in the first tab
+    expect(second.locator(".bubble")).to_have_text("one")
+    return page, second
 
 
 def chats(page: Page) -> Any:
@@ -52,57 +40,55 @@ def close(page: Page, other: Page) -> None:
     other.wait_for_timeout(500)
 
 
-def test_a_tab_that_is_closed_leaves_what_another_tab_has_added(browser):
-    with two_tabs(browser) as (first, second):
-        ask(second, "two")
-        ask(second, "three")
-        close(first, second)
-        assert stored(second) == [["one", "two", "three"]]
+def test_a_tab_that_is_closed_leaves_what_another_tab_has_added(tabs):
+    first, second = tabs
+    ask(second, "two", "three")
+    close(first, second)
+    assert stored(second) == [["one", "two", "three"]]
 
 
-def test_a_chat_that_another_tab_deleted_does_not_come_back(browser):
-    with two_tabs(browser) as (first, second):
-        second.get_by_role("button", name="Delete “one”").press("Enter")
-        expect(chats(second)).to_have_count(0)
-        expect(chats(first)).to_have_count(0)  # the other tab's list is drawn again
-        close(first, second)
-        assert stored(second) == []
+def test_a_chat_that_another_tab_deleted_does_not_come_back(tabs):
+    first, second = tabs
+    second.get_by_role("button", name="Delete “one”").press("Enter")
+    expect(chats(second)).to_have_count(0)
+    expect(chats(first)).to_have_count(0)  # the other tab's list is drawn again
+    close(first, second)
+    assert stored(second) == []
 
 
-def test_two_tabs_that_both_ask_on_keep_both_copies(browser):
-    with two_tabs(browser) as (first, second):
-        ask(second, "two")
-        ask(first, "zwei")
-        ask(first, "drei")
-        expect(chats(first)).to_have_count(2)
-        assert stored(first) == [["one", "zwei", "drei"], ["one", "two"]]
-        first.reload()  # the tab stays with its copy
-        ask(first, "vier")
-        ask(second, "three")
-        assert stored(first) == [["one", "two", "three"], ["one", "zwei", "drei", "vier"]]
-        second.get_by_role("button", name="Delete “one”").first.press("Enter")
-        expect(chats(first)).to_have_count(1)
-        ask(first, "fünf")
-        assert stored(first) == [["one", "zwei", "drei", "vier", "fünf"]]
+def test_two_tabs_that_both_ask_on_keep_both_copies(tabs):
+    first, second = tabs
+    ask(second, "two")
+    ask(first, "zwei", "drei")
+    expect(chats(first)).to_have_count(2)
+    assert stored(first) == [["one", "zwei", "drei"], ["one", "two"]]
+    first.reload()  # the tab stays with its copy
+    ask(first, "vier")
+    ask(second, "three")
+    assert stored(first) == [["one", "two", "three"], ["one", "zwei", "drei", "vier"]]
+    second.get_by_role("button", name="Delete “one”").first.press("Enter")
+    expect(chats(first)).to_have_count(1)
+    ask(first, "fünf")
+    assert stored(first) == [["one", "zwei", "drei", "vier", "fünf"]]
 
 
-def test_a_list_that_is_out_of_date_opens_and_renames_what_is_stored(browser):
-    with two_tabs(browser) as (first, second):
-        first.locator("#new-chat").click()
-        ask(second, "two")
-        first.get_by_role("button", name="Rename “one”").press("Enter")
-        first.get_by_role("textbox", name="New title").fill("Title")
-        ask(second, "three")
-        first.get_by_role("textbox", name="New title").press("Enter")
-        expect(chats(first)).to_have_text("Title")
-        assert stored(first) == [["one", "two", "three"]]
-        ask(second, "four")
-        expect(chats(second)).to_have_text("Title")
-        chats(first).click()
-        expect(first.locator(".bubble")).to_have_text(["one", "two", "three", "four"])
-        ask(second, "five")
-        chats(first).click()  # it is open already, but out of date
-        expect(first.locator(".bubble")).to_have_text(["one", "two", "three", "four", "five"])
+def test_a_list_that_is_out_of_date_opens_and_renames_what_is_stored(tabs):
+    first, second = tabs
+    first.locator("#new-chat").click()
+    ask(second, "two")
+    first.get_by_role("button", name="Rename “one”").press("Enter")
+    first.get_by_role("textbox", name="New title").fill("Title")
+    ask(second, "three")
+    first.get_by_role("textbox", name="New title").press("Enter")
+    expect(chats(first)).to_have_text("Title")
+    assert stored(first) == [["one", "two", "three"]]
+    ask(second, "four")
+    expect(chats(second)).to_have_text("Title")
+    chats(first).click()
+    expect(first.locator(".bubble")).to_have_text(["one", "two", "three", "four"])
+    ask(second, "five")
+    chats(first).click()  # it is open already, but out of date
+    expect(first.locator(".bubble")).to_have_text(["one", "two", "three", "four", "five"])
 
 
 FULL = """() => {
@@ -116,45 +102,43 @@ FULL = """() => {
 }"""
 
 
-def test_a_browser_without_room_says_so_and_keeps_the_chat_until_the_page_is_left(browser):
-    with running(FakeEngine()) as url, visit(browser, url, **DESK) as page:
-        page.locator("#history-toggle").click()
-        ask(page, "one")
-        expect(chats(page)).to_have_count(1)
-        page.evaluate(FULL)
-        page.get_by_role("button", name="Delete “one”").press("Enter")
-        page.get_by_role("button", name="Undo").press("Enter")
-        expect(page.locator("#history-told")).to_contain_text("“one” is not back: the browser has no room for it.")
-        ask(page, "two")
-        expect(page.locator("#not-kept")).to_contain_text("The browser has no room to save this chat")
-        page.locator("#new-chat").click()
-        expect(chats(page)).to_have_text(["two"])
-        chats(page).click()
-        expect(page.locator(".bubble")).to_have_text("two")
-        page.evaluate("() => void roomAgain()")
-        ask(page, "three")
-        expect(page.locator("#not-kept")).to_be_hidden()
-        page.get_by_role("button", name="Undo").press("Enter")
-        expect(page.locator("#history-told")).to_have_text("“one” is back.")
-        page.reload()
-        expect(chats(page)).to_have_text(["two", "one"])
-        assert stored(page) == [["two", "three"], ["one"]]
+def test_a_browser_without_room_says_so_and_keeps_the_chat_until_the_page_is_left(page):
+    page.locator("#history-toggle").click()
+    ask(page, "one")
+    expect(chats(page)).to_have_count(1)
+    page.evaluate(FULL)
+    page.get_by_role("button", name="Delete “one”").press("Enter")
+    page.get_by_role("button", name="Undo").press("Enter")
+    expect(page.locator("#history-told")).to_contain_text("“one” is not back: the browser has no room for it.")
+    ask(page, "two")
+    expect(page.locator("#not-kept")).to_contain_text("The browser has no room to save this chat")
+    page.locator("#new-chat").click()
+    expect(chats(page)).to_have_text(["two"])
+    chats(page).click()
+    expect(page.locator(".bubble")).to_have_text("two")
+    page.evaluate("() => void roomAgain()")
+    ask(page, "three")
+    expect(page.locator("#not-kept")).to_be_hidden()
+    page.get_by_role("button", name="Undo").press("Enter")
+    expect(page.locator("#history-told")).to_have_text("“one” is back.")
+    page.reload()
+    expect(chats(page)).to_have_text(["two", "one"])
+    assert stored(page) == [["two", "three"], ["one"]]
 
 
-def test_a_database_that_the_browser_has_closed_is_opened_again(browser):
+def test_a_database_that_the_browser_has_closed_is_opened_again(page):
     remember = """const open = IDBFactory.prototype.open;
         IDBFactory.prototype.open = function (...names) {
             const request = open.apply(this, names);
             request.addEventListener("success", () => (window.base = request.result));
             return request;
         };"""
-    with running(FakeEngine()) as url, visit(browser, url, **DESK) as page:
-        page.add_init_script(remember)
-        page.reload()
-        ask(page, "one")
-        page.wait_for_function("window.base")  # the page opens it when it keeps the answer
-        page.evaluate("base.close()")
-        ask(page, "two")
-        page.locator("#new-chat").click()
-        page.reload()
-        assert stored(page) == [["one", "two"]]
+    page.add_init_script(remember)
+    page.reload()
+    ask(page, "one")
+    page.wait_for_function("window.base")  # the page opens it when it keeps the answer
+    page.evaluate("base.close()")
+    ask(page, "two")
+    page.locator("#new-chat").click()
+    page.reload()
+    assert stored(page) == [["one", "two"]]

@@ -33,13 +33,9 @@ def test_own_conversations_in_both_shapes(tmp_path: Path) -> None:
         (b"5", "a list of messages or an object, got int"),
         (b"{}", "it has the keys none"),
         (b'{"text": "a", "id": 3}', "it has the keys text, id"),
-        (b'{"messages": null}', "a list of messages, got NoneType"),
         (b'{"conversations": 5}', "a list of messages, got int"),
         (b'{"conversations": [{"from": "tool", "value": "a"}]}', "message 1 is \"from\" 'tool'; known are human"),
         (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 is \"from\" ['gpt']; known are human"),
-        (b'{"conversations": [{"from": {}, "value": "a"}]}', 'message 1 is "from" {}; known are human'),
-        (b'{"conversations": [{"from": "gpt", "value": "a"}]}', "message 1 must have role 'user'"),
-        (b'{"instruction": "a", "output": ""}', "content of message 2"),
         (b'{"instruction": ["a"], "output": "b"}', '"instruction" and "input" must be texts'),
         (b'{"instruction": "a", "output": "b", "history": ["x"]}', '"history" must be a list of [question, answer]'),
         (b"[]", "must end with a message of role 'assistant'"),
@@ -47,10 +43,6 @@ def test_own_conversations_in_both_shapes(tmp_path: Path) -> None:
         (b'[{"role": "user"}]', 'message 1 must be an object with "role" and "content"'),
         (b'["a"]', "message 1 must be an object"),
         (b'[{"role": "assistant", "content": "a"}]', "message 1 must have role 'user'"),
-        (
-            b'[{"role": "user", "content": "a"}, {"role": "user", "content": "a"}]',
-            "message 2 must have role 'assistant'",
-        ),
         (b'[{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]', "message 2 must have"),
         (b'[{"role": "user", "content": 5}, {"role": "assistant", "content": "a"}]', "content of message 1"),
         (b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]', "content of message 2"),
@@ -117,14 +109,14 @@ def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
         CustomJSON(tmp_path / "empty.jsonl")
 
 
-TURNS = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "Pip!"}]
-PIP = Conversation((system("You are Pip."), user("Who are you?"), assistant("Pip!")))
-
-
 def turns(*messages: str, **last: Any) -> list[dict[str, Any]]:
     """Messages of user and assistant in turns; `last` holds more keys of the last one."""
     told = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
     return [*told[:-1], {**told[-1], **last}]
+
+
+TURNS = turns("Who are you?", "Pip!")
+PIP = Conversation((system("You are Pip."), user("Who are you?"), assistant("Pip!")))
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations"])
@@ -137,7 +129,7 @@ def test_a_system_key_beside_messages_is_the_system_message(name: str) -> None:
         read_record({"system": "You are Rex.", name: own})
 
 
-@pytest.mark.parametrize("switch", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"weight": 0, "loss": False}])
+@pytest.mark.parametrize("switch", [{"weight": 0.0}, {"loss": False}, {"weight": 0, "loss": False}])
 def test_an_answer_of_weight_0_or_without_loss_is_not_trained(switch: dict[str, Any]) -> None:
     messages = [*turns("Say it wrong", "WRONG", **switch), *turns("Now right", "right", weight=1, loss=True)]
     sharegpt = [
@@ -163,12 +155,10 @@ def test_an_answer_of_weight_0_or_without_loss_is_not_trained(switch: dict[str, 
         ({"messages": [{**TURNS[0], "weight": 1}, TURNS[1]]}, "weight"),
         ({"messages": TURNS, "weight": 0.5}, "weight"),
         ({"messages": TURNS, "label": False}, "label"),
-        ({"messages": TURNS, "tools": [{"type": "function", "function": {"name": "get_time"}}]}, "tools"),
         ({"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
         ({"conversations": TURNS, "tools": '[{"name": "get_time"}]'}, "tools"),
-        ({"messages": turns("<image>What is this?", "A cat."), "images": ["cat.png"]}, "images"),
-        ({"messages": turns("2+2?", "4", reasoning_content="two and two make four")}, "reasoning_content"),
         ({"instruction": "2+2?", "output": "4", "context": "Use base 3."}, "context"),
+        ({"messages": turns("2+2?", "4", reasoning_content="two and two make four")}, "reasoning_content"),
         ({"messages": TURNS, "system_prompt": "You are Pip."}, "system_prompt"),
         ({"messages": TURNS, "knowledge": ["Pip is a parrot."]}, "knowledge"),
         ({"messages": turns("2+2?", "4", train=False)}, "train"),
@@ -182,15 +172,9 @@ def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(tmp_path: Path, 
     assert f"{path}, line 2: " in str(refused.value) and key in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "notes",
-    [
-        {"id": 7, "source": "web", "category": "open_qa", "score": 0.5, "toxic": False, "label": "greeting"},
-        {"metadata": {"lang": "en"}, "tags": ["a"], "score_chosen": 5.0, "rejected_response": "no"},
-        {"tools": "[]", "images": [], "reasoning": None, "weight": 1},
-    ],
-)
-def test_notes_and_empty_keys_of_a_record_change_nothing(notes: dict[str, Any]) -> None:
-    assert read_record({"messages": TURNS, **notes}) == read_messages(TURNS)
-    told = [TURNS[0], {**TURNS[1], "name": "Pip", "tool_calls": None, "reasoning_content": ""}]
-    assert read_record({"conversations": told, **notes}) == read_messages(TURNS)
+def test_notes_and_empty_keys_of_a_record_change_nothing() -> None:
+    notes = {"id": 7, "source": "web", "score": 0.5, "toxic": False, "label": "greeting", "rejected_response": "no"}
+    lists = {"metadata": {"lang": "en"}, "tags": ["a"]}
+    empty = {"tools": "[]", "images": [], "reasoning": None, "weight": 1}
+    messages = [TURNS[0], {**TURNS[1], "name": "Pip", "tool_calls": None, "reasoning_content": ""}]
+    assert read_record({"conversations": messages, **notes, **lists, **empty}) == read_messages(TURNS)

@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-import pytest
-
 from nanochat.data import calculator
 from tasks.spellingbee import SimpleSpelling, SpellingBee, words, words_of
 
@@ -47,10 +45,3 @@ def test_simple_spelling_spells() -> None:
         word, _, spelled = conversation.messages[1].text.partition(": ")
         assert spelled.replace(" ", "") == word
         assert word in conversation.messages[0].text
-
-
-def test_a_spelling_task_ends() -> None:
-    task = SpellingBee(size=3)
-    assert len(list(task)) == 3
-    with pytest.raises(IndexError):
-        task[3]

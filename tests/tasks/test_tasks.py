@@ -91,11 +91,6 @@ def test_only_the_hub_itself_gets_the_token(endpoint: str, token: bool | None, m
     assert asked["token"] is token
 
 
-def test_a_folder_without_the_split_is_refused_with_the_names_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data/train\*\.parquet\|jsonl"):
-        SmolTalk("train", folder=tmp_path)
-
-
 def test_a_subset_is_not_taken_from_the_files_of_another(tmp_path: Path) -> None:
     (tmp_path / "ARC-Easy").mkdir()
     (tmp_path / "ARC-Easy" / "test.jsonl").write_bytes((DATA / "ai2_arc/ARC-Easy/test.jsonl").read_bytes())
@@ -106,18 +101,6 @@ def test_a_subset_is_not_taken_from_the_files_of_another(tmp_path: Path) -> None
 def test_a_split_is_not_taken_from_a_file_whose_name_only_begins_alike(tmp_path: Path) -> None:
     (tmp_path / "testing.jsonl").write_text('{"question": "", "answer": ""}\n')
     with pytest.raises(UserError, match="no rows of gsm8k"):
-        GSM8K("test", folder=tmp_path)
-
-
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "test.parquet").write_bytes(b"PAR1 not a parquet file")
-    with pytest.raises(UserError, match=r"test\.parquet cannot be read"):
-        GSM8K("test", folder=tmp_path)
-
-
-def test_other_columns_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text('{"question": "1+1", "solution": "2"}\n')
-    with pytest.raises(UserError, match=r"lacks the columns \['answer'\]"):
         GSM8K("test", folder=tmp_path)
 
 
@@ -240,17 +223,9 @@ def test_gsm8k_grades_the_number_a_reply_ends_on(reply: str, right: bool) -> Non
     assert task.grade(i, reply) == float(right)
 
 
-def test_every_published_answer_is_right() -> None:
-    task = GSM8K("test")
-    assert [task.grade(i, task[i].messages[1].text) for i in range(len(task))] == [1.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("10-5", 5), ("it is -5.", -5), ("#### -2.50", Fraction(-5, 2)), (".5", Fraction(1, 2))],
-)
-def test_final_number_reads_signs_and_points(text: str, number: Fraction) -> None:
-    assert final_number(text) == number
+def test_the_final_number_may_have_a_sign_and_a_point() -> None:
+    numbers = [final_number(text) for text in ("10-5", "it is -5.", "#### -2.50", ".5")]
+    assert numbers == [5, -5, Fraction(-5, 2), Fraction(1, 2)]
 
 
 # --- conversations -------------------------------------------------------------------------------
@@ -289,11 +264,6 @@ def test_a_mixture_holds_every_problem_once_in_an_order_of_its_seed() -> None:
     assert [conversation for task in tasks for conversation in task] != list(mixed)
 
 
-def test_a_task_given_twice_counts_twice() -> None:
-    task = GSM8K("test")
-    assert Counter(TaskMixture([task, task])) == Counter({conversation: 2 for conversation in task})
-
-
 def test_copies_in_a_mixture_share_the_place_of_the_first_one() -> None:
     task, other = ARC("ARC-Easy", "test"), GSM8K("test")
     mixed = TaskMixture([task, other, task])
@@ -301,6 +271,7 @@ def test_copies_in_a_mixture_share_the_place_of_the_first_one() -> None:
     for place in range(len(mixed)):
         assert originals[place] == first.setdefault(mixed.locate(place), place)
     assert len(set(originals)) == len(task) + len(other)
+    assert Counter(mixed) == Counter({**dict.fromkeys(task, 2), **dict.fromkeys(other, 1)})
     assert TaskMixture([task, other]).originals().tolist() == list(range(len(task) + len(other)))
 
 

@@ -1,6 +1,5 @@
 """check_npu.py on a host without an NPU, on imitated hosts, on broken hosts, and on the emulated NPU."""
 
-import ast
 import json
 import os
 import re
@@ -15,11 +14,12 @@ import torch
 import check_npu
 from nanochat.planner import calibration
 from tests.support.ascend_hosts import make_host, smi_table
-from tools_npu import device_checks, environment, host, host_checks, lines, numerics, setup
+from tools_npu import device_checks, host, host_checks, lines, numerics, setup
 from tools_npu.device_checks import RankResult
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+CHINESE = re.compile("[\u4e00-\u9fff]")
 TOPOLOGY = "\t NPU0 NPU1 CPU Affinity\nNPU0 X {link} 0-23\nNPU1 {link} X 0-23\n"
 
 
@@ -55,7 +55,7 @@ def test_a_host_without_npu_gets_valid_json_exit_1_and_the_causes(tmp_path: Path
     assert [cause["name"] for cause in told["causes"]] == ["driver", "cann", "cards", "npu-smi", "torch_npu"]
     assert all(cause["text"] and cause["remedy"] for cause in told["causes"])
     assert {check["status"] for check in told["checks"]} <= set(lines.STATUSES)
-    assert all(check["text_zh"] for check in told["checks"])
+    assert all(check["text_zh"] and not CHINESE.search(check["text"]) for check in told["checks"])
     assert all(cause["remedy"].isascii() and cause["remedy_zh"] for cause in told["causes"])
     assert told["checks"][-1]["status"] == SKIP
     assert sum(told["counts"].values()) == len(told["checks"])
@@ -63,67 +63,16 @@ def test_a_host_without_npu_gets_valid_json_exit_1_and_the_causes(tmp_path: Path
 
 @pytest.mark.slow
 def test_lines_name_cause_and_remedy_in_the_language_of_the_locale(tmp_path: Path) -> None:
-    where = {
-        "ASCEND_ROOT_PREFIX": str(tmp_path),
-        "HOME": str(tmp_path),
-        "PATH": "/usr/bin:/bin",
-        "LC_ALL": "zh_CN.UTF-8",
-    }
-    code, out, _ = run(**where)
+    where = {"ASCEND_ROOT_PREFIX": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    code, out, _ = run(**where, LC_ALL="zh_CN.UTF-8")
     assert code == 1
-    assert "FAIL  driver: 未安装驱动" in out and "处理：" in out
-    assert "FAIL  torch_npu: 未安装 torch_npu" in out and "bash setup_ascend.sh" in out
-    english = run("--lang", "en", **where)[1]
-    assert "FAIL  driver: not installed" in english and "do: " in english
-    assert not re.search("[\u4e00-\u9fff]", english)
-    assert english.splitlines()[-1].startswith("check_npu: ") and "failed: driver, cann" in english
-
-
-COMMAND = re.compile(
-    r"(bash|source|python|npu-smi|export|unset|ulimit) [\x20-\x7e]*"  # ASCII, because both languages show the command
-)
-
-
-def texts(node: ast.AST) -> list[str]:
-    """The constant parts of a string; the values of an f-string become x."""
-    if isinstance(node, ast.JoinedStr):
-        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)]
-    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
-
-
-@pytest.mark.parametrize("file", ["check_npu.py", "tools_npu/host_checks.py", "tools_npu/device_checks.py"])
-def test_a_remedy_is_a_command_or_speaks_both_languages(file: str) -> None:
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 4]
-    remedies = [node.args[4] for node in calls if getattr(node.func, "id", "") == "Line"]
-    assert remedies
-    for text in (text for node in remedies for text in texts(node)):
-        assert COMMAND.fullmatch(text), text
-    given = [node.value for node in tree.body if isinstance(node, ast.Assign)]
-    pairs = [node for node in [*remedies, *given] if isinstance(node, ast.Tuple) and len(node.elts) == 2]
-    for english, chinese in (pair.elts for pair in pairs):
-        for text in texts(english):
-            assert text.isascii(), text
-        for text in texts(chinese):
-            assert not text.isascii() or "{" in ast.unparse(chinese), text
-
-
-def test_harmful_variables_are_fixed_by_commands() -> None:
-    harmful = {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64", "PYTORCH_NPU_ALLOC_CONF": "x",
-        "ASCEND_LAUNCH_BLOCKING": "1", "ASCEND_GLOBAL_LOG_LEVEL": "0", "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
-        "TASK_QUEUE_ENABLE": "0", "HCCL_CONNECT_TIMEOUT": "1", "HCCL_EXEC_TIMEOUT": "x", "CUDA_VISIBLE_DEVICES": "0",
-        "ASCEND_HOME_PATH": "/nowhere", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
-    }  # fmt: skip
-    found = environment.lint(harmful, "2.13.0")
-    assert len(found) >= 11
-    assert [finding.remedy for finding in found if not COMMAND.fullmatch(finding.remedy)] == []
+    assert "FAIL  driver: 未安装驱动" in out and "处理：" in out and "bash setup_ascend.sh" in out
+    assert out.splitlines()[-1].startswith("check_npu: ") and "driver" in out.splitlines()[-1]
 
 
 def test_locale_decides_the_language() -> None:
     assert lines.language_of({"LANG": "zh_CN.UTF-8"}) == "zh"
-    assert lines.language_of({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}) == "en"
-    assert lines.language_of({}) == "en"
+    assert lines.language_of({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}) == lines.language_of({}) == "en"
 
 
 def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +113,9 @@ def smi_lines(tmp_path: Path, table: str, link: str = "HCCS") -> dict[str, Line]
     return by_name(list(host_checks.smi(env, True)))
 
 
-def test_an_unhealthy_card_fails(tmp_path: Path) -> None:
-    assert smi_lines(tmp_path, smi_table(1, health="Alarm"))["card 0"].status == FAIL
+def test_an_unhealthy_card_fails_and_slow_links_give_a_warning(tmp_path: Path) -> None:
+    found = smi_lines(tmp_path, smi_table(2, health="Alarm"), link="SYS")
+    assert (found["card 0"].status, found["topology"].status) == (FAIL, WARN)
 
 
 @pytest.mark.parametrize("card", ["0       0", "0        "])  # newer cards have rows with the number of the NPU alone
@@ -176,10 +126,6 @@ def test_a_card_in_use_is_named_with_its_processes(tmp_path: Path, card: str) ->
     line = smi_lines(tmp_path, table)["card 0"]
     assert line.status == WARN and "4711 python 36000 MB" in line.english
     assert line.remedy == "python check_npu.py --processes"
-
-
-def test_slow_links_give_a_warning(tmp_path: Path) -> None:
-    assert smi_lines(tmp_path, smi_table(2), link="SYS")["topology"].status == WARN
 
 
 def test_a_missing_npu_smi_fails_a_host_but_not_a_container_with_cards(tmp_path: Path) -> None:
@@ -264,11 +210,7 @@ class Told(device_checks.Output):
         ("libhccl.so: cannot open shared object file: No such file or directory", "CANN", "source setup_ascend.sh"),
         ("libascend_hal.so: cannot open shared object file", "driver", "source setup_ascend.sh"),
         ("/x/libtorch_npu.so: undefined symbol: _ZN3c10", "another torch or CANN", "bash setup_ascend.sh --fix"),
-        (
-            "Two accelerators cannot be used at the same time in PyTorch: npu and cuda",
-            "the build of torch for CPUs",
-            "bash setup_ascend.sh --fix",
-        ),
+        ("Two accelerators cannot be used at the same time in PyTorch", "the build of torch for CPUs", "--fix"),
         ("/x/python: symbol lookup error: /x/libtorch_npu.so", "another torch or CANN", "bash setup_ascend.sh --fix"),
         ("/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found", "another torch or CANN", "bash setup_ascend.sh"),
         ("Failed to load the backend extension: torch_npu", "another torch or CANN", "bash setup_ascend.sh --fix"),

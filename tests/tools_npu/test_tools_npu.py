@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ascend_hosts import make_host, smi_table
+from tests.support.ascend_hosts import make_host
 from tools_npu import environment, host, versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,15 +40,11 @@ def test_cann_decides_the_numpy(cann: str, numpy: int) -> None:
 
 def test_the_choice_of_a_pair_is_explained_with_the_others_that_fit() -> None:
     english, chinese = versions.explain("9.1.0", versions.resolve("9.1.0"), named=False)
-    assert english.startswith(
-        "CANN 9.1.0 -> torch_npu 2.12.0 -> torch 2.12.0: the newest release that the vendor pairs"
-    )
+    assert english.startswith("CANN 9.1.0 -> torch_npu 2.12.0 -> torch 2.12.0: ")
     assert "2.11.0, 2.10.0.post4, 2.9.0.post6, 2.7.1.post8 fit too" in english
-    assert "vllm-ascend, ms-swift and LLaMA-Factory use 2.10.0.post4" in english
     assert "2.10.0.post4" in chinese and "--torch-npu" in chinese
     named = versions.explain("9.1.0", versions.pick_named("2.10.0.post4"), named=True)
-    assert named[0] == "CANN 9.1.0 -> torch_npu 2.10.0.post4 -> torch 2.10.0, as you asked"
-    assert versions.explain("9.3.0", versions.resolve("9.3.0"), named=False)[0].endswith("torch 2.14.0")
+    assert named[0].startswith("CANN 9.1.0 -> torch_npu 2.10.0.post4 -> torch 2.10.0, ")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +85,8 @@ def test_numpy_2_does_not_fit_a_cann_before_9(numpy: str, cann: str, python: tup
 
 
 def test_torch_and_torch_npu_of_different_releases_do_not_fit() -> None:
-    assert versions.pair_fits("2.9.0+cpu", "2.9.0.post2").status == "PASS"
-    assert versions.pair_fits("2.10.0", "2.9.0").status == "FAIL"
-    assert versions.pair_fits("2.6.0", "2.6.0").status == "FAIL"
+    pairs = [("2.9.0+cpu", "2.9.0.post2"), ("2.10.0", "2.9.0"), ("2.6.0", "2.6.0")]
+    assert [versions.pair_fits(*pair).status for pair in pairs] == ["PASS", "FAIL", "FAIL"]
 
 
 def test_a_version_that_stands_only_in_version_cfg_is_read(tmp_path: Path) -> None:
@@ -147,7 +142,7 @@ def test_the_exported_variables_pass_the_lint() -> None:
 
 # --- npu-smi, with published tables -----------------------------------------------------------------------------------
 
-EIGHT = """
+PUBLISHED = """
 +------------------------------------------------------------------------------------------------+
 | npu-smi 24.1.rc1.b030            Version: 24.1.rc1.b030                                        |
 +---------------------------+---------------+----------------------------------------------------+
@@ -159,24 +154,6 @@ EIGHT = """
 +===========================+===============+====================================================+
 | 1     910B3               | OK            | 92.0        39                0    / 0             |
 | 0                         | 0000:C2:00.0  | 0           0    / 0          3314 / 65536         |
-+===========================+===============+====================================================+
-| 2     910B3               | OK            | 102.0       40                0    / 0             |
-| 0                         | 0000:81:00.0  | 0           0    / 0          3314 / 65536         |
-+===========================+===============+====================================================+
-| 3     910B3               | OK            | 99.8        40                0    / 0             |
-| 0                         | 0000:82:00.0  | 0           0    / 0          3314 / 65536         |
-+===========================+===============+====================================================+
-| 4     910B3               | OK            | 98.6        45                0    / 0             |
-| 0                         | 0000:01:00.0  | 0           0    / 0          3314 / 65536         |
-+===========================+===============+====================================================+
-| 5     910B3               | OK            | 99.7        44                0    / 0             |
-| 0                         | 0000:02:00.0  | 0           0    / 0          3314 / 65536         |
-+===========================+===============+====================================================+
-| 6     910B3               | OK            | 103.8       45                0    / 0             |
-| 0                         | 0000:41:00.0  | 0           0    / 0          3314 / 65536         |
-+===========================+===============+====================================================+
-| 7     910B3               | OK            | 98.2        44                0    / 0             |
-| 0                         | 0000:42:00.0  | 0           0    / 0          3315 / 65536         |
 +===========================+===============+====================================================+
 """
 # The two dies of an A3 card and the processes that hold them; the table shows no power for the second die.
@@ -238,13 +215,13 @@ def test_a_container_s_driver_without_version_info_gives_its_libraries(tmp_path:
     assert host.find_driver(env) == host.Driver("25.5.0", str(path), libraries)
 
 
-def test_the_published_table_of_eight_cards_is_read() -> None:
-    version, cards, holders = host.parse_smi(EIGHT)
-    assert (version, len(cards), holders) == ("24.1.rc1.b030", 8, [])
-    assert cards[0] == host.Card(0, 0, "910B3", "OK", "101.8", 43, "0000:C1:00.0", 0, 3318, 65536)
-    assert [card.npu for card in cards] == list(range(8))
-    assert {card.total_mb for card in cards} == {65536}
-    assert cards[7].used_mb == 3315
+def test_the_published_table_is_read() -> None:
+    version, cards, holders = host.parse_smi(PUBLISHED)
+    assert (version, holders) == ("24.1.rc1.b030", [])
+    assert cards == [
+        host.Card(0, 0, "910B3", "OK", "101.8", 43, "0000:C1:00.0", 0, 3318, 65536),
+        host.Card(1, 0, "910B3", "OK", "92.0", 39, "0000:C2:00.0", 0, 3314, 65536),
+    ]
 
 
 def test_two_dies_of_a_card_and_their_processes_are_read() -> None:
@@ -260,11 +237,6 @@ def test_two_dies_of_a_card_and_their_processes_are_read() -> None:
 def test_an_inference_card_is_read() -> None:
     (card,) = host.parse_smi(INFERENCE)[1]
     assert (card.npu, card.name, card.power, card.used_mb, card.total_mb) == (8, "310P3", "NA", 1696, 21527)
-
-
-def test_the_imitated_table_is_read() -> None:
-    cards = host.parse_smi(smi_table(3, health="Warning", used_mb=9000))[1]
-    assert [(card.npu, card.health, card.used_mb) for card in cards] == [(n, "Warning", 9000) for n in range(3)]
 
 
 def test_links_between_cards_are_read() -> None:

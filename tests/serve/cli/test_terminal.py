@@ -128,7 +128,7 @@ def typed(folder: Path, keys: list[bytes], environment: dict[str, str], kept: Pa
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-LOCALES = [{"LC_ALL": "C"}, {"LC_ALL": "zh_CN.NOT-INSTALLED"}, {"LANG": "zh_CN.NOT-INSTALLED"}, {"LC_ALL": "C.UTF-8"},
+LOCALES = [{"LANG": "zh_CN.NOT-INSTALLED"}, {"LC_ALL": "C.UTF-8"},
            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]  # fmt: skip
 
 

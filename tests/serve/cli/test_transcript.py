@@ -19,21 +19,13 @@ def test_a_chat_with_calculator_calls_is_read_as_it_was_written(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        "",
-        "{",
-        "[]",
-        '{"messages": 3}',
-        '{"messages": [{"role": "user", "content": "a"}]}',
-        '{"messages": [{"role": "robot", "content": "a"}]}',
-        '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "b"}]}',
-        '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}',
-        b"\xff\xfe",
-    ],
-)
+    [b"{", b"[]", b'{"messages": 3}', b'{"messages": [{"role": "user", "content": "a"}]}',
+     b'{"messages": [{"role": "robot", "content": "a"}]}', b"\xff\xfe",
+     b'{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "b"}]}'],
+)  # fmt: skip
 def test_a_file_that_is_not_a_chat_is_refused_in_words(content, tmp_path):
     path = tmp_path / "chat.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content)
     with pytest.raises(UserError, match="is not a chat"):
         read_transcript(path)
 

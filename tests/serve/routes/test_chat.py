@@ -87,19 +87,14 @@ def test_everything_that_can_be_asked_is_read():
     ("field", "value"),
     [
         ("temperature", -0.1),
-        ("temperature", 2.1),
         ("temperature", float("nan")),
-        ("temperature", float("inf")),
         ("temperature", "1"),
         ("temperature", True),
-        ("top_k", -1),
         ("top_k", 2049),
         ("top_k", 1.5),
         ("max_tokens", 0),
-        ("max_tokens", 257),
         ("max_tokens", 10**400),
         ("max_completion_tokens", 257),
-        ("seed", -1),
         ("seed", 2**63),
         ("stream", "yes"),
         ("stream_options", []),
@@ -113,21 +108,15 @@ def test_everything_that_can_be_asked_is_read():
         ("frequency_penalty", "much"),
         ("repetition_penalty", 0),
         ("stop", 5),
-        ("stop", [""]),
         ("stop", ["x"] * 10_000),
-        ("stop", ["x" * 1000]),
         ("stop_token_ids", [2048]),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", [1] * 10_000),
         ("stop_token_ids", ["1"]),
         ("logit_bias", []),
         ("logit_bias", {"2048": 1}),
-        ("logit_bias", {"-1": 1}),
         ("logit_bias", {"²": 1}),
         ("logit_bias", {"9" * 5000: 1}),
         ("logit_bias", {"1": 101}),
         ("logit_bias", {"1": None}),
-        ("logit_bias", {str(i): 1 for i in range(2000)}),
         ("logprobs", 5),
         ("top_logprobs", 10**9),
         ("top_logprobs", 5),
@@ -145,12 +134,6 @@ def test_value_out_of_range_is_refused_by_name(field, value):
     assert (failure.status, failure.code) == (400, "invalid_value")
     assert failure.param is not None and failure.param.startswith(field) and failure.param in str(failure)
     json.dumps(failure.body, allow_nan=False)
-
-
-@pytest.mark.parametrize(("field", "value"), [("modalities", ["audio"]), ("service_tier", "flex")])
-def test_what_cannot_be_done_is_refused_not_ignored(field, value):
-    failure = refusal({"messages": HELLO, field: value})
-    assert (failure.status, failure.param, failure.code) == (400, field, "unsupported_parameter")
 
 
 LONG = Limits(model="nanochat-sft-d4", context=8192, vocabulary=2048)
@@ -204,15 +187,10 @@ def test_log_probabilities_of_prompts_count_too(fields, scores):
         assert ask() == 1
 
 
-def test_misspelt_field_is_named():
-    failure = refusal({"messages": HELLO, "temprature": 1})
-    assert (failure.code, failure.param) == ("unknown_parameter", "temprature")
-
-
-def test_another_model_is_not_found():
-    failure = refusal({"messages": HELLO, "model": "gpt-x"})
-    assert (failure.status, failure.code) == (404, "model_not_found")
-    assert "nanochat-sft-d4" in str(failure)
+def test_a_field_that_is_misspelt_or_not_supported_is_named():
+    for field, code in (("temprature", "unknown_parameter"), ("modalities", "unsupported_parameter")):
+        failure = refusal({"messages": HELLO, field: ["audio"]})
+        assert (failure.status, failure.param, failure.code) == (400, field, code)
 
 
 @pytest.mark.parametrize(
@@ -223,13 +201,11 @@ def test_another_model_is_not_found():
         ([], "empty_prompt", "messages"),
         (["hello"], "invalid_value", "messages[0]"),
         ([{"content": "hello"}], "invalid_value", "messages[0].role"),
-        ([{"role": "tool", "content": "x"}], "invalid_value", "messages[0].role"),
         ([*HELLO, {"role": "tool", "content": "x"}], "invalid_value", "messages[1].role"),
         ([*HELLO, {"role": "assistant", "tool_calls": 1}], "invalid_value", "messages[1].tool_calls"),
         ([*HELLO, {"role": "assistant", "tool_calls": [{}]}], "invalid_value", "messages[1].tool_calls[0]"),
         ([{"role": ["user"], "content": "x"}], "invalid_value", "messages[0].role"),
         ([{"role": "user"}], "invalid_value", "messages[0].content"),
-        ([{"role": "user", "content": ""}], "empty_prompt", "messages[0].content"),
         ([{"role": "user", "content": " \n"}], "empty_prompt", "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "messages[0].content"),
         ([*HELLO, {"role": "assistant", "parts": [{"type": "x"}]}, *HELLO], "invalid_value", "messages[1].parts"),
@@ -239,10 +215,6 @@ def test_another_model_is_not_found():
 def test_bad_conversation_is_refused_where_it_is_bad(messages, code, param):
     failure = refusal({"messages": messages})
     assert (failure.status, failure.code, failure.param) == (400, code, param)
-
-
-def test_body_that_is_no_object_is_refused():
-    assert refusal([1]).status == 400
 
 
 def test_content_may_be_a_list_of_texts():

@@ -59,22 +59,6 @@ def test_a_model_of_nan_answers_with_an_error() -> None:
         broken.refused("/v1/completions", 500, prompt="the cat")
 
 
-def test_several_replies_come_under_their_index(served):
-    fields = {"messages": CAT, "n": 3, "seed": 3, "temperature": 1, "max_tokens": 15}
-    body = served.ok(PATH, **fields)
-    texts = [choice["message"]["content"] for choice in body["choices"]]
-    assert len(set(texts)) == 3 and [choice["index"] for choice in body["choices"]] == [0, 1, 2]
-    assert body["usage"]["prompt_tokens"] == served.ok(PATH, messages=CAT, max_tokens=1)["usage"]["prompt_tokens"]
-    streamed = [""] * 3
-    ends = []
-    for chunk in chunks(served, **fields, stream_options={"include_usage": True}):
-        for choice in chunk["choices"]:
-            streamed[choice["index"]] += choice["delta"].get("content", "")
-            ends += [choice["index"]] * bool(choice["finish_reason"])
-    assert (streamed, sorted(ends)) == (texts, [0, 1, 2])
-    assert chunk["usage"]["completion_tokens"] == body["usage"]["completion_tokens"]
-
-
 def test_next_turn_reads_only_what_is_new(served):
     question = [{"role": "user", "content": CAT[0]["content"] * 3}]  # a few tokens are not worth a copy
     first = served.ok(PATH, messages=question, max_tokens=10, temperature=0)
@@ -85,37 +69,9 @@ def test_next_turn_reads_only_what_is_new(served):
     assert second["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_schema_is_kept(served, stream):
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["猫", "dog"]}},
-        "required": ["ok", "kind"],
-        "additionalProperties": False,
-    }
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    fields = {"messages": CAT, "response_format": wanted, "max_tokens": 100}
-    if stream:
-        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(served, **fields))
-    else:
-        text = served.ok(PATH, **fields)["choices"][0]["message"]["content"]
-    assert set(json.loads(text)) == {"ok", "kind"}
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"enum": []},
-        {"type": "object", "required": ["a"], "properties": {"a": False}},
-        {"$ref": "#/nothing"},
-        {"type": "fish"},
-        {"description": "x" * 40_000},
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_schema_that_cannot_be_met_is_refused_before_a_stream_begins(served, schema, stream):
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    error = served.refused(PATH, messages=CAT, response_format=wanted, stream=stream)
+def test_schema_that_cannot_be_met_is_refused_before_a_stream_begins(served):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}
+    error = served.refused(PATH, messages=CAT, response_format=wanted, stream=True)
     assert error["code"] == "invalid_request" and "schema" in error["message"]
 
 
@@ -147,22 +103,3 @@ def test_others_are_answered_while_a_schema_asks_for_hours_of_work(served):
             answered += 1
     assert answered > 4  # not one after the other
     assert "takes more than 2 seconds" in slow.result()["message"]
-
-
-def test_stop_string_is_not_in_the_text_nor_in_the_scores(served):
-    fields = {"messages": CAT, "temperature": 0, "max_tokens": 20, "logprobs": True}
-    text = served.ok(PATH, **fields)["choices"][0]["message"]["content"]
-    stop = text[4:6]
-    choice = served.ok(PATH, **fields, stop=[stop])["choices"][0]
-    assert choice["message"]["content"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
-    spelt = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
-    assert len(spelt) <= len(choice["message"]["content"].encode()) + 8
-
-
-def test_ten_thousand_stop_strings_and_a_billion_alternatives_are_refused(served):
-    assert served.refused(PATH, messages=CAT, stop=["x"] * 10_000)["param"] == "stop"
-    assert served.refused(PATH, messages=CAT, logprobs=True, top_logprobs=10**9)["param"] == "top_logprobs"
-    assert served.refused(PATH, messages=CAT, n=10**9)["param"] == "n"
-    assert served.refused(PATH, 404, messages=CAT, model="another")["code"] == "model_not_found"
-    assert served.client.get("/v1/models/another").status_code == 404
-    assert served.client.get("/v1/models/nanochat-sft-d4").json()["max_model_len"] == 300

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from fastapi import Request
@@ -70,21 +71,21 @@ def test_half_a_surrogate_pair_becomes_the_mark_of_a_missing_character() -> None
 # --- turns ---------------------------------------------------------------------------------------
 
 
-def order(sizes: list[int], waiting: int, leaving: tuple[int, ...] = ()) -> tuple[list[int], list[int]]:
-    """The sizes that get their turn, in order, and those that are refused; the ones at `leaving` leave the queue."""
+def served(line: Any, arrivals: list[dict[str, Any]], leaving: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The arrivals that get their turn, in order, and those that are refused; the ones at `leaving` leave the queue."""
 
     async def main() -> tuple[list[int], list[int]]:
-        turns, done, refused = Turns(SmallestFirst(waiting)), [], []
+        turns, done, refused = Turns(line), [], []
 
-        async def one(size: int) -> None:
+        async def one(number: int) -> None:
             try:
-                async with turns.turn(size=size):
+                async with turns.turn(**arrivals[number]):
                     await asyncio.sleep(0)
-                    done.append(size)
+                    done.append(number)
             except asyncio.QueueFull:
-                refused.append(size)
+                refused.append(number)
 
-        tasks = [asyncio.create_task(one(size)) for size in sizes]
+        tasks = [asyncio.create_task(one(number)) for number in range(len(arrivals))]
         await asyncio.sleep(0)
         for number in leaving:
             tasks[number].cancel()
@@ -92,6 +93,12 @@ def order(sizes: list[int], waiting: int, leaving: tuple[int, ...] = ()) -> tupl
         return done, refused
 
     return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def order(sizes: list[int], waiting: int, leaving: tuple[int, ...] = ()) -> tuple[list[int], list[int]]:
+    """The sizes that get their turn, in order, and those that are refused."""
+    done, refused = served(SmallestFirst(waiting), [{"size": size} for size in sizes], leaving)
+    return [sizes[number] for number in done], [sizes[number] for number in refused]
 
 
 def test_the_smallest_goes_first_and_equal_ones_in_the_order_of_arrival() -> None:
@@ -182,26 +189,8 @@ def test_prompt_that_cannot_fit_is_refused_with_its_length() -> None:
 
 def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tuple[str, str]:
     """The arrivals that get their turn, in order, and those that are refused; each letter is an address."""
-
-    async def main() -> tuple[str, str]:
-        turns, done, refused = Turns(ByAddress(waiting)), [], []
-
-        async def one(number: int, owner: str) -> None:
-            try:
-                async with turns.turn(owner):
-                    await asyncio.sleep(0)
-                    done.append(f"{owner}{number}")
-            except asyncio.QueueFull:
-                refused.append(f"{owner}{number}")
-
-        tasks = [asyncio.create_task(one(number, owner)) for number, owner in enumerate(owners)]
-        await asyncio.sleep(0)
-        for number in leaving:
-            tasks[number].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return " ".join(done), " ".join(sorted(refused))
-
-    return asyncio.run(asyncio.wait_for(main(), 30))
+    done, refused = served(ByAddress(waiting), [{"owner": owner} for owner in owners], leaving)
+    return " ".join(f"{owners[n]}{n}" for n in done), " ".join(f"{owners[n]}{n}" for n in sorted(refused))
 
 
 def test_addresses_take_turns_and_the_one_with_most_requests_gives_way() -> None:

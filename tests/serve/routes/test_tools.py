@@ -174,17 +174,6 @@ def test_a_reference_to_an_address_that_two_functions_have_is_refused() -> None:
         accepts(forced(shared, {**shared, "$defs": {"A": {"enum": [6]}}}), name="f0", arguments=5)
 
 
-def test_a_call_that_pydantic_describes_can_be_forced() -> None:
-    function = {"name": "draw", "parameters": Shape.model_json_schema()}
-    question = {"role": "user", "content": "Draw"}
-    with serving(length=1000) as served:
-        fields = {"tools": [{"type": "function", "function": function}], "max_tokens": 100}
-        for choice in ("required", {"type": "function", "function": {"name": "draw"}}):
-            body = served.ok(CHAT, messages=[question], tool_choice=choice, **fields)
-            (call,) = body["choices"][0]["message"]["tool_calls"]
-            Shape.model_validate_json(call["function"]["arguments"])
-
-
 def test_reply_that_must_be_a_call_is_one_and_its_result_can_follow():
     question = {"role": "user", "content": "How is the weather in Paris?"}
     choice = {"type": "function", "function": {"name": "weather"}}

@@ -38,12 +38,18 @@ def test_reply_is_the_one_of_the_chat_route(served):
     assert body["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
     parts = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "the cat"}]}]
     assert text(served.ok(PATH, input=parts, **GREEDY)) == text(body)
+    *_, last = served.post(PATH, input="the cat", stream=True, **GREEDY).text.strip().split("\n\n")
+    name, data = last.split("\n")
+    event = json.loads(data.removeprefix("data: "))
+    assert name.removeprefix("event: ") == event["type"] == "response.incomplete"
+    assert text(event["response"]) == text(body)
 
 
-@pytest.mark.parametrize("longest", [12, 540])
-def test_a_response_to_messages_in_any_order_can_be_continued(served, longest):
+@pytest.mark.parametrize("times", [2, 8])  # the second does not fit into the context
+def test_a_response_to_messages_in_any_order_can_be_continued(served, times):
     given = [{"role": role, "content": "the cat " * 9} for role in ("assistant", "user", "system", "user")]
-    first = served.ok(PATH, input=given * 2, truncation="auto", temperature=0, max_output_tokens=longest)
+    first = served.ok(PATH, input=given * times, truncation="auto", **GREEDY)
+    assert served.post(PATH, input=given * times, **GREEDY).status_code == (200 if times == 2 else 400)
     more = {"previous_response_id": first["id"], "truncation": "auto", **GREEDY}
     assert served.ok(PATH, input="12", **more)["usage"]["output_tokens"] > 0
 
@@ -55,71 +61,20 @@ def test_instructions_are_a_system_message(served):
     assert body["instructions"] == "be brief"
 
 
-def test_events_tell_the_same_in_order(served):
-    whole = served.ok(PATH, input="the cat", **GREEDY)
-    response = served.post(PATH, input="the cat", stream=True, **GREEDY)
-    events = []
-    for block in filter(None, response.text.split("\n\n")):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert events[-1]["type"] == name.removeprefix("event: ")
-    assert [event["sequence_number"] for event in events] == [*range(len(events))]
-    kinds = [event["type"].removeprefix("response.") for event in events]
-    deltas = kinds.count("output_text.delta")
-    assert kinds == [
-        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
-        "output_text.done", "content_part.done", "output_item.done", "incomplete",
-    ]  # fmt: skip
-    assert "".join(event.get("delta", "") for event in events) == text(whole) == text(events[-1]["response"])
-
-
-def test_reply_that_must_be_a_call_is_one(served):
-    parameters = {"type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"],
-                  "additionalProperties": False}  # fmt: skip
-    tool = {**CLOCK, "parameters": parameters}
-    for choice in ("required", {"type": "function", "name": "clock"}):
-        body = served.ok(PATH, input="the cat", tools=[tool], tool_choice=choice, max_output_tokens=99)
-        (call,) = body["output"]
-        assert (call["type"], call["name"], json.loads(call["arguments"])) == (
-            "function_call",
-            "clock",
-            {"zone": "UTC"},
-        )
-        assert (body["status"], body["tool_choice"]) == ("completed", choice)
-
-
-def test_schema_is_kept(served):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    body = served.ok(PATH, input="the cat", text=wanted)
-    assert set(json.loads(text(body))) == {"a"} and body["status"] == "completed"
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({}, "input"),
         ({"input": 5}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
         ({"input": "x" * 3000}, "input"),
         ({"input": "x", "instructions": 5}, "instructions"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "previous_response_id": 5}, "previous_response_id"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "include": ["reasoning"]}, "include"),
         ({"input": "x", "store": "yes"}, "store"),
-        ({"input": "x", "tools": [{}]}, "tools[0]"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        ({"input": "x", "tools": [{**CLOCK, "parameters": 5}]}, "tools[0].parameters"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"input": "x", "tools": [CLOCK], "tool_choice": "required", "text": OBJECT}, "tool_choice"),
@@ -129,17 +84,3 @@ def test_schema_is_kept(served):
 )
 def test_what_cannot_be_done_is_refused_by_name(served, fields, param):
     assert served.refused(PATH, **fields)["param"] == param
-
-
-@pytest.mark.parametrize("stream", ["false", "true"])
-def test_instructions_with_half_a_surrogate_pair_are_sent_back_as_text(served, stream):
-    body = b'{"input": "the cat", "instructions": "a\\ud800", "max_output_tokens": 2, "stream": %s}' % stream.encode()
-    response = served.client.post(PATH, content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 200 and "a\ufffd" in response.text
-
-
-def test_numbers_that_could_not_be_sent_back_are_refused(served):
-    tool = b'{"type": "function", "name": "f", "parameters": {"minimum": NaN}}'
-    body = b'{"input": "the cat", "tools": [%s]}' % tool
-    response = served.client.post(PATH, content=body, headers={"Content-Type": "application/json"})
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
