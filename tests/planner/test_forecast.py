@@ -85,9 +85,9 @@ def test_one_rank_takes_what_was_forecast(shape: QwenConfig, changes: dict) -> N
 
 
 def test_inputs_of_layers_that_are_moved_away_take_no_memory_of_the_card() -> None:
-    shape = replace(QWEN3, n_layer=12, sequence_len=512, vocab_size=64)
+    shape = replace(QWEN3, n_layer=6, sequence_len=512, vocab_size=64)
     kept, moved = (Tuning(shape, LoraConfig(), 2, False, True, away) for away in (False, True))
-    inputs = 12 * 2 * 512 * shape.n_embd * 2  # bytes of all layers in bf16; one is back when the step takes the most
+    inputs = 6 * 2 * 512 * shape.n_embd * 2  # bytes of all layers in bf16; one is back when the step takes the most
     saved = measured(kept, compute_init("cpu")).peak - measured(moved, compute_init("cpu")).peak
     assert 0.5 * inputs < saved < inputs
     assert abs((forecast(kept).peak - forecast(moved).peak) / saved - 1) < 0.1
