@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError
+from tests.support.tiny_training import flip_a_bit
 
 
 def make_step(folder: Path, step: int) -> Path:
@@ -40,18 +40,6 @@ def test_steps_are_the_published_folders_in_order(tmp_path: Path) -> None:
     (tmp_path / "step_old" / "meta.json").write_text("{}")
     assert step_files.steps(tmp_path) == [3, 20, 1_000_000]
     assert step_files.latest_step(tmp_path) == 1_000_000
-
-
-def test_a_whole_step_has_nothing_wrong(tmp_path: Path) -> None:
-    where = make_step(tmp_path, 3)
-    assert step_files.verify(where) == ""
-    assert torch.equal(load_file(where / "model.safetensors")["a"], torch.arange(6.0))
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-2] ^= 4
-    path.write_bytes(data)
 
 
 def rewrite(meta: Any) -> Any:

@@ -114,7 +114,7 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(tokenizer: Toke
 
 @pytest.mark.parametrize(
     "tag",
-    ["", ".", "..", "../x", "/etc", "a/b", "a\\b", "a\n", "a\nb", "a\u2028b", "\x1b[2J", "x" * 300, "猫" * 100],
+    ["", "..", "../x", "/etc", "a\\b", "a\n", "a\u2028b", "\x1b[2J", "x" * 300, "猫" * 100],
 )
 def test_a_tag_is_the_name_of_a_folder(tag: str, base_folder: Path, tokenizer: Tokenizer) -> None:
     put("sft", "d4", 1, tokenizer)

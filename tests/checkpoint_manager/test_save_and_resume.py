@@ -72,7 +72,7 @@ def test_the_three_newest_steps_are_kept(tmp_path: Path, tokenizer: Tokenizer) -
 # --- damage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optim-00-of-01.safetensors", "tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("name", ["optim-00-of-01.safetensors", "meta.json"])
 def test_a_damaged_newest_step_is_named_and_passed_over(
     tmp_path: Path, tokenizer: Tokenizer, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,11 +110,13 @@ def test_optimizer_state_that_lacks_rows_is_refused(tmp_path: Path, tokenizer: T
 # --- saves that do not end -----------------------------------------------------------------------
 
 PHASES = [
-    (saving, "_write_files"), (saving.RankState, "of"), (saving.parameter_files, "_gathered_rows"),
+    (saving.parameter_files, "_gathered_rows"),
     (saving, "write_tensors"),
-    (Tokenizer, "save"), (saving, "seal"), (saving, "write_meta"), (saving, "publish"),
-    (step_files, "fsync_path"), (step_files.os, "rename"),
-]  # fmt: skip
+    (Tokenizer, "save"),
+    (saving, "write_meta"),
+    (step_files, "fsync_path"),
+    (step_files.os, "rename"),
+]
 
 
 @pytest.mark.parametrize(("place", "name"), PHASES)
@@ -207,14 +209,6 @@ def test_other_data_is_refused_until_the_last_step(tmp_path: Path, tokenizer: To
         resume_stage(tmp_path / "sft50", *pair, WANTED, CPU, "b2")
     assert "--model_tag" not in str(refused.value)  # there it would name another parent
     assert resume_stage(tmp_path / "base100", *pair, WANTED, CPU, "b2").step == 100
-
-
-def test_flags_that_change_nothing_learned_are_free(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    folder, pair = tmp_path / "run", make()
-    save(folder, 50, *pair, tokenizer)
-    free = WANTED.free | {"save_every", "device_batch_size"}
-    other = RunSettings({**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}, free, WANTED.defaults)
-    assert resume_stage(folder, *pair, other, CPU).step == 50
 
 
 def test_a_stage_whose_last_measurement_was_not_logged_is_not_finished(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -1,32 +1,33 @@
 """Tensor files: safetensors reads them, and hashes are computed during the write, one tensor at a time."""
 
 import errno
-import hashlib
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nanochat.checkpoint_manager import tensors as tensor_files
 from nanochat.common import sha256_of
 
 
 def test_the_published_library_reads_the_file_and_its_metadata(tmp_path: Path) -> None:
-    tensors = {"b": torch.arange(5), "a": torch.ones(3, 3), "c": torch.ones(7).bfloat16(), "h": torch.ones(2).half(),
-               "u": torch.arange(3, dtype=torch.uint8), "one": torch.tensor(3.0)}  # fmt: skip
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        "whole numbers": torch.arange(5), "bytes": torch.arange(3, dtype=torch.uint8), "one": torch.tensor(3.0),
+        "bf16": torch.ones(7).bfloat16(), "fp16": torch.ones(2).half(), "none": torch.zeros(0, 4),
+        "row 0": rows[0], "row 1": rows[1], "transposed": rows.T,
+    }  # fmt: skip
     tensor_files.write_tensors(tensors, tmp_path / "x.safetensors", {"layout": "猫"})
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"layout": "猫"}
         assert set(file.keys()) == tensors.keys()
-        assert all(torch.equal(file.get_tensor(name), tensors[name]) for name in tensors)
-    save_file(tensors, tmp_path / "theirs.safetensors")
-    theirs = load_file(tmp_path / "theirs.safetensors")
-    assert all(theirs[name].dtype == value.dtype for name, value in load_file(tmp_path / "x.safetensors").items())
+        for name, tensor in tensors.items():
+            loaded = file.get_tensor(name)
+            assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor), name
 
 
 def test_the_hash_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,30 +36,6 @@ def test_the_hash_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
     sealed = tensor_files.write_tensors(tensors, tmp_path / "x.safetensors")
     path = tmp_path / "x.safetensors"
     assert sealed == {"sha256": sha256_of(path), "bytes": path.stat().st_size}
-
-
-def test_hashing_overlaps_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the hash of a tensor waits until its bytes are in the file, so hashing before writing would never end."""
-    path, real_hash = tmp_path / "x.safetensors", hashlib.sha256
-
-    class Waits:
-        def __init__(self) -> None:
-            self.real = real_hash()
-
-        def update(self, data: memoryview) -> None:
-            end = time.monotonic() + 60
-            while len(data) > 10_000 and path.stat().st_size < len(data):
-                assert time.monotonic() < end, "the file did not grow while the hash was under way"
-                time.sleep(0.001)
-            self.real.update(data)
-
-        def hexdigest(self) -> str:
-            return self.real.hexdigest()
-
-    monkeypatch.setattr(tensor_files.hashlib, "sha256", Waits)
-    tensor_files.write_tensors({"a": torch.ones(10_000)}, path)
-    monkeypatch.undo()
-    assert torch.equal(load_file(path)["a"], torch.ones(10_000))
 
 
 def test_what_the_disk_says_in_between_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,21 +77,6 @@ def test_a_tensor_may_come_by_its_rows(tmp_path: Path) -> None:
     file.close()
     back = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(back[name], value) for name, value in values.items())
-
-
-def test_tensors_come_back_as_they_were_with_views_and_empty_ones(tmp_path: Path) -> None:
-    whole = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    tensors = {
-        "row0": whole[0],
-        "row1": whole[1],
-        "turned": whole.T,
-        "none": torch.zeros(0, 4),
-        "half": whole.bfloat16(),
-    }
-    tensor_files.write_tensors(tensors, tmp_path / "x.safetensors")
-    back = load_file(tmp_path / "x.safetensors")
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700, 0o775])

@@ -1,14 +1,10 @@
-"""Every script of the pipeline on one and on two emulated NPUs gives the losses of the CPU in fp32."""
+"""Every script of the pipeline on emulated NPUs gives the losses of the CPU in fp32."""
 
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from nanochat.runtime.tracking import read_metrics
 from tests.emulated_npu import worker
 from tests.scripts.test_ranks import STEPS
 from tests.scripts.test_ranks import alone as alone  # a fixture: the same few steps in one process on the CPU
-from tests.support.small_world import STAGES, run_stage, shrink, stage_folder, up_to, words
+from tests.support.small_world import run_stage, shrink, stage_folder, up_to, words
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUNDLE = ROOT / "tests" / "support" / "files" / "eval_bundle"
@@ -32,8 +28,9 @@ def compiled() -> None:
     worker.skip_without_compiler()
 
 
-EVERY_STEP = {stage: ("loss", "grad_norm") for stage in STAGES} | {"rl": ("loss", "grad_norm", "reward")}
-AT_EVALUATIONS = {stage: "val_bpb" for stage in STAGES} | {"rl": "accuracy"}
+LOSS = ("loss", "grad_norm")
+EVERY_STEP = {"base": LOSS, "sft": LOSS, "rl": (*LOSS, "reward")}
+AT_EVALUATIONS = {"base": "val_bpb", "sft": "val_bpb", "rl": "accuracy"}
 
 
 def check_equal_metrics(one: Path, two: Path, stage: str) -> None:
@@ -54,13 +51,10 @@ def a_stage(compute: Compute, stage: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cards", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_learns_on_npus_what_it_learns_on_the_cpu(
-    stage: str, cards: int, alone: Path, base_folder: Path
-) -> None:
+@pytest.mark.parametrize("stage", ["base", "sft", "rl"])  # mid takes base's steps on other texts
+def test_a_stage_learns_on_two_npus_what_it_learns_on_the_cpu(stage: str, alone: Path, base_folder: Path) -> None:
     up_to(stage, alone, base_folder)
-    worker.run_ranks(cards, a_stage, stage)
+    worker.run_ranks(2, a_stage, stage)
     check_equal_metrics(alone, base_folder, stage)
 
 
@@ -103,19 +97,19 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("script", EVALUATIONS)
-def test_a_measurement_on_npus_equals_the_one_on_the_cpu(script: str, cards: int, alone: Path, tmp_path: Path) -> None:
+def test_a_measurement_on_two_npus_equals_the_one_on_the_cpu(script: str, alone: Path, tmp_path: Path) -> None:
     section, flags = EVALUATIONS[script]
     measured = []
     for device in ("cpu", "npu"):
         base = tmp_path / device / "base"
         shutil.copytree(alone, base)
-        host = worker.npu_environment(tmp_path / "host", devices=cards) if device == "npu" else dict(os.environ)
+        host = dict(os.environ)
         command = [f"scripts.{script}", *flags]
-        if device == "npu" and cards > 1:
-            launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={cards}", "-m"]
-            command = [*launcher, command[0], "--", *flags]
+        if device == "npu":
+            host = worker.npu_environment(tmp_path / "host", devices=2)
+            launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+            command = [*launcher, f"scripts.{script}", "--", *flags]
         said = run(command, {**host, "NANOCHAT_BASE_DIR": str(base)})
         assert ("device: npu Ascend910B3" in said) == (device == "npu")
         measured.append(figures(base, section))
@@ -123,48 +117,13 @@ def test_a_measurement_on_npus_equals_the_one_on_the_cpu(script: str, cards: int
     assert measured[1] == pytest.approx(measured[0], abs=1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("chip", ["910B3", "910A", "310P"])
-def test_a_chat_on_every_chip_says_what_it_says_on_the_cpu(chip: str, alone: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chip", "dtype"), [("910A", "float32"), ("310P", "float16")])  # a 310P attends in fp16 only
+def test_a_chat_on_older_chips_says_what_it_says_on_the_cpu(chip: str, dtype: str, alone: Path, tmp_path: Path) -> None:
     command = ["scripts.chat_cli", "-i", "base", "-p", "the capital of France is", "-t", "0", "-m", "24"]
-    formats = {"910B3": "float32", "910A": "float32", "310P": "float16"}  # a 310P's attention takes only fp16
-    base = {"NANOCHAT_BASE_DIR": str(alone), "NANOCHAT_DTYPE": formats[chip]}
+    base = {"NANOCHAT_BASE_DIR": str(alone), "NANOCHAT_DTYPE": dtype}
     expected = run(command, {**os.environ, **base})
     assert run(command, {**worker.npu_environment(tmp_path, chip, 1), **base}) == expected
     assert expected.strip()
-
-
-def test_the_page_is_served_from_an_npu(alone: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**worker.npu_environment(tmp_path, devices=1), "NANOCHAT_BASE_DIR": str(alone)}
-    command = [sys.executable, "-m", "scripts.chat_web", f"--port={port}"]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as server:
-        try:
-            asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(asked).encode(),
-                {"Content-Type": "application/json"},
-            )  # fmt: skip
-            answer = None
-            end = time.monotonic() + 120
-            while answer is None and server.poll() is None and time.monotonic() < end:
-                try:
-                    with urllib.request.urlopen(request, timeout=60) as response:
-                        answer = json.load(response)
-                except ConnectionError:
-                    time.sleep(0.2)
-                except urllib.error.URLError as failure:
-                    assert isinstance(failure.reason, ConnectionError), failure
-                    time.sleep(0.2)
-        finally:
-            server.terminate()
-            said = server.communicate(timeout=60)[0].decode()
-    assert answer is not None, said
-    assert answer["choices"][0]["message"]["role"] == "assistant"
-    assert "npu Ascend910B3" in said
 
 
 def test_a_910a_trains_in_fp16_with_a_loss_scale(alone: Path, base_folder: Path, tmp_path: Path) -> None:

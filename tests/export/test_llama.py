@@ -1,6 +1,5 @@
-"""Models as GGUF files: names, layout, formats, and what is refused. test_llama_cpp.py runs the files in llama.cpp."""
+"""Models as GGUF files: formats, merged adapters, and what is refused. test_llama_cpp.py runs files in llama.cpp."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,12 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import Tokenizer
 from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with
-from tests.support.qwens import CONFIGS, tiny_qwen
+from tests.support.qwens import tiny_qwen
 from tests.support.tiny_model import TEXT, on_cpu, tiny_checkpoint
 
 WORDS = " ".join(
     ["one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"] * 3
 )
-SAME_HEADS = dataclasses.replace(CONFIGS["qwen3.5"], delta_key_dim=16)
 
 
 def loaded(model: Qwen) -> Loaded:
@@ -34,87 +32,14 @@ def exported(model: Qwen, tmp_path: Path, dtype: str = "float32") -> Reader:
     return Reader(tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2.5-tied", "qwen3"])
-def test_parameters_have_llama_cpp_s_names(family: str, tmp_path: Path) -> None:
-    model = tiny_qwen(family)
-    read = exported(model, tmp_path)
-    names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-             "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-             "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
-             "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}  # fmt: skip
-    outer = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-             "output.weight": "lm_head.weight"}  # fmt: skip
-    expected = {}
-    for name, value in read.tensors.items():
-        if name not in outer:
-            _, layer, inner, kind = name.split(".")
-            expected[f"model.layers.{layer}.{names[inner]}.{kind}"] = value
-        else:
-            expected[outer[name]] = value
-    parameters = dict(model.named_parameters())
-    assert expected.keys() == parameters.keys()
-    for name, value in expected.items():
-        assert value.dtype == torch.float32 and torch.equal(value, parameters[name]), name
-
-
-def test_the_metadata_says_the_shape(tmp_path: Path) -> None:
-    about = exported(tiny_qwen("qwen3"), tmp_path).metadata
-    shape = {name: value for name, value in about.items() if name.startswith("qwen3.")}
-    assert shape.pop("qwen3.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
-    assert shape == {
-        "qwen3.context_length": 256, "qwen3.embedding_length": 48, "qwen3.block_count": 2, "qwen3.vocab_size": 320,
-        "qwen3.feed_forward_length": 80, "qwen3.attention.head_count": 4, "qwen3.attention.head_count_kv": 2,
-        "qwen3.attention.key_length": 16, "qwen3.attention.value_length": 16, "qwen3.rope.freq_base": 1e6,
-        "qwen3.rope.dimension_count": 16,
-    }  # fmt: skip
-    assert about["general.architecture"] == "qwen3" and about["general.file_type"] == 0
-    assert len(about["tokenizer.ggml.tokens"]) == 320
-
-
-@pytest.mark.parametrize(("dtype", "number"), [("bfloat16", 32), ("float16", 1)])
+@pytest.mark.parametrize(("dtype", "number"), [("float32", 0), ("bfloat16", 32), ("float16", 1)])
 def test_matrices_are_halved_and_norms_are_not(dtype: str, number: int, tmp_path: Path) -> None:
     model = tiny_qwen("qwen3")
     read = exported(model, tmp_path, dtype)
-    assert read.metadata["general.file_type"] == number
+    assert read.metadata["general.file_type"] == number and read.metadata["qwen3.context_length"] == 256
     table = read.tensors["token_embd.weight"]
     assert table.dtype == getattr(torch, dtype) and torch.equal(table, model.head.weight.to(table.dtype))
     assert {value.dtype for name, value in read.tensors.items() if "norm" in name} == {torch.float32}
-
-
-def test_a_deltanet_has_llama_cpp_s_layout(tmp_path: Path) -> None:
-    """Two key heads of 16 channels with two value heads each: llama.cpp has the value heads in the order 0, 2, 1, 3."""
-    model = Qwen(SAME_HEADS)
-    model.init_weights(3)
-    read, c = exported(model, tmp_path), model.config
-    given = {name.removeprefix("model.layers.0.linear_attn."): value for name, value in model.state_dict().items()
-             if ".layers.0.linear_attn." in name}  # fmt: skip
-
-    def heads(x: torch.Tensor, size: int) -> torch.Tensor:
-        return torch.cat([x[head * size : head * size + size] for head in (0, 2, 1, 3)])
-
-    keys = 2 * 2 * 16
-    expected = {
-        "attn_qkv.weight": torch.cat(
-            (given["in_proj_qkv.weight"][:keys], heads(given["in_proj_qkv.weight"][keys:], 16))
-        ),
-        "attn_gate.weight": heads(given["in_proj_z.weight"], 16),
-        "ssm_alpha.weight": heads(given["in_proj_a.weight"], 1),
-        "ssm_beta.weight": heads(given["in_proj_b.weight"], 1),
-        "ssm_conv1d.weight": torch.cat((given["conv1d.weight"][:keys, 0], heads(given["conv1d.weight"][keys:, 0], 16))),
-        "ssm_dt.bias": heads(given["dt_bias"], 1),
-        "ssm_a": heads(-given["A_log"].exp(), 1),
-        "ssm_norm.weight": given["norm.weight"],
-        "ssm_out.weight": heads(given["out_proj.weight"].T, 16).T,
-    }
-    for name, value in expected.items():
-        assert torch.equal(read.tensors[f"blk.0.{name}"], value), name
-    gates = dict(model.named_parameters())["model.layers.3.self_attn.q_proj.weight"]
-    assert torch.equal(read.tensors["blk.3.attn_q.weight"], gates)
-    assert (read.tensors["blk.0.post_attention_norm.weight"] == 1).all()  # 1 + 0: the norms are centred on zero
-    about = {name.removeprefix("qwen35."): value for name, value in read.metadata.items()}
-    assert about["attention.recurrent_layers"] == [True, True, True, False]
-    assert about["ssm.inner_size"] == 64 and about["ssm.time_step_rank"] == 4 and about["ssm.group_count"] == 2
-    assert about["rope.dimension_count"] == c.rotary_dim and about["rope.dimension_sections"] == [2, 1, 1, 0]
 
 
 def test_what_llama_cpp_cannot_compute_is_refused(tmp_path: Path) -> None:

@@ -5,16 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import regex
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.common import UserError
-from nanochat.data import bpe
-from nanochat.export.huggingface import CHAT_TEMPLATE
 from nanochat.export.llama_vocabulary import SPLITS, vocabulary
-from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
+from nanochat.tokenizer import Tokenizer
 from tests.support.qwens import write_folder
-from tests.support.rustbpe_texts import hostile_texts
 from tests.support.tiny_model import TEXT
 
 QWEN2, QWEN35 = list(SPLITS)[1:]
@@ -35,45 +31,6 @@ def folder_with(path: Path, changes: dict[str, Any] | None = None) -> FolderToke
             content[part] = value
     (path / "tokenizer.json").write_text(json.dumps(content))
     return FolderTokenizer(path, 320)
-
-
-def pieces(pattern: str, text: str) -> list[str]:
-    return regex.findall(pattern, text)
-
-
-def test_our_pattern_splits_as_qwen_s_does() -> None:
-    texts = [
-        *hostile_texts(1),
-        "12 345\r\n\r\n  x",
-        "I'LL you've don'T 's",
-        " \n \n\n  a",
-        "٣٤ Ⅷ½",
-        "!!\n\n\n",
-        "\t\t\n x",
-    ]
-    for text in texts:
-        text = text[:3000]
-        assert pieces(PATTERNS["qwen2"], text) == pieces(QWEN2, text)
-
-
-def test_our_own_vocabulary() -> None:
-    tokenizer = Tokenizer.train([TEXT] * 4, 290, "qwen2")
-    made = vocabulary(tokenizer)
-    tokens, kinds, merges = (made[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
-    assert isinstance(tokens, list) and isinstance(kinds, list) and isinstance(merges, list)
-    assert len(tokens) == len(kinds) == tokenizer.vocab_size and len(set(tokens)) == len(tokens)
-    byte_of = {letter: byte for byte, letter in enumerate(bpe.letters_for_bytes())}
-    plain = tokenizer.vocab_size - len(ROLES)
-    for number in range(plain):
-        assert bytes(byte_of[letter] for letter in tokens[number]) == tokenizer.decode_bytes([number])
-    assert tokens[plain:] == [f"<|{role}|>" for role in ROLES]
-    assert kinds == [1] * plain + [3] * len(ROLES)
-    assert ["".join(pair.split(" ")) for pair in merges] == tokens[256:plain]
-    assert all(left in tokens and right in tokens for left, right in (pair.split(" ") for pair in merges))
-    assert made["tokenizer.ggml.pre"] == "qwen2" and made["tokenizer.ggml.model"] == "gpt2"
-    assert made["tokenizer.ggml.add_bos_token"] is True and made["tokenizer.ggml.bos_token_id"] == tokenizer.bos
-    assert made["tokenizer.ggml.eot_token_id"] == tokenizer.special("assistant_end")
-    assert made["tokenizer.chat_template"] == CHAT_TEMPLATE
 
 
 def test_a_published_vocabulary(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.data.conversation import chat
 from nanochat.export.__main__ import Config, main
-from nanochat.models.lora import merge
 from scripts import finetune
-from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with
 from tests.support.flags import configured
 from tests.support.tiny_model import on_cpu
@@ -53,14 +51,3 @@ def test_transformers_computes_the_tuned_model(rank: int, tune: Any, tmp_path: P
     made = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert made == loaded.tokenizer.render_prompt(chat("the cat?"))
     assert theirs.generation_config.eos_token_id == [302, 300]
-
-
-def test_llama_cpp_gets_the_merged_model(tune: Any, tmp_path: Path) -> None:
-    tune(4)
-    main(Config(tmp_path / "x.gguf", format="gguf", source="tune"))
-    loaded = load_model("tune", None, None, on_cpu())
-    merge(loaded.model)
-    read = Reader(tmp_path / "x.gguf")
-    assert torch.equal(read.tensors["blk.1.attn_v.weight"], loaded.model.blocks[1].self_attn.v_proj.weight)
-    assert not any("lora" in name for name in read.tensors)
-    assert read.metadata["tokenizer.ggml.pre"] == "qwen2"

@@ -58,17 +58,6 @@ def test_peft_loads_our_adapter_with_the_same_logits_and_gradients(
         torch.testing.assert_close(gradient / scale, wanted[name] / scale, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_we_load_what_peft_wrote(tmp_path: Path) -> None:
-    import peft
-
-    settings = peft.LoraConfig(r=5, lora_alpha=9, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    theirs = peft.get_peft_model(oracle(tiny_qwen("qwen3")), settings).eval()
-    theirs.save_pretrained(tmp_path)
-    model = tiny_qwen("qwen3")
-    assert load_adapter(model, tmp_path).rank == 5
-    torch.testing.assert_close(model(text()), theirs(text()).logits, atol=1e-5, rtol=1e-5)
-
-
 def of_peft(folder: Path, **settings: Any) -> Any:
     """A model of peft whose adapter changes what it says, saved to a folder as peft saves it."""
     import peft
@@ -99,16 +88,14 @@ def of_peft(folder: Path, **settings: Any) -> Any:
 )
 def test_what_peft_computes_by_the_adapter_alone_gives_its_logits(settings: dict[str, Any], tmp_path: Path) -> None:
     theirs, model = of_peft(tmp_path, **settings), tiny_qwen("qwen3")
-    load_adapter(model, tmp_path)
+    assert load_adapter(model, tmp_path).rank == 4
     torch.testing.assert_close(model(text()), theirs(text()).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"init_lora_weights": "pissa"},
         {"init_lora_weights": "pissa_niter_4"},
-        {"init_lora_weights": "olora"},
         {"init_lora_weights": "lora_ga"},
         {"alora_invocation_tokens": [5]},
         {"lora_bias": True},
@@ -127,8 +114,6 @@ def test_an_adapter_of_peft_that_needs_more_than_its_two_halves_is_refused(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("init_lora_weights", "corda"),
-        ("init_lora_weights", "loftq"),
         ("init_lora_weights", "of 2031"),
         ("layer_replication", [[0, 2]]),
         ("use_qalora", True),

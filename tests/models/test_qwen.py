@@ -12,8 +12,6 @@ from nanochat.context import Packed
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.models.qwen.model import Qwen
-from nanochat.platforms.cpu.operations import CpuOperations
-from nanochat.platforms.operations import Operations
 from tests.support.qwens import CONFIGS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -86,7 +84,7 @@ def test_padding_rows_borrow_slots_without_changing_their_states() -> None:
     engine = Engine(model, tiny_tokenizer(VOCABULARY), 4, pad=True)
     greedy = Sampling(temperature=0.0, max_tokens=9)
     padded = [done.tokens for done in engine.generate(prompts, greedy)]
-    assert padded == replies(model, prompts, slots=3) or [r[:9] for r in replies(model, prompts, 3)] == padded
+    assert padded == [reply[:9] for reply in replies(model, prompts, slots=3)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,11 +117,6 @@ def test_packed_documents_are_computed_as_if_each_were_alone(family: str) -> Non
         torch.testing.assert_close(packed_gradients[name] / scale, gradient / scale, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_a_document_after_another_is_not_what_it_is_alone_without_borders() -> None:
-    model, idx = tiny_qwen("qwen3.5"), tokens(1, 40)
-    assert (model.hidden(idx)[:, 20:] - model.hidden(idx[:, 20:])).abs().max() > 0.05
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_close_to_fp32_with_its_gradients(family: str) -> None:
     exact, rounded = tiny_qwen(family), tiny_qwen(family, dtype=torch.bfloat16)
@@ -150,25 +143,6 @@ def test_counts_roles_and_groups_cover_every_parameter() -> None:
         assert model.flops_per_token() > 6 * counts["scaling"]
 
 
-@pytest.mark.parametrize("answers", [0.3, 0.0])
-def test_the_head_may_leave_out_tokens_without_a_target(answers: float) -> None:
-    """The loss and all gradients are the same; a pass without any target has the loss 0."""
-    generator = torch.Generator().manual_seed(5)
-    idx = torch.randint(VOCABULARY, (2, 41), generator=generator)
-    targets = idx[:, 1:].masked_fill(torch.rand(2, 40, generator=generator) >= answers, -1)
-    found = []
-    for operations in (Operations(), CpuOperations()):
-        model = tiny_qwen("qwen3", operations=operations)
-        loss = model(idx[:, :-1], targets, "sum", torch.ones(2, 40) * 0.5)
-        loss.backward()
-        found.append((loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
-    (loss, gradients), (other, others) = found
-    torch.testing.assert_close(loss, other)
-    assert (answers == 0) == (float(loss) == 0)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, others[name], atol=1e-5, rtol=1e-4, msg=name)
-
-
 class Aside:
     """Counts what is put aside and what comes back."""
 
@@ -186,8 +160,9 @@ class Aside:
         return back
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize(
+    ("family", "compiled"), [("qwen3.5", False), pytest.param("qwen3", True, marks=pytest.mark.slow)]
+)
 def test_inputs_of_layers_that_wait_elsewhere_change_no_gradient(family: str, compiled: bool) -> None:
     idx, gradients = torch.arange(160).view(2, 80), []
     for offloads in (False, True):

@@ -6,7 +6,7 @@ import pytest
 
 from nanochat import device
 from nanochat.planner.cards import RATINGS, SHAPES, rates_of
-from nanochat.planner.programs import COMPILED, FUSED, PLAIN, PROGRAMS, program_of
+from nanochat.planner.programs import COMPILED, FUSED, PROGRAMS, program_of
 from nanochat.planner.roofline import exchange, least_rows, pass_of, step_of
 from nanochat.planner.work import attention_flops, keys, matmul_flops, muon_flops, size_of
 from tests.planner.support import SLOW, Kind
@@ -97,8 +97,3 @@ def test_rates_come_from_the_peak_and_the_data_sheet_and_unknown_cards_have_none
     assert rates is not None and rates.matmul == pytest.approx(SHAPES * 0.87 * 313e12)
     assert rates.vector == pytest.approx(0.8 * 1.6e12) and rates.server == 8
     assert rates_of(Kind("910B3", 0, 64)) is None and rates_of(Kind("SoC 999", 300, 64)) is None
-
-
-def test_plain_operators_move_more_than_fused_ones_and_compiled_ones_less() -> None:
-    moved = [program.traffic.of_pass(D12, 2048) for program in (COMPILED, FUSED, PLAIN)]
-    assert moved == sorted(moved)

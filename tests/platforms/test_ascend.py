@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from nanochat.device import port_words
 from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.ascend import environment as ascend_environment
 from nanochat.platforms.ascend import errors as ascend_errors
@@ -145,12 +144,6 @@ def test_jobs_that_start_together_take_blocks_of_their_own_until_they_end() -> N
     ports.release(blocks[0])
 
 
-def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
-    words = port_words("29500")
-    assert words.startswith("MASTER_PORT=29500 is taken")
-    assert not ascend_environment.port_taken(int(words.split("such as MASTER_PORT=")[1].split()[0]))
-
-
 # --- errors --------------------------------------------------------------------------------------
 
 
@@ -203,11 +196,6 @@ def test_other_reasons_of_a_failed_load_are_kept_as_they_are() -> None:
     assert ascend_errors.cannot_load("drvInit failed\nsecond line") == "drvInit failed"
 
 
-def test_a_card_in_use_is_told_by_its_free_memory() -> None:
-    assert ascend_errors.in_use(3, 60 * 2**30, 64 * 2**30) == ""
-    assert "NPU 3 is in use: 12 of 64 GiB are free" in ascend_errors.in_use(3, 12 * 2**30, 64 * 2**30)
-
-
 def test_a_chinese_terminal_is_told_the_reason_and_the_remedy_in_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
     assert "请减小 --device_batch_size" in ascend_errors.explain("NPU out of memory")
@@ -215,10 +203,3 @@ def test_a_chinese_terminal_is_told_the_reason_and_the_remedy_in_chinese(monkeyp
     assert "NPU 3 正被占用" in used and "python check_npu.py --processes" in used
     shut = ascend_errors.cannot_open(2, "odd things")
     assert "NPU 2 打不开：odd things" in shut and "python check_npu.py" in shut
-
-
-def test_a_card_that_cannot_be_opened_is_named() -> None:
-    assert "NPU 2 cannot be opened: odd things. Another container may" in ascend_errors.cannot_open(
-        2, "odd things\nand more"
-    )
-    assert "HwHiAiUser" in ascend_errors.cannot_open(2, "error -8005")

@@ -23,7 +23,6 @@ from nanochat.platforms.ascend.chips import AscendChip, chip_of
 from nanochat.platforms.ascend.environment import PortBlocks
 from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.train import sizes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GIB = 2**30
@@ -142,24 +141,14 @@ def test_a_card_that_cannot_be_opened_is_named(card: Card) -> None:
         compute_init("npu")
 
 
-def test_a_card_in_use_is_a_warning(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
-    card.free = 20 * GIB
+@pytest.mark.parametrize(("free", "warns"), [(20, True), (60, False)])
+def test_a_card_in_use_is_a_warning(card: Card, free: int, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    card.free = free * GIB
     compute_init("npu")
-    assert "NPU 0 is in use: 20 of 64 GiB are free" in "".join(capsys.readouterr())
+    assert (f"NPU 0 is in use: {free} of 64 GiB are free" in "".join(capsys.readouterr())) == warns
 
 
 def test_a_taken_meeting_port_is_named_with_a_free_one(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(0, monkeypatch)
-
-    def init(both: str, timeout: datetime.timedelta) -> None:
-        raise dist.DistNetworkError("The server socket has failed to listen ... errno: 98 EADDRINUSE")
-
-    monkeypatch.setattr(dist, "init_process_group", init)
-    with pytest.raises(UserError, match=r"MASTER_PORT=29511 is taken by another process.*MASTER_PORT=[0-9]+"):
-        compute_init("npu")
-
-
-def test_a_taken_meeting_port_is_really_reported_so(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -167,7 +156,7 @@ def test_a_taken_meeting_port_is_really_reported_so(card: Card, monkeypatch: pyt
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        with pytest.raises(UserError, match=f"MASTER_PORT={port} is taken"):
+        with pytest.raises(UserError, match=rf"MASTER_PORT={port} is taken.*MASTER_PORT=\d+"):
             device._join(Cpu())
 
 
@@ -240,11 +229,6 @@ def test_cards_are_counted_only_where_the_npu_is_the_device(card: Card, monkeypa
     assert device.cards() == (None, 0)
 
 
-def test_rows_of_a_pass_follow_the_cards_memory(card: Card) -> None:
-    assert sizes.rows_that_fit(64 * GIB, sizes.GPTConfig(2048, 32768, 12, 6, 6, 768), 286_000_000) == 64
-    assert sizes.rows_that_fit(32 * GIB, sizes.GPTConfig(2048, 32768, 12, 6, 6, 768), 286_000_000) == 16
-
-
 # --- torch_npu that cannot be used ---------------------------------------------------------------
 
 BROKEN = "raise ImportError('libhccl.so: cannot open shared object file\\nmore lines')\n"
@@ -276,11 +260,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (
-            BROKEN,
-            "torch_npu could not be loaded: libhccl.so: cannot open shared object file (a library of CANN "
-            "is not found: its set_env.sh was not sourced; source setup_ascend.sh)",
-        ),
+        (BROKEN, "torch_npu could not be loaded: libhccl.so: cannot open shared object file (a library of CANN"),
         (NO_DRIVER, "torch_npu could not be loaded: drvInit failed"),
         (NO_CARD, "torch_npu loaded, but sees no NPU"),
         ("raise OSError()\n", "torch_npu could not be loaded: OSError()"),
@@ -288,7 +268,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: str) -> None:
     (site / "torch_npu.py").write_text(code)
-    assert Ascend().unavailable() == reason
+    assert Ascend().unavailable().startswith(reason)
     name, _, why = choose(None)
     assert name != "npu"
     assert f"no npu: {reason}" in why

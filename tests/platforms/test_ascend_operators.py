@@ -28,7 +28,7 @@ def result(operations: Operations, work: str, x: Tensor) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("work", ["norm", "rotary"])
-@on_npu(chip="950", devices=1)
+@on_npu(chip="950")
 def test_operators_without_a_derivative_get_the_right_gradients(work: str) -> None:
     x = torch.randn((2, 24, 3, 16), generator=torch.Generator().manual_seed(1))
     before = x.npu()
@@ -38,7 +38,7 @@ def test_operators_without_a_derivative_get_the_right_gradients(work: str) -> No
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
 
 
-@on_npu(chip="950", devices=1)
+@on_npu(chip="950")
 def test_a_950_uses_the_operators_of_its_row_and_no_other() -> None:
     from tests.emulated_npu import log
 
@@ -53,7 +53,7 @@ def test_a_950_uses_the_operators_of_its_row_and_no_other() -> None:
     assert operations.by_lengths(half, half, half, [24] * 2, [24] * 2, lambda: x, 24) is None
 
 
-@on_npu(chip="SoC999", devices=1)
+@on_npu(chip="SoC999")
 def test_an_unknown_chip_is_tried_and_every_refusal_is_logged() -> None:
 
     said = io.StringIO()
@@ -71,7 +71,7 @@ def test_an_unknown_chip_is_tried_and_every_refusal_is_logged() -> None:
     assert flops > 0 and source.startswith("unknown peak; ")
 
 
-@on_npu(devices=1)
+@on_npu()
 def test_an_operator_that_answers_wrongly_is_not_used() -> None:
     import torch_npu  # pyright: ignore[reportMissingImports]
 

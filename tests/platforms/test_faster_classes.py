@@ -216,13 +216,13 @@ def test_classes_equal_the_plain_ones_forward_and_backward(name: str, family: st
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("family", COUNTS)
-@on_npu(devices=1)
+@on_npu()
 def test_classes_on_a_910b_equal_the_plain_ones(family: str, dtype: torch.dtype) -> None:
     check_classes(family, dtype, Ascend().operations("auto"), "npu", ERROR[dtype])
 
 
 @pytest.mark.parametrize("family", COUNTS)
-@on_npu(chip="950", devices=1)
+@on_npu(chip="950")
 def test_classes_on_a_950_equal_the_plain_ones(family: str) -> None:
     check_classes(family, torch.float32, Ascend().operations("auto"), "npu", ERROR[torch.float32])
 
@@ -244,7 +244,7 @@ def test_each_faster_class_is_counted_here() -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("family", COUNTS)
+@pytest.mark.parametrize("family", [*COUNTS, "qwen2"])  # qwen2 has biases
 @pytest.mark.parametrize("name", ON_HOST)
 def test_a_served_model_multiplies_as_before(name: str, family: str, dtype: torch.dtype) -> None:
     operations = ON_HOST[name]()
@@ -308,7 +308,7 @@ def test_attention_equals_the_plain_one_forward_and_backward(name: str, dtype: t
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@on_npu(devices=1)
+@on_npu()
 def test_attention_on_a_910b_equals_the_plain_one(dtype: torch.dtype) -> None:
     check_attention(Ascend().operations("auto"), dtype, "npu", ERROR[dtype])
 
@@ -359,7 +359,7 @@ def test_decoding_equals_attention_by_mask(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@on_npu(devices=1)
+@on_npu()
 def test_decoding_on_a_910b_equals_attention_by_mask(dtype: torch.dtype) -> None:
     by_lengths = "by_lengths" if dtype == torch.bfloat16 else None  # the operator takes 16 bits
     check_decoding(Ascend().operations("auto"), dtype, "npu", by_lengths)

@@ -57,14 +57,6 @@ def test_one_cast_is_many_casts_with_their_gradients(together: bool, dtype: torc
     assert as_stack([g for g in gradients[0][:4] if g is not None]).data_ptr() == gradients[0][0].data_ptr()
 
 
-def test_unlike_parts_of_a_unit_are_put_below_one_another() -> None:
-    wide, narrow = parameters((4, 4), (2, 4))
-    (made,) = cast_together([[(wide, narrow)]], torch.float32)[0]
-    assert torch.equal(made, torch.cat((wide, narrow)))
-    made.sum().backward()
-    assert narrow.grad is not None and narrow.grad.shape == (2, 4)
-
-
 def test_a_model_is_built_without_torchs_compiler() -> None:
     """Importing the compiler takes 1.6 seconds, which every evaluation and every chat would wait for."""
     program = (

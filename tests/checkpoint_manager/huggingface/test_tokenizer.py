@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, chatml
+from nanochat.checkpoint_manager.huggingface.template import ChatTemplate
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.common import UserError
 from nanochat.data import bpe
@@ -209,7 +209,6 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) 
 def test_a_template_renders_many_conversations() -> None:
     template = ChatTemplate("{{ eos_token }}{{ messages | length }}", {"eos_token": "E"}, "here")
     assert [template.render([{"role": "user", "content": "x"}] * n, False) for n in (1, 3)] == ["E1", "E3"]
-    assert chatml([{"role": "user", "content": "x"}], True) == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> None:
@@ -224,14 +223,6 @@ def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> No
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         FolderTokenizer(folder, ROWS)
-
-
-def test_the_engine_answers_with_a_published_tokenizer(folder: Path) -> None:
-    model, tokenizer = tiny_qwen("qwen3"), FolderTokenizer(folder, VOCABULARY)
-    prompt = tokenizer.render_prompt(chat("the cat"))
-    (reply,) = Engine(model, tokenizer, 1).generate([prompt], Sampling(temperature=0.0, max_tokens=8))  # type: ignore[arg-type]
-    with torch.no_grad():
-        assert model(torch.tensor([prompt]))[0, -1].argmax() == reply.tokens[0]
 
 
 EXTRA = 301  # an end of a reply that only generation_config.json names

@@ -210,16 +210,34 @@ def test_threads_change_no_result(made: Kernels) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A source that is compiled in no time."""
+    path = tmp_path / "small.cpp"
+    path.write_text('extern "C" int one() { return 1; }')
+    return path
+
+
 def test_a_library_that_another_user_compiled_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = module.compiled(tmp_path, compiler() or "")
+    library = module.compiled(tmp_path, compiler() or "", source)
     library.write_bytes(b"planted")
     if os.getuid() == 0:
         os.chown(library, 12_345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert module.compiled(tmp_path, compiler() or "") == library and library.read_bytes() != b"planted"
+    assert module.compiled(tmp_path, compiler() or "", source) == library and library.read_bytes() != b"planted"
+
+
+def test_the_library_is_compiled_once_and_named_after_what_it_is_made_from(tmp_path: Path, source: Path) -> None:
+    command, cache = compiler() or "", tmp_path / "cache"
+    library = module.compiled(cache, command, source)
+    written = library.stat().st_mtime_ns
+    assert module.compiled(cache, command, source) == library and library.stat().st_mtime_ns == written
+    source.write_text('extern "C" int one() { return 2; }')
+    assert module.compiled(cache, command, source) != library
+    assert len(list(cache.iterdir())) == 2  # nothing is left behind
 
 
 WITHOUT_TORCH = """
@@ -236,8 +254,8 @@ assert np.array_equal(y, np.maximum(x, 0) ** 2)
 """
 
 
-def test_kernels_have_threads_of_their_own_where_torchs_cannot_be_used(made: Kernels, tmp_path: Path) -> None:
-    library = module.compiled(tmp_path, compiler() or "")
+def test_kernels_have_threads_of_their_own_where_torchs_cannot_be_used(made: Kernels) -> None:
+    library = module.compiled(host.use_compile_cache(base_dir()), compiler() or "")
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH, str(library)], check=True, timeout=60)
 
 
@@ -273,21 +291,6 @@ def test_a_held_fp32_model_replies_the_same_alone_in_a_batch_after_a_prefix_and_
     replies(warm, [common])
     assert together == alone == [replies(warm, [prompt])[0] for prompt in prompts]
     assert together == replies(Engine(slow, words, 7), prompts)
-
-
-def test_the_library_is_compiled_once_and_named_after_what_it_is_made_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = compiler()
-    assert command is not None
-    library = module.compiled(tmp_path / "cache", command)
-    written = library.stat().st_mtime_ns
-    assert module.compiled(tmp_path / "cache", command) == library and library.stat().st_mtime_ns == written
-    changed = tmp_path / "kernels.cpp"
-    changed.write_bytes(module.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(module, "SOURCE", changed)
-    assert module.compiled(tmp_path / "cache", command) != library
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # nothing is left behind
 
 
 def test_without_a_working_compiler_operators_stay_torchs(

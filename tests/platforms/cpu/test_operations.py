@@ -7,12 +7,8 @@ import pytest
 import torch
 
 from nanochat import loss
-from nanochat.attention import cache_mask
-from nanochat.engine import Engine
 from nanochat.evals.branches import Branches
 from nanochat.generate.adapters import Adapters
-from nanochat.generate.sampling import Sampling
-from nanochat.loss import token_losses
 from nanochat.models.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import host
@@ -20,63 +16,10 @@ from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Operations
-from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import CONFIGS, tiny_qwen
 from tests.support.tiny_model import tiny_gpt
 
 LAID_OUT = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_single_queries_attend_as_plain_torch_does(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(3, size, count, 16, generator=generator).to(dtype)
-               for size, count in ((1, heads), (9, kv_heads), (9, kv_heads)))  # fmt: skip
-    mask = cache_mask(torch.tensor([[8], [3], [0]]), 9, 5)
-    for scale in (None, 0.5):
-        mine = CpuOperations().masked(q, k, v, mask, scale)
-        wanted = Operations().masked(q.double(), k.double(), v.double(), mask, scale)
-        assert mine.shape == q.shape and mine.dtype == dtype
-        assert (mine - wanted).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-5)
-
-
-@pytest.mark.parametrize("vocab", [50, 4000, 200_000])
-def test_losses_of_tokens_are_those_of_plain_torch_at_any_size_of_the_vocabulary(vocab: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, head = torch.randn(600, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
-    targets = torch.randint(-1, vocab, (600,), generator=generator)
-    targets[7] = -1
-    chunk = max(CpuOperations.capped_logits // vocab, 16)
-    losses = token_losses(x, head, targets, vocab, chunk)
-    torch.testing.assert_close(losses, token_losses(x, head, targets, vocab, 600))
-    assert losses[7] == 0 and (losses[targets >= 0] > 0).all()
-
-
-@pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3", "qwen3.5"])
-def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
-    operations = CpuOperations()
-    model: Any = (
-        tiny_gpt(320, 64, operations=operations) if family == "gpt" else tiny_qwen(family, operations=operations)
-    )
-    model.dtype = torch.bfloat16
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.data = parameter.data.bfloat16()
-    idx = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        before, losses = model(idx), model(idx, idx, "none")
-        operations.serve(model)
-        after, held_losses = model(idx), model(idx, idx, "none")
-    assert any(getattr(module, "multiply", None) is not None for module in model.modules()) == LAID_OUT
-    scale = before.abs().max()
-    assert (after - before).abs().max() <= 4e-2 * scale
-    assert torch.allclose(losses, held_losses, atol=4e-2 * float(scale))
-    operations.serve(model)  # again: nothing is left to do
-    ranks = [bytes([i % 256] * (1 + i // 256)) for i in range(320 - len(ROLES))]
-    words = Tokenizer(ranks, "nanochat", PATTERNS["nanochat"])
-    (reply,) = Engine(model, words, 1).generate([[1, 2, 3]], Sampling(0.0, max_tokens=4, ignore_eos=True))
-    assert len(reply.tokens) >= 4
 
 
 def test_prompts_are_read_by_kernels_as_by_torch_with_a_cache_and_without() -> None:
@@ -140,12 +83,6 @@ def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:
     for numbers, before in zip(([0, -1], [-1, -1]), wanted, strict=True):
         assert (logits(numbers) - before).abs().max() <= 4e-2 * before.abs().max()
     assert (wanted[0][0] - wanted[1][0]).abs().max() > 0.1 * wanted[1].abs().max()  # the adapter changes its row
-
-
-def test_a_model_in_fp32_stays_as_it_is() -> None:
-    model = tiny_gpt(320, 64)
-    CpuOperations().serve(model)
-    assert all(getattr(module, "multiply", None) is None for module in model.modules())
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])

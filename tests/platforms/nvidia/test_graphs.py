@@ -127,17 +127,3 @@ def test_replies_with_graphs_are_replies_without(gpu: list[Played], family: str)
     assert replies(engine, ("",)) == expected
     assert engine.graphs is not None and len(gpu) == len(engine.graphs.shapes)
     assert sum(graph.replays for graph in gpu) == engine.graphs.replays > 5 * len(gpu)
-
-
-def test_a_step_of_other_work_is_captured_and_repeated(gpu: list[Played]) -> None:
-    x, total = torch.ones(3), torch.zeros(3)
-
-    def work() -> None:
-        total.add_(x)
-
-    replay = Nvidia().captured(work)
-    total.zero_()
-    for value in (1.0, 2.0):
-        x.fill_(value)
-        replay()
-    assert total.tolist() == [3.0] * 3 and len(gpu) == 1
