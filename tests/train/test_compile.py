@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nanochat import device
-from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms.nvidia import fp8
@@ -21,7 +20,7 @@ from nanochat.runtime import parallel, signals
 from nanochat.train import compile as compiling
 from nanochat.train.compile import Ahead, Costs
 from tests.support.qwens import tiny_qwen
-from tests.support.ranks import run_ranks
+from tests.support.rank_pool import Pool
 from tests.support.tiny_model import tiny_gpt
 from tests.support.tiny_training import CPU
 
@@ -155,9 +154,10 @@ def unneeded(compute: Compute, ranks: Sequence[int]) -> str:
     return compiling._unneeded(model, compute)
 
 
-def test_ranks_leave_the_compiler_out_together() -> None:
-    assert run_ranks(2, unneeded, (0, 1)) == ["kernels are as fast"] * 2
-    assert run_ranks(2, unneeded, (1,)) == ["", ""]
+@pytest.mark.ranks
+def test_ranks_leave_the_compiler_out_together(pool: Pool) -> None:
+    assert pool.run(2, unneeded, (0, 1)) == ["kernels are as fast"] * 2
+    assert pool.run(2, unneeded, (1,)) == ["", ""]
 
 
 @pytest.mark.usefixtures("cache")
@@ -247,9 +247,3 @@ def test_a_signal_ends_a_ranks_compilation_at_once(
         compiling.compiled(model, None, (1, 16), compute, model.compile_groups())
     assert "SIGTERM: stopping\n" in capfd.readouterr().err
     assert not compute.pulse.at_once
-
-
-def test_a_compiler_that_was_asked_for_and_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no g++")
-    with pytest.raises(UserError, match="no g"):
-        is_compiled(None, wanted=True)
