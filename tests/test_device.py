@@ -109,18 +109,6 @@ def test_cards_that_cannot_be_used_are_refused_unless_the_cpu_was_asked_for(
     device.check_idle_cards("cuda")
 
 
-def test_shell_scripts_learn_that_cards_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "davinci0").touch()
-    hidden = ("NANOCHAT_DEVICE", "RANK", "WORLD_SIZE")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"ASCEND_ROOT_PREFIX": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    asked = subprocess.run([sys.executable, "-m", "nanochat.device"], cwd=ROOT, env=environment, capture_output=True,
-                           text=True)  # fmt: skip
-    assert (asked.returncode, asked.stdout) == (1, "")
-    assert "setup_ascend.sh" in asked.stderr and "Traceback" not in asked.stderr
-
-
 # --- number formats ------------------------------------------------------------------------------
 
 
@@ -140,17 +128,6 @@ def test_a_cpu_computes_in_bf16_only_where_that_is_faster(
     compute = compute_init("cpu")
     assert compute.dtype == expected
     assert why in compute.dtype_reason
-
-
-@pytest.mark.parametrize(("flags", "said"), [("avx2 avx512f", "fast"), ("avx2", "slow")])
-def test_a_cpu_without_wide_registers_is_called_slow(
-    flags: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("NANOCHAT_DEVICE", "cpu")
-    monkeypatch.delenv("NANOCHAT_DTYPE", raising=False)
-    monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
-    runpy.run_module("nanochat.device", run_name="__main__")
-    assert capsys.readouterr().out == f"cpu float32 1 {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -262,47 +239,36 @@ def test_what_the_compiler_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert device.compiler_missing(pretend(Nvidia())) == ""
 
 
-# --- several processes ---------------------------------------------------------------------------
-
-LAUNCHED = """
-from dataclasses import dataclass
-from pathlib import Path
-import torch.distributed as dist
-from nanochat import device
-from nanochat.common import run
-
-@dataclass(frozen=True)
-class Config:
-    folder: str = ""
-    device_batch_size: int = 1
-
-def main(config):
-    compute = device.compute_init()
-    seen = [None] * compute.world_size
-    dist.all_gather_object(seen, (compute.rank, compute.local_rank, compute.world_size, config.device_batch_size))
-    device.barrier(compute)
-    device.compute_cleanup()
-    (Path(config.folder) / f"{compute.rank}.txt").write_text(f"{seen} {dist.is_initialized()}")
-
-if __name__ == "__main__":
-    run(main, Config)
-"""
+# --- the edges ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
-def test_torchrun_starts_ranks_that_talk_and_one_that_speaks(tmp_path: Path) -> None:
-    script = tmp_path / "launched.py"
-    script.write_text(LAUNCHED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = {**os.environ, "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": "float32", "PYTHONPATH": str(ROOT)}
-    launched = subprocess.run(
-        [*command, "--", f"--folder={tmp_path}", "--device_batch_size=4"], env=environment, capture_output=True,
-        text=True, timeout=180,
-    )  # fmt: skip
-    assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.count("2 ranks over gloo") == launched.stdout.count("device: ") == 1
-    for rank in (0, 1):
-        assert (tmp_path / f"{rank}.txt").read_text() == "[(0, 0, 2, 4), (1, 1, 2, 4)] False"
+def asked_by_a_shell_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `python -m nanochat.device` in this process."""
+    monkeypatch.delitem(sys.modules, "nanochat.device")
+    runpy.run_module("nanochat.device", run_name="__main__")
+
+
+@pytest.mark.parametrize(("flags", "said"), [("avx2 avx512f", "fast"), ("avx2", "slow")])
+def test_shell_scripts_learn_whether_a_cpu_is_slow(
+    flags: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_DEVICE", "cpu")
+    monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
+    asked_by_a_shell_script(monkeypatch)
+    assert capsys.readouterr().out == f"cpu float32 1 {said}\n"
+
+
+def test_shell_scripts_learn_that_cards_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "davinci0").touch()
+    monkeypatch.setenv("ASCEND_ROOT_PREFIX", str(tmp_path))
+    available(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        asked_by_a_shell_script(monkeypatch)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (1, "") and "setup_ascend.sh" in said.err
 
 
 def test_compiled_kernels_are_kept_in_one_folder_for_all_base_folders(tmp_path: Path):

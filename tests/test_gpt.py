@@ -322,17 +322,3 @@ def test_decoding_of_different_lengths_equals_the_full_forward() -> None:
         out = model.logits(model.hidden(new, Cached(cache, new, slots)))
         torch.testing.assert_close(out[:, 0], full[torch.arange(3), places], atol=2e-5, rtol=1e-4)
     assert cache.positions.tolist() == [0, 19, 31, 140, 0]
-
-
-@torch.inference_mode()
-def test_a_prompt_in_pieces_equals_the_prompt_at_once() -> None:
-    model, idx = random_gpt(), tokens(2, 150)
-    full = model(idx)
-    cache = model.new_cache(2, 160, torch.float32)
-    done = 0
-    for piece in (1, 64, 70, 15):
-        new = idx[:, done : done + piece]
-        context = Cached(cache, new, cached=[done] * 2, new=[piece] * 2)
-        out = model.logits(model.hidden(new, context))
-        torch.testing.assert_close(out, full[:, done : done + piece], atol=2e-5, rtol=1e-4)
-        done += piece

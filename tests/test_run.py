@@ -91,13 +91,6 @@ def test_a_stage_measures_its_steps_and_keeps_their_figures(base_folder: Path) -
     assert read_meta(stage.folder.path, 5)["family"] == "gpt"
 
 
-def test_a_stage_that_measures_first_does_so_before_its_first_step_and_at_its_end() -> None:
-    stage = begun(3)
-    go(stage, every=0, ends=True)
-    measured = [line["step"] for line in read_metrics(stage.folder.path) if "accuracy" in line]
-    assert measured == [0, 3]
-
-
 def test_figures_of_the_script_join_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     run = begun(1)
     with run.between_steps(0):
@@ -108,21 +101,6 @@ def test_figures_of_the_script_join_the_line(capsys: pytest.CaptureFixture[str])
     (line,) = read_metrics(run.folder.path)
     assert list(line)[-3:] == ["memory_gb", "margin", "reward"] and line["loss"] == 1.0
     assert "step 00001 | reward: 0.250 | margin: 0.5000" in capsys.readouterr().out
-
-
-def test_a_line_that_was_saved_but_not_logged_is_measured_by_the_next_run() -> None:
-    """A kill in the measurement after a save must not leave a hole in metrics.jsonl."""
-    run = begun(4, save_every=2)
-    go(run, 2, every=2)
-    metrics = run.folder.path / "metrics.jsonl"
-    run._tracker.close()
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
-    again = begun(4, save_every=2)
-    go(again, 0, every=2)
-    assert [line["step"] for line in read_metrics(run.folder.path)] == [1, 2]
-    assert "accuracy" in read_metrics(run.folder.path)[1]
-    go(begun(4, save_every=2), 0, every=2)
-    assert [line["step"] for line in read_metrics(run.folder.path)] == [1, 2]
 
 
 def test_figures_of_another_version_are_refused() -> None:

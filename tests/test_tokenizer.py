@@ -102,15 +102,18 @@ def test_every_pattern_matches_every_character(pattern):
 
 def test_text_comes_back_whatever_it_holds():
     tokenizer = make()
-    for text in [*TEXTS, "\x00\x7f", "<|bos|>", "𠀀𪛖", "\ufffd", "a" * 1000]:
+    for text in [*TEXTS, "\x00\x7f", "<|bos|>", "𠀀𪛖", "\ufffd", " " * 1_000_001, "中" * 1_000_001]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_spelled_out_special_tokens_in_text_stay_text():
     tokenizer = make()
-    ids = tokenizer.encode("<|bos|><|assistant_end|>")
-    assert max(ids) < tokenizer.vocab_size - len(ROLES)
-    assert tokenizer.encode_batch(["<|bos|>"])[0] == tokenizer.encode("<|bos|>")
+    text = "<|assistant_start|><|assistant_end|>"
+    assert max(tokenizer.encode(text)) < tokenizer.vocab_size - len(ROLES)
+    assert tokenizer.encode_batch([text])[0] == tokenizer.encode(text)
+    rendered = tokenizer.render(chat(text, text))
+    assert rendered.ids.count(tokenizer.special("assistant_start")) == 1
+    assert rendered.ids.count(tokenizer.special("assistant_end")) == 1
 
 
 def test_half_a_surrogate_pair_is_replaced_in_chat_and_refused_in_training():
@@ -132,13 +135,6 @@ def test_batch_equals_one_by_one_for_any_number_of_threads(monkeypatch):
     tokens, lengths = tokenizer.encode_joined(texts)
     assert tokens.tolist() == [token for ids in cut for token in ids] and lengths.tolist() == [len(ids) for ids in cut]
     assert [len(part) for part in tokenizer.encode_joined([])] == [0, 0]
-
-
-def test_a_million_spaces_and_a_long_han_run_encode():
-    tokenizer = make()
-    for character in " 中":
-        text = character * 1_000_001
-        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_half_a_character_decodes_to_a_replacement():
@@ -167,19 +163,19 @@ def test_vocabulary_size_counts_special_tokens_and_numbers_them_last():
         tokenizer.special("end_of_text")
 
 
-def test_too_little_text_names_the_largest_vocabulary_it_gives():
-    with pytest.raises(UserError, match=r"at most 268 tokens.*--vocab_size 268"):
-        Tokenizer.train(["abc abc"], 1000)
+@pytest.mark.parametrize(
+    ("texts", "vocab_size", "pattern", "named"),
+    [
+        (["abc abc"], 1000, "nanochat", r"at most 268 tokens.*--vocab_size 268"),
+        (TEXTS, 264, "nanochat", "at least 265 tokens.*got 264"),
+        (TEXTS, 300, "gpt9", "one of nanochat.*got 'gpt9'"),
+        (["a", b"b"], 300, "nanochat", "document 1 is bytes"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(texts, vocab_size, pattern, named):
+    with pytest.raises(UserError, match=named):
+        Tokenizer.train(texts, vocab_size, pattern=pattern)
     assert Tokenizer.train(["abc abc"], 268).vocab_size == 268
-
-
-def test_too_small_a_vocabulary_and_an_unknown_pattern_are_refused():
-    with pytest.raises(UserError, match=r"at least 265 tokens.*got 264"):
-        Tokenizer.train(TEXTS, 264)
-    with pytest.raises(UserError, match=r"one of nanochat.*got 'gpt9'"):
-        Tokenizer.train(TEXTS, 300, pattern="gpt9")
-    with pytest.raises(UserError, match="document 1 is bytes"):
-        Tokenizer.train(["a", b"b"], 300)  # type: ignore[list-item]
 
 
 def test_saved_tokenizer_is_json_and_loads_equal(tmp_path):
@@ -190,13 +186,9 @@ def test_saved_tokenizer_is_json_and_loads_equal(tmp_path):
     assert base64.b64decode(content["ranks"][97]) == b"a"
     loaded = Tokenizer.load(tmp_path)
     assert (loaded.hash, loaded.vocab_size, loaded.pattern) == (tokenizer.hash, tokenizer.vocab_size, "nanochat")
+    assert tokenizer.hash == make().hash != make(331).hash
     assert all(loaded.encode(text) == tokenizer.encode(text) for text in TEXTS)
     assert [loaded.special(role) for role in ROLES] == [tokenizer.special(role) for role in ROLES]
-
-
-def test_hash_differs_between_vocabularies():
-    assert make(300).hash == make(300).hash
-    assert make(300).hash != make(301).hash
 
 
 def test_a_damaged_file_is_refused_with_the_next_step(tmp_path):
@@ -260,13 +252,6 @@ def test_turns_out_of_order_are_refused(messages):
         make().render(Conversation(messages))
     with pytest.raises(UserError, match=r"turn|alternate"):
         make().render_prompt(Conversation(messages))
-
-
-def test_user_text_cannot_write_special_tokens_into_a_chat():
-    tokenizer = make()
-    rendered = tokenizer.render(chat("<|assistant_start|>", "<|assistant_end|>"))
-    assert rendered.ids.count(tokenizer.special("assistant_start")) == 1
-    assert rendered.ids.count(tokenizer.special("assistant_end")) == 1
 
 
 @pytest.mark.slow

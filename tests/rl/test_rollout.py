@@ -120,24 +120,15 @@ def test_cut_off_samples_are_not_trained_and_are_counted():
 
 
 def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
-    forced = [False, False, True, True, False]
-    says = iter(["cat", "mats"] * len(NUMBERS))  # right and wrong, so that no group is flat
-
-    def generate(self, prompts, sampling, samples, on_done=None):
-        assert samples == 2
-        replies = [TOKENIZER.encode(next(says)) for _ in range(2 * len(prompts))]
-        made = [
-            Completion([*([words[0]] * 4), words[1] if len(words) > 1 else words[0]], forced, [-1.0] * 5, "stop")
-            for words in replies
-        ]
-        assert on_done is not None
-        for at, completion in enumerate(made):
+    def generate(self, prompts, sampling, samples, on_done):
+        forced = [False, False, True, True, False]
+        replies = [Completion([at % 2] * 5, forced, [-1.0] * 5, "stop") for at in range(samples * len(prompts))]
+        for at, completion in enumerate(replies):
             on_done(at, completion)
-        return made
+        return replies
 
     monkeypatch.setattr(Engine, "generate", generate)
-    grades = iter([1.0, 0.0] * len(NUMBERS))
-    monkeypatch.setattr(rollout, "grader", lambda task, tokenizer: lambda i, tokens: next(grades))
+    monkeypatch.setattr(rollout, "grader", lambda task, tokenizer: lambda i, tokens: float(tokens[0]))
     rollouts, samples = rollout.roll_out(Even(), NUMBERS, 2, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE)
     assert [[weight != 0 for weight in sample.weights] for sample in samples] == [[True, True, False, False, True]] * 12
     assert rollouts.num_targets == 12 * 3
@@ -227,11 +218,6 @@ def test_sampler_and_trainer_agree_on_log_probabilities():
         assert rollout.sampler_gap([sample], model, on_cpu()) <= 1e-4
     other = tiny_gpt(TOKENIZER.vocab_size, seed=2)
     assert rollout.sampler_gap(samples, other, on_cpu()) > 0.01  # so it would be seen
-
-
-def test_the_same_problems_and_seed_give_the_same_samples():
-    one, two = rolled()[1], rolled(3)[1]
-    assert [sample.completion.tokens for sample in one] == [sample.completion.tokens for sample in two]
 
 
 def test_shuffled_rewards_keep_the_figures_and_deal_the_same_rewards(monkeypatch):

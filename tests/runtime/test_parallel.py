@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT
-from nanochat.optim import Muon
 from nanochat.runtime import parallel
 from nanochat.step import LossScale
 from nanochat.train import compile as compiling
@@ -61,33 +57,6 @@ def test_ranks_average_the_rows_that_any_of_them_met() -> None:
     for found in itertools.chain(*run_ranks(3, averages)):
         assert found["rows"] == [[2, 5]]
         assert found["values"] == pytest.approx([1.0, 2.0])  # (1 + 2) / 3, and twice as much
-
-
-# --- Muon alone ----------------------------------------------------------------------------------
-
-MATRICES = [(3, 12)] * 2 + [(54, 54)] * 3 + [(216, 54), (54, 216)] + [(1, 8)] * 5
-
-
-def step_muon(compute: Compute, replicas: int = 1) -> dict[str, Tensor]:
-    """Five steps of matrices sharded by rows, with more and fewer of a shape than there are ranks."""
-    ranks = (replicas, compute.world_size // replicas) if replicas > 1 else (compute.world_size,)
-    mesh = init_device_mesh("cpu", ranks) if compute.world_size > 1 else None
-    placements = [Replicate(), Shard(0)][-len(ranks) :]
-
-    def place(value: Tensor) -> Tensor:
-        return value if mesh is None else distribute_tensor(value, mesh, placements)
-
-    generator = torch.Generator().manual_seed(0)
-    named = [
-        (f"m{i}", nn.Parameter(place(torch.randn(shape, generator=generator)))) for i, shape in enumerate(MATRICES)
-    ]
-    muon = Muon(named, lr=0.02, weight_decay=0.2)
-    for step in range(5):
-        muon.param_groups[0]["momentum"] = 0.85 + 0.02 * step
-        for _, parameter in named:
-            parameter.grad = place(torch.randn(parameter.shape, generator=generator))
-        muon.step()
-    return {name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).clone() for name, p in named}
 
 
 # --- small things --------------------------------------------------------------------------------
@@ -146,11 +115,7 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
 
 def everything(compute: Compute) -> dict[str, Any]:
     """Run every check in one start of the processes."""
-    copies = [n for n in (1, 2, 4) if compute.world_size % n == 0]
-    return {
-        "muon": [step_muon(compute, n) for n in copies], "bf16": train_in_bf16(compute),
-        "small": small_things(replace(compute, dtype=torch.bfloat16)),
-    }  # fmt: skip
+    return {"bf16": train_in_bf16(compute), "small": small_things(replace(compute, dtype=torch.bfloat16))}
 
 
 def close(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float) -> None:
@@ -188,9 +153,6 @@ def check_small_things(alone: dict[str, Any], together: list[dict[str, Any]]) ->
 def test_ranks_do_what_one_process_does(ranks: int) -> None:
     """One test, since starting the processes takes most of its time."""
     alone, together = everything(CPU), run_ranks(ranks, everything)
-    for ran in together:
-        for found in ran["muon"]:  # one copy over all ranks, two copies, a copy each
-            close(found, alone["muon"][0], 1e-6)
     check_bf16(alone, together)
     check_small_things(alone, together)
 
@@ -211,14 +173,6 @@ def test_compiled_ranks_equal_one_eager_process(fails: bool) -> None:
 
 
 # --- one process ---------------------------------------------------------------------------------
-
-
-def test_one_rank_keeps_plain_parameters() -> None:
-    model, _ = make(CPU)
-    assert not any(isinstance(p, DTensor) for p in model.parameters())
-    parallel.sync_gradients(model, False)
-    assert parallel.total([1.5], CPU) == [1.5]
-    assert parallel.agree(7, CPU) == 7
 
 
 def test_values_that_do_not_fit_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from nanochat.runtime.trackers import beside
 from nanochat.runtime.trackers.beside import Beside
 from nanochat.runtime.trackers.start import Start, numbers
 from nanochat.runtime.tracking import Tracker, parse_trackers, read_metrics
-from tests.support.small_world import make_corpus, run_stage, tensors
 
 SETTINGS = {"depth": 4, "data": None, "matrix_lr": 0.02}
 LINES = [
@@ -230,22 +228,6 @@ def test_a_wandb_that_cannot_start_is_refused_before_training(
     monkeypatch.setattr(beside.Beside.__init__, "__defaults__", (1.0 if what == "hang" else 60.0,))
     with pytest.raises(UserError, match=r"wandb could not start run 'my-run': .*wandb login"):
         Tracker(tmp_path, "my-run", {}, 0, main=True)
-
-
-def test_training_learns_the_same_bits_whatever_its_tracker_does(
-    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Beside.close, "__defaults__", (2.0,))
-    make_corpus(tmp_path / "corpus")
-    learned = []
-    for number, told in enumerate([{}, {"log_3": "die"}]):
-        base = tmp_path / f"base-{number}"
-        shutil.copytree(tmp_path / "corpus", base)
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
-        fake.told(**told)
-        run_stage("base", num_iterations=4, eval_every=0, track="wandb,tensorboard" if number else "jsonl")
-        learned.append(tensors(base, "base", 4))
-    assert learned[0] and all(one == learned[0] for one in learned)
 
 
 # --- the list ------------------------------------------------------------------------------------
