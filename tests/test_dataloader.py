@@ -1,6 +1,5 @@
 """The loader gives the planned rows, in an order that is known in advance and equal on any number of ranks."""
 
-import dataclasses
 import queue
 import threading
 from collections import Counter
@@ -17,21 +16,17 @@ from nanochat.data.corpora import Corpus
 from nanochat.data.mixing import Data
 from nanochat.data.shards import write_shards
 from nanochat.dataloader import IGNORED, MixedRows, Rows, Source, blend, epoch_order, make_step, mixture_table, steps
-from nanochat.device import Compute
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
+from tests.support.tiny_model import on_cpu
 
 DOCUMENTS = [f"Document {i} says {'ha ' * (i * 7 % 40)}and 第{i}号。" for i in range(400)]
 TOKENIZER = Tokenizer.train(DOCUMENTS, 360)
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+CPU = on_cpu()
 CHATS = [chat(f"What is {i}?", f"It is {'so ' * (i % 9)}{i}.") for i in range(80)]
-
-
-def on_rank(rank: int, world_size: int) -> Compute:
-    return dataclasses.replace(CPU, rank=rank, world_size=world_size)
 
 
 @pytest.fixture
@@ -158,7 +153,7 @@ def test_rows_follow_the_epoch_orders_without_repeat_or_skip(documents):
 
 def rows_seen(rows: Source, world_size: int, count: int, first_row: int = 0) -> list[tuple[list[tuple], int]]:
     """For each step, the rows of all ranks in the order of their numbers; also checks the count of targets."""
-    per_rank = [list(islice(steps(rows, first_row, 8, 2, on_rank(r, world_size)), count)) for r in range(world_size)]
+    per_rank = [list(islice(steps(rows, first_row, 8, 2, on_cpu(r, world_size)), count)) for r in range(world_size)]
     out = []
     for parts in zip(*per_rank, strict=True):
         assert len({part.num_targets for part in parts}) == 1
@@ -251,14 +246,14 @@ def test_the_report_gets_a_row_for_each_corpus_of_a_mixture(documents, chats):
 
 def test_micro_batches_have_the_device_batch_size_and_the_rest_comes_last(documents):
     rows = rows_over(documents)
-    step = make_step(rows, 0, 10, 3, on_rank(1, 2))
+    step = make_step(rows, 0, 10, 3, on_cpu(1, 2))
     assert [tuple(inputs.shape) for inputs, _ in step.micro_batches] == [(3, 64), (2, 64)]
     assert step.first_row == 0
 
 
 def test_a_step_needs_a_row_for_each_rank(documents):
     with pytest.raises(UserError, match=r"multiple of 4 rows .* got 6"):
-        next(steps(rows_over(documents), 0, 6, 2, on_rank(0, 4)))
+        next(steps(rows_over(documents), 0, 6, 2, on_cpu(0, 4)))
 
 
 def test_a_failure_in_the_loader_reaches_the_caller(documents, monkeypatch):

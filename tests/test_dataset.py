@@ -220,6 +220,14 @@ def test_no_network_names_the_mirror_and_tinyworld(monkeypatch):
         assert words in str(raised.value)
 
 
+def test_urls_can_be_listed_for_another_machine(capsys, base):
+    main(Config(num_files=1, list_urls=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("/")[2] for line in lines] == ["shard_00000.parquet", "shard_01822.parquet"]
+    assert lines[0].startswith("https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/")
+    assert not (base / "base_data").exists()
+
+
 # --- command line --------------------------------------------------------------------------------
 
 

@@ -20,10 +20,10 @@ from nanochat.device import Compute, choose, compute_init
 from nanochat.platforms import host
 from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.nvidia.platform import Nvidia
-from tests.support.tiny_model import pretend
+from tests.support.tiny_model import on_cpu, pretend
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+CPU = on_cpu()
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from nanochat.common import UserError
-from nanochat.device import Compute
 from nanochat.meter import Meter, SaveClock, step_line, step_note
 from nanochat.step import Outcome
+from tests.support.tiny_model import on_cpu
 
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+CPU = on_cpu()
 
 
 # --- when to save --------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from nanochat.meter import due
 from nanochat.optim import Optimizers, Rates
 from nanochat.step import LossScale, Outcome
 from nanochat.train.validation import mean_over
+from tests.support.tiny_model import on_cpu
 from tests.support.updates import update
 
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+CPU = on_cpu()
 FP16 = replace(CPU, dtype=torch.float16)
 CONFIG = GPTConfig(sequence_len=16, vocab_size=60, n_layer=2, n_head=2, n_kv_head=2, n_embd=32)
 
@@ -87,7 +88,8 @@ class Recorder:
         self.model, self.gradients = model, {}
 
     def step(self) -> None:
-        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        with_gradient = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.gradients = {name: getattr(grad, "full_tensor", grad.clone)() for name, grad in with_gradient.items()}
 
     def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)

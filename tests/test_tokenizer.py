@@ -10,8 +10,6 @@ import subprocess
 import sys
 import types
 import unicodedata
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +22,9 @@ from nanochat.common import UserError
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Part, assistant, chat, system, user
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer, tokenizer_dir
+from tests.rustbpe.test_rustbpe import PUBLISHED, slow_ranks
+from tests.rustbpe.test_rustbpe import published as published  # a fixture: a folder with the published rustbpe
 
-PUBLISHED = "0.1.0"
 TEXTS = [
     "The cat sat on the mat. The cat's hat isn't flat; they've that, and we'll see 12345 cats.",
     "中国的首都是北京。法国的首都是巴黎，日本的首都是东京。今天天气很好，我们去公园。",
@@ -39,57 +38,11 @@ def make(vocab_size: int = 330) -> Tokenizer:
     return Tokenizer.train(TEXTS, vocab_size)
 
 
-def slow_bpe(texts: list[str], merges: int, pattern: str) -> list[bytes]:
-    """Byte-pair encoding as the definition has it: the most frequent pair, of equals the smallest numbers."""
-    words = Counter(piece.encode() for text in texts for piece in regex.findall(pattern, text))
-    split = {word: list(word) for word in words}
-    vocabulary = [bytes([i]) for i in range(256)]
-    for _ in range(merges):
-        pairs: Counter[tuple[int, int]] = Counter()
-        for word, count in words.items():
-            for pair in pairwise(split[word]):
-                pairs[pair] += count
-        left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        for word, parts in split.items():
-            split[word] = replace(parts, left, right, len(vocabulary))
-        vocabulary.append(vocabulary[left] + vocabulary[right])
-    return vocabulary
-
-
-def replace(parts: list[int], left: int, right: int, new: int) -> list[int]:
-    out, i = [], 0
-    while i < len(parts):
-        if parts[i : i + 2] == [left, right]:
-            out.append(new)
-            i += 2
-        else:
-            out.append(parts[i])
-            i += 1
-    return out
-
-
-def slow_encode(text: str, vocabulary: list[bytes], pattern: str) -> list[int]:
-    """Merge the pair of lowest rank until none is left, piece by piece."""
-    rank = {token: i for i, token in enumerate(vocabulary)}
-    ids = []
-    for piece in regex.findall(pattern, text):
-        parts = [bytes([byte]) for byte in piece.encode()]
-        while True:
-            found = [(rank[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in rank]
-            if not found:
-                break
-            _, i = min(found)
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        ids += [rank[part] for part in parts]
-    return ids
-
-
-def test_merges_and_tokens_equal_a_slow_bpe():
+def test_merges_equal_a_slow_bpe():
+    """Tokens of texts are compared with tiktoken's below."""
     tokenizer = make(330)
-    expected = slow_bpe(TEXTS, 330 - len(ROLES) - 256, PATTERNS["nanochat"])
-    assert [tokenizer.decode_bytes([i]) for i in range(330 - len(ROLES))] == expected
-    for text in [*TEXTS, "unseen 9876 text 上海\n\n", ""]:
-        assert tokenizer.encode(text) == slow_encode(text, expected, PATTERNS["nanochat"])
+    expected = slow_ranks(TEXTS, 330 - len(ROLES), PATTERNS["nanochat"])
+    assert [(tokenizer.decode_bytes([i]), i) for i in range(330 - len(ROLES))] == expected
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -255,27 +208,14 @@ def test_turns_out_of_order_are_refused(messages):
 
 
 @pytest.mark.slow
-def test_this_suite_passes_with_the_published_trainer(tmp_path):
+def test_this_suite_passes_with_the_published_trainer(published):
     if "NANOCHAT_PUBLISHED_RUSTBPE" in os.environ:
         assert importlib.metadata.version("rustbpe") == PUBLISHED
         return
-    wheel = ["--quiet", "--no-deps", "--target", str(tmp_path), f"rustbpe=={PUBLISHED}"]
-    installed = None
-    for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
-        installed = subprocess.run([sys.executable, "-m", *tool, *wheel], capture_output=True, text=True, timeout=120)
-        if installed.returncode == 0:
-            break
-    else:
-        reason = f"rustbpe {PUBLISHED} could not be installed: {installed and installed.stderr[-300:]}"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    paths = f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env={**os.environ, "PYTHONPATH": paths, "NANOCHAT_PUBLISHED_RUSTBPE": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    paths = f"{published}{os.pathsep}{Path(__file__).parents[1]}"
+    environment = {"PYTHONPATH": paths, "NANOCHAT_PUBLISHED_RUSTBPE": "1", "PYTEST_ADDOPTS": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:]
 
 

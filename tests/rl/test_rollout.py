@@ -1,7 +1,7 @@
 """What RL trains on: which tokens, with what weight, on any split into passes and ranks."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -20,6 +20,7 @@ from nanochat.step import LossScale, Outcome
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 from tests.support.updates import update
+from tests.test_step import Recorder
 
 TOKENIZER = tiny_tokenizer()
 SAMPLING = Sampling(1.0, 50, max_tokens=10, seed=7)
@@ -45,24 +46,6 @@ class Even:
 
     def grade(self, i: int, reply: str) -> float:
         return 1.0 if i == 3 else float(len(reply) % 2 == 0)
-
-
-@dataclass
-class Recorder:
-    """Stands in for the optimizers: keeps the gradients that a step would use."""
-
-    model: GPT
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def step(self) -> None:
-        self.gradients = {
-            name: value.grad.full_tensor() if hasattr(value.grad, "full_tensor") else value.grad.clone()
-            for name, value in self.model.named_parameters()
-            if value.grad is not None
-        }
-
-    def zero_grad(self) -> None:
-        self.model.zero_grad(set_to_none=True)
 
 
 def talkative() -> GPT:

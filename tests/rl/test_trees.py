@@ -20,11 +20,12 @@ from nanochat.rl.policy import PolicyFlags
 from nanochat.rl.trees import Sample, over_trees, pack
 from nanochat.runtime import parallel
 from nanochat.step import LossScale, Outcome
-from tests.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Recorder, talkative
+from tests.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, talkative
 from tests.support.qwens import tiny_qwen
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, pretend, words
 from tests.support.updates import update
+from tests.test_step import Recorder
 
 LOSSES = (
     PolicyFlags(), PolicyFlags(average="reply"), PolicyFlags(loss="cispo", advantage="normalized"),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanochat import device
 from nanochat.common import UserError
@@ -18,9 +17,9 @@ from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import sizes
 from nanochat.train.sizes import Batch
-from tests.support.tiny_model import pretend
+from tests.support.tiny_model import on_cpu, pretend
 
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+CPU = on_cpu()
 CUDA = pretend(Nvidia())
 SHAPE = GPTConfig(256, 2048, 4, 4, 4, 256)
 
