@@ -3,10 +3,7 @@
 import random
 
 import pytest
-import torch
 
-from nanochat.cache import Cache
-from nanochat.context import Cached
 from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.slots import MIN_PREFIX, STATE_INTERVAL, common_prefix
@@ -165,21 +162,3 @@ def test_common_prefixes_equal_a_count_token_by_token():
         b = [rng.randrange(2) if rng.random() < 0.02 else 0 for _ in range(rng.randrange(60))]
         expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         assert common_prefix(a, b) == expected
-
-
-def test_a_slot_that_was_cut_continues_as_if_nothing_had_followed(model):
-    ids, new = torch.tensor([words(20, 90)]), torch.tensor([[7, 8, 9]])
-
-    def after(cache: Cache) -> torch.Tensor:
-        return model.hidden(new, Cached(cache, new))
-
-    with torch.inference_mode():
-        whole, short = model.new_cache(1, 40), model.new_cache(1, 40)
-        model.hidden(ids, Cached(whole, ids))
-        whole.cut(0, 12, int(ids[0, 11]))
-        model.hidden(ids[:, :12], Cached(short, ids[:, :12]))
-        assert torch.allclose(after(whole), after(short), atol=1e-5)
-        taken = short.take(0, 15)
-        short.clear(slice(0, 1))
-        short.put(0, taken)
-        assert short.positions.tolist() == [15]

@@ -100,11 +100,6 @@ def test_only_tables_and_head_take_the_runs_momentum() -> None:
         role: (0.0, published[1]) if role in ("head", "embedding", "value_embedding") else published
         for role, (_, _, published, _, _) in PUBLISHED.items()
     }
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    fill_gradients(model, 1)
-    optimizers.step()
-    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_adamw_steps_equal_the_formulas() -> None:
