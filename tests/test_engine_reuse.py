@@ -103,7 +103,7 @@ def test_chats_that_come_and_go_in_any_order_equal_cold_ones(model, pad):
     expected: dict[tuple[int, ...], Completion] = {}
     running: dict[int, tuple[int, list[int], Completion]] = {}
     finished = 0
-    for _ in range(150):
+    for _ in range(110):
         idle = [i for i in range(8) if all(i != chat for chat, _, _ in running.values())]
         if idle and rng.random() < 0.4:
             chat = rng.choice(idle)
@@ -125,7 +125,7 @@ def test_chats_that_come_and_go_in_any_order_equal_cold_ones(model, pad):
                 del running[event.request]
                 finished += 1
         assert engine.slots - engine.free_slots + engine.waiting == len(running)
-    assert finished > 15 and engine.prompt_tokens_reused > engine.prompt_tokens_read / 4
+    assert finished > 10 and engine.prompt_tokens_reused > engine.prompt_tokens_read / 4
 
 
 # --- states that cannot be cut -------------------------------------------------------------------
