@@ -174,16 +174,6 @@ def test_generate_samples_differ_and_do_not_depend_on_order_slots_or_other_promp
     assert [reply.tokens for reply in narrow] == [reply.tokens for i in (2, 1, 0) for reply in wide[3 * i : 3 * i + 3]]
 
 
-def test_logprobs_of_the_sampler_equal_the_trainers(model):
-    asked = prompts([12, 80, 40], seed=7)
-    for prompt, reply in zip(asked, Engine(model, TOKENIZER).generate(asked, Sampling(1.0, 20, 40)), strict=True):
-        ids = torch.tensor([prompt + reply.tokens])
-        with torch.no_grad():
-            trainer = -model(ids[:, :-1], ids[:, 1:], reduction="none")[0, len(prompt) - 1 :]
-        for logprob, forced, expected in zip(reply.logprobs, reply.forced, trainer.tolist(), strict=True):
-            assert forced or abs(logprob - expected) <= 1e-4
-
-
 def test_equal_prompts_are_read_once_also_beside_others_and_beyond_the_slots(model):
     asked = prompts([50, 20, 90], seed=9)
     engine = Engine(model, TOKENIZER, slots=8)
