@@ -64,8 +64,9 @@ def standard_library(limit: int | None = None) -> Text:
 def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[str, Any]:
     """Write rows of `length` + 1 tokens, uint16, shuffled by a fixed seed; return their description.
 
-    The folder also gets the tokenizer and the number of bytes of each token. Documents follow one another without
-    padding, each after a begin-of-sequence token. UserError if the text is too small for one row.
+    The folder also gets the tokenizer and the number of bytes of each token. Documents follow one
+    another without padding, each after a begin-of-sequence token. Raises UserError if the text is
+    too small for one row.
     """
     tokenizer = Tokenizer.train(text.documents, vocab_size)
     encoded = tokenizer.encode_batch(text.documents)

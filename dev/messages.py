@@ -27,7 +27,7 @@ def source_files(root: Path) -> Iterator[Path]:
 def templates(root: Path = ROOT) -> dict[str, str]:
     """Return every English template in the code, and the file that has it.
 
-    ValueError where a call of tr() has anything but a plain string.
+    Raises ValueError if a call of tr() has anything but a plain string.
     """
     file_of: dict[str, str] = {}
     for path in source_files(root):

@@ -148,7 +148,8 @@ class Pulse:
 def base_dir() -> Path:
     """Return the folder of all data, checkpoints and reports, which is created if it is missing.
 
-    NANOCHAT_BASE_DIR names it; the default is ~/.cache/nanochat. UserError if it cannot be created.
+    NANOCHAT_BASE_DIR names it; the default is ~/.cache/nanochat. Raises UserError if it cannot be
+    created.
     """
     name = os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
     try:
@@ -166,7 +167,8 @@ def base_dir() -> Path:
 
 
 def folder_for_scripts() -> Path:
-    """Return the base folder for a shell script. UserError if this user may not write there."""
+    """Return the base folder for a shell script. Raises UserError if this user may not write
+    there."""
     folder = base_dir()
     if not os.access(folder, os.W_OK):
         raise UserError(
@@ -277,7 +279,8 @@ def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. ValueError if it is not JSON or is nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError if it is not JSON or is nested too
+    deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -356,7 +359,8 @@ class OldFlags:
     def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
         """Return a command line in which flags have the names that they have now.
 
-        Names in `known` are flags of the program. UserError (code 2) for a flag that is gone.
+        Names in `known` are flags of the program. Raises UserError (code 2) for a flag that is
+        gone.
         """
         words = []
         for word in argv:
@@ -523,6 +527,22 @@ def appendix(name: str) -> Any:
         if missing.name is not None and f"{name}.".startswith(f"{missing.name}."):
             return None
         raise
+
+
+def required_appendix(name: str, purpose: str) -> Any:
+    """Return the module `name` of an appendix, which `purpose` (a flag, a field) needs.
+
+    Raises UserError (code 2) if the appendix was torn out of the tree.
+    """
+    module = appendix(name)
+    if module is None:
+        file = f"{name.replace('.', '/')}.py"
+        raise UserError(
+            f"{purpose} needs {file}, which this copy of nanochat does not have. Restore the file, "
+            f"or do without {purpose}",
+            2,
+        )
+    return module
 
 
 # --- the edge of a process -----------------------------------------------------------------------

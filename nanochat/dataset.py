@@ -119,7 +119,8 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
 
 
 def _from_publisher(cfg: Config) -> Corpus:
-    """Fetch -n files of a published corpus. UserError (code 2) if one of the two is missing."""
+    """Fetch -n files of a published corpus. Raises UserError (code 2) if one of the two is
+    missing."""
     published = SOURCES.get(cfg.data or "fineweb")
     if published is None or cfg.num_files is None:
         example = published.make(8) if published else MAKE_FINEWEB

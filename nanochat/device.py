@@ -175,8 +175,8 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
 
     `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what
     --kernels says. CPU tensors go over gloo on every device, so that ranks can share a flag without
-    touching the accelerator. UserError if this host has cards that cannot be used, unless the CPU
-    was asked for, or if the launcher's variables are incomplete.
+    touching the accelerator. Raises UserError if this host has cards that cannot be used, unless
+    the CPU was asked for, or if the launcher's variables are incomplete.
     """
     name, collectives, why = choose(requested) if requested else (device_type, backend, reason)
     if not requested:

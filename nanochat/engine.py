@@ -18,10 +18,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from nanochat.common import UserError
+from nanochat.common import UserError, appendix, required_appendix
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
 from nanochat.generate.graphs import DecodeGraphs
@@ -36,8 +37,6 @@ from nanochat.generate.reply import (
     answer_marks,
 )
 from nanochat.generate.sampling import Choice, Sampling, check_request, choose, uniform
-from nanochat.generate.schema.grammar import TOO_COMPLEX, Schemas
-from nanochat.generate.schema.mask_turns import MaskTurns
 from nanochat.generate.slots import STATE_INTERVAL, Request, Slots
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
@@ -102,8 +101,12 @@ class Engine:
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self._waiting: deque[Request] = deque()
         self._next_request = 0
-        self.schemas = Schemas(tokenizer)  # any thread may use them
-        self._mask_turns = MaskTurns()
+        # None where JSON schemas were torn out of the tree. Any thread may use `schemas`.
+        self.schemas: Any = None
+        self._mask_turns: Any = None
+        if appendix("nanochat.generate.schema"):
+            self.schemas = appendix("nanochat.generate.schema.grammar").Schemas(tokenizer)
+            self._mask_turns = appendix("nanochat.generate.schema.mask_turns").MaskTurns()
         self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
 
     # --- requests --------------------------------------------------------------------------------
@@ -131,8 +134,8 @@ class Engine:
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Queue a prompt and return its request number.
 
-        UserError if the prompt is empty or leaves no room for a reply, if a token is not in the
-        vocabulary, if there is no adapter of the name, or if the schema cannot be met. What is
+        Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
+        the vocabulary, if there is no adapter of the name, or if the schema cannot be met. What is
         accepted here fails no step.
         """
         self.check(prompt, sampling)
@@ -145,7 +148,7 @@ class Engine:
             calls=Calls(self.tokenizer),
         )
         if sampling.schema is not None:
-            request.grammar = self.schemas.grammar(sampling.schema)
+            request.grammar = self._grammars().grammar(sampling.schema)
         if sampling.stop:
             request.stops = StoppedReply(self.tokenizer, sampling.stop)
         if sampling.adjusts:
@@ -165,7 +168,7 @@ class Engine:
         """
         check_request(prompt, sampling, self.length, self.model.config.vocab_size)
         if sampling.schema is not None:
-            self.schemas.check(sampling.schema)
+            self._grammars().check(sampling.schema)
         if self._adapters is not None:
             self._adapters.number(sampling.adapter)
         elif sampling.adapter:
@@ -174,6 +177,13 @@ class Engine:
                 "adapter",
                 2,
             )
+
+    def _grammars(self) -> Any:
+        """Return the automata of JSON schemas. Raises UserError if they were torn out of the
+        tree."""
+        if self.schemas is None:
+            required_appendix("nanochat.generate.schema.grammar", "a JSON schema")
+        return self.schemas
 
     def submit_samples(
         self,
@@ -184,7 +194,7 @@ class Engine:
         """Queue `samples` requests with one prompt, which is read once, and return their numbers.
 
         The first reply is the one that submit() would give; the others have seeds of their own.
-        UserError as submit() raises it.
+        Raises UserError as submit() raises it.
         """
         if not 1 <= samples <= MOST_SAMPLES:
             raise UserError(
@@ -365,7 +375,9 @@ class Engine:
         if not ready:
             return []
         requests = self._slots.running[:ready]
-        masks = self._mask_turns.take([request.grammar for request in requests])
+        masks: dict[int, bytes] = {}
+        if self._mask_turns is not None:
+            masks = self._mask_turns.take([request.grammar for request in requests])
         # A request that waits for its mask feeds the same token again in the next step.
         waiting = [
             slot
@@ -463,7 +475,7 @@ class Engine:
         sampling = request.sampling
         # First, since an automaton that failed allows end marks only.
         if request.grammar is not None and request.grammar.failed:
-            self.schemas.refuse(str(sampling.schema), TOO_COMPLEX)
+            self.schemas.give_up(sampling.schema)
             return "error", None
         if may_stop and token in sampling.stop_tokens:
             return "stop", token

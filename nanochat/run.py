@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch.nn as nn
 from torch import Tensor
@@ -43,13 +43,13 @@ from nanochat.checkpoint_manager.resume import (
 )
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
-from nanochat.common import UserError, appendix, log, run, tr
+from nanochat.common import UserError, appendix, log, required_appendix, run, tr
 from nanochat.dataloader import Source
 from nanochat.device import Compute
 from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
 from nanochat.model import Model
 from nanochat.optim import Optimizers
-from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
+from nanochat.runtime import fingerprint, graphs, parallel, signals
 from nanochat.runtime.progress import Progress, duration
 from nanochat.runtime.samples import forget_samples
 from nanochat.runtime.trackers.jsonl import describe_run
@@ -91,9 +91,9 @@ def open_folder(
     """Return the folder of the run that these flags ask for; every rank must call this.
 
     `cfg` are all flags of the script. `facts` (corpus, parent, tokenizer) join them as the settings
-    that a resumed run must share. AlreadyDone if an earlier start finished the run. UserError if
-    the device cannot train, if the ranks were not started alike, or if the settings differ from
-    those of the checkpoints in the folder.
+    that a resumed run must share. Raises AlreadyDone if an earlier start finished the run. Raises
+    UserError if the device cannot train, if the ranks were not started alike, or if the settings
+    differ from those of the checkpoints in the folder.
     """
     if reason := compute.platform.cannot_train():
         raise UserError(reason)
@@ -160,6 +160,34 @@ def sum_of_losses(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:  # 
     return model(idx, targets, reduction="sum")
 
 
+class Profiler(Protocol):
+    """Measures the parts of a step."""
+
+    def begin_step(self) -> None: ...
+
+    def mark(self, name: str) -> None: ...
+
+    def end_step(self) -> None: ...
+
+
+class NoProfile:
+    """The profiler of a run without --profile: its methods do nothing."""
+
+    def begin_step(self) -> None:
+        """Do nothing."""
+
+    def mark(self, name: str) -> None:
+        """Do nothing."""
+
+    def end_step(self) -> None:
+        """Do nothing."""
+
+
+def profiling() -> Any:
+    """Return the appendix that profiles a run. Raises UserError (code 2) if it was torn out."""
+    return required_appendix("nanochat.runtime.profiling", "--profile")
+
+
 class Run:
     """A run that has been resumed. Every rank makes one and calls the same methods.
 
@@ -183,7 +211,7 @@ class Run:
         """Load the newest checkpoint into model and optimizers, or the one that --resume names.
 
         `facts` join the section of the report, and `about` joins the meta.json of checkpoints.
-        UserError if the checkpoint belongs to another run.
+        Raises UserError if the checkpoint belongs to another run.
         """
         self.folder = folder
         self.plan = plan
@@ -225,9 +253,10 @@ class Run:
         self._saver = Saver(compute, flags.keep, flags.checkpoint_files, self._clock.saved)
         compute.ending.push(self._saver)
         optimizers.before_step = self._saver.settle
-        self._profile = profiling.begin(
-            flags.profile, folder.stage, folder.path, self._stop - self.step, compute
-        )
+        self._profile: Profiler = NoProfile()
+        if flags.profile:
+            steps_left = self._stop - self.step
+            self._profile = profiling().Profile(folder.stage, folder.path, steps_left, compute)
         self._step_start = (0.0, 0.0)  # seconds of the clock, CPU seconds of this process
         self._progress = Progress(
             folder.stage, plan.steps, "steps", completed=self.step, shown=compute.main
@@ -268,7 +297,8 @@ class Run:
             refuse_parts_of_adapter(flags.checkpoint_files)
         if flags.resume != "auto":  # refused before later steps are moved aside
             first = 0 if flags.resume == "none" else flags.resume
-            profiling.check(flags.profile, self._last_step() - first)
+            if flags.profile:
+                profiling().check(self._last_step() - first)
         hold(path, self.compute)
         return resume_stage(
             path,

@@ -129,8 +129,9 @@ class Tokenizer:
         `progress` is called with ("read", texts so far) and ("merge", tokens so far), unless the
         published rustbpe is installed.
 
-        UserError if the pattern is unknown, if the size is too small for the bytes and the special
-        tokens, if a text is not valid Unicode, or if the texts do not give that many merges.
+        Raises UserError if the pattern is unknown, if the size is too small for the bytes and the
+        special tokens, if a text is not valid Unicode, or if the texts do not give that many
+        merges.
         """
         if pattern not in PATTERNS:
             names = ", ".join(PATTERNS)
@@ -188,7 +189,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `tokenizer.json` from a folder. UserError if it is missing (code 2) or damaged."""
+        """Read `tokenizer.json` from a folder. Raises UserError if it is missing (code 2) or
+        damaged."""
         path = folder / FILE_NAME
         train_command = f"python -m scripts.tok_train --data {quote(folder.name)}"
         if not path.exists():
@@ -296,8 +298,8 @@ class Tokenizer:
         return tokens, lengths
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of tokens; a special token gives its spelling. KeyError for a number
-        outside the vocabulary."""
+        """Return the bytes of tokens; a special token gives its spelling. Raises KeyError for a
+        number outside the vocabulary."""
         return b"".join(map(self._bytes.__getitem__, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -306,7 +308,8 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the token of a role, such as `assistant_end`. KeyError for an unknown role."""
+        """Return the token of a role, such as `assistant_end`. Raises KeyError for an unknown
+        role."""
         return self._ids[role]
 
     def token_bytes(self) -> np.ndarray:
@@ -323,8 +326,8 @@ class Tokenizer:
 
         The assistant is trained to write its words, its tool calls with both marks, and the end
         mark. It is not trained to write its start mark, which the program adds, the output of a
-        tool, the first `prompt_turns` turns, or turns with `trained=False`. UserError if the turns
-        are not in order.
+        tool, the first `prompt_turns` turns, or turns with `trained=False`. Raises UserError if the
+        turns are not in order.
         """
         turns = _alternating_turns(conversation)
         merged_turns = len(conversation.messages) - len(turns)  # 1 if a system turn was merged
@@ -421,8 +424,8 @@ def _check_unicode(text: str, name: str) -> None:
 
 
 def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
-    """Return the turns, with a system turn merged into the user turn after it. UserError unless
-    user and assistant alternate, beginning with the user."""
+    """Return the turns, with a system turn merged into the user turn after it. Raises UserError
+    unless user and assistant alternate, beginning with the user."""
     messages = conversation.messages
     if not messages:
         raise UserError("a conversation needs at least one turn, got none; add a user turn")

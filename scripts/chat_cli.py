@@ -186,8 +186,8 @@ def reply(chat: Chat, question: str) -> bool:
     """Answer a question word by word, and add question and reply to the chat. False if Ctrl-C
     stopped the reply.
 
-    UserError if the question does not fit into the context, or if the model is broken; the chat
-    then stays unchanged.
+    Raises UserError if the question does not fit into the context, or if the model is broken; the
+    chat then stays unchanged.
     """
     if chat.server:
         return reply_of_server(chat, chat.server, question)
@@ -271,7 +271,7 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
 
 
 def command(chat: Chat, line: str) -> bool:
-    """Carry out a line that begins with /. False if the line ends the chat. UserError if the
+    """Carry out a line that begins with /. False if the line ends the chat. Raises UserError if the
     command is wrong."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()

@@ -105,8 +105,8 @@ def choose_tasks(
 ) -> tuple[list[Task], list[str]]:
     """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
-    `task_names` separates names by |; None means all tasks that suit the corpus. UserError (code 2)
-    for an unknown name, or if no task is left.
+    `task_names` separates names by |; None means all tasks that suit the corpus. Raises UserError
+    (code 2) for an unknown name, or if no task is left.
     """
     makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if task_names is None:
@@ -179,7 +179,7 @@ class Listener:
 def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling:
     """Return how replies are drawn: by the flags, else greedily, or as the task asks.
 
-    UserError (code 2) for a flag that is out of range, with any task or without one.
+    Raises UserError (code 2) for a flag that is out of range, with any task or without one.
     """
     chat = traits(corpus).chats if getattr(task, "drawn", False) else Drawing(temperature=0.0)
     temperature = chat.temperature if cfg.temperature is None else cfg.temperature

@@ -235,7 +235,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _bound(family: int, address: tuple) -> socket.socket:
-    """Return a socket that listens at an address. OSError if that is not possible."""
+    """Return a socket that listens at an address. Raises OSError if that is not possible."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -354,7 +354,7 @@ def hosts_of(cfg: Config) -> tuple[str, ...]:
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
-    """Load the models that the flags name, the default one first. UserError if one cannot be
+    """Load the models that the flags name, the default one first. Raises UserError if one cannot be
     served."""
     also = [value for value in cfg.also if not names_adapter(value)]
     also_adapters = [value for value in cfg.also if names_adapter(value)]
@@ -395,8 +395,8 @@ def named_models(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> dict[str, Chosen]:
-    """Return the first model and those of --also by their names in the API. UserError if a name is
-    taken."""
+    """Return the first model and those of --also by their names in the API. Raises UserError if a
+    name is taken."""
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
     if name in folders:

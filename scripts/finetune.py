@@ -65,7 +65,7 @@ class LossFlags:
     def preference(self) -> PreferenceLoss | None:
         """The loss of pairs of answers; None to learn from conversations.
 
-        UserError if a flag is out of range.
+        Raises UserError if a flag is out of range.
         """
         loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
         return loss if self.loss == "dpo" else None

@@ -194,8 +194,8 @@ def measure(
     tokenizer: Tokenizer,
     data_name: str,
 ) -> Row:
-    """Return bytes, tokens and their ratio for one kind of text. UserError if a text does not come
-    back from its tokens."""
+    """Return bytes, tokens and their ratio for one kind of text. Raises UserError if a text does
+    not come back from its tokens."""
     tokens = tokenizer.encode_batch(documents)
     if [tokenizer.decode(ids) for ids in tokens] != documents:
         raise UserError(

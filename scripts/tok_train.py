@@ -295,8 +295,8 @@ def identity(paths: list[Path]) -> list[list[Any]]:
 
 
 def export_folder(cfg: Config) -> Path | None:
-    """Return where --export writes to, None without the flag. UserError (code 2) if a file has this
-    name."""
+    """Return where --export writes to, None without the flag. Raises UserError (code 2) if a file
+    has this name."""
     if cfg.export is None:
         return None
     folder = cfg.export.expanduser()

@@ -26,8 +26,8 @@ FEW_SHOT: Mapping[str, tuple[Callable[..., Task], int]] = {
 
 
 def use_task_data(folder: str | None) -> None:
-    """Read the rows of tasks from copies in a folder, as NANOCHAT_TASK_DIR does. UserError (code 2)
-    if it is none."""
+    """Read the rows of tasks from copies in a folder, as NANOCHAT_TASK_DIR does. Raises UserError
+    (code 2) if it is none."""
     if folder is not None:
         if not Path(folder).expanduser().is_dir():
             raise UserError(

@@ -31,8 +31,8 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class CustomJSON(Ungraded):
-    """The conversations of a file in one of the layouts of read_record(). UserError as read_file()
-    says."""
+    """The conversations of a file in one of the layouts of read_record(). Raises UserError as
+    read_file() says."""
 
     def __init__(self, filepath: str | Path):
         self.name = Path(filepath).expanduser().stem
@@ -94,7 +94,7 @@ def with_system(value: Mapping[str, Any], messages: Any) -> Any:
     """Return the messages behind the system message that many records have under "system" and many
     leave empty.
 
-    ValueError if the messages begin with another system message. What is no list is left to
+    Raises ValueError if the messages begin with another system message. What is no list is left to
     read_messages().
     """
     system = value.get("system")

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from nanochat.common import UserError, sha256_of
+from nanochat.common import UserError, required_appendix, sha256_of
 from nanochat.data.conversation import Conversation, Task
-from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.traits import traits
 from tasks import arc, gsm8k, humaneval, mmlu, smoltalk
 from tasks.arc import ARC
@@ -31,7 +30,6 @@ from tasks.problems import Problems
 from tasks.published import Published
 from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SimpleSpelling, SpellingBee
-from tasks.tinyworld import TinyWorld, measures, mental
 
 Stage = Literal["mid", "sft"]
 Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
@@ -145,8 +143,8 @@ def mix(
 ) -> Mix:
     """Return the conversations of stage mid or sft for a corpus.
 
-    `custom` names your own JSONL file to use instead; `added` names one to add. UserError (code 2)
-    for both.
+    `custom` names your own JSONL file to use instead; `added` names one to add. Raises UserError
+    (code 2) for both.
     """
     if custom is not None and added is not None:
         raise UserError(
@@ -164,7 +162,7 @@ def mix(
     name = traits(corpus).curriculum
     stages = CURRICULA[name]
     make = stages.conversations[stage]
-    key = f"{name} {stage} {seed} {tinyworld.VERSION}"
+    key = f"{name} {stage} {seed} {_world().VERSION}"
     if added is not None:
         yours = CustomJSON(added)
         key = f"{key} + {_content(added)}{COPIES_TOGETHER}"
@@ -294,7 +292,8 @@ def _read_weighted(
 
 
 def _split_weight(file: str) -> tuple[str, float]:
-    """Split FILE:WEIGHT into a path and its weight. UserError if the weight is not above 0."""
+    """Split FILE:WEIGHT into a path and its weight. Raises UserError if the weight is not above
+    0."""
     path, colon, weight = file.rpartition(":")
     if not colon or Path(file).expanduser().exists():
         return file, 1.0
@@ -365,7 +364,7 @@ class Identity(Ungraded):
     name = "Identity"
 
     def __init__(self) -> None:
-        self._conversations = tinyworld.identity_conversations()
+        self._conversations = _world().identity_conversations()
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -439,22 +438,33 @@ def _published_needs() -> tuple[Published, ...]:
     )
 
 
+def _world() -> Any:
+    """Return TinyWorld, an appendix. Raises UserError if it was torn out of the tree."""
+    return required_appendix("nanochat.data.tinyworld.world", "a chat of nanochat")
+
+
+def _tinyworld_tasks() -> Any:
+    """Return TinyWorld's tasks, a part of that appendix."""
+    return required_appendix("tasks.tinyworld", "--data tinyworld")
+
+
 def _tinyworld_mid(seed: int) -> Conversations:
-    return tinyworld.mid_conversations(seed=seed)
+    return _world().mid_conversations(seed=seed)
 
 
 def _tinyworld_sft(seed: int) -> Conversations:
-    return tinyworld.sft_conversations(seed=seed)
+    return _world().sft_conversations(seed=seed)
 
 
 def _tinyworld_rl() -> tuple[Task, Task]:
     """Return mental sums to train on and to measure on."""
-    return TinyWorld("mental", tinyworld.rl_problems()), mental()
+    tasks = _tinyworld_tasks()
+    return tasks.TinyWorld("mental", _world().rl_problems()), tasks.mental()
 
 
 def _tinyworld_measures(unsafe_exec: bool) -> Measures:
     """Return TinyWorld's own measures, which run no programs."""
-    return measures()
+    return _tinyworld_tasks().measures()
 
 
 CURRICULA: Mapping[str, Curriculum] = {

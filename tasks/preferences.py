@@ -19,7 +19,8 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 def read_pairs(filepath: str) -> list[Pair]:
-    """Return the pairs of a file in the layouts of read_pair(). UserError as read_file() says."""
+    """Return the pairs of a file in the layouts of read_pair(). Raises UserError as read_file()
+    says."""
     return read_file(filepath, read_pair, "pair of answers", _SHAPE)
 
 
@@ -60,8 +61,8 @@ def _read(name: str, messages: Any) -> Conversation:
 
 
 def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
-    """Return the conversations with the turns that both share as their prompt. ValueError if they
-    do not answer the same question, or if one of the answers is not to be trained."""
+    """Return the conversations with the turns that both share as their prompt. Raises ValueError if
+    they do not answer the same question, or if one of the answers is not to be trained."""
     if not (chosen.messages[-1].trained and rejected.messages[-1].trained):
         raise ValueError(
             "both answers of a pair are compared, so neither may have weight 0 or loss false"

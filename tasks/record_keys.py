@@ -101,8 +101,8 @@ def _check(
 
 def is_trained(message: Mapping[str, Any], n: int) -> bool:
     """Return whether message `n` is trained, if the assistant says it: not with "weight": 0
-    (OpenAI) or "loss": false (ms-swift). ValueError for other values, and for words of others that
-    should be trained."""
+    (OpenAI) or "loss": false (ms-swift). Raises ValueError for other values, and for words of
+    others that should be trained."""
     is_assistant = message["role"] == "assistant"
     weights: set[bool] = set()
     for key in _WEIGHTS:

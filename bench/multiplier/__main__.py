@@ -217,7 +217,7 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
 def documents(folder: Path, megabytes: Sequence[float]) -> Text:
     """Return pieces of English and Chinese documents in turn, that many MB of each language.
 
-    UserError if the corpus has too few.
+    Raises UserError if the corpus has too few.
     """
     english, chinese = (
         pieces_of(folder, kind, size)
@@ -258,7 +258,8 @@ def pieces_of(folder: Path, kind: str, megabytes: float) -> list[str]:
 def rows_of(name: str, cfg: Config, sizes: Sizes, out: Path, longest: int) -> Path:
     """Return the folder with the rows of a text, made if they are missing.
 
-    UserError (code 2) if the rows there are those of another text, or too few for the longest run.
+    Raises UserError (code 2) if the rows there are those of another text, or too few for the
+    longest run.
     """
     label = name
     if name == "code":

@@ -82,7 +82,7 @@ def running(
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a server; give its process, and the first group of the pattern once its output matches.
 
-    The output goes to `log`. UserError with its last lines if the server ends before that.
+    The output goes to `log`. Raises UserError with its last lines if the server ends before that.
     """
     with contextlib.ExitStack() as stack:
         if log is None:

@@ -80,7 +80,7 @@ def body(model: str, messages: Sequence[dict[str, str]], tokens: int, **fields: 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the body of an answer, whether it is chunked or ends with the connection.
 
-    UserError if the status is not 200.
+    Raises UserError if the status is not 200.
     """
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     status = head.split(maxsplit=2)[1]
@@ -108,7 +108,8 @@ async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]
 
 
 async def ask(port: int, sent: bytes) -> Reply:
-    """Stream one reply to its end. UserError if the server does not say how many tokens it has."""
+    """Stream one reply to its end. Raises UserError if the server does not say how many tokens it
+    has."""
     reply = Reply()
     start = time.perf_counter()
 

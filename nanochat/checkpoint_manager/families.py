@@ -122,8 +122,8 @@ def build(
 
     `values` are the parameters that the model will get. They are compared with the model first, so
     that no shape takes more memory than its file. Checkpoints from before there were families name
-    none and are of family gpt. UserError for an unknown family, an impossible shape, or parameters
-    of another model.
+    none and are of family gpt. Raises UserError for an unknown family, an impossible shape, or
+    parameters of another model.
     """
     name = meta.get("family", "gpt")
     if name not in families():

@@ -53,7 +53,7 @@ HASH_THREADS = 4  # to verify files: Python releases its lock while hashing
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `folder` on success and removed on failure.
 
-    UserError (code 2) if `folder` exists already.
+    Raises UserError (code 2) if `folder` exists already.
     """
     if folder.exists():
         raise UserError(
@@ -287,7 +287,7 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """Return the content of a step's meta.json.
 
-    UserError if it is damaged, of another format, or holds a value of a wrong type.
+    Raises UserError if it is damaged, of another format, or holds a value of a wrong type.
     """
     where = step_dir(folder, step)
     try:

@@ -96,8 +96,8 @@ def load_published(
 ) -> Loaded:
     """Load a published model for inference, with the adapter of a folder merged into it.
 
-    `dtype` is the number format of matrices and tables (default: the compute dtype). UserError if
-    files are missing, damaged, of an unknown kind, or do not fit each other.
+    `dtype` is the number format of matrices and tables (default: the compute dtype). Raises
+    UserError if files are missing, damaged, of an unknown kind, or do not fit each other.
     """
     from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
@@ -128,8 +128,8 @@ def load_model(
     """Load a whole model on this rank's device, in eval mode: to use, or to start the next stage.
 
     None for `stage`, `tag` or `step` means the latest. `dtype` is the number format of matrices and
-    tables (default: the compute dtype); training asks for float32. UserError if the checkpoint is
-    missing or damaged.
+    tables (default: the compute dtype); training asks for float32. Raises UserError if the
+    checkpoint is missing or damaged.
     """
     name, folder = find(stage, tag)
     step = _usable_step(name, folder, step, compute)
@@ -149,7 +149,8 @@ def load_model(
 
 
 def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -> int:
-    """Return the step to load: the newest undamaged one for None. UserError if it is unusable."""
+    """Return the step to load: the newest undamaged one for None. Raises UserError if it is
+    unusable."""
     maker = f"python -m {MADE_BY[stage]}"
     if step is None:
         step = newest_whole(folder, compute, training=False)
@@ -195,7 +196,7 @@ def _load_base(
 ) -> Any:
     """Return the published model that an adapter was trained on, with an adapter without values.
 
-    UserError if that model is missing or has changed.
+    Raises UserError if that model is missing or has changed.
     """
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
     from nanochat.models.lora import LoraConfig, add_adapters
@@ -220,7 +221,7 @@ def _load_base(
 
 
 def _matching_tokenizer(where: Path, vocab_size: int, expected_hash: str) -> Tokenizer:
-    """Return the tokenizer of a step. UserError unless the model was trained with it."""
+    """Return the tokenizer of a step. Raises UserError unless the model was trained with it."""
     tokenizer = load_tokenizer(where, vocab_size)
     if tokenizer.vocab_size != vocab_size or tokenizer.hash != expected_hash:
         raise UserError(

@@ -31,7 +31,7 @@ _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # 
 
 
 def checked_tag(tag: str) -> str:
-    """Return the tag. UserError (code 2) unless it can name a folder on any file system."""
+    """Return the tag. Raises UserError (code 2) unless it can name a folder on any file system."""
     one_line = tag.splitlines() == [tag] and "\t" not in tag and not CONTROL.search(tag)
     is_short = len(tag.encode(errors="replace")) <= MAX_TAG_BYTES
     one_folder = not tag.startswith(".") and "/" not in tag and "\\" not in tag
@@ -51,7 +51,8 @@ def checked_tag(tag: str) -> str:
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
-    """Return the folder of a stage's checkpoints under a tag. UserError as in checked_tag()."""
+    """Return the folder of a stage's checkpoints under a tag. Raises UserError as in
+    checked_tag()."""
     return base_dir() / f"{STAGES[stage]}_checkpoints" / checked_tag(tag)
 
 
@@ -61,7 +62,7 @@ def checkpoint_dir(stage: str, tag: str) -> Path:
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
     """Yield (stage, folder) in order of preference: later stages first, then newer checkpoints.
 
-    UserError as in checked_tag().
+    Raises UserError as in checked_tag().
     """
     stages = PREFERRED_STAGES if stage is None else (stage,)
     for name in stages:
@@ -89,7 +90,7 @@ def _age(folder: Path) -> float:
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
     """Return the stage and the folder to use.
 
-    By default these are the latest stage of rl, sft, mid, base and tune, and its newest tag.
+    By default these are the latest stage of rl, sft, mid, base and tune, and its newest tag. Raises
     UserError (code 2) if there is no such checkpoint.
     """
     if stage is not None and stage not in STAGES:
@@ -165,7 +166,7 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
     """Return the models of a stage and a tag (None: of any), the one that was trained last first.
 
     Chats offer the first model. `find` prefers later stages instead, which for a chat would be the
-    RL model of an old run. UserError (code 2) if there is no model.
+    RL model of an old run. Raises UserError (code 2) if there is no model.
     """
     models = []
     for name, folder in _candidates(stage, tag):
@@ -205,7 +206,7 @@ class Parent:
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
     """Return the newest checkpoint of an earlier stage, or its step `step`.
 
-    UserError (code 2) if it is missing or its run is not finished.
+    Raises UserError (code 2) if it is missing or its run is not finished.
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)

@@ -40,8 +40,8 @@ def finished(
     """Return whether this stage was trained and measured to its end with these settings.
 
     It must also be `reported`. If it is finished, this function logs that. Rank 0 decides for all
-    ranks. A stage that is asked to start from a particular step is never finished. UserError if the
-    settings differ from those of the checkpoint.
+    ranks. A stage that is asked to start from a particular step is never finished. Raises UserError
+    if the settings differ from those of the checkpoint.
     """
     if start != "auto":
         return False
@@ -73,7 +73,7 @@ def hold(folder: Path, compute: Compute) -> None:
 
 
 def _lock(folder: Path, compute: Compute) -> None:
-    """Lock a folder until the process ends. UserError if another process keeps its lock.
+    """Lock a folder until the process ends. Raises UserError if another process keeps its lock.
 
     This is a record lock, because the workers that a process forks do not inherit such locks: the
     lock vanishes with a killed training.
@@ -158,7 +158,7 @@ def resume_stage(
 
     Without a checkpoint, or for "none", the stage starts at step 0 without state. Later steps are
     set aside unless `start` is "auto". `data` names the rows to train on, and `plan` is the number
-    of steps and of rows in a step. UserError if the rows, the plan, the settings or (unless
+    of steps and of rows in a step. Raises UserError if the rows, the plan, the settings or (unless
     `other_code` is accepted) the code differ from those the run started with or differ between
     ranks, or if the named step is missing or damaged.
     """
@@ -200,7 +200,8 @@ def _set_later_steps_aside(folder: Path, step: int) -> None:
 
 
 def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
-    """Return the step to resume from, or 0. UserError if a named step is missing or damaged."""
+    """Return the step to resume from, or 0. Raises UserError if a named step is missing or
+    damaged."""
     if start == "auto":
         return newest_whole(folder, compute) or 0
     if start == "none":

@@ -77,7 +77,7 @@ class Step:
 
 
 def refuse_parts_of_adapter(files: Files) -> None:
-    """UserError (code 2) if every rank is asked to write a file of an adapter."""
+    """Raise UserError (code 2) if every rank is asked to write a file of an adapter."""
     if files == "per_rank":
         raise UserError(
             tr(

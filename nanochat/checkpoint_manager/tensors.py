@@ -32,7 +32,7 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, mapped into memory.
 
-    UserError if the file is damaged or holds other than floating-point numbers.
+    Raises UserError if the file is damaged or holds other than floating-point numbers.
     """
     try:
         tensors = load_file(path)
@@ -60,7 +60,7 @@ class TensorFile:
 
     The header comes first, so all formats and shapes must be known before the first tensor. While
     this thread writes a tensor, a second thread hashes it and a third flushes the file to disk.
-    Only the current tensor is in memory. OSError if the disk refuses a write.
+    Only the current tensor is in memory. Raises OSError if the disk refuses a write.
     """
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None):
@@ -184,7 +184,7 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write a whole file, and return its hash and size for meta.json.
 
-    `beat` is called before each tensor. OSError if the disk refuses a write.
+    `beat` is called before each tensor. Raises OSError if the disk refuses a write.
     """
     file = TensorFile(path, shapes_of(tensors.items()), metadata)
     try:

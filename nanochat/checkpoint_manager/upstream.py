@@ -63,7 +63,7 @@ def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstrea
     """Read a step (default: the newest) of a folder such as `base_checkpoints/d20`.
 
     `tokenizer` is the folder of tokenizer.pkl (default: `tokenizer` in the same base folder).
-    UserError (code 2) if a file is missing or the checkpoint is too old.
+    Raises UserError (code 2) if a file is missing or the checkpoint is too old.
     """
     step = _existing_step(folder, step)
     folder_path = folder.resolve()
@@ -77,7 +77,7 @@ def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstrea
 
 
 def _existing_step(folder: Path, step: int | None) -> int:
-    """Return the step to read, by default the newest. UserError if it is missing."""
+    """Return the step to read, by default the newest. Raises UserError if it is missing."""
     names = [path.stem.removeprefix("model_") for path in folder.glob("model_*.pt")]
     steps = sorted(int(name) for name in names if name.isdecimal())
     if not steps:
@@ -102,7 +102,8 @@ def _existing_step(folder: Path, step: int | None) -> int:
 
 
 def _stage_of(folder: Path) -> str:
-    """Return the stage of a folder, which the folder above it names. UserError if it does not."""
+    """Return the stage of a folder, which the folder above it names. Raises UserError if it does
+    not."""
     stages = {f"{name}_checkpoints": stage for stage, name in STAGES.items()}
     parent = folder.parent.name
     if parent not in stages:
@@ -115,7 +116,7 @@ def _stage_of(folder: Path) -> str:
 
 
 def _read_shape(path: Path) -> dict[str, Any]:
-    """Return the model_config of a meta file. UserError if it is missing."""
+    """Return the model_config of a meta file. Raises UserError if it is missing."""
     meta = read_json(path) if path.exists() else None
     shape = meta.get("model_config") if isinstance(meta, dict) else None
     if not isinstance(shape, dict):
@@ -183,8 +184,8 @@ def convert(source: Upstream, corpus: str) -> Path:
     """Write an upstream step in our format, whole or not at all, and return its folder.
 
     The optimizer's state is left out: the rows of the data have another order here, so the run
-    could not be resumed. UserError if the step exists already, or if tensors or tokenizer do not
-    fit the model.
+    could not be resumed. Raises UserError if the step exists already, or if tensors or tokenizer do
+    not fit the model.
     """
     folder = checkpoint_dir(source.stage, source.tag)
     final = step_dir(folder, source.step)
@@ -218,7 +219,7 @@ def convert(source: Upstream, corpus: str) -> Path:
 
 
 def _checked_model(source: Upstream) -> GPTConfig:
-    """Return the shape of the model. UserError if tensors or tokenizer do not fit it."""
+    """Return the shape of the model. Raises UserError if tensors or tokenizer do not fit it."""
     values = {field: source.shape[field] for field in FIELDS}
     where = f"the meta file of {source.tag}, step {source.step:,},"
     shape = checked_shape(GPTConfig, values, where)
@@ -257,7 +258,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _tokens_in_order(state: dict[str, Any]) -> list[bytes]:
-    """Return the tokens by number. ValueError unless all numbers are as upstream gives them."""
+    """Return the tokens by number. Raises ValueError unless all numbers are as upstream gives
+    them."""
     ranks = state["mergeable_ranks"]
     tokens = sorted(ranks, key=ranks.__getitem__)
     numbers = [ranks[token] for token in tokens]
@@ -290,8 +292,8 @@ class _Mark:
 def plain(data: bytes) -> Any:
     """Return the state of the one object in a pickle of plain data: dicts, tuples, str, bytes, int.
 
-    The class of the object stays a name and is never looked up. ValueError for every opcode that
-    plain data do not need.
+    The class of the object stays a name and is never looked up. Raises ValueError for every opcode
+    that plain data do not need.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}

@@ -34,7 +34,7 @@ class Encoder(Protocol):
 
 
 def installed_rustbpe() -> Any:
-    """Return the installed rustbpe module. UserError if none is installed."""
+    """Return the installed rustbpe module. Raises UserError if none is installed."""
     try:
         import rustbpe
 
@@ -87,8 +87,8 @@ def train(
 
 
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
-    """Return an encoder for a vocabulary: `ranks[i]` holds the bytes of token i. ValueError if
-    merging pairs of bytes cannot produce these tokens."""
+    """Return an encoder for a vocabulary: `ranks[i]` holds the bytes of token i. Raises ValueError
+    if merging pairs of bytes cannot produce these tokens."""
     module = encoding_rustbpe()
     if module is None:
         return TiktokenEncoder(ranks, regex)
@@ -183,8 +183,8 @@ def tiktoken_file(ranks: Sequence[bytes]) -> str:
 
 
 def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the pair of tokens that was merged into each token after the first 256. ValueError if
-    there is no such pair."""
+    """Return the pair of tokens that was merged into each token after the first 256. Raises
+    ValueError if there is no such pair."""
     numbers = {token: rank for rank, token in enumerate(ranks)}
     pairs = []
     for rank, token in enumerate(ranks[BYTES:], start=BYTES):

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanochat.common import UserError, base_dir, sha256_of, tr, warn
+from nanochat.common import UserError, appendix, base_dir, sha256_of, tr, warn
 from nanochat.data.shards import read_about, shard_paths
 from nanochat.data.sources.published import SOURCES
-from nanochat.data.tinyworld import world as tinyworld
 
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
 MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
@@ -57,8 +56,8 @@ def resolve(data: str | None) -> Corpus:
     """Return the corpus with a name, or the corpus that was imported from a folder; None means the
     only corpus.
 
-    UserError (code 2) with the command to type if there is no such corpus, or if `data` is None
-    and there are several.
+    Raises UserError (code 2) with the command to type if there is no such corpus, or if `data` is
+    None and there are several.
     """
     available = corpora()
     if data is None:
@@ -91,7 +90,8 @@ def resolve(data: str | None) -> Corpus:
 
 
 def _only_corpus(available: list[Corpus]) -> Corpus:
-    """Return the only corpus that there is. UserError (code 2) if there are none or several."""
+    """Return the only corpus that there is. Raises UserError (code 2) if there are none or
+    several."""
     if len(available) == 1:
         _warn_if_older(available[0])
         return available[0]
@@ -124,8 +124,8 @@ def _imported(
     source: Path,
     available: list[Corpus],
 ) -> Corpus:
-    """Return the corpus that was imported from a file or folder. UserError (code 2) if there is
-    none, or several."""
+    """Return the corpus that was imported from a file or folder. Raises UserError (code 2) if there
+    is none, or several."""
     imported = []
     for corpus in available:
         if read_about(corpus.folder).get("source") == str(source.resolve()):
@@ -157,7 +157,10 @@ def _warn_if_older(corpus: Corpus) -> None:
     """Warn if TinyWorld was made by another version of this package, whose facts and stories can
     differ."""
     about = read_about(corpus.folder)
-    if about.get("kind") == "tinyworld" and about.get("fingerprint") != tinyworld.VERSION:
+    if about.get("kind") != "tinyworld":
+        return
+    tinyworld = appendix("nanochat.data.tinyworld.world")
+    if tinyworld is not None and about.get("fingerprint") != tinyworld.VERSION:
         warn(
             f"the documents of TinyWorld in {corpus.folder} are of another version than the "
             "conversations of this program. A new model should learn from one version: make the "
@@ -168,7 +171,7 @@ def _warn_if_older(corpus: Corpus) -> None:
 
 def shards(corpus: Corpus, split: Split) -> list[Path]:
     """Return the shards of a split: the last shard is for validation, the others for training.
-    UserError (code 2) if the corpus is incomplete."""
+    Raises UserError (code 2) if the corpus is incomplete."""
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})
     paths = shard_paths(corpus.folder)
@@ -219,7 +222,7 @@ def dropped_entry(shard: Path) -> dict[str, Any]:
 
 def dropped_documents(shard: Path) -> frozenset[int]:
     """Return the numbers of the documents of a shard that are left out, counted as `batches` gives
-    them. UserError if their list is damaged."""
+    them. Raises UserError if their list is damaged."""
     entry = dropped_entry(shard)
     if not entry:
         return frozenset()

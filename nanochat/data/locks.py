@@ -22,9 +22,9 @@ LINK_OR_PIPE = (errno.ELOOP, errno.ENXIO)  # ENXIO: a pipe that nobody reads, or
 def open_regular(path: Path, owned: bool) -> BinaryIO:
     """Open a file to append to it or to lock it; create it if it is missing.
 
-    UserError if it is a link, a pipe or another special file, which another user may have put
-    there. With `owned`, the file must belong to this user or to the owner of its folder, because
-    its content is used.
+    Raises UserError if it is a link, a pipe or another special file, which another user may have
+    put there. With `owned`, the file must belong to this user or to the owner of its folder,
+    because its content is used.
     """
     try:
         file = open(path, "ab", opener=_open_no_link)  # noqa: SIM115 - the caller closes it

@@ -49,8 +49,8 @@ def resolve_data(data: str | None) -> Data:
     NAME:WEIGHT,NAME:WEIGHT.
 
     Weights are positive numbers and need not add up to 1; without weights all corpora count the
-    same. None means the only corpus. UserError (code 2) if a corpus does not exist or a weight
-    cannot be read.
+    same. None means the only corpus. Raises UserError (code 2) if a corpus does not exist or a
+    weight cannot be read.
     """
     if data is None or _names_one_corpus(data):
         return Data((resolve(data),))
@@ -132,7 +132,8 @@ def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
 
 
 def whole_shares(weights: list[Fraction], data: str) -> tuple[int, ...]:
-    """Return weights as integers in lowest terms. UserError if their sum is larger than FINEST."""
+    """Return weights as integers in lowest terms. Raises UserError if their sum is larger than
+    FINEST."""
     unit = lcm(*(weight.denominator for weight in weights))
     multiples = [int(weight * unit) for weight in weights]
     divisor = gcd(*multiples)

@@ -145,7 +145,7 @@ def write_shards(
 
     About 2 % of the documents are held out, at least one. A hash of the text decides which, so
     equal documents never land in both splits. The folder appears only when all files are written,
-    and replaces a folder of the same name. UserError if there are fewer than two different
+    and replaces a folder of the same name. Raises UserError if there are fewer than two different
     documents, or if a document is not valid Unicode.
     """
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
@@ -233,7 +233,7 @@ def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _digest(number: int, text: str) -> int:
-    """Return a hash of a document. UserError with its number if it is not valid Unicode."""
+    """Return a hash of a document. Raises UserError with its number if it is not valid Unicode."""
     try:
         encoded = text.encode()
     except UnicodeEncodeError as failure:
@@ -301,8 +301,8 @@ def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
 
 
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
-    """Yield the documents of one shard, in lists. Rows without text are skipped. UserError if the
-    shard is damaged."""
+    """Yield the documents of one shard, in lists. Rows without text are skipped. Raises UserError
+    if the shard is damaged."""
     _check_size(path)
     try:
         schema = pq.read_schema(path)
@@ -319,7 +319,7 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
 
 
 def count_rows(path: Path) -> int:
-    """Return how many rows a shard has; only its footer is read. UserError if the shard is
+    """Return how many rows a shard has; only its footer is read. Raises UserError if the shard is
     damaged."""
     _check_size(path)
     try:
@@ -329,7 +329,7 @@ def count_rows(path: Path) -> int:
 
 
 def texts(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield the documents of shards, one after another. UserError if a shard is damaged."""
+    """Yield the documents of shards, one after another. Raises UserError if a shard is damaged."""
     for path in paths:
         for batch in batches(path):
             yield from batch

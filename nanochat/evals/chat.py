@@ -240,7 +240,7 @@ def _grade_letters(
 
 
 def _letter_id(tokenizer: Tokenizer, letter: str) -> int:
-    """Return the token of a letter. UserError if the letter is more than one token."""
+    """Return the token of a letter. Raises UserError if the letter is more than one token."""
     ids = tokenizer.encode(letter)
     if len(ids) != 1:
         raise UserError(

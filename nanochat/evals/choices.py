@@ -30,7 +30,7 @@ class ClozeTask(Protocol):
     def __len__(self) -> int: ...
 
     def cloze(self, i: int) -> Cloze:
-        """Return question i. UserError if it is broken."""
+        """Return question i. Raises UserError if it is broken."""
         ...
 
 

@@ -96,7 +96,7 @@ class Core:
 def find_bundle(path: str | Path | None = None) -> Path | None:
     """Return the folder of the eval bundle: `path`, or <base>/eval_bundle, or None.
 
-    UserError if the folder is not an eval bundle.
+    Raises UserError if the folder is not an eval bundle.
     """
     if path is None:
         folder = base_dir() / "eval_bundle"
@@ -162,8 +162,8 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
 def _read_yaml(path: Path) -> Any:
     """Return the value of a short YAML file.
 
-    ValueError or YAMLError for a pipe or device, deep nesting, or aliases, which can make a few
-    lines mean billions.
+    Raises ValueError or YAMLError for a pipe or device, deep nesting, or aliases, which can make a
+    few lines mean billions.
     """
     check_regular(path, MAX_YAML_BYTES)
     text = path.read_text(encoding="utf-8")
@@ -184,7 +184,7 @@ def _read_yaml(path: Path) -> Any:
 def read_bundle(folder: Path) -> list[IclTask]:
     """Return the tasks in core.yaml with the baselines in eval_meta_data.csv.
 
-    UserError if a file is missing or malformed.
+    Raises UserError if a file is missing or malformed.
     """
     try:
         entries = _read_yaml(folder / "core.yaml")["icl_tasks"]
@@ -227,7 +227,7 @@ def _read_baselines(path: Path) -> dict[str, float]:
 
 
 def _check_task(task: IclTask, place: str) -> None:
-    """UserError if an entry of core.yaml cannot be evaluated. `place` names the entry."""
+    """Raise UserError if an entry of core.yaml cannot be evaluated. `place` names the entry."""
     if task.kind not in FIELDS:
         raise UserError(
             f"{place}: icl_task_type must be one of {', '.join(FIELDS)}, got {task.kind}. "
@@ -248,7 +248,7 @@ def _check_task(task: IclTask, place: str) -> None:
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
     """Return the first `limit` problems of a task in upstream's shuffled order.
 
-    UserError if a problem lacks a field.
+    Raises UserError if a problem lacks a field.
     """
     problems = []
     with open(task.path, "rb") as file:
@@ -273,7 +273,7 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
 
 
 def _check_problem(kind: str, problem: dict[str, Any]) -> None:
-    """ValueError if a problem lacks a field, or if `gold` is not the index of an option."""
+    """Raise ValueError if a problem lacks a field, or if `gold` is not the index of an option."""
     missing = [field for field in FIELDS[kind] if field not in problem]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")

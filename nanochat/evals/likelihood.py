@@ -90,7 +90,7 @@ def score_rows(
     `greedy`, every scored token counts 0.0 if it is the likeliest one, else -1.0, instead of its
     log-probability. Options of one token each, such as letters, cost one pass together, and the
     prefix that the rows of a question share is read once. Padding comes last, so no row attends to
-    it. UserError if the model has diverged.
+    it. Raises UserError if the model has diverged.
     """
     likelihoods: dict[int, Likelihood] = {}
     branches = Branches(model, pad)

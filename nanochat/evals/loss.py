@@ -53,8 +53,8 @@ def evaluate_loss(
 
     Every rank must call it with the same number of steps, each with its own rows; all ranks get the
     same result. The device sums the nats of each row in fp32, and the host adds up the rows in
-    float64 after the last step. UserError if there is no text to measure; signals.Stopped if a
-    training run is told to stop.
+    float64 after the last step. Raises UserError if there is no text to measure; signals.Stopped if
+    a training run is told to stop.
     """
     bytes_of = torch.from_numpy(token_bytes.astype(np.int64))  # (V,)
     row_nats: list[Tensor] = []

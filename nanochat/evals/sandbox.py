@@ -235,7 +235,7 @@ def run_program(
 
     `seconds` limits both wall and CPU time; `memory` is the limit of the address space in bytes. A
     program that ends early has not passed, whether by an exception, a failed assert, `SystemExit`,
-    `os._exit` or a signal. UserError if the sandbox cannot be set up.
+    `os._exit` or a signal. Raises UserError if the sandbox cannot be set up.
     """
     isolated = tier(unsafe_exec) == "namespaces"
     code, output = _execute(program, seconds, memory, isolated)

@@ -106,7 +106,7 @@ ZERO = {"prlimit64": (302, 261)}
 def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
     """Return the architecture and the numbers of DENIED, OWN and ZERO for sandbox_child.py.
 
-    UserError for a machine whose numbers are not listed here.
+    Raises UserError for a machine whose numbers are not listed here.
     """
     if machine not in ARCHITECTURES:
         raise UserError(

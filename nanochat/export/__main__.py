@@ -47,7 +47,7 @@ class Config:
 def load(cfg: Config) -> Loaded:
     """Return the model that the flags name, on the host, with its adapter merged.
 
-    UserError if the flags contradict each other, or if the model cannot be loaded.
+    Raises UserError if the flags contradict each other, or if the model cannot be loaded.
     """
     if cfg.model is None and cfg.adapter is not None:
         raise UserError(

@@ -102,7 +102,7 @@ def write(
 ) -> None:
     """Write a file, whole or not at all. Only one computed tensor is in memory at a time.
 
-    UserError (code 2) if the file exists.
+    Raises UserError (code 2) if the file exists.
     """
     if path.exists():
         raise UserError(f"{path} exists already: name another file, or delete it", exit_code=2)

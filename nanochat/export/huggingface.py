@@ -139,7 +139,7 @@ def _own_config(shape: Any) -> dict[str, Any]:
 def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter in a number format.
 
-    UserError if it has values that the format cannot hold.
+    Raises UserError if it has values that the format cannot hold.
     """
     value = parameter.detach().to(dtype)
     if not value.isfinite().all():
@@ -151,7 +151,7 @@ def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def export(loaded: Loaded, folder: Path, dtype: str) -> None:
-    """Write the folder, whole or not at all. UserError (code 2) if it exists already."""
+    """Write the folder, whole or not at all. Raises UserError (code 2) if it exists already."""
     with new_folder(folder) as temporary:
         if isinstance(loaded.tokenizer, FolderTokenizer):
             loaded.tokenizer.save(temporary)

@@ -52,7 +52,7 @@ PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "s
 def architecture(config: QwenConfig) -> str:
     """Return llama.cpp's name of the architecture.
 
-    UserError (code 2) if it cannot compute this shape.
+    Raises UserError (code 2) if it cannot compute this shape.
     """
     if not config.output_gate:
         return "qwen3" if config.qk_norm else "qwen2"
@@ -184,8 +184,8 @@ def _convert(
 def export(loaded: Loaded, path: Path, dtype: str) -> None:
     """Write the file, whole or not at all.
 
-    UserError (code 2) if it exists already, or if llama.cpp does not know the architecture or the
-    tokenizer.
+    Raises UserError (code 2) if it exists already, or if llama.cpp does not know the architecture
+    or the tokenizer.
     """
     model = loaded.model
     if not isinstance(model, Qwen):

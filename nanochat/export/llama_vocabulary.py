@@ -59,7 +59,7 @@ def _refusal(why: str) -> UserError:
 def _split_name(content: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of how a tokenizer.json splits texts.
 
-    UserError (code 2) if it has none.
+    Raises UserError (code 2) if it has none.
     """
     model = content["model"]
     if model.get("type", "BPE") != "BPE":
@@ -106,7 +106,7 @@ def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
     """Return the metadata of a GGUF file that make llama.cpp tokenise, chat and stop as we do.
 
     A published tokenizer that normalises to NFC keeps all other texts equal; llama.cpp itself never
-    normalises. UserError (code 2) if llama.cpp cannot split texts as the tokenizer does.
+    normalises. Raises UserError (code 2) if llama.cpp cannot split texts as the tokenizer does.
     """
     end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, Tokenizer):

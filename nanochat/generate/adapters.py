@@ -75,7 +75,7 @@ class Adapters:
         return [name for name in self._numbers if name]
 
     def number(self, name: str) -> int:
-        """Return the number of an adapter; NONE for "". UserError for an unknown name."""
+        """Return the number of an adapter; NONE for "". Raises UserError for an unknown name."""
         if name not in self._numbers:
             offer = f"has {', '.join(map(repr, self.names))}" if self.names else "has none"
             raise UserError(

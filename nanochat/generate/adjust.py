@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.schema.grammar import allowed_rows
 
 
 class History:
@@ -150,6 +149,19 @@ def _mask(logits: Tensor, masks: Mapping[int, bytes]) -> None:
     allowed = allowed_rows(row_masks, logits.size(1), logits.device)
     masked = logits[index].masked_fill_(~allowed, float("-inf"))
     logits.index_copy_(0, index, masked)
+
+
+def allowed_rows(
+    masks: Sequence[bytes],
+    vocabulary: int,
+    device: torch.device,
+) -> Tensor:  # (n, V) bool
+    """Return the bits of Grammar.allowed() of several rows as one boolean for each token."""
+    joined = bytearray(b"".join(masks))
+    packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    bits = packed.to(device)[:, :, None] >> shifts
+    return (bits & 1).flatten(1)[:, :vocabulary].bool()
 
 
 def _on(array: np.ndarray, device: torch.device) -> Tensor:

@@ -56,8 +56,8 @@ class Sampling:
     """How to sample a reply. Temperature 0 takes the likeliest token; top_k None samples from all
     tokens.
 
-    UserError for a value that no model could take; Engine.submit() checks what depends on the
-    model.
+    Raises UserError for a value that no model could take; Engine.submit() checks what depends on
+    the model.
     """
 
     temperature: float = 1.0

@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,13 +21,21 @@ from nanochat.cache import Cache
 from nanochat.generate.adjust import History
 from nanochat.generate.reply import Calls, Scored, StoppedReply
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.schema.grammar import Grammar
 
 MIN_PREFIX = 16  # a shorter common prefix is not worth a copy
 # States of recurrent layers cannot be shortened, so they are saved every so many tokens of a
 # prompt.
 STATE_INTERVAL = 256
 MAX_SAVED_STATES = 4  # of each slot, the latest ones
+
+
+class Grammar(Protocol):
+    """Follows a reply and knows which tokens its schema allows next (generate/schema)."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def accept(self, token: int) -> None: ...
 
 
 @dataclass(eq=False)

@@ -112,7 +112,7 @@ def matches(name: str, targets: Sequence[str]) -> bool:
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Freeze the model and give every target an adapter without values.
 
-    UserError if a target matches no matrix.
+    Raises UserError if a target matches no matrix.
     """
     matrices = {
         name: module for name, module in model.named_modules() if isinstance(module, Linear)

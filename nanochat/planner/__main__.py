@@ -108,7 +108,7 @@ def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
 
 
 def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
-    """UserError if a plan needs more memory than a card has."""
+    """Raise UserError if a plan needs more memory than a card has."""
     if plan.memory > chip.memory_gib * 2**30:
         raise UserError(
             f"a model of depth {depth} must fit into the {chip.memory_gib:.0f} GiB of a "
@@ -160,7 +160,7 @@ def print_tables(
 def chip_named(spelled: str) -> Chip:
     """Return the kind of card that --chip names.
 
-    UserError (code 2) if the planner does not know it.
+    Raises UserError (code 2) if the planner does not know it.
 
     The case does not matter, nor does a brand before the name, as in "Ascend910B3". Every 310P has
     one entry, so that 310P3 names it; a training card must be named in full, since 910B2 and 910B4

@@ -84,7 +84,7 @@ def _is_positive(value: Any, integer: bool) -> bool:
 def read(path: Path) -> Bench | None:
     """Return the measurements in a file, or None if there is no file.
 
-    UserError if it is not a complete file of this version.
+    Raises UserError if it is not a complete file of this version.
     """
     if not path.exists():
         return None

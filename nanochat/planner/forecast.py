@@ -73,7 +73,7 @@ class Memory:
 def forecast(tuning: Tuning) -> Memory:
     """Return the memory that a step takes on each card.
 
-    UserError with the reason if the step cannot be run.
+    Raises UserError with the reason if the step cannot be run.
     """
     task = json.dumps({**asdict(tuning), "shape": asdict(tuning.shape)})
     environment = {

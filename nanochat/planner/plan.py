@@ -90,7 +90,7 @@ def plan_of(
     """Plan a run on `ranks` cards with `batch` tokens a step.
 
     Without `rates` the plan is by memory alone. `measured` says that the rates come from your own
-    cards. UserError if the cards cannot train, or cannot share the step.
+    cards. Raises UserError if the cards cannot train, or cannot share the step.
     """
     check_trains(chip)
     unit = size.shape.sequence_len * ranks

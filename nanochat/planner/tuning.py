@@ -174,7 +174,7 @@ def _forecast_error(
 def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
     """Print the flags of a step of fine-tuning and, on standard error, its memory.
 
-    UserError if the step does not fit.
+    Raises UserError if the step does not fit.
     """
     memory = forecast(tuning)
     capacity = chip.memory_gib * 2**30

@@ -131,7 +131,7 @@ class Platform:
     def use_fp8(self, model: Model) -> None:
         """Let the large matrices of a model multiply in eight bits in training.
 
-        UserError if that cannot be done.
+        Raises UserError if that cannot be done.
         """
         raise UserError(
             f"--fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), but the device is "
@@ -141,7 +141,7 @@ class Platform:
     def open(self) -> torch.device:
         """Take the device for this process; warn if it is in use.
 
-        UserError if the device cannot be opened.
+        Raises UserError if the device cannot be opened.
         """
         count = self.count()
         if self.index >= count:
@@ -201,7 +201,7 @@ class Platform:
     def operations(self, choice: KernelChoice) -> Operations:
         """Return how models compute on this device; log the choice.
 
-        UserError if what was asked for cannot be had.
+        Raises UserError if what was asked for cannot be had.
         """
         raise NotImplementedError
 

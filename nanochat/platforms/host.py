@@ -259,9 +259,9 @@ class Ranks:
 def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's place in its job. A variable that is empty counts as not set.
 
-    `met`: the processes have met already, so that no variable needs to say where. UserError (code
-    2) if variables are missing or out of range: a process that guessed would wait for the others
-    forever, or train without them.
+    `met`: the processes have met already, so that no variable needs to say where. Raises UserError
+    (code 2) if variables are missing or out of range: a process that guessed would wait for the
+    others forever, or train without them.
     """
     variables = {
         "RANK": environ.get("RANK", ""),
@@ -309,7 +309,7 @@ def _number_in(
 ) -> int:
     """Return the number in a variable, 0 if the variable is not set.
 
-    UserError (code 2) if the number is out of range.
+    Raises UserError (code 2) if the number is out of range.
     """
     word = variables[name]
     if not word:

@@ -42,8 +42,8 @@ def clean(
     keeps no near copy of a validation document. The result depends on the shards alone, not on the
     processes. A call that only counts keeps what was left out earlier.
 
-    UserError if a shard is damaged, or with code 2 if the call would take documents back that an
-    earlier one left out for a reason that this one does not repeat.
+    Raises UserError if a shard is damaged, or with code 2 if the call would take documents back
+    that an earlier one left out for a reason that this one does not repeat.
     """
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})
@@ -227,7 +227,7 @@ def screen_shard(
     pairs (document, set).
 
     Documents are counted as `batches` gives them. `advance` gets their number after every batch.
-    UserError if the shard is damaged.
+    Raises UserError if the shard is damaged.
     """
     check_sha256(path)
     parts = []

@@ -48,8 +48,8 @@ def prepare_documents(
 
     There is one part per shard, made by one of `processes` (default: as many as save time). A call
     after an interruption resumes with the shards that are not done, and after a larger download
-    only new shards are tokenised. UserError if a shard or a token file is damaged, or if a shard
-    is missing. A missing token file is made again.
+    only new shards are tokenised. Raises UserError if a shard or a token file is damaged, or if a
+    shard is missing. A missing token file is made again.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     split_shards = _shards_to_tokenise(corpus, split)
@@ -206,8 +206,8 @@ def tokenise_shard(
     """Check a shard, write its tokens into a folder and return their description. Documents that
     clean.py left out are skipped.
 
-    `advance` is called with the number of documents after every batch. UserError if the shard is
-    damaged; then no token file appears.
+    `advance` is called with the number of documents after every batch. Raises UserError if the
+    shard is damaged; then no token file appears.
     """
     check_sha256(path)
     token_bytes = tokenizer.token_bytes()

@@ -80,8 +80,8 @@ class Passages:
 
 
 def read_passages(folder: Path) -> Passages:
-    """Return the passages of every evaluation in a folder. UserError (code 2) if the folder has
-    none or a file is damaged."""
+    """Return the passages of every evaluation in a folder. Raises UserError (code 2) if the folder
+    has none or a file is damaged."""
     folder = folder.expanduser()
     subfolders = []
     if folder.is_dir():
@@ -186,7 +186,7 @@ def _window_hashes(points: np.ndarray, count: int) -> np.ndarray:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield every text in a file of rows. UserError (code 2) if it cannot be read."""
+    """Yield every text in a file of rows. Raises UserError (code 2) if it cannot be read."""
     try:
         if path.suffix == ".parquet":
             yield from _parquet_texts(path)

@@ -65,7 +65,7 @@ def plan(
     row. If both together are longer than a row, each may fill half a row, or what the other one
     leaves. A pair is left out if nothing is left of an answer.
 
-    UserError if no row is left.
+    Raises UserError if no row is left.
     """
     assert too_long or not pairs
     words = ["plan", str(row_tokens), "cut" if cut else "whole"]

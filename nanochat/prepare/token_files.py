@@ -105,8 +105,8 @@ def files_exist(folder: Path, entry: dict[str, Any]) -> bool:
 
 
 def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
-    """Return the meta.json of a folder of token files; None if there is none. UserError if it
-    cannot be read or lacks one of the entries `needs`."""
+    """Return the meta.json of a folder of token files; None if there is none. Raises UserError if
+    it cannot be read or lacks one of the entries `needs`."""
     path = folder / META
     try:
         meta = read_json(path) if path.exists() else None
@@ -149,7 +149,8 @@ def _map_file(
     dtype: str,
     count: int,
 ) -> np.ndarray:
-    """Return the `count` values of a file, memory-mapped. UserError if it has another size."""
+    """Return the `count` values of a file, memory-mapped. Raises UserError if it has another
+    size."""
     if not path.exists():
         raise damage(path, "it is missing")
     size = path.stat().st_size

@@ -59,8 +59,8 @@ class Run:
 def load_run(word: str) -> Run:
     """Return the run that a word of the command line names: NAME=PATH or PATH.
 
-    The path is a report.json, a folder that holds one, or a base folder. UserError (code 2) if
-    there is no report, or it is none of ours.
+    The path is a report.json, a folder that holds one, or a base folder. Raises UserError (code 2)
+    if there is no report, or it is none of ours.
     """
     name, equals, path = word.partition("=")
     folder = Path(path if equals else word).expanduser()

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import base_dir, log, read_json, write_json
+from nanochat.common import appendix, base_dir, log, read_json, write_json
 from nanochat.data.mixing import unweighted
-from nanochat.runtime.timeline import report_rows
 from nanochat.runtime.tracking import read_metrics
 
 CURVES = (
@@ -96,8 +95,9 @@ def training_section(
         "settings": settings,
     }
     section |= {name: points for name, points in curves.items() if points}
-    profile = report_rows(folder)  # of a run with --profile
-    if profile:
+    timeline = appendix("nanochat.runtime.timeline")
+    profile = [] if timeline is None else timeline.report_rows(folder)
+    if profile:  # of a run with --profile
         section["rows"] = profile
     section["loss"] = smooth_losses
     write_section(f"{stage}_train", section)

@@ -79,7 +79,7 @@ class Groups:
 
         Only temperature, top_k, max_tokens and seed of `sampling` are followed. Equal replies to a
         prompt are one object. `done` is called with the number of each finished reply, and with the
-        reply. UserError as Engine.submit() raises it.
+        reply. Raises UserError as Engine.submit() raises it.
         """
         longest = max(map(len, prompts), default=1)
         room = min(longest + sampling.max_tokens, self.model.config.sequence_len)

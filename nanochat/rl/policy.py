@@ -67,7 +67,7 @@ class PolicyFlags:
         )
 
     def check(self, max_new_tokens: int) -> None:
-        """UserError (code 2) if the flags do not go together."""
+        """Raise UserError (code 2) if the flags do not go together."""
         (low, high), updates = self.clip, self.updates_per_rollout
         rules = (
             (updates >= 1, f"--updates_per_rollout must be at least 1, got {updates}"),

@@ -92,7 +92,7 @@ def task_key(task: Task) -> str:
 def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
     """Return the problems of a task that a context of so many tokens holds, with room for a reply.
 
-    Warns if some problems are left out. UserError if all are.
+    Warns if some problems are left out. Raises UserError if all are.
     """
     numbers = [i for i in range(len(task)) if len(tokenizer.render_prompt(task[i])) < context]
     if not numbers:

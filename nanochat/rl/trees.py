@@ -66,8 +66,8 @@ class Sample:
 def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
     """Return whether replies are sampled and trained as trees.
 
-    `requested` None means: on CPUs, where the model can read trees. UserError (code 2) if trees are
-    requested and the model cannot read them.
+    `requested` None means: on CPUs, where the model can read trees. Raises UserError (code 2) if
+    trees are requested and the model cannot read them.
     """
     if requested and not model.takes_trees:
         raise UserError(

@@ -111,7 +111,8 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
 
 
 def _check_folder(compute: Compute) -> None:
-    """UserError if a rank does not see the base folder of rank 0, where checkpoints are written."""
+    """Raise UserError if a rank does not see the base folder of rank 0, where checkpoints are
+    written."""
     names = [f".start-{uuid.uuid4().hex}"]
     token = base_dir() / names[0]
     if compute.main:

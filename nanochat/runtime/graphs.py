@@ -18,7 +18,8 @@ from nanochat.platforms.base import Platform
 
 
 def check(compute: Compute, compile: bool | None = None) -> None:
-    """UserError if passes cannot be captured on this device, with these ranks or with --compile."""
+    """Raise UserError if passes cannot be captured on this device, with these ranks or with
+    --compile."""
     if compile:
         raise UserError(
             tr(
@@ -41,7 +42,7 @@ def check(compute: Compute, compile: bool | None = None) -> None:
 
 
 def check_device(compute: Compute) -> None:
-    """UserError if the device captures no graphs."""
+    """Raise UserError if the device captures no graphs."""
     why = compute.platform.graphs_missing()
     if why:
         raise UserError(
@@ -53,7 +54,7 @@ def for_replies(requested: bool | None, compute: Compute) -> Platform | None:
     """Return the platform that replays the decoding steps of replies, or None: nothing is replayed.
 
     `requested` is --graphs; for None steps are replayed where that makes a single device faster.
-    UserError if --graphs cannot be used.
+    Raises UserError if --graphs cannot be used.
     """
     if requested is None:
         is_faster = compute.platform.replays_replies and compute.world_size == 1

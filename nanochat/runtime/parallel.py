@@ -403,7 +403,7 @@ class Rows(Protocol):
 def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
     """Copy whole tensors into a model's trained parameters, sharded or not.
 
-    Each rank reads only the rows that it holds. UserError if names or shapes differ.
+    Each rank reads only the rows that it holds. Raises UserError if names or shapes differ.
     """
     _reshard(model)
     check_shapes(model, values)
@@ -415,7 +415,8 @@ def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
 
 
 def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """UserError if the tensors and the model's trained parameters differ in names or shapes."""
+    """Raise UserError if the tensors and the model's trained parameters differ in names or
+    shapes."""
     model_shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
     value_shapes = {name: tuple(value.shape) for name, value in values.items()}
     wrong = []

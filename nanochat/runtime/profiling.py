@@ -143,7 +143,7 @@ class PlatformTracer:
     def finish(self) -> tuple[Traced, Path]:
         """Return the figures of the trace, and its file.
 
-        UserError where the profiler has not left its files.
+        Raises UserError if the profiler has not left its files.
         """
         trace = self._tracer.finish()
         spans = [Span(name, 0.0, microseconds) for name, microseconds in trace.operators]
@@ -191,10 +191,13 @@ class Profile:
     """Follows the first steps of a run, and after the last of them prints where their time went."""
 
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
-        """Write to `folder`. UserError if the run has fewer steps left than a profile takes."""
-        check(True, steps_left)
+        """Write to the folder `profile` in the checkpoint folder of a stage.
+
+        Raises UserError if the run has fewer steps left than a profile takes.
+        """
+        check(steps_left)
         self.stage = stage
-        self.folder = folder
+        self.folder = folder / FOLDER
         self.compute = compute
         self.module = compute.platform.module
         self.number = 0  # steps since the start
@@ -327,35 +330,12 @@ class Profile:
         log(f"profile: {table_file}{traces}; the run continues")
 
 
-class Idle:
-    """Stands in for a Profile where nothing is profiled: its methods do nothing."""
-
-    def begin_step(self) -> None:
-        """Do nothing."""
-
-    def mark(self, name: str) -> None:
-        """Do nothing."""
-
-    def end_step(self) -> None:
-        """Do nothing."""
-
-
-def check(requested: bool, steps_left: int) -> None:
-    """UserError (code 2) if a profile is requested and takes more steps than the run has left."""
-    if requested and steps_left < NEEDED:
+def check(steps_left: int) -> None:
+    """Raise UserError (code 2) if a profile takes more steps than the run has left."""
+    if steps_left < NEEDED:
         raise UserError(
             f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the "
             f"profiler to warm up, {TRACED} traced), and this run has {steps_left} left. Leave "
             "--profile out, or give it more steps.",
             exit_code=2,
         )
-
-
-def begin(
-    requested: bool, stage: str, folder: Path, steps_left: int, compute: Compute
-) -> Profile | Idle:
-    """Return what profiles the next steps into the folder `profile` beside a stage's checkpoints.
-
-    If no profile is requested, it does nothing.
-    """
-    return Profile(stage, folder / FOLDER, steps_left, compute) if requested else Idle()

@@ -27,8 +27,8 @@ def _is_installed(package: str) -> bool:
 def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
     """Return the trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
 
-    `run` names a wandb run, which adds wandb; "dummy" asks for none. UserError (code 2) for an
-    unknown name or mode, a repeated name, or a library that is not installed.
+    `run` names a wandb run, which adds wandb; "dummy" asks for none. Raises UserError (code 2) for
+    an unknown name or mode, a repeated name, or a library that is not installed.
     """
     trackers: dict[str, str] = {}
     for word in text.split(","):

@@ -65,8 +65,8 @@ def choose(
     adapter: Path | None = None,
 ) -> Chosen:
     """Load the model that the flags name, in the number format `dtype` (auto: the device's), with
-    the adapter of a folder merged into it. UserError if the flags do not go together or the model
-    cannot be loaded."""
+    the adapter of a folder merged into it. Raises UserError if the flags do not go together or the
+    model cannot be loaded."""
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
     captures = graphs.for_replies(flags.graphs, compute)
@@ -105,8 +105,8 @@ def _lay_out(
     loaded: Loaded,
     compute: Compute,
 ) -> None:
-    """Store the model's matrices as --weights says, laid out for the device. UserError if 8 bits
-    would not make it faster here."""
+    """Store the model's matrices as --weights says, laid out for the device. Raises UserError if 8
+    bits would not make it faster here."""
     if flags.weights == "int8":
         reason = _no_int8(loaded, compute)
         if reason:
@@ -138,7 +138,7 @@ def choose_also(
     """Return the name and the model that a value of --also asks for: STAGE/TAG, STAGE/TAG/STEP or
     NAME=FOLDER.
 
-    `flags` are those of the first model. UserError if the value cannot be read or loaded.
+    `flags` are those of the first model. Raises UserError if the value cannot be read or loaded.
     """
     shared = ModelFlags(weights=flags.weights, graphs=flags.graphs, context=flags.context)
     name, _, folder = value.partition("=")
@@ -171,8 +171,8 @@ def names_adapter(value: str) -> bool:
 def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path]:
     """Return the folders of the adapters that values of --adapter or --also ask for, by name.
 
-    A value is NAME=FOLDER, or FOLDER, whose own name is then the adapter's. UserError if there is
-    no folder of a base, `model`, or if two adapters have one name.
+    A value is NAME=FOLDER, or FOLDER, whose own name is then the adapter's. Raises UserError if
+    there is no folder of a base, `model`, or if two adapters have one name.
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)
@@ -198,7 +198,7 @@ def load_adapters(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> Adapters | None:
-    """Load the adapters of folders beside the model that was chosen; None if there are none.
+    """Load the adapters of folders beside the model that was chosen; None if there are none. Raises
     UserError if one cannot be read or is of another base."""
     if not folders:
         return None
@@ -216,8 +216,8 @@ def cache_sizes(
 ) -> list[int]:
     """Return the bytes of the cache of each model for so many slots.
 
-    UserError if the device has less memory left than all of these caches take together, which a CPU
-    would find out only while it answers.
+    Raises UserError if the device has less memory left than all of these caches take together,
+    which a CPU would find out only while it answers.
     """
     slot_sizes = [model.loaded.model.new_cache(1, model.context).bytes for model in models]
     total = slots * sum(slot_sizes)
@@ -233,7 +233,7 @@ def cache_sizes(
 
 
 def _context(flags: ModelFlags, loaded: Loaded) -> int:
-    """Return the longest chat in tokens. UserError for a flag out of range."""
+    """Return the longest chat in tokens. Raises UserError for a flag out of range."""
     longest = loaded.model.config.sequence_len
     if flags.context is not None and not 2 <= flags.context <= longest:
         raise UserError(

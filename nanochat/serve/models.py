@@ -298,7 +298,7 @@ class Models:
     """All models of a server, the default one first."""
 
     def __init__(self, loadables: Sequence[Loadable], waiting: int):
-        """UserError (code 2) if two models have one name."""
+        """Raise UserError (code 2) if two models have one name."""
         self.families = Families()
         names = [loadable.announced.model for loadable in loadables]
         for name in names:

@@ -275,7 +275,7 @@ class ChatFlags:
     def documents_of(self, auto: int) -> int:
         """Return what --documents_every is, where `auto` is what auto means.
 
-        UserError (code 2) if --documents names a corpus from which no row would be taken.
+        Raises UserError (code 2) if --documents names a corpus from which no row would be taken.
         """
         every = auto if self.documents_every == "auto" else self.documents_every
         if self.documents is not None and not every:

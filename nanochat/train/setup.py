@@ -30,7 +30,8 @@ def set_up(
 
     `scale` multiplies every learning rate, and `table_momentum` is the first beta of embeddings and
     head. A model that was built on meta gets its parameters from `fill`, after it was sharded, so
-    that no rank holds more than its share. UserError if the disk cannot hold the checkpoints.
+    that no rank holds more than its share. Raises UserError if the disk cannot hold the
+    checkpoints.
     """
     module = cast(nn.Module, model)
     trained = sum(parameter.numel() for _, parameter in parallel.trained(module))

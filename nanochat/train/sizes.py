@@ -130,7 +130,7 @@ def _row_tokens(corpus: str, compute: Compute) -> int:
 
 
 def _check_qwen(bigram_rows: int | Auto, window_pattern: str) -> None:
-    """UserError (code 2) for flags of what a Qwen3 does not have."""
+    """Raise UserError (code 2) for flags of what a Qwen3 does not have."""
     if bigram_rows not in (0, "auto"):
         raise UserError(
             f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out",
@@ -156,7 +156,7 @@ class ModelSize:
 def model_size(shape: "GPTConfig | QwenConfig", compute: Compute, fp8: bool) -> ModelSize:
     """Return the size of a model of this shape, which takes no memory.
 
-    UserError if the model is to train in FP8, and the device or the family cannot.
+    Raises UserError if the model is to train in FP8, and the device or the family cannot.
     """
     model = on_meta(shape, compute, fp8)
     counts = model.parameter_counts()
@@ -350,8 +350,8 @@ def batch(
 
     `tokens` is the expected horizon, or None if the number of steps is given. `requested_passes`
     decides an automatic device_batch_size; if both are given they must agree. `begun_rows` are the
-    rows of a step of the run that resumes: an automatic step keeps them. UserError if the ranks
-    cannot share them.
+    rows of a step of the run that resumes: an automatic step keeps them. Raises UserError if the
+    ranks cannot share them.
     """
     length = shape.sequence_len
     unit = length * compute.world_size
@@ -402,7 +402,7 @@ def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
 def _as_begun(rows: int, compute: Compute) -> int:
     """Return the rows of a step of the run that resumes.
 
-    UserError (code 2) if the ranks cannot share them equally.
+    Raises UserError (code 2) if the ranks cannot share them equally.
     """
     if rows % compute.world_size:
         fits = ", ".join(str(ranks) for ranks in range(1, rows + 1) if rows % ranks == 0)
@@ -435,8 +435,8 @@ def example_batch(
     """Return how a step of `examples` rows is split.
 
     An automatic number follows from the `rows` that there are. `begun_rows` are the rows of a step
-    of the run that resumes: an automatic step keeps them. UserError if ranks cannot share the rows
-    equally.
+    of the run that resumes: an automatic step keeps them. Raises UserError if ranks cannot share
+    the rows equally.
     """
     if examples == "auto":
         if begun_rows is not None:

@@ -23,6 +23,17 @@ APPENDICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "evals": (("evals",), ("evals/__init__.py", "evals/loss.py")),
     "report": (("report",), ()),
     "export": (("export",), ()),
+    "tinyworld": (("data/tinyworld", "../tasks/tinyworld.py"), ()),
+    "schemas": (("generate/schema",), ()),
+    "profile": (("runtime/profiling.py", "runtime/timeline.py"), ()),
+    "cleaning": (("prepare/clean.py", "prepare/minhash.py", "prepare/overlap.py"), ()),
+    "upstream": (("checkpoint_manager/upstream.py",), ()),
+    "devices": (
+        ("platforms",),
+        tuple(f"platforms/{name}.py" for name in (
+            "__init__", "base", "child", "host", "layers", "operations", "plain", "together",
+        )),
+    ),
     "trackers": (tuple(f"runtime/trackers/{name}.py" for name in ("wandb", "swanlab", "tensorboard")), ()),
 }
 STEPS = 20

@@ -15,10 +15,11 @@ from nanochat.device import Compute
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.report.__main__ import generate
 from nanochat.report.sections import training_section
-from nanochat.runtime import profiling
-from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
+from nanochat.run import NoProfile
+from nanochat.runtime.profiling import NEEDED, TRACED, Profile, TorchTracer
 from nanochat.step import LossScale
 from tests.support.ranks import run_ranks
+from tests.support.small_world import make_corpus, run_stage
 from tests.support.tiny_model import pretend
 from tests.support.tiny_training import CPU, Batches, make
 from tests.support.updates import update
@@ -29,7 +30,7 @@ PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
 def run(folder: Path, steps: int, profile: bool, compute: Compute = CPU, total: int = 0) -> list[float]:
     """A stage of a tiny model, of `total` steps; the losses of the first `steps`."""
     model, optimizers = make(compute=compute)
-    profiled = profiling.begin(profile, "base", folder, total or steps, compute)
+    profiled = Profile("base", folder, total or steps, compute) if profile else NoProfile()
     losses = []
     for step in range(steps):
         profiled.begin_step()
@@ -107,6 +108,13 @@ def test_the_report_shows_where_a_steps_time_goes(profiled: tuple[Path, list[flo
     training_section("base", "d2", profiled[0], {}, {})
     text = generate().read_text(encoding="utf-8")
     assert "| part of a step | ms | share |" in text and "| gradient norm |" in text
+
+
+def test_a_script_marks_every_part_of_its_steps(base_folder: Path) -> None:
+    make_corpus(base_folder)
+    run_stage("base", num_iterations=NEEDED, profile=True)
+    told = read_json(base_folder / "base_checkpoints" / "d2" / "profile" / "profile.json")
+    assert [part["name"] for part in told["parts"]] == PARTS and told["traced"]
 
 
 # --- what belongs to the device --------------------------------------------------------------------

@@ -92,7 +92,8 @@ def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
 def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> None:
     """Write the adapters of an unsharded model to a folder that peft loads, whole or not at all.
 
-    `base` is the name or the folder of the base model. UserError (code 2) if the folder exists.
+    `base` is the name or the folder of the base model. Raises UserError (code 2) if the folder
+    exists.
     """
     tensors = {
         ADAPTER_PREFIX + name: parameter.detach()
@@ -110,7 +111,7 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
 def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
     """Return the shape of the adapter in a folder, the name of its base, and whether it is partial.
 
-    Training may have left out layers or modules of a partial adapter that match its targets.
+    Training may have left out layers or modules of a partial adapter that match its targets. Raises
     UserError if this program cannot compute the adapter.
     """
     path = folder / SETTINGS
@@ -148,7 +149,7 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
 
 
 def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
-    """UserError for a setting that may change what the adapter computes, known here or not.
+    """Raise UserError for a setting that may change what the adapter computes, known here or not.
 
     A setting that is null, false or empty is off: each version of peft writes a few new ones.
     """
@@ -175,8 +176,8 @@ def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
 def read_adapter(model: Qwen, folder: Path) -> Adapter:
     """Return the adapter of a folder, which fits the model. Every rank must call this.
 
-    UserError if this program cannot compute the adapter, or if the adapter belongs to another base:
-    it has the mark of one, or its matrices or their sizes are not the model's.
+    Raises UserError if this program cannot compute the adapter, or if the adapter belongs to
+    another base: it has the mark of one, or its matrices or their sizes are not the model's.
     """
     config, base, is_partial = read_settings(folder)
     path = folder / ADAPTER
@@ -278,7 +279,7 @@ def _fit_problem(
 def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     """Freeze a model, sharded or not, and give it the adapter of a folder.
 
-    Return the adapter's shape. UserError as in read_adapter().
+    Return the adapter's shape. Raises UserError as in read_adapter().
     """
     adapter = read_adapter(model, folder)
     matrices = _matrices(model)

@@ -63,8 +63,8 @@ def open_base(
 
     Rows have `sequence_len` tokens; for None they are as long as the model's context. With an
     adapter the matrices are frozen in the compute dtype; without one all parameters are fp32
-    masters. UserError if files are missing, damaged, of an unknown kind, or do not fit each other,
-    or if rows are longer than the model's context.
+    masters. Raises UserError if files are missing, damaged, of an unknown kind, or do not fit each
+    other, or if rows are longer than the model's context.
     """
     folder = folder.expanduser().resolve()
     config = read_config(folder)

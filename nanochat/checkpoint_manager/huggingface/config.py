@@ -28,8 +28,8 @@ MAX_LAYERS = 1_000  # that a damaged config.json may ask for
 def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     """Return the shape of the model in a folder, with a context of `sequence_len` if that is given.
 
-    UserError (code 2) if the folder has no config.json, if the architecture is not known, or if the
-    model needs something that this program does not compute.
+    Raises UserError (code 2) if the folder has no config.json, if the architecture is not known, or
+    if the model needs something that this program does not compute.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -81,7 +81,8 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
 
 
 def _architecture(content: Any, path: Path) -> str:
-    """Return the architecture that config.json names first. UserError if it is not a known one."""
+    """Return the architecture that config.json names first. Raises UserError if it is not a known
+    one."""
     names = content.get("architectures") if isinstance(content, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     if isinstance(name, str) and name in ARCHITECTURES:
@@ -108,7 +109,7 @@ def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
 
 
 def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """UserError for everything that would change the computation and is not supported."""
+    """Raise UserError for everything that would change the computation and is not supported."""
 
     def refuse_if(is_unsupported: bool, feature: str) -> None:
         if is_unsupported:

@@ -52,7 +52,8 @@ class ChatTemplate:
     def render(self, messages: Messages, reply: bool, **options: Any) -> str:
         """Return the text of a conversation; `reply` adds what opens the assistant's turn.
 
-        UserError if the template fails, refuses the conversation, or takes too much time or memory.
+        Raises UserError if the template fails, refuses the conversation, or takes too much time or
+        memory.
         """
         variables = {"messages": list(messages), "add_generation_prompt": reply, **options}
         answer = self._child.ask(variables, SECONDS)

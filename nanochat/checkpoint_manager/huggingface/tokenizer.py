@@ -67,7 +67,8 @@ class FolderTokenizer:
     border: int | None = None  # a conversation that is too long is cut to its beginning
 
     def __init__(self, folder: Path, vocab_size: int):
-        """UserError if tokenizer.json is missing, damaged, of an unknown kind, or too large."""
+        """Raise UserError if tokenizer.json is missing, damaged, of an unknown kind, or too
+        large."""
         path = folder / FILE_NAME
         if not path.is_file():
             raise UserError(
@@ -190,7 +191,8 @@ class FolderTokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The Jinja text of the model's chat template, if it has one. UserError if damaged."""
+        """The Jinja text of the model's chat template, if it has one. Raises UserError if
+        damaged."""
         path = self.folder / "chat_template.jinja"
         try:
             source = path.read_text(encoding="utf-8") if path.is_file() else None
@@ -280,7 +282,7 @@ class FolderTokenizer:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of tokens; a special token gives its spelling.
 
-        KeyError for a number outside the embedding.
+        Raises KeyError for a number outside the embedding.
         """
         return b"".join(self._bytes[token] for token in ids)
 
@@ -292,7 +294,7 @@ class FolderTokenizer:
         """Return the token of a role of our own tokenizer.
 
         It is -1 where the model has neither a token nor a free row of the embedding for the role.
-        KeyError for an unknown role.
+        Raises KeyError for an unknown role.
         """
         return self._roles[role]
 
@@ -364,8 +366,8 @@ class FolderTokenizer:
         """Return a whole conversation as tokens, with a mask of the tokens to train.
 
         The assistant is trained to write its words and the mark that ends its turn, except in turns
-        that are given or not to be trained. UserError if the template refuses the conversation or
-        leaves out the assistant's words.
+        that are given or not to be trained. Raises UserError if the template refuses the
+        conversation or leaves out the assistant's words.
         """
         messages = []
         trains = False

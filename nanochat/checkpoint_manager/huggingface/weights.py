@@ -34,7 +34,7 @@ def _copy_again() -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model. UserError if one of them is missing."""
+    """Return the safetensors files of a model. Raises UserError if one of them is missing."""
     names = [SINGLE]
     index = folder / INDEX
     if index.is_file():
@@ -123,7 +123,8 @@ class Weights:
         self._slices[name] = tensor_slice
 
     def check(self, model: Qwen, folder: Path) -> None:
-        """UserError unless the files hold exactly the model's parameters, with their shapes."""
+        """Raise UserError unless the files hold exactly the model's parameters, with their
+        shapes."""
         # Some publishers write a tied embedding a second time, as the head.
         head = self._slices.pop(HEAD, None) if model.config.tied else None
         expected = {
@@ -187,8 +188,8 @@ def load_weights(model: Qwen, folder: Path) -> None:
     """Fill a model, sharded or not, from a published folder; adapters stay as they are.
 
     Each rank reads the rows that it holds, one parameter at a time, and casts them to the
-    parameter's own format: no process ever holds more of the model than its share. UserError if
-    files are missing or do not fit.
+    parameter's own format: no process ever holds more of the model than its share. Raises UserError
+    if files are missing or do not fit.
     """
     with open_weights(folder, model) as weights:
         for part_of_model, count in weights.skipped.items():

@@ -87,7 +87,8 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[Piece]:
 
 
 def _check_pieces(folder: Path, name: str, pieces: list[Piece]) -> None:
-    """ValueError if a file lies elsewhere or is missing, or if rows are missing between pieces."""
+    """Raise ValueError if a file lies elsewhere or is missing, or if rows are missing between
+    pieces."""
     next_row: int | None = 0
     for file, first, end in pieces:
         if Path(file).name != file:

@@ -177,7 +177,7 @@ def read_parameters(folder: Path) -> Mapping[str, Rows]:
     """Return the parameters of a step under our names, mapped into memory.
 
     They are those of an adapter, or of a whole model from one file or from the files of all ranks.
-    UserError if a file is missing or damaged.
+    Raises UserError if a file is missing or damaged.
     """
     if (folder / ADAPTER).is_file():
         tensors = read_tensors(folder / ADAPTER)
@@ -214,7 +214,8 @@ def _joined(
 ) -> Rows:
     """Return the pieces of a parameter as one.
 
-    ValueError if the files hold other rows than the index says, or pieces of different formats.
+    Raises ValueError if the files hold other rows than the index says, or pieces of different
+    formats.
     """
     tensors = []
     for piece in pieces:

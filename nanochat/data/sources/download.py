@@ -114,7 +114,7 @@ def fetch_all(
     then nothing of it is kept. `check` raises ValueError for the wrong content, such as a login
     page, and UserError if no attempt can help. `advance` gets counts of bytes as they arrive,
     negative when a part is discarded. `say` gets a line for each retry. `hint` ends each error
-    message. UserError if a file cannot be fetched. Ctrl-C leaves the parts.
+    message. Raises UserError if a file cannot be fetched. Ctrl-C leaves the parts.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -159,8 +159,8 @@ def probe_size(
     patience: Patience | None = None,
     hint: str = "",
 ) -> int | None:
-    """Return the size of a remote file in bytes; None if the server does not say. UserError as for
-    `fetch_all`."""
+    """Return the size of a remote file in bytes; None if the server does not say. Raises UserError
+    as for `fetch_all`."""
     transfer = _Transfer(headers, patience or Patience(), hint)
 
     def ask() -> int | None:
@@ -270,7 +270,8 @@ def _gave_up(
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch the missing bytes of a file. UserError if the disk is full, which says what is kept."""
+    """Fetch the missing bytes of a file. Raises UserError if the disk is full, which says what is
+    kept."""
     try:
         return _fetch_remaining(remote, transfer)
     except OSError as failure:
@@ -439,8 +440,8 @@ def _note_etag(path: Path, response: requests.Response) -> None:
 
 def _total(response: requests.Response, transfer: _Transfer) -> int | None:
     """Return the size of the complete file: from Content-Range if the response is a range, else
-    from Content-Length. None if the server does not say. UserError if it says something else than
-    a number of bytes."""
+    from Content-Length. None if the server does not say. Raises UserError if it says something else
+    than a number of bytes."""
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:

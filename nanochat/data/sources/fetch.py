@@ -46,8 +46,8 @@ def download(
     they are, partial ones are resumed.
 
     Uses HF_ENDPOINT, HF_TOKEN (for the hub itself only) and the usual proxy variables. corpus.json
-    records the size and the SHA-256 of every shard, and a shard that is fetched again must have
-    the same. Shards that were copied into the folder are checked like downloaded ones. UserError
+    records the size and the SHA-256 of every shard, and a shard that is fetched again must have the
+    same. Shards that were copied into the folder are checked like downloaded ones. Raises UserError
     if the network or the server fails, if a file lacks a column, or if the disk is too small for
     all files.
     """

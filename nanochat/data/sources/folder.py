@@ -7,13 +7,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from nanochat.common import UserError, base_dir, log, tr, visible, warn
+from nanochat.common import UserError, base_dir, log, required_appendix, tr, visible, warn
 from nanochat.data.corpora import DROPPED, MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import read_about, write_shards
 from nanochat.data.sources.fetch import Bar, Bars
 from nanochat.data.sources.published import SOURCES
 from nanochat.data.sources.textfiles import READERS, documents
-from nanochat.data.tinyworld import world as tinyworld
 
 
 class _Quiet(contextlib.AbstractContextManager[Any]):
@@ -40,6 +39,7 @@ def quiet(
 
 def make_tinyworld(bars: Bars = quiet) -> Corpus:
     """Write TinyWorld, unless this package's version of it is already there."""
+    tinyworld = required_appendix("nanochat.data.tinyworld.world", "--data tinyworld")
     corpus = Corpus("tinyworld", base_dir() / "base_data" / "tinyworld")
     about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": tinyworld.VERSION}
     if _is_complete(corpus, about):

@@ -50,7 +50,7 @@ class Source:
         """Return the numbers of the first `count` files for training and of the validation file;
         -1 means all files.
 
-        UserError (code 2) if there are not so many.
+        Raises UserError (code 2) if there are not so many.
         """
         if self.files is None:
             if count < 1:
@@ -87,7 +87,7 @@ class Source:
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
 
     def url(self, number: int, host: Host = "hub") -> str:
-        """Return the address of a file. UserError (code 2) if the host has no copy."""
+        """Return the address of a file. Raises UserError (code 2) if the host has no copy."""
         path = self.path.format(number=number)
         if host == "hub":
             return file_address(self.repo, path)

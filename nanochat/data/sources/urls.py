@@ -39,7 +39,7 @@ def download_urls(
     says otherwise.
 
     The files stay in `downloads/` of the base folder, so a stopped download resumes and a longer
-    list fetches only what is new. UserError as for downloads and imports.
+    list fetches only what is new. Raises UserError as for downloads and imports.
     """
     path = path.expanduser().resolve()
     name = name or path.stem

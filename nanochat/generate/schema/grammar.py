@@ -8,12 +8,8 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
-
-import torch
-from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.generate.schema.trial import Trial
@@ -160,6 +156,10 @@ class Schemas:
                 raise UserError(reason)
             self._refused.pop(key, None)
 
+    def give_up(self, schema: str) -> None:
+        """Let check() refuse a schema whose reply could not be finished."""
+        self.refuse(schema, TOO_COMPLEX)
+
     def refuse(self, schema: str, reason: str) -> None:
         """Let check() refuse a schema for some minutes."""
         with self._lock:
@@ -169,8 +169,8 @@ class Schemas:
             self._refused[_digest(schema)] = (reason, time.monotonic() + REFUSED_SECONDS)
 
     def grammar(self, schema: str) -> Grammar:
-        """Return the automaton for a schema, as JSON text, for one reply. UserError as prepare()
-        raises it.
+        """Return the automaton for a schema, as JSON text, for one reply. Raises UserError as
+        prepare() raises it.
 
         This takes no time as long as the caller holds what prepare() returned for the schema.
         """
@@ -182,8 +182,8 @@ class Schemas:
         return Grammar(automaton or self.prepare(schema))
 
     def prepare(self, schema: str) -> Automaton:
-        """Make the automaton for a schema, unless it is cached. UserError if the text is not a
-        schema, if no value can meet it, if the automaton takes too much time or memory, or if
+        """Make the automaton for a schema, unless it is cached. Raises UserError if the text is not
+        a schema, if no value can meet it, if the automaton takes too much time or memory, or if
         check() remembers such a refusal."""
         with self._lock:
             cached = self._cached.pop(schema, None)
@@ -211,7 +211,7 @@ class Schemas:
         return len(self._cached) > MOST_KNOWN or size > KNOWN_BYTES
 
     def _compiled(self, schema: str) -> Any:
-        """Return llguidance's matcher for a schema. UserError if it cannot be made."""
+        """Return llguidance's matcher for a schema. Raises UserError if it cannot be made."""
         text = self._checked(schema)
         import llguidance
 
@@ -237,8 +237,8 @@ class Schemas:
         return matcher
 
     def _checked(self, schema: str) -> str:
-        """Return the schema for llguidance, as JSON text. UserError if it is none, or asks for too
-        much work."""
+        """Return the schema for llguidance, as JSON text. Raises UserError if it is none, or asks
+        for too much work."""
         size = len(schema.encode(errors="replace"))
         if size > MOST_BYTES:
             raise UserError(
@@ -277,19 +277,6 @@ class _Vocabulary:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
-
-
-def allowed_rows(
-    masks: Sequence[bytes],
-    vocabulary: int,
-    device: torch.device,
-) -> Tensor:  # (n, V) bool
-    """Return the bits of Grammar.allowed() of several rows as one boolean for each token."""
-    joined = bytearray(b"".join(masks))
-    packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    bits = packed.to(device)[:, :, None] >> shifts
-    return (bits & 1).flatten(1)[:, :vocabulary].bool()
 
 
 def _digest(schema: str) -> bytes:

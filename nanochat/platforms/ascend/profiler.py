@@ -47,7 +47,7 @@ class AscendTracer:
         self._profiler.step()
 
     def finish(self) -> Trace:
-        """Return what was traced. UserError where the profiler has not left its files."""
+        """Return what was traced. Raises UserError if the profiler has not left its files."""
         self._profiler.stop()
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))
         if not folders:
@@ -90,7 +90,7 @@ def _kernel_name(row: dict[str, str]) -> str:
 def _read(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     """Return the rows of one of the profiler's tables.
 
-    UserError where the table or a column is missing.
+    Raises UserError if the table or a column is missing.
     """
     rows: list[dict[str, str]] = []
     if path.exists():

@@ -27,7 +27,7 @@ OUTPUTS = 32  # as in int8.h: a matrix must have multiples of them, and as many 
 def reason() -> str:
     """Return why models of bf16 train with products in 8 bits on this host; "" if they do not.
 
-    NANOCHAT_INT8 decides, or else whether the processor multiplies 8 bits faster than bf16.
+    NANOCHAT_INT8 decides, or else whether the processor multiplies 8 bits faster than bf16. Raises
     UserError (code 2) if the variable is neither 0 nor 1.
     """
     setting = os.environ.get("NANOCHAT_INT8") or "auto"

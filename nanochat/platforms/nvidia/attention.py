@@ -46,7 +46,7 @@ class NvidiaOperations(Operations):
     def __init__(self, generation: int, plain: bool = False):
         """Choose the attention of a GPU; `plain` asks for torch's own.
 
-        `generation` is the first number of the compute capability. UserError where
+        `generation` is the first number of the compute capability. Raises UserError if
         NANOCHAT_FLASH_KERNEL asks for a kernel of the hub that cannot be had.
         """
         super().__init__(stacks_matrices=not plain)

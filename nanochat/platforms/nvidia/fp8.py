@@ -115,7 +115,7 @@ def normed(channels: int) -> Multiply:
 def use(model: Model) -> None:
     """Let the large matrices inside a GPT's layers multiply in FP8 in training.
 
-    UserError for other models, and for sizes that the GPU does not take.
+    Raises UserError for other models, and for sizes that the GPU does not take.
     """
     matrices = _large_matrices(cast(nn.Module, model))
     if not matrices:

@@ -25,7 +25,7 @@ class Remote:
     long it was."""
 
     def __init__(self, url: str, api_key: str):
-        """UserError if no such server answers at the URL, with or without /v1 at its end."""
+        """Raise UserError if no such server answers at the URL, with or without /v1 at its end."""
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not url.startswith(("http://", "https://")):
             raise UserError(
@@ -71,8 +71,8 @@ class Remote:
         settings: dict[str, Any],
         stopped: Callable[[], bool],
     ) -> Iterator[Part]:
-        """Yield the parts of a reply while it streams, until `stopped` says so. UserError if the
-        server refuses."""
+        """Yield the parts of a reply while it streams, until `stopped` says so. Raises UserError if
+        the server refuses."""
         self.finish = None
         self.tokens = 0
         body = self._body(messages, settings)

@@ -19,7 +19,7 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
     """Write a chat as JSON: role and text of every message, and also the parts of replies with
     calculator calls.
 
-    UserError if the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
     entries = []
     for message in messages:
@@ -43,8 +43,8 @@ def read_transcript(path: Path) -> list[Message]:
     """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of
     whole exchanges.
 
-    U+FFFD replaces each half of a surrogate pair. UserError if the file cannot be read or is not a
-    chat.
+    U+FFFD replaces each half of a surrogate pair. Raises UserError if the file cannot be read or is
+    not a chat.
     """
     try:
         messages = [_read_message(entry) for entry in read_json(path)["messages"]]
@@ -69,7 +69,8 @@ def read_transcript(path: Path) -> list[Message]:
 
 
 def _read_message(entry: dict[str, Any]) -> Message:
-    """Return the message of an entry. ValueError for a role or a kind of part that no chat has."""
+    """Return the message of an entry. Raises ValueError for a role or a kind of part that no chat
+    has."""
     items = entry.get("parts") or [{"kind": "text", "text": entry["content"]}]
     parts = tuple(Part(item["kind"], replace_surrogates(item["text"])) for item in items)
     if entry["role"] not in ("system", "user", "assistant"):

@@ -67,7 +67,7 @@ def find_runs(base: Path) -> tuple[list[Run], int]:
 
 
 def tail(path: Path) -> Tail:
-    """Return what the last lines of a metrics.jsonl say. OSError if it cannot be read."""
+    """Return what the last lines of a metrics.jsonl say. Raises OSError if it cannot be read."""
     file = open_regular(path)
     try:
         size = os.fstat(file).st_size

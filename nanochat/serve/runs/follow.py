@@ -36,7 +36,8 @@ def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading. OSError for a pipe or a device, for which a reader would wait."""
+    """Open a file for reading. Raises OSError for a pipe or a device, for which a reader would
+    wait."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -64,7 +65,7 @@ class Follower:
 
     def read(self) -> None:
         """Read the next piece; if the file was replaced or cut, as by a run that resumes, begin
-        again. OSError if the file is gone or no regular file."""
+        again. Raises OSError if the file is gone or no regular file."""
         file = open_regular(self.path)
         try:
             about = os.fstat(file)

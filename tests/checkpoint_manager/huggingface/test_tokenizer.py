@@ -14,9 +14,10 @@ from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Message, Part, assistant, chat, system, user
 from nanochat.engine import Engine
 from nanochat.export.huggingface import CHAT_TEMPLATE
+from nanochat.generate.adjust import allowed_rows
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.schema.grammar import Schemas, allowed_rows
+from nanochat.generate.schema.grammar import Schemas
 from nanochat.rl import groups
 from nanochat.tokenizer import PATTERNS
 from tests.support.qwens import VOCABULARY, tiny_qwen, write_folder

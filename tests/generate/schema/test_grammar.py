@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nanochat.common import UserError
+from nanochat.generate.adjust import allowed_rows
 from nanochat.generate.schema import grammar
-from nanochat.generate.schema.grammar import MOST_BYTES, Schemas, allowed_rows
+from nanochat.generate.schema.grammar import MOST_BYTES, Schemas
 from tests.support.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
