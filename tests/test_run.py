@@ -91,6 +91,12 @@ def test_a_stage_measures_its_steps_and_keeps_their_figures(base_folder: Path) -
     assert read_meta(stage.folder.path, 5)["family"] == "gpt"
 
 
+def test_a_stage_that_measures_at_its_ends_does_so_whatever_the_interval_is() -> None:
+    stage = begun(3)
+    go(stage, every=0, ends=True)
+    assert [line["step"] for line in read_metrics(stage.folder.path) if "accuracy" in line] == [0, 3]
+
+
 def test_figures_of_the_script_join_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     run = begun(1)
     with run.between_steps(0):
