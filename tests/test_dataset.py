@@ -35,7 +35,7 @@ def own_files(folder: Path, count: int = 30) -> Path:
 def tinyworld(monkeypatch) -> types.SimpleNamespace:
     """A stand-in for TinyWorld, whose documents and version a test can change."""
     module = types.SimpleNamespace(documents=lambda: iter([f"fact {i}" for i in range(200)]), VERSION="1")
-    monkeypatch.setattr(made_here, "tinyworld", module)
+    monkeypatch.setattr(made_here, "required_appendix", lambda name, flag: module)
     return module
 
 
