@@ -45,20 +45,6 @@ def test_an_exception_while_writing_leaves_the_old_content(tmp_path: Path) -> No
     assert list(tmp_path.glob("**/.file*")) == []
 
 
-def test_a_failing_sync_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    write_atomic(path, "old")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.glob(".file*")) == []
-
-
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS])
 def test_a_file_system_that_cannot_flush_folders_takes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

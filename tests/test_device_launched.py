@@ -30,18 +30,15 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("environment", "named"),
     [
         ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK", "LOCAL_RANK", "unset WORLD_SIZE")),
-        ({"RANK": "", "WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK")),
         ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE")),
         ({"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "WORLD_SIZE")),
         *((without(name), (name,)) for name in WHOLE),
         ({**WHOLE, "RANK": "two"}, ("RANK", "'two'")),
         ({**WHOLE, "RANK": "2"}, ("RANK", "from 0 to 1", "'2'")),
-        ({**WHOLE, "LOCAL_RANK": "-1"}, ("LOCAL_RANK", "'-1'")),
         ({**WHOLE, "LOCAL_WORLD_SIZE": "1"}, ("LOCAL_RANK", "from 0 to 0", "'1'")),
         ({**WHOLE, "LOCAL_WORLD_SIZE": "all"}, ("LOCAL_WORLD_SIZE", "'all'")),
         ({**WHOLE, "WORLD_SIZE": "0"}, ("WORLD_SIZE", "'0'")),
         ({**WHOLE, "MASTER_PORT": "70000"}, ("MASTER_PORT", "'70000'")),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, ("RANK", "'1'")),
     ],
 )
 def test_variables_of_a_launcher_must_be_complete_and_in_range(
@@ -61,7 +58,6 @@ def test_variables_of_a_launcher_must_be_complete_and_in_range(
     [
         ({"RANK": "", "LOCAL_RANK": "", "WORLD_SIZE": ""}, (0, 0, 1), 0),
         ({"WORLD_SIZE": "1"}, (0, 0, 1), 0),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 0, 1), 0),
         ({**WHOLE, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, (0, 0, 1), 1),  # a pod with one process
         ({**WHOLE, "LOCAL_WORLD_SIZE": "2"}, (1, 1, 2), 1),
         (WHOLE, (1, 1, 2), 1),

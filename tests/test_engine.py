@@ -93,8 +93,13 @@ def assert_same(got: Completion, expected: Completion) -> None:
 # --- weights that are no numbers -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, None), Sampling(1.0, 5, logprobs=2), Sampling(min_p=0.1)])
+@pytest.mark.parametrize(
+    ("value", "sampling"),
+    [
+        (math.nan, GREEDY), (math.inf, GREEDY), (math.nan, Sampling(1.0, None)), (math.inf, Sampling(1.0, 5, logprobs=2)),
+        (math.nan, Sampling(min_p=0.1)),
+    ],
+)  # fmt: skip
 def test_a_model_of_nan_ends_every_reply_at_its_first_token(value: float, sampling: Sampling) -> None:
     model = tiny_gpt(TOKENIZER.vocab_size, LENGTH)
     with torch.no_grad():
@@ -122,50 +127,6 @@ def test_greedy_replies_of_mixed_lengths_equal_recomputation(model, pad):
         assert_same(reply, recomputed(model, prompt, GREEDY))
     forced = [token for reply in replies for token, forced in zip(reply.tokens, reply.forced, strict=True) if forced]
     assert mark("output_end") in forced  # the calculator took part
-
-
-@pytest.mark.parametrize("pad", [False, True])
-def test_requests_that_join_and_leave_in_any_order_equal_recomputation(model, pad):
-    asked = prompts([30, 4, 90, 12, 140, 1, 7, 55, 20, 33], seed=1)
-    limits = [3, 20, 5, 31, 9, 14, 1, 22, 8, 12]
-    samplings = [Sampling(0.0, max_tokens=limit) for limit in limits]
-    engine = Engine(model, TOKENIZER, slots=4, prefill_tokens=37, pad=pad)
-    replies: dict[int, Completion] = {}
-    waiting = list(zip(asked, samplings, strict=True))
-    numbers = []
-    while waiting or engine.busy:
-        if waiting and (engine.passes % 3 == 0 or not engine.busy):
-            prompt, sampling = waiting.pop(0)
-            numbers.append(engine.submit(prompt, sampling))
-            replies[numbers[-1]] = Completion()
-        for event in engine.step():
-            replies[event.request].add(event)
-    for number, prompt, sampling in zip(numbers, asked, samplings, strict=True):
-        assert_same(replies[number], recomputed(model, prompt, sampling))
-
-
-def test_a_slot_is_as_new_after_a_longer_chat(model):
-    engine = Engine(model, TOKENIZER, slots=1)
-    long, short = prompts([LENGTH - 10, 6], seed=2)
-    engine.generate([long], GREEDY)
-    assert_same(engine.generate([short], GREEDY)[0], recomputed(model, short, GREEDY))
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_cancelling_a_neighbour_changes_nothing(model, victim):
-    asked = prompts([20, 35, 50], seed=3)
-    engine = Engine(model, TOKENIZER, slots=3)
-    numbers = [engine.submit(prompt, GREEDY) for prompt in asked]
-    replies = {number: Completion() for number in numbers}
-    for step in range(100):
-        if step == 4:
-            assert engine.cancel(numbers[victim]) and engine.free_slots == 1
-        for event in engine.step():
-            replies[event.request].add(event)
-    for i, number in enumerate(numbers):
-        if i != victim:
-            assert_same(replies[number], recomputed(model, asked[i], GREEDY))
-    assert len(replies[numbers[victim]].tokens) == 4
 
 
 def test_a_prompt_longer_than_a_chunk_is_read_between_steps_of_others(model):
@@ -213,27 +174,11 @@ def test_generate_samples_differ_and_do_not_depend_on_order_slots_or_other_promp
     assert [reply.tokens for reply in narrow] == [reply.tokens for i in (2, 1, 0) for reply in wide[3 * i : 3 * i + 3]]
 
 
-def test_logprobs_of_the_sampler_equal_the_trainers(model):
-    asked = prompts([12, 80, 40], seed=7)
-    for prompt, reply in zip(asked, Engine(model, TOKENIZER).generate(asked, Sampling(1.0, 20, 40)), strict=True):
-        ids = torch.tensor([prompt + reply.tokens])
-        with torch.no_grad():
-            trainer = -model(ids[:, :-1], ids[:, 1:], reduction="none")[0, len(prompt) - 1 :]
-        for logprob, forced, expected in zip(reply.logprobs, reply.forced, trainer.tolist(), strict=True):
-            assert forced or abs(logprob - expected) <= 1e-4
-
-
-def test_equal_prompts_are_read_once(model):
-    (prompt,) = prompts([50], seed=8)
-    engine = Engine(model, TOKENIZER, slots=8)
-    replies = engine.generate([prompt], GREEDY, samples=8)
-    assert engine.prompt_tokens_read == 49
-    for reply in replies:
-        assert_same(reply, recomputed(model, prompt, GREEDY))
-
-
-def test_equal_prompts_beside_others_and_beyond_the_slots_equal_recomputation(model):
+def test_equal_prompts_are_read_once_also_beside_others_and_beyond_the_slots(model):
     asked = prompts([50, 20, 90], seed=9)
+    engine = Engine(model, TOKENIZER, slots=8)
+    engine.generate(asked[:1], GREEDY, samples=8)
+    assert engine.prompt_tokens_read == 49
     engine = Engine(model, TOKENIZER, slots=5, prefill_tokens=24)
     for i, reply in enumerate(engine.generate(asked, GREEDY, samples=4)):
         assert_same(reply, recomputed(model, asked[i // 4], GREEDY))
@@ -259,22 +204,14 @@ def test_a_step_makes_the_host_wait_for_the_device_once(model, monkeypatch):
 # --- limits --------------------------------------------------------------------------------------
 
 
-def test_a_reply_ends_at_the_context_limit(model):
-    asked = prompts([LENGTH - 1, LENGTH - 2, LENGTH - 7], seed=10)
+@pytest.mark.parametrize("length", [LENGTH, 64])
+def test_a_reply_ends_at_the_limit_of_the_model_or_of_the_engine(model, length):
+    asked = prompts([length - 1, length - 2, length - 7], seed=10)
     many = Sampling(0.0, max_tokens=1000)
-    replies = Engine(model, TOKENIZER).generate(asked, many)
+    replies = Engine(model, TOKENIZER, length=length).generate(asked, many)
     for prompt, reply in zip(asked, replies, strict=True):
-        expected = recomputed(model, prompt, many)
-        assert_same(reply, expected)
-    assert [reply.finish for reply in replies] == ["length"] * 3
+        assert_same(reply, recomputed(model, prompt, many, length))
     assert [len(reply.tokens) for reply in replies] == [1, 2, 7]
-
-
-def test_a_shorter_length_than_the_models_is_kept_to(model):
-    (prompt,) = prompts([20], seed=11)
-    reply = Engine(model, TOKENIZER, length=32).generate([prompt], Sampling(0.0, max_tokens=99))[0]
-    assert_same(reply, recomputed(model, prompt, Sampling(0.0, max_tokens=99), length=32))
-    assert len(reply.tokens) == 12
 
 
 @pytest.mark.parametrize(("length", "message"), [(0, "empty"), (LENGTH, "too long.*160 tokens.*Shorten")])
@@ -282,7 +219,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused_in_words(model, length, mes
     engine = Engine(model, TOKENIZER)
     with pytest.raises(UserError, match=message):
         engine.submit([1] * length, GREEDY)
-    assert not engine.busy
+    assert not engine.busy and engine.generate([], GREEDY) == []
 
 
 def test_a_tokenizer_of_another_size_is_refused(model):
@@ -307,12 +244,8 @@ def test_generate_after_an_interruption_finds_an_empty_engine(model):
     assert not engine.busy and engine.free_slots == 2
 
 
-def test_no_prompts_give_no_completions(model):
-    assert Engine(model, TOKENIZER).generate([], GREEDY) == []
-
-
 @pytest.mark.parametrize("pad", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_thousand_random_joins_leaves_and_cancels_lose_no_slot(model, pad):
+def test_hundreds_of_random_joins_leaves_and_cancels_lose_no_slot(model, pad):
     rng = random.Random(11)
     pool = [
         (prompt, Sampling(temperature, 20, max_tokens=rng.randint(1, 25), seed=rng.randrange(99)))
@@ -324,7 +257,7 @@ def test_a_thousand_random_joins_leaves_and_cancels_lose_no_slot(model, pad):
     engine = Engine(model, TOKENIZER, slots=6, prefill_tokens=48, pad=pad)
     alive: dict[int, tuple[int, Completion]] = {}
     finished = cancelled = 0
-    for _ in range(1000):
+    for _ in range(400):
         action = rng.random()
         if action < 0.35:
             chosen = rng.randrange(len(pool))
@@ -345,4 +278,4 @@ def test_a_thousand_random_joins_leaves_and_cancels_lose_no_slot(model, pad):
     for request in list(alive):
         engine.cancel(request)
     assert not engine.busy and engine.free_slots == 6
-    assert finished > 50 and cancelled > 50
+    assert finished > 40 and cancelled > 20

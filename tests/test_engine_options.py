@@ -23,21 +23,29 @@ def model() -> GPT:
     return tiny_gpt(TOKENIZER.vocab_size, LENGTH)
 
 
-def replies(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> list[Completion]:
-    found = {engine.submit(*request): Completion() for request in asked}
+def heard(engine: Engine, requests: list[int]) -> list[Completion]:
+    """Step until all requests are done."""
+    found = {request: Completion() for request in requests}
     while engine.busy:
         for event in engine.step():
             found[event.request].add(event)
     return list(found.values())
 
 
+def replies(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> list[Completion]:
+    return heard(engine, [engine.submit(*request) for request in asked])
+
+
+SCHEMA = json.dumps({"type": "array", "items": {"enum": ["cat", 12, True]}, "minItems": 2, "maxItems": 4})
 SETTINGS = [
     Sampling(0.0, max_tokens=20, repetition_penalty=1.3),
     Sampling(1.0, None, 20, 5, top_p=0.8, presence_penalty=0.5),
     Sampling(0.9, 20, 20, 6, min_p=0.05, frequency_penalty=0.7, logprobs=3),
+    Sampling(1.0, None, 60, 1, schema=SCHEMA),
     Sampling(1.0, 50, 20, 7, logit_bias=((5, 4.0), (6, -100.0)), min_tokens=15),
     Sampling(1.3, 50, 20, 8, stop=("a", "猫"), prompt_logprobs=2),
     Sampling(0.0, max_tokens=20, prompt_logprobs=0, ignore_eos=True),
+    Sampling(1.0, None, 60, 3, schema=SCHEMA),
     Sampling(1.0, 50, 20, 9, stop_tokens=(97, 101, 115, 116), logprobs=1),
 ]
 
@@ -51,6 +59,10 @@ def test_every_option_gives_the_same_reply_alone_and_among_neighbours(model):
         assert (reply.parts, reply.matched, reply.forced) == (alone.parts, alone.matched, alone.forced)
         assert reply.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
         assert [token.token for token in reply.prompt_scores] == [token.token for token in alone.prompt_scores]
+        if request[1].schema:
+            assert reply.finish == "stop" and reply.tokens[-1] == END
+            value = json.loads(TOKENIZER.decode(reply.tokens[:-1]))
+            assert 2 <= len(value) <= 4 and all(item in ("cat", 12, True) for item in value)
 
 
 @pytest.mark.parametrize("count", [0, 3])
@@ -129,27 +141,11 @@ def test_stop_tokens_end_a_reply_and_min_tokens_put_the_end_off(model):
 def test_samples_of_a_prompt_differ_and_the_first_is_the_only_ones(model):
     prompt, sampling = words(40, 23), Sampling(1.0, 50, 12, 99)
     engine = Engine(model, TOKENIZER, slots=3)
-    found = {number: Completion() for number in engine.submit_samples(prompt, sampling, 5)}
-    while engine.busy:
-        for event in engine.step():
-            found[event.request].add(event)
+    found = heard(engine, engine.submit_samples(prompt, sampling, 5))
     (alone,) = replies(Engine(model, TOKENIZER), [(prompt, sampling)])
-    tokens = [tuple(reply.tokens) for reply in found.values()]
+    tokens = [tuple(reply.tokens) for reply in found]
     assert list(tokens[0]) == alone.tokens and len(set(tokens)) == 5
     assert engine.prompt_tokens_read == 39
-
-
-def test_a_schema_holds_among_neighbours_without_one(model):
-    schema = json.dumps({"type": "array", "items": {"enum": ["cat", 12, True]}, "minItems": 2, "maxItems": 4})
-    asked = [(words(9 + i, i), Sampling(1.0, None, 60, i, schema=schema if i % 2 else None)) for i in range(6)]
-    together = replies(Engine(model, TOKENIZER, slots=4), asked)
-    for i, (request, reply) in enumerate(zip(asked, together, strict=True)):
-        (alone,) = replies(Engine(model, TOKENIZER, slots=1), [request])
-        assert reply.tokens == alone.tokens
-        if i % 2:
-            assert reply.finish == "stop" and reply.tokens[-1] == END
-            value = json.loads(TOKENIZER.decode(reply.tokens[:-1]))
-            assert 2 <= len(value) <= 4 and all(item in ("cat", 12, True) for item in value)
 
 
 @pytest.mark.parametrize(

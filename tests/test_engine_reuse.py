@@ -3,10 +3,7 @@
 import random
 
 import pytest
-import torch
 
-from nanochat.cache import Cache
-from nanochat.context import Cached
 from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.slots import MIN_PREFIX, STATE_INTERVAL, common_prefix
@@ -48,13 +45,13 @@ def test_a_second_turn_reads_only_its_new_tokens(model):
 
 @pytest.mark.parametrize("shared", [MIN_PREFIX, 33, 59])
 def test_a_cut_at_any_token_gives_the_replies_of_a_cold_engine(model, shared):
-    engine = Engine(model, TOKENIZER, slots=3)
+    engine, seeded = Engine(model, TOKENIZER, slots=3), Sampling(1.0, 20, max_tokens=15, seed=3)
     first = words(60, 3)
     engine.generate([first], GREEDY)
     other = [*first[:shared], *words(70 - shared, 4)]
-    (reply,) = engine.generate([other], GREEDY)
+    (reply,) = engine.generate([other], seeded)
     assert reply.reused == shared
-    assert_same(reply, cold(model, other))
+    assert_same(reply, cold(model, other, seeded))
     (again,) = engine.generate([first], GREEDY)  # what the other one copied from is whole
     assert again.reused == 59
     assert_same(again, cold(model, first))
@@ -106,7 +103,7 @@ def test_chats_that_come_and_go_in_any_order_equal_cold_ones(model, pad):
     expected: dict[tuple[int, ...], Completion] = {}
     running: dict[int, tuple[int, list[int], Completion]] = {}
     finished = 0
-    for _ in range(150):
+    for _ in range(110):
         idle = [i for i in range(8) if all(i != chat for chat, _, _ in running.values())]
         if idle and rng.random() < 0.4:
             chat = rng.choice(idle)
@@ -128,27 +125,7 @@ def test_chats_that_come_and_go_in_any_order_equal_cold_ones(model, pad):
                 del running[event.request]
                 finished += 1
         assert engine.slots - engine.free_slots + engine.waiting == len(running)
-    assert finished > 15 and engine.prompt_tokens_reused > engine.prompt_tokens_read / 4
-
-
-def test_seeded_replies_do_not_depend_on_what_was_reused(model):
-    sampling = Sampling(1.0, 20, max_tokens=15, seed=3, prompt_logprobs=None)
-    engine = Engine(model, TOKENIZER, slots=4)
-    prompt = words(50, 60)
-    engine.generate([[*prompt[:30], *words(10, 61)]], GREEDY)
-    number = engine.submit(prompt, sampling)
-    warm = Completion()
-    while engine.busy:
-        for event in engine.step():
-            assert event.request == number
-            warm.add(event)
-    fresh, cold_reply = Engine(model, TOKENIZER, slots=1), Completion()
-    fresh.submit(prompt, sampling)
-    while fresh.busy:
-        for event in fresh.step():
-            cold_reply.add(event)
-    assert warm.reused == 30
-    assert_same(warm, cold_reply)
+    assert finished > 10 and engine.prompt_tokens_reused > engine.prompt_tokens_read / 4
 
 
 # --- states that cannot be cut -------------------------------------------------------------------
@@ -185,21 +162,3 @@ def test_common_prefixes_equal_a_count_token_by_token():
         b = [rng.randrange(2) if rng.random() < 0.02 else 0 for _ in range(rng.randrange(60))]
         expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         assert common_prefix(a, b) == expected
-
-
-def test_a_slot_that_was_cut_continues_as_if_nothing_had_followed(model):
-    ids, new = torch.tensor([words(20, 90)]), torch.tensor([[7, 8, 9]])
-
-    def after(cache: Cache) -> torch.Tensor:
-        return model.hidden(new, Cached(cache, new))
-
-    with torch.inference_mode():
-        whole, short = model.new_cache(1, 40), model.new_cache(1, 40)
-        model.hidden(ids, Cached(whole, ids))
-        whole.cut(0, 12, int(ids[0, 11]))
-        model.hidden(ids[:, :12], Cached(short, ids[:, :12]))
-        assert torch.allclose(after(whole), after(short), atol=1e-5)
-        taken = short.take(0, 15)
-        short.clear(slice(0, 1))
-        short.put(0, taken)
-        assert short.positions.tolist() == [15]

@@ -89,16 +89,6 @@ def test_orthogonalize_brings_singular_values_near_one(shape: tuple[int, int]) -
     torch.testing.assert_close(x.norm(dim=(-2, -1)), torch.full((3,), math.sqrt(min(shape))))
 
 
-def test_orthogonalize_keeps_the_singular_vectors() -> None:
-    """The rows of the matrix have equal norms already, so that U S V becomes nearly U V."""
-    left = torch.linalg.qr(draw(16, 16, seed=1))[0]
-    right = torch.linalg.qr(draw(48, 16, seed=2))[0].T
-    g = left @ torch.diag(torch.linspace(0.5, 2, 16)) @ right
-    g = g / g.norm(dim=-1, keepdim=True)
-    u, _, v = torch.linalg.svd(g, full_matrices=False)
-    assert (orthogonalize(g[None])[0] - u @ v).norm() / 4 < 0.15
-
-
 def test_orthogonalize_in_bf16_is_close() -> None:
     g = draw(2, 24, 48)
     exact, rough = orthogonalize(g), orthogonalize(g.bfloat16())
@@ -106,25 +96,8 @@ def test_orthogonalize_in_bf16_is_close() -> None:
     assert (exact - rough).norm() / exact.norm() < 0.05
 
 
-def test_the_stack_of_equal_shapes_changes_nothing() -> None:
-    g = draw(5, 8, 20)
-    together = orthogonalize(g)
-    for matrix, one in zip(g, together, strict=True):
-        torch.testing.assert_close(orthogonalize(matrix[None])[0], one, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (8, 8)])
-def test_equalize_keeps_the_norm_and_evens_out_neurons(shape: tuple[int, int]) -> None:
-    g, variance = draw(2, *shape), torch.zeros(2, *variance_shape(*shape))
-    even = equalize(g, variance, 0.9)
-    torch.testing.assert_close(even.norm(dim=(-2, -1)), g.norm(dim=(-2, -1)))
-    sizes = even.norm(dim=-1 if shape[0] >= shape[1] else -2)
-    torch.testing.assert_close(sizes, sizes.mean(dim=-1, keepdim=True).expand_as(sizes))
-    assert variance.amin() > 0
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_zero_gradient_is_harmless(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8)])
+def test_a_gradient_of_zeros_or_with_a_row_of_zeros_is_harmless(shape: tuple[int, int]) -> None:
     parameter = torch.nn.Parameter(draw(*shape))
     before = parameter.detach().clone()
     muon = Muon([("m", parameter)])
@@ -133,32 +106,10 @@ def test_a_zero_gradient_is_harmless(shape: tuple[int, int]) -> None:
         muon.step()
     assert torch.equal(parameter.detach(), before)
     parameter.grad = draw(*shape, seed=3)
+    parameter.grad[2] = 0
     muon.step()
     assert parameter.isfinite().all()
     assert not torch.equal(parameter.detach(), before)
-
-
-def test_a_gradient_row_of_zeros_is_harmless() -> None:
-    parameter = torch.nn.Parameter(draw(6, 8))
-    parameter.grad = draw(6, 8, seed=1)
-    parameter.grad[2] = 0
-    Muon([("m", parameter)]).step()
-    assert parameter.isfinite().all()
-
-
-def test_decay_is_cautious() -> None:
-    """Decay acts only on entries that the update already pulls towards zero."""
-    start, gradient = draw(8, 8), draw(8, 8, seed=1)
-    after = []
-    for decay in (0.0, 0.5):
-        parameter = torch.nn.Parameter(start.clone())
-        parameter.grad = gradient.clone()
-        Muon([("m", parameter)], lr=0.1, weight_decay=decay).step()
-        after.append(parameter.detach())
-    plain, decayed = after
-    towards_zero = (start - plain) * start >= 0
-    assert 10 < towards_zero.sum() < 54
-    torch.testing.assert_close(plain - decayed, 0.1 * 0.5 * start * towards_zero, atol=1e-6, rtol=1e-5)
 
 
 def test_fp16_is_not_used_for_the_products() -> None:

@@ -68,7 +68,6 @@ def test_learning_rates_grow_with_large_batches_and_stay_for_small_ones(tokens: 
         (2**19, 1e9, 0.28),  # the reference itself
         (2**19, 4e9, 0.07),  # four times the run, a quarter of the decay
         (2**21, 1e9, 0.56),  # from the reference up: the square root, as published
-        (2**21, 4e9, 0.14),
         (2**17, 1e9, 0.07),  # below it the rate stays and the decay falls with the batch: B / (rate decay D) constant
         (2**19, 1e8, 0.56),  # never above twice the base
     ],
@@ -88,15 +87,6 @@ def test_the_trapezoid_by_hand() -> None:
     """20 steps: 4 up, then flat, the last 10 down to 0.1: at step 10 all ten are left, at step 19 one."""
     expected = [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1, 1.0, 0.91, 0.82, 0.73, 0.64, 0.55, 0.46, 0.37, 0.28, 0.19]
     assert [schedule.trapezoid(i, 20, 4, 0.5, 0.1) for i in range(20)] == pytest.approx(expected)
-
-
-def test_the_trapezoid_of_the_published_run() -> None:
-    """10,000 steps, 40 up, the last 6,500 down to 0.05."""
-    assert [schedule.trapezoid(i, 10_000, 40, 0.65, 0.05) for i in (0, 19, 39, 40, 3500)] == pytest.approx(
-        [0.025, 0.5, 1, 1, 1]
-    )
-    assert schedule.trapezoid(6750, 10_000, 40, 0.65, 0.05) == pytest.approx(0.525)
-    assert schedule.trapezoid(9999, 10_000, 40, 0.65, 0.05) == pytest.approx(0.05 + 0.95 / 6500)
 
 
 def test_a_trapezoid_without_ends_is_flat() -> None:
@@ -121,11 +111,6 @@ def test_momentum_by_hand() -> None:
     """10,000 steps: .85 to .97 over 400, flat to 3,500, then to .90 at the end."""
     table = {0: 0.85, 100: 0.88, 200: 0.91, 400: 0.97, 3000: 0.97, 3500: 0.97, 6750: 0.935, 9999: 0.90 + 0.07 / 6500}
     assert {i: schedule.momentum(i, 10_000, 0.65) for i in table} == pytest.approx(table)
-
-
-def test_momentum_of_a_run_of_667_steps_is_the_reference_s() -> None:
-    assert schedule.momentum(300, 667, 0.5) == 0.97
-    assert schedule.momentum(667, 667, 0.5) == pytest.approx(0.90)
 
 
 def test_momentum_of_a_short_run_rises_over_a_quarter_and_spans_a_twentieth() -> None:
@@ -153,10 +138,8 @@ def test_the_decay_factor_is_a_half_cosine() -> None:
         (32, 8, 8, (4, 1)),  # 8 ranks x 8 rows would exceed the step: lowered to 4
         (32, 8, 1, (8, 4)),
         (32, 8, 2, (8, 2)),
-        (32, 100, 1, (32, 1)),
         (12, 8, 1, (6, 2)),  # 8 does not divide 12
         (7, 4, 1, (1, 7)),  # a prime share
-        (6, 4, 2, (3, 1)),
         (1, 1, 1, (1, 1)),
     ],
 )
@@ -201,10 +184,8 @@ def test_tables_average_over_a_small_part_of_a_short_run(steps: int, beta: float
 @pytest.mark.parametrize(
     ("tokens", "longest", "limit", "length"),
     [
-        (18_000, 90, 40_960, 128),  # 300 short conversations
         (18_000, 300, 40_960, 512),  # rows hold the longest
         (18_000, 9_000, 40_960, 2048),  # which is cut
-        (70_000, 90, 40_960, 512),
         (300_000, 90, 40_960, 2048),
         (10**9, 90, 40_960, 2048),
         (10**9, 90, 256, 256),  # the model's context
@@ -221,13 +202,10 @@ def test_rows_of_little_data_are_short_and_hold_the_longest_conversation(
     ("rows", "conversations", "step"),
     [
         (140, 270, 4),  # 35 steps
-        (140, 140, 4),
-        (59, 300, 1),
         (60, 300, 2),
         (60, 60, 4),  # four conversations at least
         (8, 300, 1),
         (31, 108, 1),  # about four
-        (959, 9_000, 16),
         (960, 9_000, 32),
         (10**6, 10**7, 32),
     ],
@@ -246,12 +224,10 @@ def test_a_short_epoch_is_read_several_times(steps: int, epochs: float) -> None:
 @pytest.mark.parametrize(
     ("width", "steps", "adapter", "full"),
     [
-        (576, 40, 1e-3, 1e-4),
         (576, 100, 1e-3, 1e-4),
         (576, 9_000, 5e-4, 5e-5),
         (192, 100, 2.28e-3, 3e-4),
         (2560, 100, 3.27e-4, 2.25e-5),
-        (2560, 400, 1.64e-4, 1.13e-5),
     ],
 )
 def test_narrow_models_and_short_runs_are_tuned_at_higher_rates(

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import types
 import unicodedata
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +22,9 @@ from nanochat.common import UserError
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Part, assistant, chat, system, user
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer, tokenizer_dir
+from tests.rustbpe.test_rustbpe import PUBLISHED, slow_ranks
+from tests.rustbpe.test_rustbpe import published as published  # a fixture: a folder with the published rustbpe
 
-PUBLISHED = "0.1.0"
 TEXTS = [
     "The cat sat on the mat. The cat's hat isn't flat; they've that, and we'll see 12345 cats.",
     "中国的首都是北京。法国的首都是巴黎，日本的首都是东京。今天天气很好，我们去公园。",
@@ -39,57 +38,11 @@ def make(vocab_size: int = 330) -> Tokenizer:
     return Tokenizer.train(TEXTS, vocab_size)
 
 
-def slow_bpe(texts: list[str], merges: int, pattern: str) -> list[bytes]:
-    """Byte-pair encoding as the definition has it: the most frequent pair, of equals the smallest numbers."""
-    words = Counter(piece.encode() for text in texts for piece in regex.findall(pattern, text))
-    split = {word: list(word) for word in words}
-    vocabulary = [bytes([i]) for i in range(256)]
-    for _ in range(merges):
-        pairs: Counter[tuple[int, int]] = Counter()
-        for word, count in words.items():
-            for pair in pairwise(split[word]):
-                pairs[pair] += count
-        left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        for word, parts in split.items():
-            split[word] = replace(parts, left, right, len(vocabulary))
-        vocabulary.append(vocabulary[left] + vocabulary[right])
-    return vocabulary
-
-
-def replace(parts: list[int], left: int, right: int, new: int) -> list[int]:
-    out, i = [], 0
-    while i < len(parts):
-        if parts[i : i + 2] == [left, right]:
-            out.append(new)
-            i += 2
-        else:
-            out.append(parts[i])
-            i += 1
-    return out
-
-
-def slow_encode(text: str, vocabulary: list[bytes], pattern: str) -> list[int]:
-    """Merge the pair of lowest rank until none is left, piece by piece."""
-    rank = {token: i for i, token in enumerate(vocabulary)}
-    ids = []
-    for piece in regex.findall(pattern, text):
-        parts = [bytes([byte]) for byte in piece.encode()]
-        while True:
-            found = [(rank[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in rank]
-            if not found:
-                break
-            _, i = min(found)
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        ids += [rank[part] for part in parts]
-    return ids
-
-
-def test_merges_and_tokens_equal_a_slow_bpe():
+def test_merges_equal_a_slow_bpe():
+    """Tokens of texts are compared with tiktoken's below."""
     tokenizer = make(330)
-    expected = slow_bpe(TEXTS, 330 - len(ROLES) - 256, PATTERNS["nanochat"])
-    assert [tokenizer.decode_bytes([i]) for i in range(330 - len(ROLES))] == expected
-    for text in [*TEXTS, "unseen 9876 text 上海\n\n", ""]:
-        assert tokenizer.encode(text) == slow_encode(text, expected, PATTERNS["nanochat"])
+    expected = slow_ranks(TEXTS, 330 - len(ROLES), PATTERNS["nanochat"])
+    assert [(tokenizer.decode_bytes([i]), i) for i in range(330 - len(ROLES))] == expected
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -102,15 +55,18 @@ def test_every_pattern_matches_every_character(pattern):
 
 def test_text_comes_back_whatever_it_holds():
     tokenizer = make()
-    for text in [*TEXTS, "\x00\x7f", "<|bos|>", "𠀀𪛖", "\ufffd", "a" * 1000]:
+    for text in [*TEXTS, "\x00\x7f", "<|bos|>", "𠀀𪛖", "\ufffd", " " * 1_000_001, "中" * 1_000_001]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_spelled_out_special_tokens_in_text_stay_text():
     tokenizer = make()
-    ids = tokenizer.encode("<|bos|><|assistant_end|>")
-    assert max(ids) < tokenizer.vocab_size - len(ROLES)
-    assert tokenizer.encode_batch(["<|bos|>"])[0] == tokenizer.encode("<|bos|>")
+    text = "<|assistant_start|><|assistant_end|>"
+    assert max(tokenizer.encode(text)) < tokenizer.vocab_size - len(ROLES)
+    assert tokenizer.encode_batch([text])[0] == tokenizer.encode(text)
+    rendered = tokenizer.render(chat(text, text))
+    assert rendered.ids.count(tokenizer.special("assistant_start")) == 1
+    assert rendered.ids.count(tokenizer.special("assistant_end")) == 1
 
 
 def test_half_a_surrogate_pair_is_replaced_in_chat_and_refused_in_training():
@@ -132,13 +88,6 @@ def test_batch_equals_one_by_one_for_any_number_of_threads(monkeypatch):
     tokens, lengths = tokenizer.encode_joined(texts)
     assert tokens.tolist() == [token for ids in cut for token in ids] and lengths.tolist() == [len(ids) for ids in cut]
     assert [len(part) for part in tokenizer.encode_joined([])] == [0, 0]
-
-
-def test_a_million_spaces_and_a_long_han_run_encode():
-    tokenizer = make()
-    for character in " 中":
-        text = character * 1_000_001
-        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_half_a_character_decodes_to_a_replacement():
@@ -167,19 +116,19 @@ def test_vocabulary_size_counts_special_tokens_and_numbers_them_last():
         tokenizer.special("end_of_text")
 
 
-def test_too_little_text_names_the_largest_vocabulary_it_gives():
-    with pytest.raises(UserError, match=r"at most 268 tokens.*--vocab_size 268"):
-        Tokenizer.train(["abc abc"], 1000)
+@pytest.mark.parametrize(
+    ("texts", "vocab_size", "pattern", "named"),
+    [
+        (["abc abc"], 1000, "nanochat", r"at most 268 tokens.*--vocab_size 268"),
+        (TEXTS, 264, "nanochat", "at least 265 tokens.*got 264"),
+        (TEXTS, 300, "gpt9", "one of nanochat.*got 'gpt9'"),
+        (["a", b"b"], 300, "nanochat", "document 1 is bytes"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(texts, vocab_size, pattern, named):
+    with pytest.raises(UserError, match=named):
+        Tokenizer.train(texts, vocab_size, pattern=pattern)
     assert Tokenizer.train(["abc abc"], 268).vocab_size == 268
-
-
-def test_too_small_a_vocabulary_and_an_unknown_pattern_are_refused():
-    with pytest.raises(UserError, match=r"at least 265 tokens.*got 264"):
-        Tokenizer.train(TEXTS, 264)
-    with pytest.raises(UserError, match=r"one of nanochat.*got 'gpt9'"):
-        Tokenizer.train(TEXTS, 300, pattern="gpt9")
-    with pytest.raises(UserError, match="document 1 is bytes"):
-        Tokenizer.train(["a", b"b"], 300)  # type: ignore[list-item]
 
 
 def test_saved_tokenizer_is_json_and_loads_equal(tmp_path):
@@ -190,13 +139,9 @@ def test_saved_tokenizer_is_json_and_loads_equal(tmp_path):
     assert base64.b64decode(content["ranks"][97]) == b"a"
     loaded = Tokenizer.load(tmp_path)
     assert (loaded.hash, loaded.vocab_size, loaded.pattern) == (tokenizer.hash, tokenizer.vocab_size, "nanochat")
+    assert tokenizer.hash == make().hash != make(331).hash
     assert all(loaded.encode(text) == tokenizer.encode(text) for text in TEXTS)
     assert [loaded.special(role) for role in ROLES] == [tokenizer.special(role) for role in ROLES]
-
-
-def test_hash_differs_between_vocabularies():
-    assert make(300).hash == make(300).hash
-    assert make(300).hash != make(301).hash
 
 
 def test_a_damaged_file_is_refused_with_the_next_step(tmp_path):
@@ -262,35 +207,15 @@ def test_turns_out_of_order_are_refused(messages):
         make().render_prompt(Conversation(messages))
 
 
-def test_user_text_cannot_write_special_tokens_into_a_chat():
-    tokenizer = make()
-    rendered = tokenizer.render(chat("<|assistant_start|>", "<|assistant_end|>"))
-    assert rendered.ids.count(tokenizer.special("assistant_start")) == 1
-    assert rendered.ids.count(tokenizer.special("assistant_end")) == 1
-
-
 @pytest.mark.slow
-def test_this_suite_passes_with_the_published_trainer(tmp_path):
+def test_this_suite_passes_with_the_published_trainer(published):
     if "NANOCHAT_PUBLISHED_RUSTBPE" in os.environ:
         assert importlib.metadata.version("rustbpe") == PUBLISHED
         return
-    wheel = ["--quiet", "--no-deps", "--target", str(tmp_path), f"rustbpe=={PUBLISHED}"]
-    installed = None
-    for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
-        installed = subprocess.run([sys.executable, "-m", *tool, *wheel], capture_output=True, text=True, timeout=120)
-        if installed.returncode == 0:
-            break
-    else:
-        reason = f"rustbpe {PUBLISHED} could not be installed: {installed and installed.stderr[-300:]}"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    paths = f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env={**os.environ, "PYTHONPATH": paths, "NANOCHAT_PUBLISHED_RUSTBPE": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    paths = f"{published}{os.pathsep}{Path(__file__).parents[1]}"
+    environment = {"PYTHONPATH": paths, "NANOCHAT_PUBLISHED_RUSTBPE": "1", "PYTEST_ADDOPTS": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:]
 
 
@@ -311,40 +236,10 @@ def test_without_rustbpe_training_names_the_set_up_and_the_rest_works(found, mon
 def fuzz(seed: int, count: int) -> list[str]:
     """Random texts of words, Chinese, marks, digits, spaces, emoji and any other assigned characters."""
     rng = random.Random(seed)
-    parts = [
-        "the",
-        " cat",
-        "'s",
-        "'LL",
-        " I'm",
-        "中国",
-        "的",
-        "，",
-        "。",
-        "〇",
-        "々",
-        "1",
-        "2025",
-        "½",
-        " ",
-        "  ",
-        "\n",
-        "\r\n",
-    ]
-    parts += [
-        "\t",
-        "\u3000",
-        "!?",
-        "...",
-        "é",
-        "e\u0301",
-        "😀",
-        "👩\u200d👧",
-        "🇫🇷",
-        "<|bos|>",
-        "\0",
-        "def f(x):\n    return x",
-    ]
+    parts = "the| cat|'s|'LL| I'm|中国|的|，|。|〇|々|1|2025|½| |  |\n|\r\n|\t|\u3000|!?|...|é|e\u0301|😀|🇫🇷|\0".split(
+        "|"
+    )
+    parts += ["👩\u200d👧", "<|bos|>", "def f(x):\n    return x"]
     points = [chr(i) for i in range(0x20000) if unicodedata.category(chr(i)) not in ("Cn", "Cs", "Co")]
     return [
         "".join(rng.choice(parts) if rng.random() < 0.9 else rng.choice(points) for _ in range(rng.randrange(30)))

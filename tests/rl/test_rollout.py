@@ -1,7 +1,7 @@
 """What RL trains on: which tokens, with what weight, on any split into passes and ranks."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -20,6 +20,8 @@ from nanochat.runtime import parallel
 from nanochat.step import LossScale, Outcome
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
+from tests.support.updates import update
+from tests.test_step import Recorder
 
 TOKENIZER = tiny_tokenizer()
 SAMPLING = Sampling(1.0, 50, max_tokens=10, seed=7)
@@ -45,24 +47,6 @@ class Even:
 
     def grade(self, i: int, reply: str) -> float:
         return 1.0 if i == 3 else float(len(reply) % 2 == 0)
-
-
-@dataclass
-class Recorder:
-    """Stands in for the optimizers: keeps the gradients that a step would use."""
-
-    model: GPT
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def step(self) -> None:
-        self.gradients = {
-            name: value.grad.full_tensor() if hasattr(value.grad, "full_tensor") else value.grad.clone()
-            for name, value in self.model.named_parameters()
-            if value.grad is not None
-        }
-
-    def zero_grad(self) -> None:
-        self.model.zero_grad(set_to_none=True)
 
 
 def talkative() -> GPT:
@@ -120,24 +104,15 @@ def test_cut_off_samples_are_not_trained_and_are_counted():
 
 
 def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
-    forced = [False, False, True, True, False]
-    says = iter(["cat", "mats"] * len(NUMBERS))  # right and wrong, so that no group is flat
-
-    def generate(self, prompts, sampling, samples, on_done=None):
-        assert samples == 2
-        replies = [TOKENIZER.encode(next(says)) for _ in range(2 * len(prompts))]
-        made = [
-            Completion([*([words[0]] * 4), words[1] if len(words) > 1 else words[0]], forced, [-1.0] * 5, "stop")
-            for words in replies
-        ]
-        assert on_done is not None
-        for at, completion in enumerate(made):
+    def generate(self, prompts, sampling, samples, on_done):
+        forced = [False, False, True, True, False]
+        replies = [Completion([at % 2] * 5, forced, [-1.0] * 5, "stop") for at in range(samples * len(prompts))]
+        for at, completion in enumerate(replies):
             on_done(at, completion)
-        return made
+        return replies
 
     monkeypatch.setattr(Engine, "generate", generate)
-    grades = iter([1.0, 0.0] * len(NUMBERS))
-    monkeypatch.setattr(rollout, "grader", lambda task, tokenizer: lambda i, tokens: next(grades))
+    monkeypatch.setattr(rollout, "grader", lambda task, tokenizer: lambda i, tokens: float(tokens[0]))
     rollouts, samples = rollout.roll_out(Even(), NUMBERS, 2, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE)
     assert [[weight != 0 for weight in sample.weights] for sample in samples] == [[True, True, False, False, True]] * 12
     assert rollouts.num_targets == 12 * 3
@@ -201,12 +176,13 @@ def figures_of(rollouts: rollout.Rollouts) -> dict[str, float]:
 
 
 def on_a_rank(compute: Compute) -> tuple[float, dict[str, torch.Tensor], int, float, dict[str, float]]:
-    outcome, gradients, targets = gradient(3, compute)
-    rollouts, samples = rolled(3, compute)
     model = talkative()
     parallel.shard(model, model.shard_groups(), compute)
+    rollouts, samples = rolled(3, compute)
+    recorder = Recorder(model)
+    outcome = update(model, recorder, rollouts, LossScale(), compute)  # type: ignore[arg-type]
     gap = rollout.sampler_gap(samples, model, compute)
-    return outcome.loss, gradients, targets, gap, figures_of(rollouts)
+    return outcome.loss, recorder.gradients, rollouts.num_targets, gap, figures_of(rollouts)
 
 
 @pytest.mark.ranks
@@ -229,27 +205,16 @@ def test_sampler_and_trainer_agree_on_log_probabilities():
     assert rollout.sampler_gap(samples, other, on_cpu()) > 0.01  # so it would be seen
 
 
-def test_the_same_problems_and_seed_give_the_same_samples():
-    one, two = rolled()[1], rolled(3)[1]
-    assert [sample.completion.tokens for sample in one] == [sample.completion.tokens for sample in two]
-
-
-def test_shuffled_rewards_keep_the_figures_and_deal_the_same_rewards(monkeypatch):
-    dealt = []
-    original = rollout.shuffled
-    monkeypatch.setattr(
-        rollout, "shuffled", lambda given, seed: dealt.append((given, original(given, seed))) or dealt[-1][1]
-    )
-    (plain, samples), (control, shuffled) = rolled(), rolled(shuffle=True)
-    assert dealt and all(sorted(given) == sorted(taken) for given, taken in dealt)
-    assert any(given != taken for given, taken in dealt)
+def test_shuffled_rewards_keep_the_figures_and_weigh_other_replies():
+    (plain, samples), (control, others) = rolled(), rolled(shuffle=True)
     same = ("reward", "length", "truncated")
     assert all(plain.figures()[name] == control.figures()[name] for name in same)
-    weights = {tuple(one.prompt + one.completion.tokens): one.weights for one in samples}
-    others = {tuple(one.prompt + one.completion.tokens): one.weights for one in shuffled}
-    assert weights.keys() <= others.keys()
     assert plain.measured.flat > control.measured.flat  # a problem that all solve is flat no more
-    assert any(weights[reply] != others[reply] for reply in weights)
+    weights, shuffled_weights = (
+        {tuple(one.prompt + one.completion.tokens): one.weights for one in found} for found in (samples, others)
+    )
+    assert weights.keys() <= shuffled_weights.keys()
+    assert any(weights[reply] != shuffled_weights[reply] for reply in weights)
 
 
 def test_equal_replies_to_a_prompt_are_trained_once_with_their_weights_added():

@@ -3,8 +3,8 @@
 import gzip
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from nanochat.report.__main__ import generate
 from nanochat.report.sections import training_section
 from nanochat.run import NoProfile
 from nanochat.runtime.profiling import NEEDED, TRACED, Profile, TorchTracer
-from nanochat.runtime.tracking import read_metrics
 from nanochat.step import LossScale
 from tests.support.ranks import run_ranks
 from tests.support.small_world import make_corpus, run_stage
@@ -52,15 +51,12 @@ def test_a_profile_changes_nothing_that_is_learned(profiled: tuple[Path, list[fl
     assert not (tmp_path / "profile").exists()
 
 
-def test_every_part_of_a_step_is_told(profiled: tuple[Path, list[float]]) -> None:
-    told = read_json(profiled[0] / "profile" / "profile.json")
-    assert [part["name"] for part in told["parts"]] == PARTS
-    assert all(part["ms"] == part["host_ms"] == part["slowest_ms"] > 0 for part in told["parts"])
-    assert (told["stage"], told["ranks"]) == ("base", 1)
-
-
-def test_a_traced_step_is_operators_and_the_time_outside(profiled: tuple[Path, list[float]]) -> None:
-    told = read_json(profiled[0] / "profile" / "profile.json")["traced"]
+def test_every_part_of_a_step_is_told_and_the_operators_of_a_traced_one(profiled: tuple[Path, list[float]]) -> None:
+    profile = read_json(profiled[0] / "profile" / "profile.json")
+    assert [part["name"] for part in profile["parts"]] == PARTS
+    assert all(part["ms"] == part["host_ms"] == part["slowest_ms"] > 0 for part in profile["parts"])
+    assert (profile["stage"], profile["ranks"]) == ("base", 1)
+    told = profile["traced"]
     assert told["communication_ms"] == told["exposed_ms"] == 0
     assert 0 < told["computing_ms"] <= told["step_ms"]
     assert told["computing_ms"] + told["idle_ms"] == pytest.approx(told["step_ms"])
@@ -83,14 +79,12 @@ def test_the_tables_are_shown_and_kept(tmp_path: Path, capsys: pytest.CaptureFix
     run(tmp_path, NEEDED, profile=True)
     said = capsys.readouterr().out
     kept = (tmp_path / "profile" / "profile.txt").read_text(encoding="utf-8")
-    assert kept.strip() in said
-    for words in ("part of a step", "gradient norm", "outside operators", "aten::mm", "1 thread(s)"):
-        assert words in kept
-    assert f"profile: {tmp_path / 'profile' / 'profile.txt'}; trace: {tmp_path}" in said
+    assert kept.strip() in said and str(tmp_path / "profile" / "profile.txt") in said
+    assert "gradient norm" in kept and "aten::mm" in kept
 
 
 def test_too_few_steps_are_refused_before_the_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"needs {NEEDED} steps .* this run has {NEEDED - 1} left") as refusal:
+    with pytest.raises(UserError, match=f"{NEEDED} steps .* {NEEDED - 1} left") as refusal:
         run(tmp_path, 0, profile=True, total=NEEDED - 1)
     assert refusal.value.exit_code == 2
 
@@ -116,80 +110,48 @@ def test_the_report_shows_where_a_steps_time_goes(profiled: tuple[Path, list[flo
     assert "| part of a step | ms | share |" in text and "| gradient norm |" in text
 
 
-def test_a_script_goes_on_without_the_flag_from_where_its_profile_stopped(base_folder: Path) -> None:
+def test_a_script_marks_every_part_of_its_steps(base_folder: Path) -> None:
     make_corpus(base_folder)
-    run_stage("base", num_iterations=NEEDED + 2, stop_at=NEEDED, profile=True)
-    folder = base_folder / "base_checkpoints" / "d2"
-    assert (folder / "profile" / "profile.txt").exists()
-    run_stage("base", num_iterations=NEEDED + 2)
-    assert [line["step"] for line in read_metrics(folder)] == list(range(1, NEEDED + 3))
+    run_stage("base", num_iterations=NEEDED, profile=True)
+    told = read_json(base_folder / "base_checkpoints" / "d2" / "profile" / "profile.json")
+    assert [part["name"] for part in told["parts"]] == PARTS and told["traced"]
 
 
 # --- what belongs to the device --------------------------------------------------------------------
 
 
-@dataclass
-class Event:
-    """One of the profiler's."""
-
-    named: str
-    device: torch.autograd.DeviceType = torch.autograd.DeviceType.CUDA
-    annotation: bool = False
-    in_background: bool = False
-
-    def name(self) -> str:
-        return self.named
-
-    def device_type(self) -> torch.autograd.DeviceType:
-        return self.device
-
-    def start_ns(self) -> int:
-        return 1000
-
-    def end_ns(self) -> int:
-        return 3000
-
-    def is_user_annotation(self) -> bool:
-        return self.annotation
-
-    def is_async(self) -> bool:
-        return self.in_background
-
-
-def kind(event: Event, compute: Compute, folder: Path) -> str | None:
-    span = TorchTracer(folder, compute, 1)._span(event)
-    return span and span.kind
-
-
+GPU_EVENT = torch.autograd.DeviceType.CUDA
 HOST = torch.autograd.DeviceType.CPU
 GPU = pretend(Nvidia())
 
 
-@pytest.mark.parametrize(
-    ("event", "is_kind"),
-    [
-        (Event("gemm_bf16"), "computing"),
-        (Event("ncclDevKernel_AllGather_RING_LL"), "communication"),
-        (Event("nccl:all_gather", annotation=True), None),
-        (Event("nanochat step", annotation=True), None),
-        (Event("aten::mm", HOST), None),
-    ],
-)
-def test_on_a_gpu_kernels_count_and_the_host_does_not(event: Event, is_kind: str | None, tmp_path: Path) -> None:
-    assert kind(event, GPU, tmp_path) == is_kind
+def event(name: str, device: Any = GPU_EVENT, annotation: bool = False, in_background: bool = False) -> Any:
+    """One of the profiler's events, which lasts two microseconds."""
+    return SimpleNamespace(
+        name=lambda: name, device_type=lambda: device, start_ns=lambda: 1000, end_ns=lambda: 3000,
+        is_user_annotation=lambda: annotation, is_async=lambda: in_background,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("event", "is_kind"),
+    ("compute", "seen", "kind"),
     [
-        (Event("aten::mm", HOST), "computing"),
-        (Event("gloo:all_reduce", HOST, annotation=True, in_background=True), "communication"),
-        (Event("FSDP::all_gather", HOST, annotation=True), None),
-        (Event("something", HOST, in_background=True), None),
+        (GPU, event("gemm_bf16"), "computing"),
+        (GPU, event("ncclDevKernel_AllGather_RING_LL"), "communication"),
+        (GPU, event("nccl:all_gather", annotation=True), None),
+        (GPU, event("nanochat step", annotation=True), None),
+        (GPU, event("aten::mm", HOST), None),
+        (CPU, event("aten::mm", HOST), "computing"),
+        (CPU, event("gloo:all_reduce", HOST, annotation=True, in_background=True), "communication"),
+        (CPU, event("FSDP::all_gather", HOST, annotation=True), None),
+        (CPU, event("something", HOST, in_background=True), None),
     ],
 )
-def test_on_a_host_operators_count_and_marks_do_not(event: Event, is_kind: str | None, tmp_path: Path) -> None:
-    assert kind(event, CPU, tmp_path) == is_kind
+def test_on_a_gpu_kernels_count_and_on_a_host_operators(
+    compute: Compute, seen: Any, kind: str | None, tmp_path: Path
+) -> None:
+    span = TorchTracer(tmp_path, compute, 1)._span(seen)
+    assert (span and span.kind) == kind
 
 
 # --- many ranks ------------------------------------------------------------------------------------

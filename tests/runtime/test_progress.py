@@ -13,7 +13,6 @@ from nanochat.runtime.progress import Progress, amount, duration
     ("value", "unit", "text"),
     [
         (12, "B", "12 B"),
-        (1_500, "B", "1.5 kB"),
         (2.5e6, "B", "2.5 MB"),
         (3e9, "B", "3.0 GB"),
         (1234, "rows", "1,234 rows"),
@@ -27,12 +26,10 @@ def test_amounts_are_short(value, unit, text):
     ("seconds", "text"),
     [
         (0, "0.0 s"),
-        (8.26, "8.3 s"),
         (59.6, "1 min"),
         (245, "4 min 5 s"),
         (3_560, "59 min 20 s"),
         (12_000, "3 h 20 min"),
-        (86_390, "1 d"),
         (190_000, "2 d 5 h"),
     ],
 )

@@ -12,7 +12,7 @@ from nanochat.common import Pulse
 from nanochat.device import Compute
 from nanochat.runtime import signals
 from nanochat.runtime.tracking import read_metrics
-from tests.support.faults import corpus, digests, stage
+from tests.support.faults import corpus, stage
 from tests.support.rank_pool import Pool
 from tests.support.small_world import stage_folder
 from tests.support.tiny_model import on_cpu
@@ -77,38 +77,22 @@ def test_a_signal_to_one_rank_is_known_to_all(pool: Pool) -> None:
     assert pool.run(2, noted_on_rank_1) == [[False, True]] * 2
 
 
-def pressed_in(patch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> None:
-    """Send SIGTERM at the beginning of a call of a function."""
-    real, count = getattr(place, name), 0
-
-    def pressed(*arguments: Any, **rest: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == call:
-            press()
-        return real(*arguments, **rest)
-
-    patch.setattr(place, name, pressed)
-
-
-PLACES = [("compilation", runs, "compiled", 1, 0)]
-
-
-@pytest.mark.parametrize(("place", "name", "call", "step"), [case[1:] for case in PLACES], ids=[c[0] for c in PLACES])
-def test_a_stage_that_a_signal_stopped_goes_on_exactly(
-    base_folder: Path, place: Any, name: str, call: int, step: int
+def test_a_signal_in_a_compilation_leaves_no_step_and_the_next_start_trains(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus(base_folder)
-    compute = on_cpu()
-    with pytest.MonkeyPatch.context() as patch, signals.caught(compute.pulse):
+    compute, real = on_cpu(), runs.compiled
+
+    def pressed(*arguments: Any) -> Any:
+        press()
+        return real(*arguments)
+
+    with monkeypatch.context() as patch, signals.caught(compute.pulse):
         compute.pulse.beat()
-        pressed_in(patch, place, name, call)
-        stage(compute)
+        patch.setattr(runs, "compiled", pressed)
+        stage(compute, num_iterations=2)
     folder = stage_folder(base_folder, "base")
-    assert [path.name for path in folder.glob("step_*")] == ([f"step_{step:06d}"] if step else [])
+    assert not list(folder.glob("step_*"))
     assert not (base_folder / "report" / "sections" / "base_train.json").exists()
-    stage(on_cpu())
-    stopped = digests(base_folder), [line.get("val_bpb") for line in read_metrics(folder)]
-    assert (base_folder / "report" / "sections" / "base_train.json").exists()
-    stage(on_cpu(), resume="none")
-    assert stopped == (digests(base_folder), [line.get("val_bpb") for line in read_metrics(folder)])
+    stage(on_cpu(), num_iterations=2)
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2]

@@ -62,26 +62,7 @@ def test_parts_are_shown_with_what_there_is_to_compare(ranks: int, on_host: bool
 def test_a_trace_is_shown_with_its_operators() -> None:
     traced = Traced(10.0, 6.0, 3.0, 1.0, 3.0, [Operator("x" * 100, 12.0, 5.0)])
     text = timeline.traced_table(traced, on_host=False)
-    assert [line.split()[-2:] for line in text.splitlines()[1:5]] == [
-        ["60.0", "%"],
-        ["30.0", "%"],
-        ["10.0", "%"],
-        ["30.0", "%"],
-    ]
+    assert [line.split()[-2] for line in text.splitlines()[1:5]] == ["60.0", "30.0", "10.0", "30.0"]
     assert "idle" in text and "outside operators" in timeline.traced_table(traced, on_host=True)
-    assert text.splitlines()[-1] == "     12.0       5.00   50.0 %  " + "x" * 70
-
-
-def test_one_rank_shows_no_communication() -> None:
     assert "communication" not in timeline.traced_table(Traced(10.0, 6.0, 0.0, 0.0, 4.0), on_host=True)
-
-
-def test_the_report_gets_the_parts_and_the_file_everything() -> None:
-    assert timeline.as_rows(PARTS)[0] == {"part of a step": "forward", "ms": 30.0, "share": "30.0 %"}
-    assert timeline.as_json(PARTS, None) == {
-        "parts": [vars(part) for part in PARTS],
-        "traced": None,
-    }
-    assert timeline.as_json([], Traced(1.0, 1.0, 0.0, 0.0, 0.0, [Operator("mm", 1.0, 1.0)]))["traced"]["operators"] == [
-        {"name": "mm", "calls": 1.0, "ms": 1.0}
-    ]
+    assert text.splitlines()[-1] == "     12.0       5.00   50.0 %  " + "x" * 70

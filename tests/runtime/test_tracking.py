@@ -1,6 +1,5 @@
 """metrics.jsonl survives stops, kills and resumes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ def write_lines(folder: Path, *steps: int) -> None:
 
 
 def test_figures_are_read_back_exactly_as_measured(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "new") == []
     tracker = Tracker(tmp_path / "new", "dummy", {}, 0, main=True)
     tracker.log(step=1, loss=0.1 + 0.2, skipped=False)
     tracker.log(step=2, loss=1e-12, note="猫")
@@ -108,10 +108,6 @@ def test_a_line_cut_inside_a_character_is_left_out(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1}]
 
 
-def test_no_file_means_no_lines(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
-
-
 def test_the_old_lines_survive_a_kill_while_they_are_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(tmp_path, 1, 2, 3)
 
@@ -129,10 +125,3 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     tracker.log(step=1)
     tracker.close()
     assert not (tmp_path / "other").exists()
-
-
-def test_lines_are_plain_json(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
-    tracker.log(step=1, loss=2.5)
-    tracker.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}

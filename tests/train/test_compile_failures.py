@@ -52,33 +52,30 @@ def test_a_failing_compiler_stops_a_run_that_asked_for_it(monkeypatch: pytest.Mo
         compile_it(gpt(), True)
 
 
-def test_a_missing_compiler_is_refused_only_where_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no C++ compiler (g++) was found")
-    model = gpt()
-    with pytest.raises(UserError, match="--compile was asked for, but cannot be used: no C\\+\\+ compiler"):
-        compile_it(model, True)
-    assert compile_it(model, None) is model
-    assert "not compiled: no C++ compiler (g++) was found" in capsys.readouterr().out
-
-
-def test_ranks_compile_together_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first pass takes all ranks: one that has no compiler would leave the others waiting."""
-    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
-    monkeypatch.setattr(compiling.parallel, "least", lambda value, compute: 0)
-    model = gpt()
-    assert compile_it(model, None) is model
-    assert "not compiled: another rank has no compiler" in capsys.readouterr().out
-
-
-def test_switched_off_means_not_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "missing", "all_ranks_can", "why"),
+    [
+        (None, "no C++ compiler", True, "no C++ compiler"),
+        (None, "", False, "another rank has no compiler"),  # the first pass takes all ranks, or the others would wait
+        (False, "", True, "switched off"),
+    ],
+)
+def test_where_nothing_is_compiled_the_log_says_why(
+    wanted: bool | None, missing: str, all_ranks_can: bool, why: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     failing_compiler(monkeypatch)
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: missing)
+    monkeypatch.setattr(compiling.parallel, "least", lambda value, compute: int(all_ranks_can and value))
     model = gpt()
-    assert compile_it(model, False) is model
-    assert "not compiled: switched off" in capsys.readouterr().out
+    assert compile_it(model, wanted) is model
+    assert f"not compiled: {why}" in capsys.readouterr().out
+
+
+def test_a_missing_compiler_that_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no C++ compiler")
+    with pytest.raises(UserError, match=r"--compile .* no C.. compiler"):
+        compile_it(gpt(), True)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The largest pass that memory holds: found with growing passes, the same on every rank, and never on a CPU."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from nanochat.runtime.parallel import Sharding, whole_parameters
 from nanochat.step import LossScale
 from nanochat.train.fit import memory, probe
 from nanochat.train.sizes import Batch
+from tests.support.rank_pool import Pool
 from tests.support.rank_training import CONFIG, CPU, batches, make
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import pretend
@@ -43,34 +45,27 @@ def card(capacity: int, fixed: int, each: int, tried: list[int]) -> Callable[[in
     return attempt
 
 
-def test_a_size_that_would_not_fit_is_not_tried() -> None:
-    tried: list[int] = []
-    rows, why = probe.largest([1, 2, 4, 8, 16], card(1000, 100, 100, tried), 850, CPU)
-    assert (rows, tried) == (4, [1, 2, 4])
-    assert "8 would take" in why
+@pytest.mark.parametrize(
+    ("sizes", "capacity", "fixed", "budget", "rows", "tried", "why"),
+    [
+        ([1, 2, 4, 8, 16], 1000, 100, 850, 4, [1, 2, 4], "8 would take"),
+        ([1, 2, 4], 1000, 100, 900, 4, [1, 2, 4], "a rank's rows of a step"),
+        ([1, 8], 700, 0, 700, 1, [1, 8], "8 ran out of memory"),
+        ([1, 8, 16], 10_000, 0, 700, 1, [1, 8], "8 took"),
+    ],
+)
+def test_the_largest_pass_within_the_budget_is_taken(
+    sizes: list[int], capacity: int, fixed: int, budget: int, rows: int, tried: list[int], why: str
+) -> None:
+    attempts: list[int] = []
+    largest, reason = probe.largest(sizes, card(capacity, fixed, 100, attempts), budget, CPU)
+    assert (largest, attempts) == (rows, tried) and why in reason
 
 
-def test_all_rows_may_fit() -> None:
-    assert probe.largest([1, 2, 4], card(1000, 100, 100, []), 900, CPU) == (4, "a rank's rows of a step")
-
-
-def test_running_out_at_once_goes_back_by_one() -> None:
-    assert probe.largest([1, 8], card(700, 0, 100, []), 700, CPU) == (1, "8 ran out of memory")
-
-
-def test_more_than_the_budget_goes_back_by_one() -> None:
-    rows, why = probe.largest([1, 8, 16], card(10_000, 0, 100, []), 700, CPU)
-    assert rows == 1 and "8 took" in why
-
-
-def test_a_model_too_large_for_one_row_is_named() -> None:
-    with pytest.raises(UserError, match=r"a pass of one row. Take --shard=full or more devices"):
-        probe.largest([1, 2], card(50, 100, 100, []), 1000, CPU)
-
-
-def test_a_card_that_is_taken_is_named() -> None:
-    with pytest.raises(UserError, match=r"its memory may be in use by another process"):
-        probe.largest([1, 2], card(1000, 100, 100, []), 100, CPU)
+@pytest.mark.parametrize(("capacity", "budget", "named"), [(50, 1000, "--shard=full"), (1000, 100, "another process")])
+def test_a_device_that_cannot_hold_one_row_is_refused(capacity: int, budget: int, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        probe.largest([1, 2], card(capacity, 100, 100, []), budget, CPU)
 
 
 def test_other_failures_come_through() -> None:
@@ -90,8 +85,8 @@ def unequal(compute: Compute) -> tuple[int, list[int]]:
 
 
 @pytest.mark.ranks
-def test_ranks_take_the_smallest_of_what_fits() -> None:
-    assert run_ranks(2, unequal) == [(4, [1, 2, 4])] * 2
+def test_ranks_take_the_smallest_of_what_fits(pool: Pool) -> None:
+    assert pool.run(2, unequal) == [(4, [1, 2, 4])] * 2
 
 
 class Accelerator(Platform):
@@ -140,11 +135,15 @@ def test_passes_are_tried_as_in_training_and_leave_the_run_as_it_was(capsys: pyt
         assert torch.equal(found["after"][name], value), name
 
 
+def probed_in_every_mode(compute: Compute) -> list[dict[str, Any]]:
+    modes: tuple[Sharding, ...] = ("none", "grad", "full")
+    return [probed(compute, mode) for mode in modes]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("mode", ["none", "grad", "full"])
-def test_ranks_probe_together(mode: Sharding) -> None:
+def test_ranks_probe_together() -> None:
     reference = untouched(CPU)
-    for found in run_ranks(2, probed, mode):
+    for found in itertools.chain(*run_ranks(2, probed_in_every_mode)):
         assert found["batch"] == Batch(512, 32, 4, 4)
         for name, value in reference.items():
             assert (found["after"][name] - value).norm() <= 1e-5 * value.norm(), name
