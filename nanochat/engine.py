@@ -376,8 +376,9 @@ class Engine:
             return []
         requests = self._slots.running[:ready]
         masks: dict[int, bytes] = {}
-        if self._mask_turns is not None:
-            masks = self._mask_turns.take([request.grammar for request in requests])
+        grammars = [request.grammar for request in requests]
+        if any(grammars):
+            masks = self._mask_turns.take(grammars)
         # A request that waits for its mask feeds the same token again in the next step.
         waiting = [
             slot

@@ -433,7 +433,9 @@ class Run:
             self._cut = True
         self._clock.saved(cost=0.0)  # the time until the next save begins
         while True:
-            yield self.step
+            step = self.step
+            yield step
+            assert self.step == step + 1, "a step of the loop must end with finish(), or leave it"
 
     @property
     def ended(self) -> bool:
