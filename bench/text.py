@@ -66,7 +66,7 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
 
     A folder that has its rows stays as it is. The folder also gets the number of bytes of each
     token. Documents follow one another without padding, each after a begin-of-sequence token.
-    UserError if the text is too small for one row.
+    Raises UserError if the text is too small for one row.
     """
     if (folder / ABOUT).exists():
         return read_json(folder / ABOUT)

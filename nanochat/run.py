@@ -50,7 +50,7 @@ from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
 from nanochat.model import Model
 from nanochat.optim import Optimizers
 from nanochat.platforms.operations import Matmul
-from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
+from nanochat.runtime import fingerprint, graphs, parallel, signals
 from nanochat.runtime.progress import Progress, duration
 from nanochat.runtime.samples import forget_samples
 from nanochat.runtime.trackers.jsonl import describe_run
@@ -141,7 +141,7 @@ def parent_of(
 def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model, Tokenizer]:
     """Return the parent's model with fp32 masters, and its tokenizer.
 
-    The model trains in the format of --matmul. UserError (code 2) if it cannot.
+    The model trains in the format of --matmul. Raises UserError (code 2) if it cannot.
     """
     loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
     set_matmul(loaded.model, matmul, compute)

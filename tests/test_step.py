@@ -19,7 +19,6 @@ from nanochat.optim import Optimizers, Rates
 from nanochat.step import LossScale, Outcome
 from nanochat.train.validation import mean_over
 from tests.support.tiny_model import on_cpu
-from tests.support.updates import update
 
 CPU = on_cpu()
 FP16 = replace(CPU, dtype=torch.float16)

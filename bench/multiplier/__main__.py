@@ -260,7 +260,7 @@ def pieces_of(folder: Path, kind: str, megabytes: float) -> list[str]:
 def rows_of(name: str, cfg: Config, sizes: Sizes, out: Path) -> Path:
     """Return the folder with the rows of a text, made if they are missing.
 
-    UserError (code 2) if the rows are too few for the longest run.
+    Raises UserError (code 2) if the rows are too few for the longest run.
     """
     if name == "code":
         text = standard_library(500_000 if cfg.quick else None)

@@ -71,8 +71,8 @@ def tool(*command: str, cwd: Path | None = None) -> str:
 def download(package: str, folder: Path) -> Path:
     """Return the package's file in `folder`, downloaded if it is missing.
 
-    MissingPackageError if this version of Debian lacks the package. UserError if the file cannot be
-    fetched: a corpus without it would differ from another machine's.
+    Raises MissingPackageError if this version of Debian lacks the package. Raises UserError if the
+    file cannot be fetched: a corpus without it would differ from another machine's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pattern = f"{package}_*.deb"

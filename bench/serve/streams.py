@@ -75,7 +75,8 @@ def body(model: str, number: int, tokens: int, **fields: Any) -> bytes:
 
 
 def ask(port: int, chat: bytes) -> Reply:
-    """Stream one reply to its end. UserError if the server does not say how many tokens it has."""
+    """Stream one reply to its end. Raises UserError if the server does not say how many tokens it
+    has."""
     reply = Reply()
     start = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)

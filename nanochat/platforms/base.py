@@ -139,7 +139,7 @@ class Platform:
         """Let the large matrices of a model multiply in a number format in training.
 
         `operations` are those of the model. auto multiplies in the format that the model computes
-        in. UserError (code 2) if the device or the model cannot multiply as requested.
+        in. Raises UserError (code 2) if the device or the model cannot multiply as requested.
         """
         if matmul == "bf16" and model.dtype != torch.bfloat16:
             raise UserError(
@@ -155,7 +155,7 @@ class Platform:
     def use_fp8(self, model: Model) -> None:
         """Let the large matrices of a model multiply in FP8 in training.
 
-        UserError (code 2) if that cannot be done.
+        Raises UserError (code 2) if that cannot be done.
         """
         raise UserError(
             "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), "
@@ -166,7 +166,7 @@ class Platform:
     def use_int8(self, model: Model, operations: Operations) -> None:
         """Let the large matrices of a model multiply in integers of 8 bits in training.
 
-        UserError (code 2) if that cannot be done.
+        Raises UserError (code 2) if that cannot be done.
         """
         raise UserError(
             "--matmul int8 needs the C++ kernels for CPUs, but the device is "

@@ -56,8 +56,8 @@ def set_up(
 def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
     """Let a model train with products in the number format of --matmul, and log the format.
 
-    Call it before set_up(), which shards the model. UserError (code 2) if the device or the model
-    cannot train so.
+    Call it before set_up(), which shards the model. Raises UserError (code 2) if the device or the
+    model cannot train so.
     """
     compute.platform.use_matmul(model, matmul, compute.operations)
     dtype = dtype_name(model.dtype)

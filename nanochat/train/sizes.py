@@ -157,7 +157,7 @@ class ModelSize:
 def model_size(shape: "GPTConfig | QwenConfig", compute: Compute, matmul: Matmul) -> ModelSize:
     """Return the size of a model of this shape, which takes no memory.
 
-    UserError (code 2) if the device or the family cannot train in the format of --matmul.
+    Raises UserError (code 2) if the device or the family cannot train in the format of --matmul.
     """
     model = on_meta(shape, compute)
     compute.platform.use_matmul(model, matmul, compute.operations)

@@ -30,9 +30,19 @@ APPENDICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "upstream": (("checkpoint_manager/upstream.py",), ()),
     "devices": (
         ("platforms",),
-        tuple(f"platforms/{name}.py" for name in (
-            "__init__", "base", "child", "host", "layers", "operations", "plain", "together",
-        )),
+        tuple(
+            f"platforms/{name}.py"
+            for name in (
+                "__init__",
+                "base",
+                "child",
+                "host",
+                "layers",
+                "operations",
+                "plain",
+                "together",
+            )
+        ),
     ),
     "trackers": (tuple(f"runtime/trackers/{name}.py" for name in ("wandb", "swanlab", "tensorboard")), ()),
 }

@@ -20,7 +20,6 @@ from nanochat.runtime import parallel
 from nanochat.step import LossScale, Outcome
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
-from tests.support.updates import update
 from tests.test_step import Recorder
 
 TOKENIZER = tiny_tokenizer()

@@ -25,7 +25,6 @@ from tests.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, talkative
 from tests.support.qwens import tiny_qwen
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, pretend, words
-from tests.support.updates import update
 from tests.test_step import Recorder
 
 LOSSES = (

@@ -65,7 +65,7 @@ def kernels_of(operations: Operations) -> Trained | None:
 def use_int8(model: Model, operations: Operations) -> None:
     """Let the large matrices of a GPT, and the logits of its loss, multiply in 8 bits in training.
 
-    UserError (code 2) for other models, for sizes that the kernels do not take, and without
+    Raises UserError (code 2) for other models, for sizes that the kernels do not take, and without
     kernels.
     """
     if model.dtype != torch.bfloat16:
