@@ -129,7 +129,10 @@ class Remote:
         return body
 
     def _parts(self, data: bytes) -> Iterator[Part]:
-        """Yield the parts of one event."""
+        """Yield the parts of a reply that one event holds, and note how the reply ended.
+
+        Raises UserError if the event is an error, or no chat completion.
+        """
         try:
             value = json.loads(data)
             if "error" in value:
