@@ -52,8 +52,7 @@ class StepEngine(Protocol[E_co]):
 
 
 class Ticket(Generic[E]):
-    """The requests of one client to the engine, and the queue in which the events of the replies
-    come back."""
+    """The requests of one client to the engine, and a queue for the events of their replies."""
 
     def __init__(
         self,

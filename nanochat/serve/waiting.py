@@ -83,8 +83,7 @@ class Line(Generic[W]):
             return self._remove(waiter)
 
     def yields_to(self, newcomer: str) -> bool:
-        """Whether an address has so many waiting requests that one would give way to a
-        newcomer's."""
+        """Return whether another address has so many requests that a newcomer may displace one."""
         with self._lock:
             return self._largest_owner(newcomer) is not None
 
