@@ -81,8 +81,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 class Guard:
-    """Checks Host header and key of every request, and adds the safety headers to every
-    response."""
+    """Checks the Host header and key of every request, and adds safety headers to each response."""
 
     def __init__(
         self,
