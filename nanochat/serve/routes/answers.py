@@ -263,8 +263,10 @@ class Writer(Protocol):
 
 
 class Work(NamedTuple):
-    """A request's requests to the engine, and the writer of its answer, which gets the answer's
-    id."""
+    """The engine's requests that answer one HTTP request, and a function that makes the writer.
+
+    The function takes the id of the answer.
+    """
 
     requests: list[tuple[list[int], Sampling]]
     writer: Callable[[str], Writer]

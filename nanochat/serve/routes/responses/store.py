@@ -73,7 +73,7 @@ class ResponseStore:
                 self._bytes -= self._entries.popitem(last=False)[1].size
 
     def _too_full(self) -> bool:
-        """Whether the oldest response is too old, or all responses are too many or too large."""
+        """Return whether the oldest response is too old, or there are too many or too large."""
         oldest = next(iter(self._entries.values()))
         if self._now() - oldest.used > self._seconds:
             return True
