@@ -263,7 +263,7 @@ class Writer(Protocol):
 
 
 class Work(NamedTuple):
-    """The engine's requests that answer one HTTP request, and a function that makes the writer.
+    """The engine's requests for one HTTP request, and a function that makes its answer's writer.
 
     The function takes the id of the answer.
     """
