@@ -1,7 +1,7 @@
-"""The report: report.md, report.html and report.json of a run, and comparisons of several runs.
+"""Makes the report of a run (report.md, report.html and report.json), and compares several runs.
 
-Stages write their figures as sections while the run goes on; `python -m nanochat.report generate`
-turns the sections into one report. Read in this order:
+During a run, each stage writes its figures as a section. `python -m nanochat.report generate` turns
+the sections into one report. Read the files in this order:
 
 - sections.py: what each stage writes, and which sections belong to one run.
 - summary.py: the host, the table of measures by stage, and the figures to quote.

@@ -27,7 +27,8 @@ from nanochat.runtime.progress import duration
 def generate(key: str = "") -> Path:
     """Write report.md, report.html, report.json and the plots, and return the path of report.md.
 
-    `key` names the finished run for is_finished().
+    `key` identifies a finished run for is_finished(). Raises UserError (code 2) if no stage has
+    written a section yet.
     """
     folder = report_dir()
     sections = current_sections()
@@ -60,7 +61,10 @@ def generate(key: str = "") -> Path:
 
 
 def begin(key: str) -> None:
-    """Delete the costs of another run. Called when the run named `key` starts or resumes."""
+    """Prepare the report for the run named `key`, which starts or resumes.
+
+    This deletes the costs of another run.
+    """
     path = report_dir() / "run.json"
     if not path.exists() or read_json(path)["key"] != key:
         stages_file().unlink(missing_ok=True)
@@ -74,7 +78,10 @@ def is_finished(key: str) -> bool:
 
 
 def show() -> None:
-    """Print the summary table to the terminal."""
+    """Print the summary table and the costs of the run to the terminal.
+
+    Raises UserError (code 2) if there is no report yet.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -121,7 +128,11 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Run the verb of the command line."""
+    """Run the verb of the command line.
+
+    Raises UserError (code 2) if the names of runs do not suit the verb, and exits with 3 if the
+    verb is `finished` and the run is not.
+    """
     if cfg.runs and cfg.verb != "compare":
         raise UserError(
             f"{cfg.verb} takes no names of runs, got {', '.join(cfg.runs)}; leave them out", 2

@@ -1,4 +1,4 @@
-"""Compares runs: measures side by side, settings that differ, and curves in one picture."""
+"""Compares runs: their measures side by side, the settings that differ, and their curves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from nanochat.report.markdown import MEANINGS, cell, grid
 from nanochat.report.sections import COLUMNS, TITLES
 from nanochat.runtime.progress import duration
 
-# Figures of a training stage that are worth comparing, and their names in the table.
+# Figures of a training stage that the comparison shows, and their names in the table.
 FIGURES = {
     "parameters": "parameters",
     "steps": "steps",
@@ -24,7 +24,7 @@ FIGURES = {
 }
 IGNORED = {"parent", "run", "device_type"}  # settings that always differ, or that change nothing
 HOST_FACTS = ("commit", "processor", "cores", "python", "versions")
-# The keys of a report.json, and what each must hold.
+# The keys of a report.json, and the type of each value.
 REPORT_KEYS = {
     "environment": dict,
     "summary": dict,
@@ -43,24 +43,24 @@ class Run:
 
     @property
     def sections(self) -> Mapping[str, Mapping[str, Any]]:
-        """The sections of the report by name."""
+        """The sections of the report, by name."""
         return self.report["sections"]
 
     @property
     def total(self) -> Mapping[str, Any]:
-        """The cost of the whole run and its figures to quote."""
+        """The costs of the whole run, and its figures to quote."""
         return self.report["summary"]
 
     def training(self, stage: str) -> Mapping[str, Any]:
-        """Return the section of a training stage, or an empty one."""
+        """Return the section of a training stage, or {} if the run has none."""
         return self.sections.get(f"{stage}_train", {})
 
 
 def load_run(word: str) -> Run:
-    """Return the run that a word of the command line names: NAME=PATH or PATH.
+    """Return the run that an argument of the command line names, as NAME=PATH or PATH.
 
     The path is a report.json, a folder that holds one, or a base folder. Raises UserError (code 2)
-    if there is no report, or it is none of ours.
+    if there is no report, or if it is not a report of this version.
     """
     name, equals, path = word.partition("=")
     folder = Path(path if equals else word).expanduser()
@@ -87,14 +87,14 @@ def load_run(word: str) -> Run:
 
 
 def named(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs under different names: a repeated name gets a number."""
+    """Return the runs with different names: each repeated name gets a number."""
     names = [run.name for run in runs]
     renamed = []
     for i, run in enumerate(runs):
         name = run.name
         if names.count(name) > 1:
-            number = names[: i + 1].count(name)
-            name = f"{name} ({number})"
+            occurrence = names[: i + 1].count(name)
+            name = f"{name} ({occurrence})"
         renamed.append(Run(name, run.report))
     return renamed
 
@@ -102,7 +102,8 @@ def named(runs: Sequence[Run]) -> list[Run]:
 def measures(runs: Sequence[Run]) -> list[list[str]]:
     """Return a row for every measure after every stage.
 
-    A row holds the name of the measure, then the value of each run with its 95 % interval.
+    A row holds the name of the measure, then its value for each run, with a 95 % interval if there
+    is one.
     """
     keys: dict[tuple[str, str], None] = {}  # (measure, stage), in the order of the stages
     for stage in COLUMNS:
@@ -128,7 +129,7 @@ def _measure(run: Run, name: str, stage: str) -> str:
 
 
 def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]]:
-    """Return rows of cost: of whole runs, and of each training stage.
+    """Return the rows of costs: those of whole runs, then those of each training stage.
 
     `price_per_hour` is in any currency.
     """
@@ -146,9 +147,9 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
 
 
 def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the rows of the cost of whole runs, without rows that are empty.
+    """Return the rows with the costs of whole runs, without empty rows.
 
-    A report of stages that no speedrun started does not know these costs.
+    These costs are unknown in the report of stages that speedrun.sh did not start.
     """
     time = ["time"]
     cpu_time = ["CPU time"]
@@ -162,7 +163,7 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a row for every setting, and every fact of the host, that differs between runs."""
+    """Return a row for every setting, and every fact about the host, that differs between runs."""
     rows = []
     for key in HOST_FACTS:
         facts = [cell(run.report["environment"].get(key, "")) for run in runs]
@@ -179,13 +180,13 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _differs(values: Sequence[str]) -> bool:
-    """Return whether two runs have different values; an empty one means that the run has none."""
+    """Return whether two runs have different values. An empty value means that a run has none."""
     distinct = {value for value in values if value}
     return len(distinct) > 1
 
 
 def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Return the curves of every training stage that two or more runs have, by file name."""
+    """Return a picture of curves for every training stage of two or more runs, by file name."""
     pictures = {}
     for stage in COLUMNS:
         sections = {run.name: run.training(stage) for run in runs}
@@ -200,7 +201,7 @@ def compare(
     folder: Path,
     price_per_hour: float | None = None,
 ) -> Path:
-    """Write compare.md, compare.html and the pictures to a folder, and return the HTML file."""
+    """Write compare.md, compare.html and the pictures to a folder, and return the HTML path."""
     names = [run.name for run in runs]
     title = f"{' and '.join(names) if len(names) < 4 else f'{len(names)} runs'} compared"
     pictures = _pictures(runs)

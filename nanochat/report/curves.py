@@ -17,14 +17,14 @@ LABELS = {
     "val_bpb": "validation in\nbits per byte",
     "val_accuracy": "preferences followed\non held-out pairs",
 }
-# Figures of RL that scatter from step to step: drawn faintly, under their running mean.
+# Figures of RL that vary much from step to step, drawn faintly under their running mean.
 SCATTERED = ("reward", "entropy", "length", "sampler_gap", "kl", "policy_shift")
 TRAINING_CURVES = ("loss", "val_bpb", "val_accuracy")
 RL_CURVES = ("reward", "accuracy", *SCATTERED[1:])
 
 
 def running_mean(values: Sequence[float], weight: float = 0.95) -> list[float]:
-    """Return the debiased exponential average of the values so far."""
+    """Return, for each value, the debiased exponential average of all values up to it."""
     means = []
     average = 0.0
     total_weight = 0.0
@@ -38,7 +38,7 @@ def running_mean(values: Sequence[float], weight: float = 0.95) -> list[float]:
 def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
     """Return a PNG with the curves of a training stage, one above the other.
 
-    `runs` are the sections of the stage by name of the run; several runs share each axis.
+    `runs` maps the name of each run to its section for the stage. Several runs share each axis.
     """
     import matplotlib
 
@@ -79,8 +79,8 @@ def _draw_curve(
 ) -> None:
     scattered = curve in SCATTERED
     sparse = curve != "loss" and not scattered  # measured now and then, not in every step
-    for number, (name, data) in enumerate(runs.items()):
-        color = f"C{number}"
+    for index, (name, data) in enumerate(runs.items()):
+        color = f"C{index}"
         if len(runs) == 1 and sparse:
             color = "C1"
         points = data.get(curve) or [(0, math.nan)]

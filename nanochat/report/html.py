@@ -14,7 +14,7 @@ from markdown_it.utils import OptionsDict
 # The only HTML that our own Markdown contains. Anything else that looks like HTML comes from a
 # model's reply and is shown as text.
 OWN_HTML = re.compile(r"(<details><summary>[\w ]+</summary>|</details>)\s*")
-# A browser loads nothing and runs nothing from this page, whatever a sample in it says.
+# With this policy, a browser loads and runs nothing for the page, whatever a sample in it says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -28,9 +28,9 @@ blockquote { border-left: .25rem solid #d80; margin-left: 0; padding-left: 1rem;
 
 
 def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
-    """Return our Markdown as an HTML document; `pictures` are the PNG files that it names.
+    """Return a report in Markdown as an HTML document.
 
-    HTML in the text is shown as text.
+    `pictures` are the PNG files that it names. HTML in the text is shown as text.
     """
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
     renderer.add_render_rule("html_block", _escape_foreign_html)
@@ -63,5 +63,6 @@ def _escape_foreign_html(
     options: OptionsDict,
     env: MutableMapping[str, Any],
 ) -> str:
+    """Render HTML of our own as it is, and escape all other HTML. markdown-it calls this."""
     content = tokens[idx].content
     return content if OWN_HTML.fullmatch(content) else html.escape(content)

@@ -1,4 +1,4 @@
-"""Reads and writes the sections of the report, and finds those that belong to one run."""
+"""Reads and writes the sections of a report, and finds those that belong to one run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,7 +75,7 @@ def training_section(
 ) -> None:
     """Write the section of a training stage from its metrics.jsonl.
 
-    `device_facts` describes the device, as device.summary() does.
+    `folder` holds that file, and `device_facts` describes the device, as device.summary() does.
     """
     metrics = read_metrics(folder)
     steps = [line for line in metrics if "loss" in line]  # RL also measures before its first step
@@ -97,14 +97,14 @@ def training_section(
     section |= {name: points for name, points in curves.items() if points}
     timeline = appendix("nanochat.runtime.timeline")
     profile = [] if timeline is None else timeline.report_rows(folder)
-    if profile:  # of a run with --profile
+    if profile:  # the run had --profile
         section["rows"] = profile
     section["loss"] = smooth_losses
     write_section(f"{stage}_train", section)
 
 
 def _curve(metrics: Sequence[Mapping[str, Any]], name: str) -> list[list[Any]]:
-    """Return [step, value] of a figure wherever it was measured and finite."""
+    """Return [step, value] for each step in which a figure was measured and finite."""
     points = [[line["step"], line.get(name)] for line in metrics]
     return [point for point in points if point[1] is not None]
 
@@ -123,9 +123,9 @@ def read_sections() -> dict[str, dict[str, Any]]:
 
 
 def current_sections() -> dict[str, dict[str, Any]]:
-    """Return the sections of the run that the newest section of a model belongs to.
+    """Return the sections of the run to which the newest section of a model belongs.
 
-    The log names the other sections.
+    The names of all other sections are logged.
     """
     sections = read_sections()
     tagged = [name for name, data in sections.items() if "tag" in data]
@@ -142,10 +142,10 @@ def current_sections() -> dict[str, dict[str, Any]]:
 def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]]:
     """Return the sections that belong to the same run as the section `newest`.
 
-    Sections of other tags or corpora are left out: they describe a model that has since been
-    replaced. The stages of a run are those that its parents lead to; a stage without a training
-    section has the tag of `newest`. A stage that names no corpus uses the corpus of its parent, and
-    the tokenizer belongs to the corpus of a stage.
+    Sections of other tags or corpora are left out, since they describe a model that has been
+    replaced. Each stage of a run names its parent stage and tag; a stage without a training section
+    has the tag of `newest`. A stage that names no corpus uses that of its parent. The tokenizer
+    belongs to the run if a stage was trained on its corpus.
     """
     newest_tag = sections[newest]["tag"]
     tags = _tags(sections, newest)
@@ -169,14 +169,14 @@ def _training_tag(sections: Sections, stage: str) -> str | None:
 
 
 def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
-    """Return the stage and the tag of the model that a training stage started from, or None."""
+    """Return the stage and the tag of the model from which a training stage started, or None."""
     settings = _training_settings(sections, stage)
     words = settings.get("parent", "").split(" ")
     return (words[0], words[1]) if len(words) > 1 else None
 
 
 def _tags(sections: Sections, newest: str) -> dict[str, str]:
-    """Return the tags of the ancestors and descendants of the section `newest`, by stage."""
+    """Return the tags of the run's stages: those of the ancestors and descendants of `newest`."""
     stage = newest.partition("_")[0]
     tag = sections[newest]["tag"]
     tags = {stage: tag}
@@ -197,7 +197,10 @@ def _tags(sections: Sections, newest: str) -> dict[str, str]:
 
 
 def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Drop stages with another corpus than the stage they started from, and their descendants."""
+    """Return the sections without stages that have another corpus than their parent stage.
+
+    A stage that started from such a stage is also left out.
+    """
     remaining = dict(sections)
     dropped: set[str] = set()
     for stage in ("mid", "sft", "rl"):
@@ -214,7 +217,7 @@ def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
 
 
 def _without_other_tokenizers(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Drop the sections of the tokenizer if no stage was trained on its corpus."""
+    """Return the sections, without those of the tokenizer if no stage was trained on its corpus."""
     remaining = dict(sections)
     corpora = set()
     for name, data in sections.items():

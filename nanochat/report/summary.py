@@ -1,4 +1,4 @@
-"""Collects the figures of a run: its host, its table of measures, and the figures to quote."""
+"""Collects the facts of a run: its host, its table of measures, and the figures to quote."""
 
 import datetime
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from nanochat.report.sections import COLUMNS, Sections
 
-# Training stage -> the text that its bits per byte are measured on.
+# Training stage -> the text on which its bits per byte are measured.
 VALIDATION_TEXTS = {
     "base": "documents",
     "mid": "conversations",
@@ -27,7 +27,7 @@ Costs = Mapping[str, Mapping[str, float]]  # stage -> minutes, cpu_minutes, memo
 
 
 def environment() -> dict[str, Any]:
-    """Return the commit, the host and the versions of this run."""
+    """Return the date, the commit, the host and the package versions of this run."""
     root = Path(__file__).resolve().parent.parent.parent
     versions = {
         package.name: package.version
@@ -70,7 +70,7 @@ def _processor() -> str:
 
 
 def table(sections: Sections) -> Table:
-    """Return measure -> stage -> value, for the measures that can be compared across stages."""
+    """Return the measures that can be compared across stages, as measure -> stage -> value."""
     rows: Table = {}
     _add_validation(rows, sections)
     _add_base_corpus(rows, sections)
@@ -86,7 +86,10 @@ def table(sections: Sections) -> Table:
 
 
 def _add_validation(rows: Table, sections: Sections) -> None:
-    """Add the last validation of every training stage, in rows of their own: the texts differ."""
+    """Add the last validation of every training stage.
+
+    Each stage has a row of its own, because the validation texts differ.
+    """
     for stage, text in VALIDATION_TEXTS.items():
         section = sections.get(f"{stage}_train", {})
         if stage == "mid" and section.get("settings", {}).get("answers_only"):
@@ -100,7 +103,7 @@ def _add_validation(rows: Table, sections: Sections) -> None:
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
-    """Add the bits per byte of the same texts after every stage, which show forgetting."""
+    """Add the bits per byte of the base corpus after every stage, which show what was forgotten."""
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
     for stage in ("base", *later):
         section = sections.get(f"{stage}_loss", {})
@@ -111,16 +114,19 @@ def _add_base_corpus(rows: Table, sections: Sections) -> None:
 
 
 def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the stages that have a figure in a table of table(), in the order of the pipeline."""
+    """Return the stages that have a value in a table, in the order of the pipeline."""
     return [stage for stage in COLUMNS if any(stage in row for row in rows.values())]
 
 
 def summary(sections: Sections, costs: Costs) -> dict[str, Any]:
-    """Return the figures to quote: accuracies after SFT, as fractions, and the costs of the run."""
+    """Return the figures to quote: the accuracies after SFT and RL, and the costs of the run.
+
+    Accuracies are fractions, and of those after RL there is only that of the task `mental`.
+    """
     tasks = sections.get("sft_eval", {}).get("tasks", {})
     figures = {name: score["accuracy"] for name, score in tasks.items()}
     rl_tasks = sections.get("rl_eval", {}).get("tasks", {})
-    if "mental" in rl_tasks:
+    if "mental" in rl_tasks:  # the sums that RL trains
         figures["mental_after_rl"] = rl_tasks["mental"]["accuracy"]
     stages = costs.values()
     figures["minutes"] = sum(stage["minutes"] for stage in stages)

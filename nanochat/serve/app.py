@@ -1,5 +1,4 @@
-"""Builds the web application: the routes of the API, the pages, and the files that the pages
-load."""
+"""Builds the web application: the routes of the API, the pages, and the files that they load."""
 
 import asyncio
 import contextlib
@@ -82,7 +81,7 @@ def assets() -> Mapping[str, bytes]:
 
 
 def create_app(models: Sequence[Loadable], settings: Settings) -> App:
-    """Build the web application. The engines' threads start and end with it."""
+    """Build the web application, which starts the engine threads and stops them at its end."""
     server = ChatServer(models, settings)
     files = assets()
     runs = None
@@ -111,7 +110,7 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
 
 
 def _add_api(app: FastAPI, server: ChatServer) -> None:
-    """Add the routes of the API."""
+    """Add the routes of the API to an application."""
     app.add_api_route("/health", server.health)
     app.add_api_route("/metrics", server.metrics_text)
     app.add_api_route("/tokenizer_info", server.tokenizer_info)
@@ -161,12 +160,13 @@ def _application(
 
     async def refused(_: Request, failure: Exception) -> Response:
         if isinstance(failure, ApiError):
-            # It refers to the request, and to itself: only a garbage collection would free it.
+            # The traceback refers to the request and to the error itself, so that only a garbage
+            # collection would free them.
             failure.__traceback__ = None
         return error(_refusal(failure))
 
     async def left(_: Request, failure: Exception) -> Response:
-        return Response()  # which nobody reads
+        return Response()  # nobody reads it
 
     # FastAPI's own documentation pages load scripts from the internet, which fails on a machine
     # without a network.
@@ -182,7 +182,7 @@ def _add_pages(
     pages: Mapping[str, bytes],
     files: Mapping[str, bytes],
 ) -> None:
-    """Add routes to pages, by path, and to the files that they load."""
+    """Add routes for pages, which are given by path, and for the files that they load."""
 
     async def asset(name: str) -> Response:
         if name not in ASSETS:
@@ -201,8 +201,10 @@ def _add_pages(
 
 
 def _refusal(failure: Exception) -> ApiError:
-    """Return what a client hears about a failed request. The details of a fault in this server stay
-    in its log."""
+    """Return the error that a client gets for a failed request.
+
+    The details of a fault in this server stay in its log.
+    """
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, HTTPException):

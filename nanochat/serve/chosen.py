@@ -1,4 +1,4 @@
-"""Which model a chat is with: one that was trained here, or the folder of a published one."""
+"""Chooses the model to chat with: one that was trained here, or the folder of a published one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,8 @@ from nanochat.runtime import graphs
 
 Source = Literal["base", "mid", "sft", "rl", "tune"]
 NEEDS_BASE = "--adapter belongs to a published model: name its folder with --model"
-# Tokens of a chat where nobody says more: the contexts of published models would take all memory.
+# The longest chat in tokens without --context: the full context of a published model could fill all
+# memory.
 LONGEST = 4096
 
 
@@ -52,10 +53,10 @@ class Chosen:
 
     loaded: Loaded
     context: int  # the longest chat in tokens
-    other_models: list[str]  # the flags of the other models
+    other_models: list[str]  # for each of the other models, the flags that choose it
     latest: str = ""  # when the model was saved, if it is the one that was trained last
-    parameters: int = 0  # how many the model has
-    captures: Platform | None = None  # what replays decoding steps, if they are to be replayed
+    parameters: int = 0  # the number of parameters of the model
+    captures: Platform | None = None  # replays decoding steps; None if they are not replayed
 
 
 def choose(
@@ -64,9 +65,12 @@ def choose(
     compute: Compute,
     adapter: Path | None = None,
 ) -> Chosen:
-    """Load the model that the flags name, in the number format `dtype` (auto: the device's), with
-    the adapter of a folder merged into it. Raises UserError if the flags do not go together or the
-    model cannot be loaded."""
+    """Load the model that the flags name.
+
+    `dtype` is the number format to compute in, where auto leaves the choice to the device.
+    `adapter` is the folder of an adapter to merge into a published model. Raises UserError if the
+    flags contradict each other or the model cannot be loaded.
+    """
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
     captures = graphs.for_replies(flags.graphs, compute)
@@ -105,8 +109,10 @@ def _lay_out(
     loaded: Loaded,
     compute: Compute,
 ) -> None:
-    """Store the model's matrices as --weights says, laid out for the device. Raises UserError if 8
-    bits would not make it faster here."""
+    """Store the model's matrices in the format of --weights, laid out for the device.
+
+    Raises UserError if 8 bits would not make the model faster here.
+    """
     if flags.weights == "int8":
         reason = _no_int8(loaded, compute)
         if reason:
@@ -120,7 +126,7 @@ def _lay_out(
 
 
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
-    """Return why matrices in 8 bits would not make a model faster here; "" if they would."""
+    """Return why matrices in 8 bits would not make a model faster here, or "" if they would."""
     reason = compute.platform.int8_missing(compute.dtype)
     if reason:
         return reason
@@ -135,10 +141,10 @@ def choose_also(
     dtype: str,
     compute: Compute,
 ) -> tuple[str, Chosen]:
-    """Return the name and the model that a value of --also asks for: STAGE/TAG, STAGE/TAG/STEP or
-    NAME=FOLDER.
+    """Return the name and the model that a value of --also asks for.
 
-    `flags` are those of the first model. Raises UserError if the value cannot be read or loaded.
+    The value is STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER, and `flags` are those of the first model.
+    Raises UserError if the value cannot be parsed or the model cannot be loaded.
     """
     shared = ModelFlags(weights=flags.weights, graphs=flags.graphs, context=flags.context)
     name, _, folder = value.partition("=")
@@ -153,15 +159,15 @@ def choose_also(
             f"as sft/d4, or NAME=FOLDER, got {value!r}",
             exit_code=2,
         )
-    number = int(step) if step else None
+    step_number = int(step) if step else None
     source = cast(Source, stage)
-    trained_here = replace(shared, source=source, model_tag=tag, step=number)
-    words = ["nanochat", stage, tag, step]
-    return "-".join(filter(None, words)), choose(trained_here, dtype, compute)
+    trained_here = replace(shared, source=source, model_tag=tag, step=step_number)
+    name_parts = ["nanochat", stage, tag, step]
+    return "-".join(filter(None, name_parts)), choose(trained_here, dtype, compute)
 
 
 def names_adapter(value: str) -> bool:
-    """Whether a value of --also, NAME=FOLDER, is an adapter's."""
+    """Return whether the folder in a value of --also, NAME=FOLDER, holds an adapter."""
     from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
 
     _, _, folder = value.partition("=")
@@ -171,18 +177,18 @@ def names_adapter(value: str) -> bool:
 def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path]:
     """Return the folders of the adapters that values of --adapter or --also ask for, by name.
 
-    A value is NAME=FOLDER, or FOLDER, whose own name is then the adapter's. Raises UserError if
-    there is no folder of a base, `model`, or if two adapters have one name.
+    A value is NAME=FOLDER, or FOLDER alone, whose last part is then the name of the adapter. Raises
+    UserError if there is no base model (`model`, a folder), or if two adapters have the same name.
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)
     folders: dict[str, Path] = {}
     for value in values:
-        name, equals, place = value.partition("=")
-        folder = Path(place if equals else value).expanduser().resolve()
+        name, equals, path = value.partition("=")
+        folder = Path(path if equals else value).expanduser().resolve()
         if not equals:
             name = folder.name
-        if not name or (equals and not place):
+        if not name or (equals and not path):
             raise UserError(f"--adapter must be NAME=FOLDER or FOLDER, got {value!r}", exit_code=2)
         if name in folders:
             raise UserError(
@@ -198,8 +204,11 @@ def load_adapters(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> Adapters | None:
-    """Load the adapters of folders beside the model that was chosen; None if there are none. Raises
-    UserError if one cannot be read or is of another base."""
+    """Load adapters for the model that was chosen, or return None if there are none.
+
+    `folders` gives the folder of each adapter by its name. Raises UserError if an adapter cannot be
+    read or belongs to another base model.
+    """
     if not folders:
         return None
     model = first.loaded.model
@@ -214,10 +223,10 @@ def cache_sizes(
     slots: int,
     platform: Platform,
 ) -> list[int]:
-    """Return the bytes of the cache of each model for so many slots.
+    """Return the size of each model's cache in bytes, for so many slots.
 
-    Raises UserError if the device has less memory left than all of these caches take together,
-    which a CPU would find out only while it answers.
+    Raises UserError if the device has less free memory than all of these caches take together. A
+    CPU would otherwise run out of memory only while it answers.
     """
     slot_sizes = [model.loaded.model.new_cache(1, model.context).bytes for model in models]
     total = slots * sum(slot_sizes)
@@ -233,7 +242,10 @@ def cache_sizes(
 
 
 def _context(flags: ModelFlags, loaded: Loaded) -> int:
-    """Return the longest chat in tokens. Raises UserError for a flag out of range."""
+    """Return the longest chat in tokens.
+
+    Raises UserError if --context is out of range.
+    """
     longest = loaded.model.config.sequence_len
     if flags.context is not None and not 2 <= flags.context <= longest:
         raise UserError(

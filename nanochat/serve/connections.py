@@ -1,11 +1,10 @@
-"""Connections of the chat server: bounds their number, their memory, and how long each may keep the
-server waiting.
+"""Limits the connections of the server: their number, their memory, and how long each may stall it.
 
-A connection is in one of two states. Either the client waits for the server: this has no deadline
-here, because the queue of chats bounds it. Or the server waits for the client: to ask, to finish
-its headers or body, or to read what was sent. Every such wait has a deadline. When the server runs
-out of room, it closes the connection that has kept it waiting longest, so that a new client always
-finds a place.
+A connection is in one of two states. Either the client waits for the server; this has no deadline
+here, because the queue of chats bounds it. Or the server waits for the client to send a request, to
+finish its headers or its body, or to read what was sent. Every such wait has a deadline. When the
+server runs out of room, it closes the connection that has kept it waiting longest, so that there is
+always room for a new client.
 """
 
 import asyncio
@@ -29,44 +28,46 @@ from nanochat.serve.routes.fields import ApiError
 
 HEADER_BYTES = 16 * 1024  # a browser with many cookies sends a few kilobytes
 BODY_PIECES = 1024  # chunks or packets of one body: 256 kB in packets of 1,460 bytes are 180
-# What a client may still send of a body that was refused, so that it reads the answer.
+# How much of a refused body a client may still send, so that it gets to read the answer.
 SWALLOWED_BYTES = 1 << 20
-# Each way, in the kernel; its default grows to some megabytes for a client that does not read.
+# The kernel's buffer for each direction, which by default grows to some megabytes if a client does
+# not read.
 SOCKET_BYTES = 64 * 1024
 WARNING_SECONDS = 60  # least time between two lines in the log about the same thing
 
-# What the server waits for: a request, the rest of its headers, the rest of its body, that the
-# client reads what was sent, or that the client hears of a refusal before the connection closes.
+# What the server waits for: a request, the rest of its headers, the rest of its body, for the
+# client to read what was sent, or for it to receive a refusal before the connection closes.
 Wait = Literal["idle", "headers", "body", "read", "leave"]
 
 
 @dataclass(frozen=True)
 class Caps:
-    """Bounds on connections. The seconds are how long a client may keep the server waiting, by what
-    it waits for."""
+    """Bounds on connections, and for each kind of wait the seconds that a client may take."""
 
-    idle: float = 30  # longer than clients keep unused connections, so that they close first
+    idle: float = 30  # longer than clients keep unused connections, so that clients close first
     headers: float = 10  # headers fit into a few packets
     body: float = 30  # 256 kB at 70 kbit/s
-    read: float = 30  # a phone between two cells is back by then
+    read: float = 30  # a phone that changes cells is back by then
     leave: float = 2
     connections: int = 1024
     per_address: int = 512  # a proxy in front of this server is one address
-    # Of all requests that are not complete: 64 of the largest bodies.
+    # Of all incomplete requests together: 64 of the largest bodies.
     unfinished_bytes: int = 16 << 20
-    # Answers that wait for their client to read; each may be as long as the context.
+    # Answers whose clients do not read them; each may be as long as the context.
     unread: int = 64
 
 
 class Seldom:
-    """Warns about each thing at most every WARNING_SECONDS: the log must not grow as fast as
-    someone can attack."""
+    """Logs each warning at most once every WARNING_SECONDS.
+
+    Otherwise an attacker could make the log grow as fast as the attack.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
     def warn(self, message: str) -> None:
-        """Log the message, unless it was logged a moment ago."""
+        """Log a message, unless the same one was logged within the last WARNING_SECONDS."""
         now = time.monotonic()
         if now - self._last.get(message, -WARNING_SECONDS) >= WARNING_SECONDS:
             self._last[message] = now
@@ -74,8 +75,10 @@ class Seldom:
 
 
 def neighbour(host: str) -> str:
-    """Return what counts as one address: an IPv4 address, or the /64 network that one IPv6 customer
-    has."""
+    """Return what counts as one address for a client: an IPv4 address, or an IPv6 /64 network.
+
+    One customer of an IPv6 provider has all addresses of such a network.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -88,19 +91,20 @@ def neighbour(host: str) -> str:
 
 
 class Connections:
-    """All open connections: which of them keep the server waiting, and what their unfinished
-    requests hold."""
+    """All open connections: which of them keep the server waiting, and what their requests hold."""
 
     def __init__(self, caps: Caps):
         self.caps = caps
         self.seldom = Seldom()
-        self.waiting: dict[Connection, None] = {}  # the longest wait first
+        self.waiting: dict[Connection, None] = {}  # in the order in which they began to wait
         self.per_address: Counter[str] = Counter()
-        self.unfinished = 0  # bytes of requests that are not complete
+        self.unfinished = 0  # bytes of all incomplete requests
 
     def admit(self, new: "Connection") -> bool:
-        """Count a new connection, and close older ones if there are too many. False if nothing
-        could be closed."""
+        """Count a new connection, closing an older one if there are too many.
+
+        Returns False if there is no room and no connection can be closed.
+        """
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
             self.seldom.warn(
@@ -117,7 +121,11 @@ class Connections:
         return True
 
     def make_room(self, address: str | None = None) -> bool:
-        """Close the connection that keeps the server waiting longest. False if none does."""
+        """Close the connection that has kept the server waiting longest.
+
+        With an `address`, only connections from that address count. Returns False if no connection
+        keeps the server waiting.
+        """
         for connection in self.waiting:
             if address in (None, connection.address):
                 connection.drop()
@@ -125,8 +133,11 @@ class Connections:
         return False
 
     def wait(self, connection: "Connection", wait: Wait) -> None:
-        """Note that a connection begins to keep the server waiting; drop the oldest if too many do
-        not read."""
+        """Note that a connection begins to keep the server waiting.
+
+        If too many clients do not read their answers, the one that has not read for longest is
+        dropped.
+        """
         self.waiting[connection] = None
         if wait != "read":
             return
@@ -139,8 +150,10 @@ class Connections:
             unread[0].drop()
 
     def hold(self, connection: "Connection", count: int) -> None:
-        """Note how many bytes the unfinished request of a connection holds; refuse the oldest if
-        all hold too many."""
+        """Note how many bytes the unfinished request of a connection has so far.
+
+        While all unfinished requests together are too large, the oldest one is refused.
+        """
         self.unfinished += count - connection.unfinished
         connection.unfinished = count
         while self.unfinished > self.caps.unfinished_bytes:
@@ -153,7 +166,7 @@ class Connections:
             oldest.refuse(ApiError(429, "too_many_bodies", text, retry_after=2))
 
     def forget(self, connection: "Connection") -> None:
-        """Give back what a connection held."""
+        """Free everything that was counted for a connection."""
         self.waiting.pop(connection, None)
         self.unfinished -= connection.unfinished
         connection.unfinished = 0
@@ -163,11 +176,11 @@ class Connections:
 
 
 class Requests(h11.Connection):
-    """Reads requests, and refuses two things that h11 accepts.
+    """Reads HTTP requests, and refuses two things that h11 accepts.
 
-    A request with both Content-Length and Transfer-Encoding means different things to different
-    programs on its way. A body of single bytes costs a thousand times the work of a body in one
-    piece.
+    Different programs read a request that has both Content-Length and Transfer-Encoding in
+    different ways. And a body in pieces of single bytes costs a thousand times the work of a body
+    in one piece.
     """
 
     def __init__(self) -> None:
@@ -175,7 +188,7 @@ class Requests(h11.Connection):
         self._pieces = 0
 
     def next_event(self) -> Any:
-        """Return the next event, or raise h11.RemoteProtocolError."""
+        """Return the next event. Raises h11.RemoteProtocolError if the request is refused."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0
@@ -194,8 +207,10 @@ class Requests(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with deadlines. It closes after a refusal that came before the end of
-    the body."""
+    """A connection of uvicorn with deadlines.
+
+    After a refusal that was sent before the end of the body, it closes.
+    """
 
     def __init__(
         self,
@@ -208,19 +223,19 @@ class Connection(H11Protocol):
         self.conn = Requests()
         self.all = connections
         self.address = ""
-        self.unfinished = 0  # bytes of a request that is not complete
+        self.unfinished = 0  # bytes of an incomplete request
         self.leaving = False
         self._gone = False
         self._swallowed = 0
         self.wait: Wait | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    # --- what uvicorn calls ----------------------------------------------------------------------
+    # --- called by uvicorn -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, unless there is no room for another connection."""
+        """Begin to serve a new connection, or refuse it if there is no room for it."""
         super().connection_made(transport)
-        # So that writing is paused exactly while something is unsent.
+        # With a limit of 0, writing is paused exactly as long as something is unsent.
         transport.set_write_buffer_limits(high=0)
         self.address = neighbour(self.client[0] if self.client else "")
         if self.all.admit(self):
@@ -233,12 +248,12 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Free everything that was counted for the connection, which is closed now."""
         self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the request, or swallow a little of a body that was refused."""
+        """Process received bytes, or discard them if the request was refused."""
         if self.leaving:
             self._swallowed += len(data)
             if self._swallowed > SWALLOWED_BYTES:
@@ -248,18 +263,17 @@ class Connection(H11Protocol):
         self._look(len(data))
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as the server writes."""
+        """Begin to wait for the client, which does not read as fast as the server writes."""
         super().pause_writing()
         self._look()
 
     def resume_writing(self) -> None:
-        """The client has read everything that the server wrote."""
+        """End the wait for the client, which has read everything that the server wrote."""
         super().resume_writing()
         self._look()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request. If the client still sends the body of this one, close
-        instead."""
+        """Wait for the next request, or close if the client still sends the body of this one."""
         if self.conn.their_state is h11.SEND_BODY:
             self._close_politely()
         else:
@@ -267,16 +281,16 @@ class Connection(H11Protocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP."""
+        """Refuse a request that is not valid HTTP."""
         self.refuse(
             ApiError(400, "invalid_http", "this is not a valid HTTP request: send valid HTTP/1.1")
         )
 
     def timeout_keep_alive_handler(self) -> None:
-        """Leave unused connections to the deadlines below."""
+        """Do nothing, because the deadlines below also close unused connections."""
 
     def shutdown(self) -> None:
-        """Close, after the answer if one is under way."""
+        """Close the connection, after the end of an answer that is under way."""
         if self.wait in ("idle", "headers", "leave"):
             self.drop()
         else:
@@ -285,8 +299,7 @@ class Connection(H11Protocol):
     # --- deadlines -------------------------------------------------------------------------------
 
     def _waits_for(self) -> Wait | None:
-        """Return what the server waits for the client to do; None while the client waits for the
-        server."""
+        """Return what the client must do next, or None if the client waits for the server."""
         if self.flow.write_paused:
             return "read"
         if self.leaving:
@@ -296,8 +309,10 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _look(self, received: int = 0) -> None:
-        """Note what the server waits for now; a new wait has a new deadline. `received` bytes have
-        just arrived."""
+        """Note what the server waits for now, with a new deadline for each new wait.
+
+        `received` is the number of bytes that have just arrived.
+        """
         if self._gone:
             return
         wait = self._waits_for()
@@ -316,13 +331,13 @@ class Connection(H11Protocol):
             self.all.wait(self, wait)
 
     def _end_wait(self) -> None:
-        """Forget the present wait and its deadline."""
+        """Forget the current wait and its deadline."""
         self.all.waiting.pop(self, None)
         if self._timer:
             self._timer.cancel()
 
     def _late(self) -> None:
-        """Close a connection whose client has not done in time what the server waits for."""
+        """Close the connection because its client has missed the deadline."""
         if self.wait in ("headers", "body"):
             text = (
                 f"the {self.wait} of the request took too long: send the request again, without a "
@@ -335,7 +350,10 @@ class Connection(H11Protocol):
     # --- ends ------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Close at once, whatever is under way. The kernel forgets what the client has not read."""
+        """Close the connection at once, whatever is under way.
+
+        The kernel discards what the client has not read.
+        """
         if self.flow.write_paused:
             reset = struct.pack("ii", 1, 0)  # linger for 0 seconds
             connection = self.transport.get_extra_info("socket")
@@ -344,14 +362,17 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _leave(self) -> None:
-        """Give back what the connection held, once."""
+        """Free everything that was counted for the connection, unless that was done before."""
         if not self._gone:
             self._gone = True
             self._end_wait()
             self.all.forget(self)
 
     def refuse(self, refusal: ApiError) -> None:
-        """Answer instead of the application, which need not hear of it, and close."""
+        """Send a refusal in place of the application's answer, and close.
+
+        The application need not see the request.
+        """
         if self.cycle and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -370,7 +391,7 @@ class Connection(H11Protocol):
         self._close_politely()
 
     def _close_politely(self) -> None:
-        """Send what is unsent and the end of the stream, and keep the socket for a moment.
+        """Send the rest of the answer and the end of the stream, and keep the socket for a moment.
 
         A socket that closes with unread data resets the connection, and the client may lose the
         answer.
@@ -380,6 +401,6 @@ class Connection(H11Protocol):
         self.flow.resume_reading()
         if not self._gone:
             self.all.hold(self, 0)
-        with contextlib.suppress(OSError):  # the client may have gone already
+        with contextlib.suppress(OSError):  # the client may have left already
             self.transport.write_eof()
         self._look()

@@ -1,4 +1,4 @@
-"""Runs an engine in a thread of its own, and connects that thread with an asyncio loop."""
+"""Runs an engine in its own thread, and connects that thread with an asyncio event loop."""
 
 import asyncio
 import queue
@@ -13,8 +13,7 @@ from nanochat.serve.waiting import Line
 
 
 class EngineEvent(Protocol):
-    """One token of a request. `finish` is the reason why the reply ended, on the last token
-    only."""
+    """One token of a reply; `finish`, on the last token only, says why the reply ended."""
 
     @property
     def request(self) -> int: ...
@@ -23,8 +22,8 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-# An address may fill one in so many slots with replies under schemas: alone, and where others came
-# a short while ago.
+# The share of slots, one in so many, that an address may fill with replies that follow a JSON
+# schema: while it is the only address, and while other addresses have been active recently.
 SHARE_ALONE = 2
 SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0
@@ -53,8 +52,7 @@ class StepEngine(Protocol[E_co]):
 
 
 class Ticket(Generic[E]):
-    """The requests of one client to the engine, and the queue in which the events of the replies
-    come back."""
+    """The requests of one client to the engine, and a queue for the events of their replies."""
 
     def __init__(
         self,
@@ -62,39 +60,39 @@ class Ticket(Generic[E]):
         owner: str = "",
         automaton: object = None,
     ):
-        """Each request is a prompt and its sampling settings. `owner` is the address of the client.
+        """Make the ticket of some requests, each a prompt with its sampling settings.
 
-        `automaton` is that of the requests' schema, which the ticket keeps alive for the engine;
-        None without a schema.
+        `owner` is the address of the client. `automaton` is the compiled JSON schema that the
+        replies must follow, or None without a schema; the ticket keeps it alive for the engine.
         """
         self.requests = requests
         self.owner = owner
         self.automaton = automaton
         # Only the engine's thread changes the next two.
-        self.submitted = 0  # how many of the requests the engine has had
-        self.running: dict[int, int] = {}  # the engine's request number -> the index in `requests`
+        self.submitted = 0  # how many of the requests the engine has received
+        self.running: dict[int, int] = {}  # the engine's request number -> its index in `requests`
         self.unfinished = len(requests)  # only the event loop uses this
         self._news: asyncio.Queue[tuple[int, E] | Exception] = asyncio.Queue()
 
     @property
     def begun(self) -> bool:
-        """Whether the engine has had one of the requests."""
+        """Whether the engine has received at least one of the requests."""
         return self.submitted > 0
 
     @property
     def more(self) -> bool:
-        """Whether the engine does not have all requests yet."""
+        """Whether some requests have not been handed to the engine yet."""
         return self.submitted < len(self.requests)
 
     def tell(self, news: "tuple[int, E] | Exception") -> None:
-        """Queue an event of one request, or the failure that ends all of them."""
+        """Queue an event of one reply, or the exception that ends all replies."""
         self._news.put_nowait(news)
 
     async def events(self) -> list[tuple[int, E]]:
-        """Wait for news; return all events since the last call, at least one, each with the index
-        of its request.
+        """Wait for events, and return all that have arrived since the last call, at least one.
 
-        Raises what the engine raised.
+        Each comes with the index of its request in `requests`. Raises the exception that ended the
+        replies, if there is one.
         """
         news = [await self._news.get()]
         while not self._news.empty():
@@ -108,25 +106,26 @@ class Ticket(Generic[E]):
 
 
 class Displaced(Exception):
-    """A waiting ticket lost its place to a ticket of an address that has fewer."""
+    """A waiting ticket lost its place to the ticket of an address that has fewer."""
 
 
 class EngineThread(Generic[E]):
-    """Owns the engine: no other thread touches it. Call the public methods on the event loop.
+    """Runs the engine in a thread that alone may touch it.
 
-    Commands enter through a queue that the thread empties before every step. Tickets wait in a
-    line; when the engine has a free slot, the thread hands it one request of the address whose turn
-    it is. One callback delivers the events of all tickets, at most every NEWS_SECONDS: Python runs
-    one thread at a time, so the engine stands still while the loop sends a piece, and fewer
-    deliveries leave it more time. The loop never waits for the model, and the model never waits for
-    a client.
+    Call the public methods on the event loop. Commands enter through a queue that the thread
+    empties before every step. Tickets wait in a line. When the engine has a free slot, the thread
+    hands it one request of the address whose turn it is.
+
+    One callback delivers the events of all tickets, at most every NEWS_SECONDS. Python runs one
+    thread at a time, so the engine stands still while the loop sends events, and fewer deliveries
+    leave it more time. The loop never waits for the model, and the model never waits for a client.
     """
 
     def __init__(self, engine: StepEngine[E], waiting: int):
-        """`waiting` tickets may wait beyond the ones that have a slot."""
+        """Prepare the thread; `waiting` tickets may wait in addition to those that have a slot."""
         self.slots = engine.free_slots
         self.free_slots = self.slots
-        self.tickets: set[Ticket[E]] = set()  # submitted; neither released nor at their end
+        self.tickets: set[Ticket[E]] = set()  # submitted, and neither released nor finished
         self.line: Line[Ticket[E]] = Line()
         self._engine = engine
         self._limit = self.slots + waiting  # of tickets
@@ -141,7 +140,7 @@ class EngineThread(Generic[E]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread; it delivers to the running event loop."""
+        """Start the thread, which delivers events to the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -152,26 +151,26 @@ class EngineThread(Generic[E]):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def full(self, owner: str = "") -> bool:
-        """Whether a ticket of an address would be refused because too many wait."""
+        """Return whether a ticket of an address would be refused because too many are waiting."""
         return len(self.tickets) >= self._limit and not self.line.yields_to(owner)
 
     def submit(self, ticket: Ticket[E]) -> None:
-        """Queue a ticket; the caller must release it. Raises asyncio.QueueFull if too many tickets
-        wait already.
+        """Queue a ticket, which the caller must release later.
 
-        When too many wait, the address with most waiting tickets loses its newest one, which hears
-        Displaced. The end of a reply gives its place to another ticket, even if its client never
-        reads it.
+        If too many tickets are waiting, the address with the most waiting tickets loses its newest
+        one, whose events() raises Displaced. A ticket whose replies have all ended makes room for
+        another one, even if its client never reads them. Raises asyncio.QueueFull if there is no
+        room.
         """
         if self.full(ticket.owner):
             raise asyncio.QueueFull
         if len(self.tickets) >= self._limit:
             loser = self.line.give_way(ticket.owner)
-            if loser is None:  # it has begun a moment ago
+            if loser is None:  # the engine has begun its work on it a moment ago
                 raise asyncio.QueueFull
             self.tickets.discard(loser)
             loser.tell(Displaced())
@@ -180,27 +179,29 @@ class EngineThread(Generic[E]):
         self._inbox.put("look")
 
     def release(self, ticket: Ticket[E]) -> None:
-        """Give a ticket back. The engine cancels its unfinished replies before the next step."""
+        """Give a ticket back.
+
+        Before its next step, the engine cancels the replies of the ticket that have not ended.
+        """
         self.tickets.discard(ticket)
         self.line.remove(ticket)
         self._inbox.put(ticket)
 
     def dismiss(self, reason: Exception) -> None:
-        """End every reply with a failure; the owners of the tickets still release them."""
+        """End every reply with an exception. Whoever holds a ticket must still release it."""
         for ticket in self.tickets:
             ticket.tell(reason)
 
     # --- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Carry out commands, hand requests to the engine and step it, until the thread must
-        end."""
+        """Follow commands, hand requests to the engine and step it, until the thread must end."""
         while self._obey():
             self._fill()
             try:
                 events = self._engine.step()
             except Exception as failure:
-                # The edge of the thread: fail the chats in flight, keep serving new ones.
+                # The edge of the thread: end the chats under way, and keep serving new ones.
                 traceback.print_exc()
                 for ticket in set(self._running.values()):
                     self._drop(ticket, failure)
@@ -212,7 +213,7 @@ class EngineThread(Generic[E]):
                 self._publish()
 
     def _note(self, event: E) -> None:
-        """Put an event among the news of its ticket."""
+        """Keep an event for delivery with its ticket."""
         ticket = self._running[event.request]
         index = ticket.running[event.request]
         self._news.append((ticket, (index, event)))
@@ -221,11 +222,13 @@ class EngineThread(Generic[E]):
             del ticket.running[event.request]
 
     def _obey(self) -> bool:
-        """Carry out all commands; wait for one if there is nothing to compute. False if the thread
-        must end."""
+        """Carry out all commands, waiting for one if there is nothing to compute.
+
+        Returns False if the thread must end.
+        """
         while not self._inbox.empty() or not (self._engine.busy or len(self.line)):
             if self._inbox.empty():
-                self._publish()  # before it waits: a cancel may have left news undelivered
+                self._publish()  # a cancellation may have left events undelivered
             command = self._inbox.get()
             if command == "stop":
                 return False
@@ -235,7 +238,7 @@ class EngineThread(Generic[E]):
         return True
 
     def _fill(self) -> None:
-        """Hand the engine as many requests as it has slots, each time one of the next address."""
+        """Hand requests to the engine until its slots are full, one for each address in turn."""
         while len(self._running) < self.slots:
             ticket = self.line.next(self._may_begin)
             if ticket is None:
@@ -262,13 +265,13 @@ class EngineThread(Generic[E]):
         self._begun[owner] = now
         if len(self._begun) <= 2 * self.slots:
             return
-        recent = now - RECENT_SECONDS
-        self._begun = {name: begun for name, begun in self._begun.items() if begun > recent}
+        cutoff = now - RECENT_SECONDS
+        self._begun = {address: begun for address, begun in self._begun.items() if begun > cutoff}
 
     def _may_begin(self, ticket: Ticket[E]) -> bool:
-        """Whether a ticket may have a slot: replies under schemas of one address leave slots to
-        other addresses.
+        """Return whether a ticket may take a slot.
 
+        The replies of one address that follow a JSON schema may fill only a share of the slots.
         Their masks can cost so much that a chat of another address would wait for minutes until one
         of them ends.
         """
@@ -281,12 +284,15 @@ class EngineThread(Generic[E]):
         return running < max(self.slots // share, 1)
 
     def _others_came(self, owner: str) -> bool:
-        """Whether a reply of another address began a short while ago."""
-        recent = time.monotonic() - RECENT_SECONDS
-        return any(name != owner and begun > recent for name, begun in self._begun.items())
+        """Return whether a reply of another address has begun recently."""
+        cutoff = time.monotonic() - RECENT_SECONDS
+        return any(address != owner and begun > cutoff for address, begun in self._begun.items())
 
     def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:
-        """Cancel what the engine has of a ticket; with a failure, tell the client of it."""
+        """Cancel the replies of a ticket that are under way.
+
+        If there was a failure, the ticket's client gets it.
+        """
         self.line.remove(ticket)
         for number in ticket.running:
             del self._running[number]
@@ -296,7 +302,7 @@ class EngineThread(Generic[E]):
             self._news.append((ticket, failure))
 
     def _publish(self) -> None:
-        """Let the event loop deliver the news."""
+        """Hand the events that have not been delivered yet to the event loop."""
         assert self._loop is not None
         if self._news:
             self._loop.call_soon_threadsafe(self._deliver, self._news)
@@ -306,8 +312,10 @@ class EngineThread(Generic[E]):
     # --- on the loop -----------------------------------------------------------------------------
 
     def _deliver(self, news: "Sequence[tuple[Ticket[E], tuple[int, E] | Exception]]") -> None:
-        """Put news into the queues of their tickets; a ticket whose replies have all ended frees
-        its place."""
+        """Put events into the queues of their tickets.
+
+        A ticket whose replies have all ended makes room for another one.
+        """
         for ticket, item in news:
             ticket.tell(item)
             if isinstance(item, Exception):

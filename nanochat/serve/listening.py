@@ -1,5 +1,4 @@
-"""The server's door: accepts connections, checks the name and the key of every request, and stops
-in order."""
+"""Accepts connections, checks the host name and key of every request, and shuts down in order."""
 
 import asyncio
 import contextlib
@@ -25,12 +24,12 @@ from nanochat.serve.engine_thread import EngineThread
 from nanochat.serve.routes.answers import error
 from nanochat.serve.routes.fields import ApiError
 
-DRAIN_SECONDS = 3  # time that answers under way get to end when the server stops
-STOP_SECONDS = 30.0  # time that the server has to stop; then its process ends, whatever still runs
+DRAIN_SECONDS = 3  # how long answers under way may take to end when the server stops
+STOP_SECONDS = 30.0  # how long the server may take to stop; then its process ends in any case
 BACKLOG = 2048  # connections that the kernel completes before the server accepts them
-ACCEPTED_AT_ONCE = 16  # then others get a turn; until that turn, these are not counted
+ACCEPTED_AT_ONCE = 16  # then other tasks get a turn; until that turn, these are not counted
 OWN_FILES = 128  # open files for everything but connections: the model, the log, the device
-FULL_SECONDS = 0.1  # pause of accepting when the process may open no more files
+FULL_SECONDS = 0.1  # pause between attempts when the process may open no more files
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src "
@@ -46,10 +45,10 @@ HEADERS = {
 
 
 def host_allowed(host: str, names: tuple[str, ...]) -> bool:
-    """Whether a Host header names this server: an IP address, localhost, or one of `names`.
+    """Return whether a Host header names this server: an IP address, localhost, or one of `names`.
 
-    If another site points its own name at this address (DNS rebinding), the header holds that
-    site's name.
+    If another site makes its own name point to this address (DNS rebinding), the header holds the
+    name of that site.
     """
     name, _, port = host.rpartition(":")
     if not port.isdigit():
@@ -61,18 +60,20 @@ def host_allowed(host: str, names: tuple[str, ...]) -> bool:
 
 
 def needs_key(path: str) -> bool:
-    """Whether a path is only for clients with the key: all but the pages, which hold no secret, and
-    /health."""
+    """Return whether a path is only for clients with the key.
+
+    The pages, which hold no secret, and /health are for all clients.
+    """
     return path not in ("/", "/runs", "/health") and not path.startswith("/assets/")
 
 
 def digest(text: bytes) -> bytes:
-    """Return what stands for a key in comparisons, so that keys of any length take equally long."""
+    """Return a hash of a key, so that comparing keys of any length takes equally long."""
     return hashlib.sha256(text).digest()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the first header of a name, or nothing."""
+    """Return the value of the first header with a name, or b"" if there is none."""
     for header, value in scope["headers"]:
         if header == name:
             return value
@@ -80,8 +81,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 class Guard:
-    """Checks Host header and key of every request, and adds the safety headers to every
-    response."""
+    """Checks the Host header and key of every request, and adds safety headers to each response."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Guard:
         hosts: tuple[str, ...],
         api_key: str = "",
     ):
-        """Without an `api_key`, clients need none."""
+        """Guard an application; clients need no key if `api_key` is empty."""
         self.app = app
         self.hosts = hosts
         self._key = digest(api_key.encode()) if api_key else None
@@ -98,7 +98,7 @@ class Guard:
         ]
 
     def _authorized(self, scope: Scope) -> bool:
-        """Whether a request has the right key, or needs none."""
+        """Return whether a request has the right key, or needs none."""
         if self._key is None or not needs_key(scope["path"]):
             return True
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
@@ -144,8 +144,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class App:
-    """The web application, the engine threads that work for it, and the bounds on its
-    connections."""
+    """The web application, its engine threads, and the bounds on its connections."""
 
     asgi: ASGIApp
     threads: Sequence[EngineThread[Event]]
@@ -153,7 +152,7 @@ class App:
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as the system allows it to."""
+    """Allow this process to open as many files as the system lets it."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource
 
@@ -162,7 +161,7 @@ def raise_open_files() -> None:
 
 
 def affordable(caps: Caps) -> Caps:
-    """The bounds, with no more connections than this process may open files."""
+    """Return the bounds, with no more connections than the files that this process may open."""
     with contextlib.suppress(ImportError):
         import resource
 
@@ -173,11 +172,11 @@ def affordable(caps: Caps) -> Caps:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without access log, server header or websockets; it ends the answers under way before
-    it shuts down.
+    """Runs uvicorn without access log, server header or websockets.
 
-    The server accepts connections itself: asyncio's own loop, when the process may open no more
-    files, goes on trying and logs a traceback for each of some thousand attempts in a second.
+    Before it shuts down, it ends the answers under way. It also accepts connections itself: if the
+    process may open no more files, asyncio's own loop keeps trying, about a thousand times a
+    second, and logs a traceback each time.
     """
 
     def __init__(self, app: App):
@@ -190,7 +189,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,  # else any local client names its own address, in X-Forwarded-For
-            # Some clients never read the end of their answer.
+            # A bound is needed because some clients never read the end of their answer.
             timeout_graceful_shutdown=2 * DRAIN_SECONDS,
         )
         super().__init__(config)
@@ -199,17 +198,18 @@ class Server(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and accept connections."""
+        """Start the application, and begin to accept connections."""
         await super().startup(sockets=[])
         self._accepting = [
             asyncio.create_task(self._accept(listener)) for listener in sockets or []
         ]
 
     async def _accept(self, listener: socket.socket) -> None:
+        """Accept the connections of a listening socket until this task is cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         listener.listen(BACKLOG)
-        opening: set[asyncio.Task[object]] = set()  # asyncio itself keeps no task alive
+        opening: set[asyncio.Task[object]] = set()  # asyncio itself does not keep a task alive
         while True:
             try:
                 for _ in range(ACCEPTED_AT_ONCE):
@@ -220,7 +220,7 @@ class Server(uvicorn.Server):
                     task.add_done_callback(opening.discard)
                 await asyncio.sleep(0)
             except ConnectionError:
-                continue  # the client has gone already
+                continue  # the client has left already
             except OSError as failure:  # this process or the system may open no more files
                 self.connections.seldom.warn(
                     f"a connection was not accepted ({failure.strerror}): trying again"
@@ -229,7 +229,7 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(FULL_SECONDS)
 
     async def _open(self, accepted: socket.socket) -> None:
-        """Answer a connection."""
+        """Answer the requests of a connection."""
         loop = asyncio.get_running_loop()
         state = self.lifespan.state
 
@@ -240,18 +240,18 @@ class Server(uvicorn.Server):
             await loop.connect_accepted_socket(connection, accepted)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop, on a signal."""
+        """Begin to stop because of a signal, and end the process if that takes too long."""
         super().handle_exit(sig, frame)
-        # Python waits for every thread that works, and no thread can be ended from outside.
+        # Python waits for every thread that is at work, and no thread can be ended from outside.
         timer = threading.Timer(STOP_SECONDS, _end)
         timer.daemon = True
         timer.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server
-        ends them.
+        """Stop accepting requests, and give the answers under way DRAIN_SECONDS to end.
 
-        One line tells how many answers uvicorn cancelled because their clients do not read them.
+        After that time, the server ends them. One line of the log tells how many answers uvicorn
+        cancelled because their clients did not read them.
         """
         logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
         for accepting in self._accepting:
@@ -261,31 +261,32 @@ class Server(uvicorn.Server):
             503, "server_stopping", "the server was stopped before the answer was complete"
         )
         loop = asyncio.get_running_loop()
-        ending = [
+        timers = [
             loop.call_later(DRAIN_SECONDS, thread.dismiss, stopping) for thread in self.threads
         ]
         try:
             await super().shutdown(sockets)
         finally:
-            for timer in ending:
+            for timer in timers:
                 timer.cancel()
 
 
 def _set_options(accepted: socket.socket) -> None:
-    """Bound the kernel's buffers of a connection, and let it send without a pause."""
+    """Limit the kernel's buffers for a connection, and let it send without delay."""
     for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
         accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
-    # Without this, a connection in use waits 40 ms between the head and the body of every answer.
+    # Without this, a reused connection waits 40 ms between the head and the body of every answer.
     # asyncio sets it only on sockets that name their protocol, which accepted ones do not.
     accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
-    """Return whether a log record is something else than the traceback of a cancelled answer."""
+    """Return whether a log record is anything but the traceback of a cancelled answer."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _end() -> None:
+    """End the process at once, whatever is still running."""
     warn(f"the server did not stop within {STOP_SECONDS:g} seconds: its process ends now")
     os._exit(1)
 
@@ -293,7 +294,7 @@ def _end() -> None:
 def serve(app: App, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     raise_open_files()
-    # uvicorn raises them again at its end; ignored, that end is normal.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    # uvicorn raises these signals again at its end; ignored, they let it end normally.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: None)
     Server(app).run(sockets=[listener])

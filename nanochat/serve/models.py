@@ -1,8 +1,7 @@
-"""A model that the server answers with: its engine in a thread of its own, its counters, and what
-the server says of it.
+"""Describes the models of the server: for each its engine thread, its limits and its counters.
 
-GET /metrics tells the counters in Prometheus text under vLLM's names, so that dashboards made for
-vLLM fit.
+GET /metrics returns the counters as Prometheus text under vLLM's names, so that dashboards made for
+vLLM work here too.
 """
 
 import time
@@ -29,8 +28,8 @@ from nanochat.tokenizer import Tokenizer
 
 F = TypeVar("F", Counter, Gauge, Histogram)
 
-# Upper bounds in seconds: to the first token, between tokens, and to the last one. A CPU takes up
-# to seconds for what a GPU does in milliseconds.
+# Upper bounds of histogram buckets, in seconds: to the first token, between tokens, and to the last
+# token. A CPU may take seconds for what a GPU does in milliseconds.
 FIRST = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
     *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -48,7 +47,7 @@ TOTAL = (
 
 
 class Families:
-    """The metrics of one server: each name is registered once, with a value for every model."""
+    """The metrics of one server, each registered once by name, with one value per model."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -62,7 +61,7 @@ class Families:
         labels: Sequence[str] = ("model_name",),
         **options: Any,
     ) -> F:
-        """Return the metric of a name, which is registered when it is asked for the first time."""
+        """Return the metric with a name, which is registered at the first call."""
         if name not in self._metrics:
             self._metrics[name] = kind(
                 f"vllm:{name}", help_text, labels, registry=self._registry, **options
@@ -70,7 +69,7 @@ class Families:
         return self._metrics[name]  # type: ignore[no-any-return]
 
     def response(self) -> Response:
-        """Return all metrics as text."""
+        """Return all metrics as Prometheus text."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -83,8 +82,11 @@ class Metrics:
         model: str,
         thread: EngineThread[Event] | None,
     ):
-        """`thread` is the one of the model's engine; None for an adapter, whose base tells how busy
-        the engine is."""
+        """Register the counters of a model.
+
+        `thread` runs the model's engine. It is None for an adapter, because its base model reports
+        how busy the engine is.
+        """
         self._families = families
         self._model = model
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
@@ -125,7 +127,7 @@ class Metrics:
         )
 
     def ended(self, reason: str) -> None:
-        """Count a request that ended."""
+        """Count a request that ended, under the reason why it ended."""
         self._ended.labels(self._model, reason).inc()
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -157,12 +159,14 @@ class Watch:
         prompts: Sequence[int],
         start: float,
     ):
-        """`prompts` are the lengths of the prompts in tokens; `start` is when the request came,
-        monotonic."""
+        """Watch the replies to some prompts, whose lengths in tokens are `prompts`.
+
+        `start` is when the request arrived, by the monotonic clock.
+        """
         self._metrics = metrics
         self._prompts = prompts
         self._start = start
-        self._last: dict[int, float] = {}  # index of a reply -> when its last token came
+        self._last: dict[int, float] = {}  # index of a reply -> when its last token arrived
         self._ended: dict[int, str] = {}
 
     @property
@@ -171,8 +175,10 @@ class Watch:
         return len(self._ended) == len(self._prompts)
 
     def add(self, news: Sequence[tuple[int, Event]]) -> None:
-        """Follow the events of one delivery. The tokens of a reply that come together share the
-        time since the last."""
+        """Count the tokens that were delivered together, each with the index of its reply.
+
+        Tokens of one reply that arrive together share the time since its previous token.
+        """
         now = time.monotonic()
         metrics = self._metrics
         counts: dict[int, int] = {}
@@ -202,7 +208,7 @@ class Watch:
         metrics.hits.inc(event.reused)
 
     def end(self) -> None:
-        """Count replies that did not come to their end."""
+        """Count the replies that were aborted."""
         for _ in range(len(self._prompts) - len(self._ended)):
             self._metrics.ended("abort")
 
@@ -212,7 +218,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Announced:
-    """What the server announces of a model, and the defaults of a request to it."""
+    """What the server publishes about a model, and the defaults of a request to it."""
 
     model: str  # the name in the API, such as nanochat-sft-d4
     stage: str
@@ -222,14 +228,16 @@ class Announced:
     min_p: float = 0.0
     top_k: int = 50  # 0 samples from the whole vocabulary
     max_tokens: int = 512
-    # What else /v1/models says of the model, for the page.
+    # More facts about the model in /v1/models, for the web page.
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Loadable:
-    """A model that is ready to be served: an engine, or one of its adapters. Several of these may
-    share an engine."""
+    """A model that is ready to be served: an engine, or one of its adapters.
+
+    Several of these may share an engine.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -238,8 +246,10 @@ class Loadable:
 
 
 class Hosted:
-    """One model of the server. Adapters of a model share its slots and its line of waiting
-    requests."""
+    """A model that the server answers with.
+
+    An engine and its adapters share slots, and their requests wait in one line.
+    """
 
     def __init__(
         self,
@@ -247,7 +257,7 @@ class Hosted:
         thread: EngineThread[Event],
         families: Families,
     ):
-        """`thread` is the one of its engine; `families` are the server's metrics."""
+        """Host a model whose engine `thread` runs; `families` are the server's metrics."""
         engine = loadable.engine
         announced = loadable.announced
         self.name = announced.model
@@ -268,7 +278,7 @@ class Hosted:
         self._started = int(time.time())
 
     def described(self) -> dict[str, Any]:
-        """Return the model as /v1/models lists it."""
+        """Return the model's entry in /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -298,7 +308,10 @@ class Models:
     """All models of a server, the default one first."""
 
     def __init__(self, loadables: Sequence[Loadable], waiting: int):
-        """Raise UserError (code 2) if two models have one name."""
+        """Host models, with up to `waiting` requests that wait for the slots of each engine.
+
+        Raises UserError (code 2) if two models have the same name.
+        """
         self.families = Families()
         names = [loadable.announced.model for loadable in loadables]
         for name in names:
@@ -308,19 +321,21 @@ class Models:
                     "name",
                     2,
                 )
-        threads: dict[int, EngineThread[Event]] = {}  # by the id of the engine
+        threads: dict[int, EngineThread[Event]] = {}  # by id(engine)
         self.all: list[Hosted] = []
         for loadable in loadables:
             key = id(loadable.engine)
             if key not in threads:
                 threads[key] = EngineThread[Event](loadable.engine, waiting)
             self.all.append(Hosted(loadable, threads[key], self.families))
-        self.threads = list(threads.values())  # of all engines
+        self.threads = list(threads.values())  # one for each engine
         self.default = self.all[0]
 
     def named(self, name: Any) -> Hosted:
-        """Return the model of a name; the default one for None. ApiError 404 if there is none of
-        this name."""
+        """Return the model with a name, or the default one for None.
+
+        Raises ApiError (404) if there is no such model.
+        """
         if name is None:
             return self.default
         for model in self.all:
@@ -329,12 +344,14 @@ class Models:
         raise ApiError(404, "model_not_found", f"{self._offer()}, or leave model out", "model")
 
     def of_body(self, value: Any) -> Hosted:
-        """Return the model that a decoded body asks for. ApiError 404 if there is none of this
-        name."""
+        """Return the model that a decoded body asks for.
+
+        Raises ApiError (404) if there is no such model.
+        """
         return self.named(value.get("model") if isinstance(value, Mapping) else None)
 
     def _offer(self) -> str:
-        """Return the names that a request may ask for, in words."""
+        """Return a sentence with the names that a request may ask for."""
         names = ", ".join(repr(model.name) for model in self.all)
         if len(self.all) > 1:
             return f"this server has the models {names}: ask for one of these"

@@ -1,5 +1,4 @@
-"""Answers the routes: checks bodies one at a time, and hands them to the thread that owns their
-engine."""
+"""Answers the routes: checks request bodies one at a time, and hands them to an engine's thread."""
 
 import asyncio
 import functools
@@ -33,7 +32,7 @@ from nanochat.tokenizer import Tokenizer
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
 BODY_BYTES = 256 * 1024  # largest body of a request
-# An escape in JSON text: a surrogate pair, half of one, or any other.
+# An escape sequence in JSON text: a surrogate pair, half of one, or any other.
 ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -43,30 +42,31 @@ ESCAPE = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """The server's limits, and what it serves besides the API."""
+    """The server's limits, and what it serves in addition to the API."""
 
     waiting: int = 64  # chats that may wait for a slot of a model; the server refuses more
-    # Requests that may wait for their check; the server refuses more, the largest first.
+    # Requests that may wait to be checked; the server refuses more, the largest first.
     preparing: int = 64
-    # Requests that one address may have at the same time; 0 leaves that to the line.
+    # Requests that one address may have at the same time; 0: no such limit.
     per_address: int = 0
-    api_key: str = ""  # what clients must send; empty: nothing
+    api_key: str = ""  # the key that clients must send; empty: none
     page: bool = True  # serve the web page
-    hosts: tuple[str, ...] = ()  # names that it answers to, besides IP addresses and localhost
+    # Host names that the server answers to, besides IP addresses and localhost.
+    hosts: tuple[str, ...] = ()
     caps: Caps = field(default_factory=Caps)
     # The base folder whose runs the page /runs shows; None: there is no such page.
     runs: Path | None = None
 
 
 class CheckedRequest(Protocol):
-    """A checked request to a route that generates."""
+    """A checked request for a route that generates text."""
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """Return its requests to the engine, and the writer of its answer."""
+        """Return the requests to the engine, and the writer of the answer."""
         ...
 
 
-ReadBody = Callable[[Any, Limits, Defaults], CheckedRequest]  # how a route checks a decoded body
+ReadBody = Callable[[Any, Limits, Defaults], CheckedRequest]  # checks the decoded body of a route
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,23 @@ class Prepared:
 
 
 class ChatServer:
-    """Answers the routes with the engines behind them."""
+    """Answers the routes of the API with some models."""
 
     def __init__(self, models: Sequence[Loadable], settings: Settings):
-        """The first of `models` answers the requests that name none."""
+        """Serve `models`, of which the first answers requests that name none."""
         self.models = Models(models, settings.waiting)
         self.settings = settings
         self.responses = ResponseStore()
         self.turns = Turns(SmallestFirst(settings.preparing))
-        # The turns need no more than one thread, and each thread keeps memory.
+        # The turns need no more than one thread, and each thread takes memory.
         self.preparing = ThreadPoolExecutor(1, "prepare")
         self.schema_turns = Turns(ByAddress(settings.preparing))
         self.schemas = ThreadPoolExecutor(1, "schemas")  # a new schema may take seconds
 
-    # --- what the server tells -------------------------------------------------------------------
+    # --- facts about the server ------------------------------------------------------------------
 
     async def health(self) -> JSONResponse:
-        """GET /health: whether the engines' threads run, and how busy they are together."""
+        """Answer GET /health: whether the engine threads are running, and how busy they are."""
         threads = self.models.threads
         alive = all(thread.alive for thread in threads)
         state = {
@@ -107,34 +107,34 @@ class ChatServer:
         return JSONResponse(state, 200 if alive else 503)
 
     async def list_models(self) -> JSONResponse:
-        """GET /v1/models: the models, the default one first, and the defaults of a request."""
+        """Answer GET /v1/models: all models with their defaults, the default model first."""
         models = [self._described(model) for model in self.models.all]
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, name: str) -> JSONResponse:
-        """GET /v1/models/NAME: the model of this name."""
+        """Answer GET /v1/models/NAME: the model with this name."""
         return JSONResponse(self._described(self.models.named(name)))
 
     def _described(self, model: Hosted) -> dict[str, Any]:
-        """Return what the server says of a model."""
+        """Return a model as the API lists it."""
         description = model.described()
         if self.settings.runs is not None:
             description["runs"] = True
         return description
 
     async def metrics_text(self) -> Response:
-        """GET /metrics."""
+        """Answer GET /metrics."""
         return self.models.families.response()
 
     async def tokenizer_info(self, model: str | None = None) -> JSONResponse:
-        """GET /tokenizer_info?model=NAME."""
+        """Answer GET /tokenizer_info?model=NAME."""
         hosted = self.models.named(model)
         return JSONResponse(tokens.tokenizer_info(hosted.tokenizer, hosted.limits))
 
     # --- routes that read a body -----------------------------------------------------------------
 
     def encoding(self, work: Callable[[Any, Tokenizer, Limits], dict[str, Any]]) -> Route:
-        """Return a route that only the tokenizer answers."""
+        """Return a route that needs only the tokenizer."""
 
         async def answer(request: Request) -> Response:
             body = await read_body(request)
@@ -152,7 +152,7 @@ class ChatServer:
         return answer
 
     def generating(self, reader: ReadBody) -> Route:
-        """Return a route that the engine answers."""
+        """Return a route that needs the engine."""
 
         async def answer(request: Request) -> Response:
             start = time.monotonic()
@@ -169,19 +169,19 @@ class ChatServer:
         return answer
 
     async def respond(self, request: Request) -> Response:
-        """POST /v1/responses."""
+        """Answer POST /v1/responses."""
         reader = functools.partial(read_response, shelf=self._shelf(request))
         return await self.generating(reader)(request)
 
     async def response(self, number: str, request: Request) -> JSONResponse:
-        """GET /v1/responses/NUMBER: a response that is stored."""
+        """Answer GET /v1/responses/NUMBER with a stored response."""
         for name in request.query_params:
             text = f"this route does not support {name[:80]}: leave it out"
             raise ApiError(400, "unsupported_parameter", text, name[:80])
         return JSONResponse(self._shelf(request).response(number))
 
     async def remove_response(self, number: str, request: Request) -> JSONResponse:
-        """DELETE /v1/responses/NUMBER: forget a response."""
+        """Answer DELETE /v1/responses/NUMBER, and delete the stored response."""
         self._shelf(request).response(number, again=False)
         return JSONResponse({"id": number, "object": "response", "deleted": True})
 
@@ -192,7 +192,7 @@ class ChatServer:
     # --- preparation -----------------------------------------------------------------------------
 
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
-        """Run work on a body off the event loop. One body at a time, the smallest first."""
+        """Run work on a body outside the event loop, for one body at a time, the smallest first."""
         try:
             async with self.turns.turn(size=len(body)):
                 return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
@@ -205,11 +205,11 @@ class ChatServer:
         reader: ReadBody,
         owner: str,
     ) -> Prepared:
-        """Check a body and submit its ticket. One body at a time: its place is certain before its
-        text is encoded.
+        """Check a body, and submit its ticket to the engine's thread.
 
-        Only a schema that the model does not know yet waits for its automaton outside of that
-        order: addresses take turns there.
+        This happens for one body at a time, and the text is encoded only once there is a place for
+        the request. A JSON schema that the model does not know yet is compiled outside of that
+        order; for this, addresses take turns.
         """
         loop = asyncio.get_running_loop()
 
@@ -236,12 +236,15 @@ class ChatServer:
             raise _queue_full() from None
 
     def _check_place(self, model: Hosted, owner: str) -> None:
-        """Raise asyncio.QueueFull if too many wait for the model, or if the address has all the
-        requests that it may have, over all models."""
-        requests = 0
+        """Raise asyncio.QueueFull if there is no place for a request of an address.
+
+        Either too many requests wait for the model, or the address already has as many as it may
+        have, for all models together.
+        """
+        request_count = 0
         for thread in self.models.threads:
-            requests += sum(ticket.owner == owner for ticket in thread.tickets)
-        if 0 < self.settings.per_address <= requests or model.thread.full(owner):
+            request_count += sum(ticket.owner == owner for ticket in thread.tickets)
+        if 0 < self.settings.per_address <= request_count or model.thread.full(owner):
             raise asyncio.QueueFull
 
     def _submitted(
@@ -251,13 +254,16 @@ class ChatServer:
         owner: str,
         automaton: object,
     ) -> Prepared:
-        """Queue the requests of a body; the ticket keeps the automaton of their schema alive."""
+        """Submit the requests of a body to the engine's thread.
+
+        The ticket keeps the compiled schema (`automaton`) of the requests alive.
+        """
         ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
         model.thread.submit(ticket)
         return Prepared(model, ticket, work.writer)
 
     def close(self) -> None:
-        """Take no more bodies."""
+        """Prepare no more bodies."""
         for executor in (self.preparing, self.schemas):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -267,7 +273,10 @@ def _queue_full() -> ApiError:
 
 
 def _work(request: CheckedRequest, model: Hosted) -> Work:
-    """Return what a request asks of the engine. ApiError 400 for what the engine would refuse."""
+    """Return the requests of a checked request to the engine, and the writer of the answer.
+
+    Raises ApiError (400) if the engine would refuse a request.
+    """
     work = request.work(model.tokenizer, model.limits)
     if model.adapter:
         requests = []
@@ -283,8 +292,11 @@ def _work(request: CheckedRequest, model: Hosted) -> Work:
 
 
 def _automaton(schema: str, model: Hosted) -> object:
-    """Make the automaton of a schema, so that the engine need not wait for it as long as the result
-    is held. ApiError 400 if that cannot be done."""
+    """Return the automaton of a JSON schema, which constrains replies to that schema.
+
+    As long as it is held, the engine need not compile the schema. Raises ApiError (400) if the
+    schema cannot be compiled.
+    """
     try:
         return model.schemas.prepare(schema)
     except UserError as refusal:
@@ -295,9 +307,11 @@ def _automaton(schema: str, model: Hosted) -> object:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body of a request. ApiError 415 if it is not JSON, 413 beyond BODY_BYTES.
+    """Return the body of a request.
 
-    The type matters: a browser lets any web site post plain text to this server, but not JSON.
+    Raises ApiError (415) if its type is not JSON, or ApiError (413) if it is larger than
+    BODY_BYTES. The type matters because a browser lets any web site post plain text to this server,
+    but not JSON.
     """
     content_type, _, _ = request.headers.get("content-type", "").partition(";")
     if content_type.strip().lower() != "application/json":
@@ -316,14 +330,14 @@ async def read_body(request: Request) -> bytes:
 
 
 def decode_json(body: bytes) -> Any:
-    """Return the value of a body, which can be written as JSON in UTF-8 again: half of a surrogate
-    pair becomes U+FFFD.
+    """Return the value of a body, in which U+FFFD replaces each half of a surrogate pair.
 
-    ApiError 400 if the body is not JSON, or if a number in it is NaN or infinite.
+    So the value can be written as JSON in UTF-8 again. Raises ApiError (400) if the body is not
+    JSON, or if a number in it is NaN or infinite.
     """
     try:
-        # Replaced here, once: some routes send texts of the request back, and such a half would
-        # make that fail.
+        # Some routes send texts of the request back, which would fail for half of a surrogate pair,
+        # so all of these are replaced here.
         text = ESCAPE.sub(_without_half, body.decode("utf-8-sig"))
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -331,13 +345,15 @@ def decode_json(body: bytes) -> Any:
 
 
 def _without_half(escape: re.Match[str]) -> str:
-    """Return an escape, or U+FFFD for half of a surrogate pair."""
+    """Return an escape sequence, or U+FFFD if it is half of a surrogate pair."""
     return r"\ufffd" if escape["half"] else escape[0]
 
 
 def _finite(number: str) -> float:
-    """Return a number of a body. ApiError 400 for NaN, Infinity and 1e999, which JSON cannot
-    hold."""
+    """Return a number of a body.
+
+    Raises ApiError (400) for NaN, Infinity and 1e999, which JSON cannot hold.
+    """
     value = float(number)
     if not math.isfinite(value):
         text = (

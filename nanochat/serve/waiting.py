@@ -1,9 +1,7 @@
-"""Queues in which requests wait: for the engine, and for work that is done for one request at a
-time.
+"""Queues in which requests wait for the engine, or for work that is done for one request at a time.
 
-In a Line, addresses take turns, and the address with the most requests gives way. Turns lets
-requests do something one at a time: those with the smallest bodies first, or those of the next
-address.
+In a Line, addresses take turns, and the address with the most requests makes room for others. Turns
+lets requests do something one at a time: the smallest bodies first, or each address in turn.
 """
 
 import asyncio
@@ -29,12 +27,12 @@ class Waiter(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether work on a part of it has begun."""
+        """Whether work on any part of it has begun."""
         ...
 
     @property
     def more(self) -> bool:
-        """Whether a part of it still waits."""
+        """Whether any part of it is still waiting."""
         ...
 
 
@@ -42,12 +40,14 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Line(Generic[W]):
-    """Waiting requests by address. The event loop adds to it while the engine's thread takes from
-    it."""
+    """A line of waiting requests in which addresses take turns.
+
+    The event loop adds requests to it while the engine's thread takes them out.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # No address without requests; the address whose turn it is comes first.
+        # Only addresses with requests; the address whose turn it is comes first.
         self._waiting: dict[str, deque[W]] = {}
 
     def __len__(self) -> int:
@@ -55,16 +55,15 @@ class Line(Generic[W]):
             return sum(map(len, self._waiting.values()))
 
     def add(self, waiter: W) -> None:
-        """Let a request wait behind the others of its address."""
+        """Add a request behind the others of its address."""
         with self._lock:
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
-        """Return the oldest request of the address whose turn it is; the turn passes on. None if
-        nobody waits.
+        """Return the oldest request of the address whose turn it is, or None if none may begin.
 
-        An address whose oldest request may not begin yet keeps its turn. The caller begins one part
-        of the request; then it calls done_with().
+        The turn then passes to the next address. An address whose oldest request may not begin yet
+        keeps its place. The caller begins one part of the request, and then calls done_with().
         """
         with self._lock:
             for owner, waiting in self._waiting.items():
@@ -74,25 +73,24 @@ class Line(Generic[W]):
             return None
 
     def done_with(self, waiter: W) -> None:
-        """Remove a request that next() returned, unless more parts of it wait."""
+        """Remove a request that next() returned, unless more parts of it are waiting."""
         if not waiter.more:
             self.remove(waiter)
 
     def remove(self, waiter: W) -> bool:
-        """Take a request out. False if it does not wait."""
+        """Remove a request, and return whether it was waiting."""
         with self._lock:
             return self._remove(waiter)
 
     def yields_to(self, newcomer: str) -> bool:
-        """Whether an address has so many waiting requests that one would give way to a
-        newcomer's."""
+        """Return whether another address has so many requests that a newcomer may displace one."""
         with self._lock:
             return self._largest_owner(newcomer) is not None
 
     def give_way(self, newcomer: str) -> W | None:
-        """Take out the newest request of the address with the most waiting requests, and return it.
+        """Remove and return the newest request of the address with the most waiting requests.
 
-        None if that address would be the newcomer's own, the newcomer counted.
+        Returns None if no other address has more of them than the newcomer would have.
         """
         with self._lock:
             owner = self._largest_owner(newcomer)
@@ -103,8 +101,10 @@ class Line(Generic[W]):
             return newest
 
     def _largest_owner(self, newcomer: str) -> str | None:
-        """Return the address with the most requests that have not begun; None if it would be the
-        newcomer."""
+        """Return the address with the most requests that have not begun.
+
+        Returns None if no other address has more of them than the newcomer would have.
+        """
         counts: dict[str, int] = {}
         for owner, waiting in self._waiting.items():
             counts[owner] = sum(not waiter.begun for waiter in waiting)
@@ -114,7 +114,7 @@ class Line(Generic[W]):
         return largest if counts[largest] > counts.get(newcomer, 0) + 1 else None
 
     def _remove(self, waiter: W) -> bool:
-        """Take a request out; the caller holds the lock."""
+        """Remove a request, and return whether it was waiting. The caller must hold the lock."""
         waiting = self._waiting.get(waiter.owner)
         if waiting is None or waiter not in waiting:
             return False
@@ -129,36 +129,40 @@ class Line(Generic[W]):
 
 @dataclass(eq=False)
 class Turn:
-    """A request that waits for its turn in a queue of Turns. It has one part only."""
+    """A request that waits for its turn in the queue of a Turns object. It has only one part."""
 
     owner: str
     size: int
-    comes: asyncio.Future[None]
+    comes: asyncio.Future[None]  # done when the turn has come, or failed if it was refused
     begun = False
     more = False
 
 
 class TurnQueue(Protocol):
-    """Decides whose turn is next, and which turn is refused when too many wait."""
+    """Decides whose turn is next, and which turn is refused if too many are waiting."""
 
     def add(self, turn: Turn) -> Turn | None:
-        """Let a turn wait; return the turn that must give way to others, which may be this one."""
+        """Add a turn, and return the turn that is refused for lack of room, if any.
+
+        The refused turn may be the new one.
+        """
         ...
 
     def next(self) -> Turn | None:
-        """Take out the next turn; None if nobody waits."""
+        """Remove and return the next turn, or None if none is waiting."""
         ...
 
     def remove(self, turn: Turn) -> bool:
-        """Take a turn out. False if it does not wait."""
+        """Remove a turn, and return whether it was waiting."""
         ...
 
 
 class SmallestFirst:
-    """The turn of the smallest body is next; the largest is refused when more than `limit` wait.
+    """A queue in which the smallest body is next, and the largest is refused if there is no room.
 
-    Preparing a large request takes a hundred times as long as a usual one, so in any other order a
-    few clients with large requests would keep all others waiting.
+    At most `limit` turns may wait. Preparing a large request takes a hundred times as long as a
+    usual one, so in any other order a few clients with large requests would keep all others
+    waiting.
     """
 
     def __init__(self, limit: int):
@@ -167,28 +171,30 @@ class SmallestFirst:
         self._arrivals = itertools.count()
 
     def add(self, turn: Turn) -> Turn | None:
-        """See TurnQueue."""
+        """Add a turn; see TurnQueue."""
         bisect.insort(self._waiting, (turn.size, next(self._arrivals), turn))
         if len(self._waiting) <= self._limit:
             return None
         return self._waiting.pop()[2]
 
     def next(self) -> Turn | None:
-        """See TurnQueue."""
+        """Remove and return the next turn; see TurnQueue."""
         return self._waiting.pop(0)[2] if self._waiting else None
 
     def remove(self, turn: Turn) -> bool:
-        """See TurnQueue."""
-        for index, (_, _, waiting) in enumerate(self._waiting):
-            if waiting is turn:
+        """Remove a turn; see TurnQueue."""
+        for index, (_, _, waiting_turn) in enumerate(self._waiting):
+            if waiting_turn is turn:
                 del self._waiting[index]
                 return True
         return False
 
 
 class ByAddress:
-    """Addresses take turns; the one with the most requests gives way when more than `limit`
-    wait."""
+    """A queue in which addresses take turns.
+
+    At most `limit` turns may wait. If there are more, the address with the most of them loses one.
+    """
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -196,7 +202,7 @@ class ByAddress:
         self._latest = ""  # the address that had the latest turn
 
     def add(self, turn: Turn) -> Turn | None:
-        """See TurnQueue."""
+        """Add a turn; see TurnQueue."""
         loser = None
         if len(self._line) >= self._limit:
             loser = self._line.give_way(turn.owner)
@@ -206,18 +212,18 @@ class ByAddress:
         return loser
 
     def next(self) -> Turn | None:
-        """See TurnQueue."""
+        """Remove and return the next turn; see TurnQueue."""
         turn = self._line.next()
         if turn is None:
             return None
-        if turn.owner == self._latest:  # another address comes first, if one waits
+        if turn.owner == self._latest:  # another address comes first, if one is waiting
             turn = self._line.next() or turn
         self._line.done_with(turn)
         self._latest = turn.owner
         return turn
 
     def remove(self, turn: Turn) -> bool:
-        """See TurnQueue."""
+        """Remove a turn; see TurnQueue."""
         return self._line.remove(turn)
 
 
@@ -230,9 +236,10 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str = "", size: int = 0) -> AsyncIterator[None]:
-        """Wait for the turn of a request: `owner` is its address, `size` that of its body in bytes.
+        """Wait for a request's turn, which lasts as long as this block.
 
-        Raises asyncio.QueueFull if others take all places.
+        `owner` is the address of the request, and `size` the size of its body in bytes. Raises
+        asyncio.QueueFull if the queue refuses the request for lack of room.
         """
         turn = Turn(owner, size, asyncio.get_running_loop().create_future())
         refused = self._queue.add(turn)
@@ -253,12 +260,12 @@ class Turns:
             self._end()
 
     def _end(self) -> None:
-        """End a turn."""
+        """End the current turn, and begin the next one."""
         self._busy = False
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """Begin the next turn of a request that still waits for it."""
+        """Begin the next turn that has not been cancelled, unless another turn is under way."""
         while not self._busy:
             turn = self._queue.next()
             if turn is None:
@@ -269,7 +276,7 @@ class Turns:
 
 
 def _has_come(turn: Turn) -> bool:
-    """Whether it is a request's turn: it was neither cancelled nor refused."""
+    """Return whether a request's turn has come, rather than been cancelled or refused."""
     if not turn.comes.done() or turn.comes.cancelled():
         return False
     return turn.comes.exception() is None

@@ -1,1 +1,1 @@
-"""The chat in a terminal: what chat_cli shows, reads and keeps, and its talk with a server."""
+"""The terminal chat: what chat_cli shows, reads and keeps, and how it talks to a server."""

@@ -1,4 +1,4 @@
-"""Chats with an OpenAI-compatible server: streams replies, and can stop waiting at any moment."""
+"""Chats with an OpenAI-compatible server: streams replies, which can be stopped at any moment."""
 
 import contextlib
 import json
@@ -14,18 +14,23 @@ from nanochat.data.conversation import Message, Part
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 600  # a busy server may take minutes to its first token
-# What the user may set; our server tells its defaults.
+# What the user may set; our server publishes its defaults.
 SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
-LOOK_SECONDS = 0.1  # how often a reply under way looks whether it was stopped
+LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
 
 
 class Remote:
-    """A server and its first model. After a reply, `finish` and `tokens` say how it ended and how
-    long it was."""
+    """A chat server, of which the first model answers.
+
+    After a reply, `finish` says why it ended, and `tokens` how long it was.
+    """
 
     def __init__(self, url: str, api_key: str):
-        """Raise UserError if no such server answers at the URL, with or without /v1 at its end."""
+        """Connect to the server at a URL, with or without /v1 at its end.
+
+        Raises UserError if no OpenAI-compatible server answers there.
+        """
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not url.startswith(("http://", "https://")):
             raise UserError(
@@ -41,7 +46,8 @@ class Remote:
             raise UserError(
                 f"{self.url} names no model: give --url the address of an OpenAI-compatible server"
             ) from None
-        self._ours = model.get("owned_by") == "nanochat"  # then it takes the fields of NOT_OPENAI
+        # Our own server also accepts the fields of NOT_OPENAI.
+        self._ours = model.get("owned_by") == "nanochat"
         self._defaults = _defaults(model) if self._ours else {}
         context = model.get("context_length")
         self.context = context if self._ours and isinstance(context, int) else None  # in tokens
@@ -49,12 +55,14 @@ class Remote:
         self.tokens = 0
 
     def settings(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the SETTINGS of a reply: `flags`, which the user asked for, else the server's
-        defaults, or None where the server does not tell its default.
+        """Return the sampling settings of a reply, by name.
 
-        Our server refuses a reply for which its context has no room. So a reply has at most three
-        quarters of the context if the user asked for a length, and half of it otherwise, as on the
-        page: the rest is for the chat.
+        A setting comes from `flags`, which the user asked for, or else from the server's defaults;
+        it is None if the server does not publish a default.
+
+        Our server refuses a reply that does not fit into its context. So a reply gets at most three
+        quarters of the context if the user asked for a length, and at most half of it otherwise, as
+        on the web page. The rest is for the chat.
         """
         settings = {**dict.fromkeys(SETTINGS), **self._defaults, **flags}
         if self.context and settings["max_tokens"]:
@@ -71,8 +79,10 @@ class Remote:
         settings: dict[str, Any],
         stopped: Callable[[], bool],
     ) -> Iterator[Part]:
-        """Yield the parts of a reply while it streams, until `stopped` says so. Raises UserError if
-        the server refuses."""
+        """Yield the parts of a reply as they arrive, until `stopped` returns true.
+
+        Raises UserError if the server refuses the request, or ends the reply too early.
+        """
         self.finish = None
         self.tokens = 0
         body = self._body(messages, settings)
@@ -97,7 +107,7 @@ class Remote:
         finally:
             # The stream may have ended already.
             with contextlib.suppress(OSError, ValueError, RuntimeError):
-                # Ends the other thread's read; close() alone would wait for it.
+                # This ends the other thread's read; close() alone would wait for it.
                 response.raw.shutdown()
             response.close()
 
@@ -119,7 +129,10 @@ class Remote:
         return body
 
     def _parts(self, data: bytes) -> Iterator[Part]:
-        """Yield the parts of one event."""
+        """Yield the parts of a reply that one event holds, and note how the reply ended.
+
+        Raises UserError if the event is an error, or no chat completion.
+        """
         try:
             value = json.loads(data)
             if "error" in value:
@@ -128,13 +141,13 @@ class Remote:
             for choice in value["choices"]:
                 self.finish = choice.get("finish_reason") or self.finish
                 delta = choice.get("delta") or {}
-                call = delta.get("tool")  # of our server's calculator
+                call = delta.get("tool")  # a calculator call, which only our server sends
                 if call:
                     yield Part("python", call["expression"])
                     yield Part("python_output", call["result"] or "")
                 if delta.get("content"):
                     yield Part("text", delta["content"])
-        except UserError:  # a ValueError too, whose text is the server's own
+        except UserError:  # a ValueError as well, but it already has the server's own text
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise UserError(f"{self.url} sent what is no chat completion: check --url") from failure
@@ -145,6 +158,10 @@ class Remote:
         path: str,
         body: Any = None,
     ) -> requests.Response:
+        """Send a request and return its response, whose body has not been read yet.
+
+        Raises UserError if no server answers, or if it refuses the request.
+        """
         timeout = (CONNECT_SECONDS, READ_SECONDS)
         try:
             response = requests.request(
@@ -185,17 +202,20 @@ class Remote:
 def _queue_lines(
     response: requests.Response, lines: "queue.SimpleQueue[bytes | Exception | None]"
 ) -> None:
-    """Put the lines of a response into a queue, then None; a failure ends them."""
+    """Put the lines of a response into a queue, and then its end.
+
+    The end is None, or the exception that ended the response early.
+    """
     try:
         for line in response.iter_lines(chunk_size=1):
             lines.put(line)
         lines.put(None)
-    except Exception as failure:  # the edge of a thread: closing the response ends here too
+    except Exception as failure:  # the edge of a thread: closing the response also raises here
         lines.put(failure)
 
 
 def _defaults(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults that our server tells of a model."""
+    """Return the default settings that our server publishes for a model."""
     defaults = model.get("defaults")
     if not isinstance(defaults, dict):
         return {}
@@ -205,6 +225,8 @@ def _defaults(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(message: Message) -> str:
-    """Return the words of a message; what it calculated where it has no words, because servers
-    refuse an empty message."""
+    """Return the text of a message, or else its calculator calls and their results.
+
+    Servers refuse an empty message.
+    """
     return message.text or " ".join(part.text for part in message.parts)

@@ -1,5 +1,4 @@
-"""Input and output of a chat in a terminal: reads what the user types, handles Ctrl-C, and shows
-text safely."""
+"""Reads what the user types in a terminal chat, handles Ctrl-C, and prints text safely."""
 
 import codecs
 import contextlib
@@ -18,7 +17,7 @@ from nanochat import common
 HISTORY_LINES = 1000
 UTF8_LOCALES = ("C.UTF-8", "en_US.UTF-8", "zh_CN.UTF-8")
 LINE_EDITOR = (
-    "set input-meta on",  # these three matter only where no locale of UTF8_LOCALES is installed
+    "set input-meta on",  # these three matter only if no locale of UTF8_LOCALES is installed
     "set output-meta on",
     "set convert-meta off",
     "tab: self-insert",  # a chat has no file names to complete, and pasted text may have tabs
@@ -27,7 +26,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def language(flag: str) -> str:
-    """Return en or zh: what the flag says, or, for auto, the language of the terminal's locale."""
+    """Return en or zh: the value of the flag, or for auto the language of the terminal's locale."""
     return common.language() if flag == "auto" else flag
 
 
@@ -35,35 +34,40 @@ def language(flag: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Replace control characters in a model's text: a reply must not be able to control the
-    terminal."""
+    """Return a model's text with U+FFFD for each control character.
+
+    A reply must not be able to control the terminal.
+    """
     return CONTROL.sub("\ufffd", text)
 
 
 def dim(text: str, stream: TextIO) -> str:
-    """Text in grey if the stream shows colours, else unchanged."""
+    """Return text in grey if the stream shows colours, else unchanged."""
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
     return text if os.environ.get("TERM") == "dumb" else f"\033[2m{text}\033[0m"
 
 
 def take_any_text() -> None:
-    """Let standard input and output carry any text, whatever the locale says."""
+    """Make standard input and output accept any text, whatever the locale is."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal without UTF-8 shows ? for unknown characters.
+            # A terminal without UTF-8 then shows ? for each character that it does not have.
             stream.reconfigure(errors="replace")
     if not isinstance(sys.stdin, io.TextIOWrapper):
         return
     if codecs.lookup(sys.stdin.encoding).name == "ascii":
-        sys.stdin.reconfigure(encoding="utf-8")  # what a keyboard sends, whatever the locale says
+        sys.stdin.reconfigure(encoding="utf-8")  # what keyboards send, whatever the locale is
 
 
 # --- what is typed -------------------------------------------------------------------------------
 
 
 def ask() -> str:
-    """Read one line, or several lines between triple quotes. EOFError at the end of input."""
+    """Read one line, or several lines between triple quotes.
+
+    Raises EOFError at the end of input.
+    """
     text = input("> ")
     if text.startswith('"""'):
         text = text[3:]
@@ -75,14 +79,15 @@ def ask() -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[], str]]:
-    """Yield ask(). Inside this block Ctrl-C raises KeyboardInterrupt only in ask(), and only once
-    per call.
+    """Yield a function that reads a message like ask(), and limit Ctrl-C to it.
 
-    So holding the keys a moment too long neither ends the chat nor stops the next answer.
+    Inside this block, Ctrl-C raises KeyboardInterrupt only while that function reads, and only once
+    in each call. So holding the keys a moment too long neither ends the chat nor stops the next
+    answer.
     """
     asking = False
 
-    def press(number: int, frame: Any) -> None:
+    def handle_interrupt(signal_number: int, frame: Any) -> None:
         nonlocal asking
         if asking:
             asking = False
@@ -96,62 +101,64 @@ def keyboard() -> Iterator[Callable[[], str]]:
         finally:
             asking = False
 
-    before = signal.signal(signal.SIGINT, press)
+    previous_handler = signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield ask_once
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed: the first never interrupts a pass, a
-    second raises."""
+    """Yield a function that returns whether Ctrl-C was pressed inside this block.
+
+    The first Ctrl-C only makes that function return true, so it never interrupts a forward pass.
+    Later ones raise KeyboardInterrupt.
+    """
     presses = 0
 
-    def press(number: int, frame: Any) -> None:
+    def handle_interrupt(signal_number: int, frame: Any) -> None:
         nonlocal presses
         presses += 1
         if presses > 1:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, press)
+    previous_handler = signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield lambda: presses > 0
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 @contextlib.contextmanager
 def utf8() -> Iterator[None]:
-    """Inside this block the line editor reads UTF-8 even if the terminal's locale is C or is not
-    installed.
+    """Make the line editor read UTF-8 inside this block.
 
-    Without it the editor takes each byte of a Chinese character for a key pressed with Alt, and
-    lists files or recalls old lines. The editor looks at the environment for each line, so the
-    environment is what changes.
+    If the terminal's locale is C or is not installed, the editor would take each byte of a Chinese
+    character for a key pressed with Alt, and list files or recall old lines. The editor reads the
+    environment again for each line, so this changes the environment.
     """
     name = "LC_ALL" if os.environ.get("LC_ALL") else "LC_CTYPE"
-    before = os.environ.get(name)
+    previous_locale = os.environ.get(name)
     if _ascii_only():
         os.environ[name] = next(filter(_installed, UTF8_LOCALES), "C")
     try:
         yield
     finally:
         os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+        if previous_locale is not None:
+            os.environ[name] = previous_locale
 
 
 def _ascii_only() -> bool:
-    """Whether the terminal's locale is not installed or has only ASCII characters."""
+    """Return whether the terminal's locale is not installed or has only ASCII characters."""
     if not _installed(""):
         return True
     return locale.nl_langinfo(locale.CODESET) in ("ANSI_X3.4-1968", "US-ASCII")
 
 
 def _installed(name: str) -> bool:
-    """Whether the system has this locale; "" is the environment's. It is then in use."""
+    """Switch to a locale, "" for that of the environment, and return whether it is installed."""
     try:
         locale.setlocale(locale.LC_CTYPE, name)
     except locale.Error:
@@ -161,14 +168,14 @@ def _installed(name: str) -> bool:
 
 @contextlib.contextmanager
 def history(path: Path) -> Iterator[str]:
-    """Inside this block the arrow keys recall earlier lines and chats. Only the user may read the
-    history file.
+    """Let the arrow keys recall earlier lines, of earlier chats too, inside this block.
 
-    Yields the reason if the lines cannot be saved for the next chat, else "".
+    Yields "", or the reason why the lines cannot be saved for the next chat. Only the user may read
+    the history file.
     """
     with utf8():
         try:
-            # Here, because the import changes input(), and Windows does not have it.
+            # Imported here, because the import changes input(), and Windows has no readline.
             import readline
         except ImportError:
             yield "this Python has no readline"
@@ -180,14 +187,16 @@ def history(path: Path) -> Iterator[str]:
         try:
             yield problem
         finally:
-            # A folder that became full or read-only does not end a chat in error.
+            # A folder that has become full or read-only must not end a chat with an error.
             with contextlib.suppress(OSError):
                 readline.write_history_file(path)
 
 
 def _read_history(readline: Any, path: Path) -> str:
-    """Read the history file, creating it if needed. Return the reason if it is not writable, else
-    ""."""
+    """Read the history file, creating it if needed.
+
+    Returns "", or the reason why the file cannot be written.
+    """
     problem = ""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))

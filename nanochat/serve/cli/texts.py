@@ -1,4 +1,4 @@
-"""What the terminal chat says to its user, in English and in Chinese."""
+"""The messages of the terminal chat to its user, in English and in Chinese."""
 
 TEXTS = {
     "en": {

@@ -1,4 +1,4 @@
-"""Saves a chat as a JSON file and reads it again."""
+"""Saves a chat as a JSON file, and loads it again."""
 
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,27 @@ FORMAT = "nanochat-chat"
 
 
 def instructions(messages: list[Message]) -> list[Message]:
-    """Return the system message at the start of a chat, if there is one."""
+    """Return the system message at the start of a chat, as a list, which is empty without one."""
     return [message for message in messages[:1] if message.role == "system"]
 
 
 def write_transcript(path: Path, messages: list[Message]) -> None:
-    """Write a chat as JSON: role and text of every message, and also the parts of replies with
-    calculator calls.
+    """Write a chat to a JSON file.
 
-    Raises UserError if the file cannot be written.
+    The file holds the role and the text of every message, and also the parts of replies with
+    calculator calls. Raises UserError if the file cannot be written.
     """
-    entries = []
+    items = []
     for message in messages:
         # A flag may hold bytes that are not UTF-8, which Python reads as halves of surrogate pairs.
-        entry: dict[str, Any] = {"role": message.role, "content": replace_surrogates(message.text)}
+        item: dict[str, Any] = {"role": message.role, "content": replace_surrogates(message.text)}
         if any(part.kind != "text" for part in message.parts):
-            entry["parts"] = [
+            item["parts"] = [
                 {"kind": part.kind, "text": replace_surrogates(part.text)} for part in message.parts
             ]
-        entries.append(entry)
+        items.append(item)
     try:
-        write_json(path, {"format": FORMAT, "version": 1, "messages": entries})
+        write_json(path, {"format": FORMAT, "version": 1, "messages": items})
     except (OSError, ValueError) as failure:  # ValueError: the path holds a null byte
         reason = failure.strerror if isinstance(failure, OSError) else failure
         raise UserError(
@@ -40,14 +40,14 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
 
 
 def read_transcript(path: Path) -> list[Message]:
-    """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of
-    whole exchanges.
+    """Return the messages of a chat that write_transcript saved.
 
-    U+FFFD replaces each half of a surrogate pair. Raises UserError if the file cannot be read or is
-    not a chat.
+    Any {"messages": [{"role", "content"}, ...]} of whole exchanges is also accepted. U+FFFD
+    replaces each half of a surrogate pair. Raises UserError if the file cannot be read or is not a
+    chat.
     """
     try:
-        messages = [_read_message(entry) for entry in read_json(path)["messages"]]
+        messages = [_read_message(item) for item in read_json(path)["messages"]]
     except OSError as failure:
         raise UserError(
             f"{path} cannot be read ({failure.strerror}): name a file that /save has written"
@@ -68,13 +68,15 @@ def read_transcript(path: Path) -> list[Message]:
     return messages
 
 
-def _read_message(entry: dict[str, Any]) -> Message:
-    """Return the message of an entry. Raises ValueError for a role or a kind of part that no chat
-    has."""
-    items = entry.get("parts") or [{"kind": "text", "text": entry["content"]}]
-    parts = tuple(Part(item["kind"], replace_surrogates(item["text"])) for item in items)
-    if entry["role"] not in ("system", "user", "assistant"):
-        raise ValueError(entry["role"])
+def _read_message(item: dict[str, Any]) -> Message:
+    """Return the message that a saved one describes.
+
+    Raises ValueError if it has a role or a kind of part that no chat has.
+    """
+    saved_parts = item.get("parts") or [{"kind": "text", "text": item["content"]}]
+    parts = tuple(Part(part["kind"], replace_surrogates(part["text"])) for part in saved_parts)
+    if item["role"] not in ("system", "user", "assistant"):
+        raise ValueError(item["role"])
     if any(part.kind not in ("text", "python", "python_output") for part in parts):
-        raise ValueError(entry["role"])
-    return Message(entry["role"], parts)
+        raise ValueError(item["role"])
+    return Message(item["role"], parts)

@@ -1,1 +1,1 @@
-"""The routes of the API, one file for each family, and what the families share."""
+"""The routes of the API, with one file for each family of routes, and the code that they share."""

@@ -1,9 +1,8 @@
-"""Answers to requests, as all routes share them: a reply while it grows, and the bytes that a
-client gets.
+"""Answers requests on all routes: follows replies as they grow, and sends the bytes of the answer.
 
 Choice follows the engine's events of one reply, Reply collects its text and calls, a Writer puts
-them into the format of its route, and Answer sends them, streamed or whole. A client that leaves
-ends its answer.
+them into the format of its route, and Answer sends them, streamed or whole. If a client leaves, its
+answer ends.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
 ScoredTokens = Literal["text", "all"]
-LEAST = -9999.0  # what OpenAI sends for a token that cannot come; JSON has no minus infinity
+LEAST = -9999.0  # what OpenAI sends for an impossible token, since JSON has no minus infinity
 DONE = b"data: [DONE]\n\n"
 QUEUE_FULL = "as many requests are waiting as may wait: try again in 2 seconds"
 
@@ -39,8 +38,7 @@ QUEUE_FULL = "as many requests are waiting as may wait: try again in 2 seconds"
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token of a reply's text, with the natural log of its probability and the likeliest tokens
-    at its place."""
+    """A token of a reply, with its natural-log probability and its most likely alternatives."""
 
     token: int
     logprob: float
@@ -48,15 +46,18 @@ class TokenScore:
 
 
 class Choice:
-    """Follows the events of one request to the engine."""
+    """Follows the engine's events of one reply."""
 
     def __init__(self, tokenizer: Tokenizer, scored: ScoredTokens | None):
-        """`scored` says which tokens scores() returns: those of the text, or all, marks and
-        calculator calls too."""
+        """Follow a reply, keeping the log-probabilities of its tokens.
+
+        `scored` says which tokens scores() returns: "text" for those of the text, "all" also for
+        special tokens and calculator calls, and None for none.
+        """
         self._stream = TextStream(tokenizer)
         self._tokenizer = tokenizer
         self._scored = scored
-        # Tokens with the position of each in the text, in bytes.
+        # Tokens that scores() has not returned yet, each with its position in the text, in bytes.
         self._pending: list[tuple[int, TokenScore]] = []
         self._written = 0  # bytes that the model wrote
         self._shown = 0  # bytes that the client may see
@@ -67,14 +68,14 @@ class Choice:
         self._cut = False
 
     def add(self, event: Event) -> list[Part]:
-        """Follow an event; return what can be shown now."""
+        """Follow an event, and return the parts that can be shown now."""
         if self._scored:
             self._score(event)
         parts = self._stream.push(event.token)
         if event.finish is not None:
             parts += self._stream.flush()
         if event.parts is not None:
-            # The engine looks for stop strings, and holds back what may begin one.
+            # The engine looks for stop strings, and holds back text that may begin one.
             parts = list(event.parts)
         for piece in parts:
             if self._scored == "all" or piece.kind == "text":
@@ -87,7 +88,7 @@ class Choice:
         return parts
 
     def _score(self, event: Event) -> None:
-        """Note the log-probability of a token, if scores() returns it."""
+        """Keep the log-probability of a token, if scores() must return it."""
         mark = self._stream.is_mark(event.token)
         in_text = not mark and not event.forced and self._stream.kind == "text"
         if not in_text and self._scored != "all":
@@ -98,8 +99,10 @@ class Choice:
             self._written += len(self._tokenizer.decode_bytes([event.token]))
 
     def scores(self) -> list[TokenScore]:
-        """Return the tokens of the text that was shown since the last call; none of what a stop
-        string cut off."""
+        """Return the tokens of the text that has been shown since the last call.
+
+        Tokens that a stop string cut off are left out.
+        """
         ready = sum(position < self._shown for position, _ in self._pending)
         if self.finish is not None and not self._cut:
             ready = len(self._pending)
@@ -109,11 +112,11 @@ class Choice:
 
 
 class Reply:
-    """Collects a reply while it grows: takes parts from the engine and returns deltas to send.
+    """Collects a growing reply: takes parts from the engine, and returns the deltas to send.
 
     Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result},
-    which extends OpenAI's format and which other clients ignore; `result` is null if the reply
-    ended before the answer. A call of one of the client's tools goes into `tool_calls`.
+    which extends OpenAI's format and which other clients ignore. Its `result` is null if the reply
+    ended before the result came. A call of one of the client's tools goes into `tool_calls`.
     """
 
     def __init__(self, tools: Tools = NONE) -> None:
@@ -129,8 +132,10 @@ class Reply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message that the client may send back later, with `parts` if it has
-        calculator calls."""
+        """The reply as a message that the client may send back later.
+
+        It has `parts` if it has calculator calls.
+        """
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if any(part["type"] == "tool" for part in self.parts):
             message["parts"] = self.parts
@@ -139,7 +144,7 @@ class Reply:
         return message
 
     def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
-        """Add what the model said; return the deltas to send."""
+        """Add parts of the reply, and return the deltas to send."""
         deltas: list[dict[str, Any]] = []
         for piece in parts:
             if piece.kind == "python_output":
@@ -155,8 +160,10 @@ class Reply:
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the deltas of what is held back: a calculator call without a result, and what
-        might have become a call."""
+        """End the reply, and return the deltas of everything that was held back.
+
+        This is a calculator call without a result, or text that might have become a call.
+        """
         deltas = self._end_calculation(None)
         if self._calls:
             self._add_items(self._calls.push("", last=True), deltas)
@@ -179,7 +186,7 @@ class Reply:
                 deltas.append({"content": item})
 
     def _end_calculation(self, result: str | None) -> list[dict[str, Any]]:
-        """End the calculator call that waits for its result, if there is one; return its delta."""
+        """End the calculator call that waits for its result, if any, and return its delta."""
         if self._expression is None:
             return []
         call = {"expression": self._expression, "result": result}
@@ -189,7 +196,7 @@ class Reply:
 
 
 def add_text(parts: list[dict[str, Any]], text: str) -> None:
-    """Add text behind the parts of a reply."""
+    """Append text to the parts of a reply."""
     if parts and parts[-1]["type"] == "text":
         parts[-1]["text"] += text
     else:
@@ -197,8 +204,10 @@ def add_text(parts: list[dict[str, Any]], text: str) -> None:
 
 
 def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:
-    """Return token counts under OpenAI's names; `cached` is how many tokens of prompts were not
-    read again."""
+    """Return token counts under OpenAI's names.
+
+    `cached` is how many tokens of the prompts did not have to be read again.
+    """
     return {
         "prompt_tokens": prompt,
         "completion_tokens": reply,
@@ -208,13 +217,15 @@ def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as JSON can hold it."""
+    """Return a log-probability that JSON can hold."""
     return max(logprob, LEAST)
 
 
 def spelling(token: int, tokenizer: Tokenizer) -> str:
-    """Return the text of a token; bytes:\\xe4\\xbd where it is no whole text, so that no two tokens
-    look the same."""
+    """Return the text of a token, such that no two tokens look the same.
+
+    A token that is not valid UTF-8 by itself becomes the form bytes:\\xe4\\xbd.
+    """
     raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode()
@@ -231,36 +242,38 @@ class Writer(Protocol):
     stream: bool
 
     def opening(self) -> bytes:
-        """The first events of a stream."""
+        """Return the first bytes of a stream."""
         ...
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Consume events, each with the index of its reply; return the bytes to stream for them."""
+        """Follow events, each with the index of its reply, and return the bytes to stream."""
         ...
 
     def closing(self) -> bytes:
-        """The last events of a stream, after all replies have ended."""
+        """Return the last bytes of a stream, after all replies have ended."""
         ...
 
     def failure(self, refusal: ApiError) -> bytes:
-        """The last events of a stream that fails."""
+        """Return the last bytes of a stream that fails."""
         ...
 
     def body(self) -> dict[str, Any]:
-        """The whole answer, for a request that does not stream."""
+        """Return the whole answer, for a request that does not stream."""
         ...
 
 
 class Work(NamedTuple):
-    """A request's requests to the engine, and the writer of its answer, which gets the answer's
-    id."""
+    """The engine's requests for one HTTP request, and a function that makes its answer's writer.
+
+    The function takes the id of the answer.
+    """
 
     requests: list[tuple[list[int], Sampling]]
     writer: Callable[[str], Writer]
 
 
 def error(refusal: ApiError) -> JSONResponse:
-    """Return a refusal as OpenAI's error JSON."""
+    """Return a refusal as an HTTP response with OpenAI's error JSON."""
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
@@ -275,13 +288,13 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 async def _left(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Run `work` and return its result; cancel it and return None as soon as the client leaves."""
+    """Run `work` and return its result, or cancel it and return None if the client leaves first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:
@@ -294,7 +307,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 
 class Answer(Response):
-    """The answer to one request, streamed or whole. The ticket is released whatever happens."""
+    """The answer to one request, streamed or whole. It releases the ticket in any case."""
 
     def __init__(
         self,
@@ -304,7 +317,7 @@ class Answer(Response):
         metrics: Metrics,
         start: float,
     ):
-        """`start` is when the request came, by the monotonic clock."""
+        """Prepare the answer; `start` is when the request arrived, by the monotonic clock."""
         super().__init__()
         self.thread = thread
         self.ticket = ticket
@@ -328,8 +341,10 @@ class Answer(Response):
             self.watch.end()
 
     async def _news(self) -> list[tuple[int, Event]]:
-        """Return the events of the next delivery. Raises ApiError if the engine fails or the model
-        is broken."""
+        """Wait for events of the replies, and return them.
+
+        Raises ApiError if the engine fails, the model is broken or a schema is too complex.
+        """
         try:
             news = await self.ticket.events()
         except ApiError:
@@ -338,7 +353,7 @@ class Answer(Response):
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
         except UserError as refusal:
             raise ApiError(400, "invalid_request", str(refusal)) from refusal
-        except Exception as failure:  # an edge of the process: the thread has logged the traceback
+        except Exception as failure:  # an edge of the process: the engine's thread logs tracebacks
             text = f"the engine failed with {type(failure).__name__}: the server's log says why"
             raise ApiError(500, "engine_failed", text) from failure
         if any(event.broken for _, event in news):
@@ -354,7 +369,7 @@ class Answer(Response):
         receive: Receive,
         send: Send,
     ) -> None:
-        """Send the answer when all replies have ended."""
+        """Send the answer after all replies have ended."""
         try:
             while not self.watch.done:
                 news = await self._news()

@@ -1,5 +1,4 @@
-"""POST /v1/chat/completions: reads chats in OpenAI's format, and writes replies as clients expect
-them."""
+"""Answers POST /v1/chat/completions: reads chats and writes replies in OpenAI's format."""
 
 import time
 from collections.abc import Sequence
@@ -60,30 +59,31 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request."""
+    """A checked request for a chat reply."""
 
     conversation: Conversation
     settings: ReplySettings
-    truncate: bool  # drop the oldest exchanges when the whole chat does not fit
+    truncate: bool  # drop the oldest exchanges if the whole chat does not fit
     logprobs: bool
     tools: Tools
-    continued: bool = False  # the last message is the beginning of the reply
+    continued: bool = False  # whether the last message is the beginning of the reply
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
         """Return the prompt as requests to the engine, and the writer of the replies.
 
-        ApiError 400 if the prompt does not fit.
+        Raises ApiError (400) if the prompt does not fit into the context, or if the answer would
+        list too many log-probabilities.
         """
         settings = self.settings
         chat = self.conversation
-        beginning: list[int] = []  # of the reply
+        reply_start: list[int] = []
         if self.continued:
             plain = alternating(chat)
             chat = plain.prompt
-            beginning = reply_tokens(plain.messages[-1], tokenizer)
-        room = limits.context - len(beginning)
+            reply_start = reply_tokens(plain.messages[-1], tokenizer)
+        room = limits.context - len(reply_start)
         prompt, dropped = make_prompt(chat, settings.max_tokens, self.truncate, tokenizer, room)
-        prompt = [*prompt, *beginning]
+        prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
         if self.logprobs:
             tokens = sum(sampling.max_tokens for _, sampling in requests)
@@ -103,7 +103,10 @@ def read_chat(
     limits: Limits,
     defaults: Defaults,
 ) -> ChatRequest:
-    """Check a decoded body. ApiError (400, or 404 for an unknown model) that names the field."""
+    """Return the checked request in a decoded body.
+
+    Raises ApiError that names the field: 404 for an unknown model, else 400.
+    """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     logprobs = flag(fields, "logprobs")
     top_logprobs = alternatives(fields, "top_logprobs")
@@ -141,18 +144,17 @@ def read_chat(
 
 
 def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a reply without the mark that ends it, so that the model continues
-    it."""
+    """Return the tokens of a reply without the one that ends it, so that the model continues it."""
     roles = {"python": "python", "python_output": "output"}
     tokens: list[int] = []
     for part in message.parts:
-        text = tokenizer.encode(part.text)
+        part_tokens = tokenizer.encode(part.text)
         role = roles.get(part.kind)
         if role is not None:
             start = tokenizer.special(f"{role}_start")
             end = tokenizer.special(f"{role}_end")
-            text = [start, *text, end]
-        tokens += text
+            part_tokens = [start, *part_tokens, end]
+        tokens += part_tokens
     return tokens
 
 
@@ -161,10 +163,10 @@ def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
 
 @dataclass(frozen=True)
 class Envelope:
-    """The fields that every piece of one answer repeats; `created` is in seconds since 1970.
+    """The fields that every chunk of one answer repeats; `created` is in seconds since 1970.
 
     `truncated` is how many of the oldest messages the model did not see, which the client allowed
-    (truncation: auto).
+    with truncation: auto.
     """
 
     id: str
@@ -178,7 +180,7 @@ class Envelope:
         choices: list[dict[str, Any]],
         usage: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """An object of the API with some choices."""
+        """Return an object of the API with some choices, and with the usage if there is one."""
         body = {
             "id": self.id,
             "object": kind,
@@ -217,17 +219,17 @@ class ChatWriter:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts so far. The prompt counts once, however many replies there are."""
+        """Token counts so far, in which the prompt counts once, however many replies there are."""
         tokens = sum(choice.tokens for choice in self._choices)
         return count_usage(self._prompt_length, tokens, self._choices[0].reused)
 
     def opening(self) -> bytes:
-        """The role of each reply."""
+        """Return the first chunk of each reply, which holds its role."""
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, role) for index in range(len(self._choices)))
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Consume events; return the chunks of what they add."""
+        """Follow events, and return the chunks to stream for them."""
         parts_by_reply: dict[int, list[Part]] = {}
         for index, token_event in news:
             parts = self._choices[index].add(token_event)
@@ -244,7 +246,10 @@ class ChatWriter:
         return sent
 
     def closing(self) -> bytes:
-        """Return the usage, if the client wants it alone, and the end of the stream."""
+        """Return the end of the stream.
+
+        The usage comes before it, if the client wants the usage in a chunk of its own.
+        """
         if not self._request.settings.include_usage:
             return DONE
         usage = self._envelope.body("chat.completion.chunk", [], self.usage)
@@ -274,7 +279,7 @@ class ChatWriter:
         return self._envelope.body("chat.completion", choices, self.usage)
 
     def _finish_reason(self, index: int) -> str | None:
-        """Return why a reply ended, in OpenAI's words."""
+        """Return why a reply ended, in OpenAI's words, or None if it has not."""
         finish = self._choices[index].finish
         if finish == "stop" and self._replies[index].tool_calls:
             return "tool_calls"
@@ -286,8 +291,11 @@ class ChatWriter:
         deltas: list[dict[str, Any]],
         scores: list[dict[str, Any]],
     ) -> bytes:
-        """Return the chunks of one reply. Scores go with the first; the last says why the reply
-        ended."""
+        """Return the chunks of one reply for some deltas.
+
+        The first chunk carries the scores. After the last delta of a reply, one more chunk says why
+        the reply ended.
+        """
         if scores and not deltas:
             deltas = [{"content": ""}]
         sent = b""
@@ -324,7 +332,7 @@ class ChatWriter:
         return event(self._envelope.body("chat.completion.chunk", [choice], usage))
 
     def _score(self, score: TokenScore) -> dict[str, Any]:
-        """Return a token as OpenAI describes it, with the likeliest tokens at its position."""
+        """Return a token as OpenAI describes it, with the most likely tokens at its position."""
         alternatives = [self._token(token, logprob) for token, logprob in score.alternatives]
         return {**self._token(score.token, score.logprob), "top_logprobs": alternatives}
 

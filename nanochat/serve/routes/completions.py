@@ -1,7 +1,7 @@
-"""POST /v1/completions: continues texts or tokens as they are, without the marks of a chat.
+"""Answers POST /v1/completions: continues texts or tokens as they are, without chat markup.
 
-Evaluation harnesses use this route: with `echo` and `logprobs` it tells how likely the model finds
-a prompts text.
+Evaluation harnesses use this route. With `echo` and `logprobs`, it returns how likely the model
+finds the text of a prompt.
 """
 
 import codecs
@@ -51,25 +51,26 @@ FIELDS = READ | {
     "add_special_tokens",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
-MAX_TOKENS = 16  # of a reply where the request does not say; OpenAI's value for this route
+MAX_TOKENS = 16  # of a reply if the request does not set it; OpenAI's value for this route
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request."""
+    """A checked request for completions."""
 
     prompts: list[str | list[int]]
     settings: ReplySettings
     echo: bool
-    logprobs: bool  # of the reply, and with echo of the prompt
+    logprobs: bool  # of the reply, and with `echo` also of the prompt
     prompt_logprobs: bool
-    silent: bool  # max_tokens is 0: only the prompt is of interest
-    bos: bool  # put the mark of a document's beginning in front of texts
+    silent: bool  # max_tokens is 0, so only the prompt is of interest
+    bos: bool  # put the token that begins a document in front of texts
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
         """Return the prompts as requests to the engine, and the writer of the replies.
 
-        ApiError 400 if a prompt does not fit.
+        Raises ApiError (400) if a prompt does not fit into the context, or if the answer would list
+        too many log-probabilities.
         """
         prompts = [self._prompt_ids(item, tokenizer) for item in self.prompts]
         for number, prompt in enumerate(prompts):
@@ -101,7 +102,7 @@ class CompletionRequest:
         prompt: list[int],
         limits: Limits,
     ) -> None:
-        """Raise ApiError 400 for a prompt that is empty, or that leaves no room for the reply."""
+        """Raise ApiError (400) if a prompt is empty or leaves no room for the reply."""
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
             raise ApiError(400, "empty_prompt", text, "prompt")
@@ -114,7 +115,7 @@ class CompletionRequest:
             raise ApiError(400, "context_length_exceeded", text, "prompt")
 
     def _scores(self, request: tuple[list[int], Sampling]) -> int:
-        """Return how many log-probabilities the answer lists of one reply and of its prompt."""
+        """Return how many log-probabilities the answer lists for one reply and its prompt."""
         prompt, sampling = request
         scores = 0
         if self.logprobs:
@@ -132,7 +133,10 @@ def read_completion(
     limits: Limits,
     defaults: Defaults,
 ) -> CompletionRequest:
-    """Check a decoded body. ApiError (400, or 404 for an unknown model) that names the field."""
+    """Return the checked request in a decoded body.
+
+    Raises ApiError that names the field: 404 for an unknown model, else 400.
+    """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     max_tokens = integer(fields, "max_tokens", 0, limits.context)
     if max_tokens is None:
@@ -171,7 +175,10 @@ def read_completion(
 
 
 def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
-    """Return the prompts of a request: a text, a list of tokens, or a list of these."""
+    """Return the prompts of a request: a text, a list of token ids, or a list of these.
+
+    Raises ApiError (400) for anything else, or too many prompts.
+    """
     if value is None:
         raise missing("prompt", "a text, a list of token ids, or a list of these")
     if isinstance(value, str) or (value and is_tokens(value)):
@@ -192,7 +199,7 @@ def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the text of tokens, without marks."""
+    """Return the text of tokens, without special tokens."""
     stream = TextStream(tokenizer)
     return tokenizer.decode([token for token in tokens if not stream.is_mark(token)])
 
@@ -201,8 +208,10 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 class CompletionWriter:
-    """Writes the replies to the prompts of one request; n replies to the first prompt, then n to
-    the second."""
+    """Writes the replies to the prompts of one request.
+
+    There are n replies to the first prompt, then n to the second, and so on.
+    """
 
     def __init__(
         self,
@@ -233,7 +242,7 @@ class CompletionWriter:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts so far. A prompt counts once, however many replies it has."""
+        """Token counts so far, in which a prompt counts once, however many replies it has."""
         prompt_tokens = sum(map(len, self._prompts))
         reply_tokens = 0
         if not self._request.silent:
@@ -243,11 +252,11 @@ class CompletionWriter:
         return count_usage(prompt_tokens, reply_tokens, cached)
 
     def opening(self) -> bytes:
-        """Return nothing: the first chunk of a reply is its first text."""
+        """Return nothing, because the first chunk of a reply is its first text."""
         return b""
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Consume events; return the chunks of what they add."""
+        """Follow events, and return the chunks to stream for them."""
         texts: dict[int, str] = {}
         for index, token_event in news:
             text = self._echo(index, token_event)
@@ -266,7 +275,10 @@ class CompletionWriter:
         return sent
 
     def closing(self) -> bytes:
-        """Return the usage, if the client wants it alone, and the end of the stream."""
+        """Return the end of the stream.
+
+        The usage comes before it, if the client wants the usage in a chunk of its own.
+        """
         if not self._request.settings.include_usage:
             return DONE
         return event({**self._head, "choices": [], "usage": self.usage}) + DONE
@@ -281,7 +293,10 @@ class CompletionWriter:
         return {**self._head, "choices": choices, "usage": self.usage}
 
     def _echo(self, index: int, token_event: Event) -> str:
-        """Return the echo of a reply's prompt in front of the first token."""
+        """Return the text of a reply's prompt before the reply's first token, else "".
+
+        With logprobs, also list the log-probabilities of the prompt.
+        """
         if not self._request.echo or self._choices[index].tokens:
             return ""
         prompt_index = index // self._request.settings.n
@@ -294,7 +309,7 @@ class CompletionWriter:
         return self._echoes[prompt_index]
 
     def _chunk(self, index: int, text: str) -> bytes:
-        """Return a chunk with new text; nothing if there is nothing to say."""
+        """Return a chunk with new text, or b"" if it would say nothing new."""
         choice = self._choice(index, text)
         if not (text or choice["logprobs"] or choice["finish_reason"]):
             return b""
@@ -306,7 +321,7 @@ class CompletionWriter:
         return event(body)
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a reply with a text, and the log-probabilities that are not sent yet."""
+        """Return a reply with some text and the log-probabilities that were not sent yet."""
         choice = self._choices[index]
         finish = choice.finish
         if finish and self._request.silent:
@@ -323,8 +338,10 @@ class CompletionWriter:
         return content
 
     def _ranked(self, scored: Scored) -> dict[str, Any]:
-        """Return a token of the prompt and its alternatives in vLLM's form: by id, with the rank
-        where it is known."""
+        """Return a token of the prompt and its alternatives in vLLM's form.
+
+        This maps ids to descriptions, which have a rank if it is known.
+        """
         ranked: dict[str, Any] = {}
         for rank, (token, logprob) in enumerate(scored.alternatives, 1):
             ranked[str(token)] = self._entry(token, logprob, rank)
@@ -338,19 +355,22 @@ class CompletionWriter:
         logprob: float,
         rank: int | None,
     ) -> dict[str, Any]:
-        """Return a token in vLLM's form."""
+        """Return the description of a token in vLLM's form."""
         text = spelling(token, self._tokenizer)
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
 
 class Listed:
-    """Log-probabilities of tokens as this route lists them, until take() takes them."""
+    """Lists the log-probabilities of tokens in the form of this route.
+
+    take() returns what was added since the last call.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0  # of all tokens so far
+        self._characters = 0  # length of the text of all tokens so far
         self._rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
 
     def add(
@@ -359,7 +379,7 @@ class Listed:
         logprob: float | None,
         alternatives: Alternatives,
     ) -> None:
-        """Add a token; the first one of a prompt has no log-probability."""
+        """Add a token; `logprob` is None for the first token of a prompt."""
         text = spelling(token, self._tokenizer)
         top = None
         if logprob is not None:
@@ -372,7 +392,7 @@ class Listed:
             self._characters += len(self._decoder.decode(raw))
 
     def take(self) -> dict[str, list[Any]] | None:
-        """Return the tokens since the last call; None if there are none."""
+        """Return the tokens since the last call, or None if there are none."""
         rows = self._rows
         self._rows = []
         if not rows:

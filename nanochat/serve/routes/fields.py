@@ -1,8 +1,8 @@
-"""Reads the fields of a request body, and refuses them as OpenAI does: an error that names the
-field and the rule.
+"""Reads the fields of a request body, and refuses bad ones with errors in OpenAI's form.
 
-The second half translates the fields that generating routes share into the engine's Sampling: it is
-the one place that knows both sets of names.
+Such an error names the field and the rule. The second half of the file translates the fields that
+all generating routes share into the engine's Sampling. It is the only place that knows both sets of
+names.
 """
 
 import json
@@ -24,7 +24,7 @@ from nanochat.generate.sampling import (
 )
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Fields that clients send for their own records; they change no answer.
+# Fields that clients send for their own records, and that do not change an answer.
 IGNORED = frozenset(
     {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"}
 )
@@ -42,8 +42,8 @@ OPENAI = {
 VLLM = {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"}
 READ = frozenset(OPENAI | VLLM | {"response_format", "stream", "stream_options"})
 LARGEST_SEED = 2**63 - 1
-# Log-probabilities that one answer may list, those of alternatives too. Each takes up to 600 bytes
-# before it is sent, so one answer takes at most 160 MB. A reply of 4,096 tokens with 20
+# Log-probabilities that one answer may list, including those of alternatives. Each takes up to 600
+# bytes before it is sent, so one answer takes at most 160 MB. A reply of 4,096 tokens with 20
 # alternatives has 86,016 of them.
 MOST_SCORES = 1 << 18
 
@@ -59,7 +59,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after: int | None = None,
     ):
-        """`retry_after` is in seconds."""
+        """Make the refusal of a request; `retry_after` is in seconds."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -68,7 +68,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error JSON."""
+        """The error as OpenAI's JSON."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": str(self),
@@ -81,8 +81,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for: the name of the model, its context and its vocabulary, both in
-    tokens."""
+    """The limits of a request: the name of its model, its context and its vocabulary, in tokens."""
 
     model: str
     context: int
@@ -91,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the server uses where a request leaves the choice to it."""
+    """The generation settings that the server uses if a request does not give its own."""
 
     temperature: float
     min_p: float
@@ -108,11 +107,11 @@ def read_fields(
     names: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
-    """Return the fields of a decoded body without those that are null.
+    """Return the fields of a decoded body that are not null.
 
-    `names` are the fields that the route reads. `neutral` names fields for features that the route
-    lacks, with the values that change nothing. ApiError 400 for any other value of such a field and
-    for a field without a meaning, and 404 for another model.
+    `names` are the fields that the route reads. `neutral` maps fields for features that the route
+    does not have to the values that change nothing. Raises ApiError (400) for any other value of
+    such a field and for an unknown field, and ApiError (404) for another model.
     """
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object, got " + kind(value))
@@ -135,18 +134,20 @@ def read_fields(
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """Return the refusal of a value."""
+    """Return the refusal of an invalid value."""
     return ApiError(400, "invalid_value", message, param)
 
 
 def missing(name: str, advice: str) -> ApiError:
-    """Return the refusal of a request without a field that it needs; `advice` says what to send."""
+    """Return the refusal of a request that lacks a required field; `advice` says what to send."""
     return ApiError(400, "missing_required_parameter", f"{name} is required: send {advice}", name)
 
 
 def kind(value: Any) -> str:
-    """Return the type of a JSON value in words. The value itself may be private and is not
-    repeated."""
+    """Return the type of a JSON value in words, for an error message.
+
+    The value itself may be private, so it is not repeated.
+    """
     names = {
         dict: "an object",
         list: "a list",
@@ -163,17 +164,20 @@ def number(
     low: float,
     high: float,
 ) -> float | None:
-    """Return a number from `low` to `high`; None if the field is absent."""
+    """Return a number from `low` to `high`, or None if the field is absent.
+
+    Raises ApiError (400) for any other value.
+    """
     value = fields.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise invalid(f"{name} must be a number from {low} to {high}, got {kind(value)}", name)
     if not low <= value <= high:  # also false for NaN
-        shown = "a number out of range"
+        value_text = "a number out of range"
         if isinstance(value, float) and math.isfinite(value):
-            shown = f"{value:g}"
-        raise invalid(f"{name} must be from {low} to {high}, got {shown}", name)
+            value_text = f"{value:g}"
+        raise invalid(f"{name} must be from {low} to {high}, got {value_text}", name)
     return float(value)
 
 
@@ -183,7 +187,10 @@ def integer(
     low: int,
     high: int,
 ) -> int | None:
-    """Return a whole number from `low` to `high`; None if the field is absent."""
+    """Return a whole number from `low` to `high`, or None if the field is absent.
+
+    Raises ApiError (400) for any other value.
+    """
     value = fields.get(name)
     if value is None:
         return None
@@ -191,13 +198,13 @@ def integer(
         text = f"{name} must be a whole number from {low} to {high}, got {kind(value)}"
         raise invalid(text, name)
     if not low <= value <= high:
-        text = f"{name} must be from {low} to {high}, got {_shown(value)}"
+        text = f"{name} must be from {low} to {high}, got {_printable(value)}"
         raise invalid(text, name)
     return value
 
 
-def _shown(value: int) -> int | str:
-    """Return a number for an error message, unless it has too many digits."""
+def _printable(value: int) -> int | str:
+    """Return a number for an error message, or words instead if it has too many digits."""
     return value if abs(value) < 1e18 else "a number out of range"
 
 
@@ -206,7 +213,10 @@ def flag(
     name: str,
     default: bool = False,
 ) -> bool:
-    """Return true or false; `default` if the field is absent."""
+    """Return true or false, or `default` if the field is absent.
+
+    Raises ApiError (400) for any other value.
+    """
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise invalid(f"{name} must be true or false, got {kind(value)}", name)
@@ -214,7 +224,7 @@ def flag(
 
 
 def truncates(fields: Mapping[str, Any]) -> bool:
-    """Whether the oldest messages may be left out if the whole chat does not fit."""
+    """Return whether the oldest messages may be dropped if the whole chat does not fit."""
     truncation = fields.get("truncation", "disabled")
     if truncation not in ("auto", "disabled"):
         raise invalid('truncation must be "auto" or "disabled"', "truncation")
@@ -222,7 +232,10 @@ def truncates(fields: Mapping[str, Any]) -> bool:
 
 
 def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an object; empty if the field is absent."""
+    """Return an object, which is empty if the field is absent.
+
+    Raises ApiError (400) for any other value.
+    """
     value = fields.get(name, {})
     if not isinstance(value, dict):
         raise invalid(f"{name} must be an object, got {kind(value)}", name)
@@ -230,20 +243,22 @@ def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def is_tokens(value: Any) -> bool:
-    """Whether a value is a list of whole numbers."""
+    """Return whether a value is a list of whole numbers."""
     if not isinstance(value, list):
         return False
     return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
 def token_ids(value: Any, name: str, limits: Limits) -> list[int]:
-    """Return a list of tokens of the vocabulary. ApiError 400 for anything else."""
+    """Return a list of token ids. Raises ApiError (400) unless all are in the vocabulary."""
     if not is_tokens(value):
         raise invalid(f"{name} must be a list of token ids, got {kind(value)}", name)
     for token in value:
         if not 0 <= token < limits.vocabulary:
             last = limits.vocabulary - 1
-            text = f"{name} holds token {_shown(token)}: the model's tokens go from 0 to {last:,}"
+            text = (
+                f"{name} holds token {_printable(token)}: the model's tokens go from 0 to {last:,}"
+            )
             raise invalid(text, name)
     return value
 
@@ -253,18 +268,17 @@ def token_ids(value: Any, name: str, limits: Limits) -> list[int]:
 
 @dataclass(frozen=True)
 class ReplySettings:
-    """How a request wants its replies: the settings of each, how many, and how they are sent."""
+    """The settings of a request's replies: how to sample them, how many, and how to send them."""
 
-    sampling: Sampling  # max_tokens is the server's default where the request has none
-    max_tokens: int | None  # as the request has it
+    sampling: Sampling  # its max_tokens is the server's default if the request has none
+    max_tokens: int | None  # as in the request
     n: int
     stream: bool
     include_usage: bool  # send a last chunk that holds only the usage
     continuous_usage: bool  # send the usage so far in every chunk
 
     def requests(self, prompt: list[int], context: int) -> list[tuple[list[int], Sampling]]:
-        """Return the engine's requests for one prompt: n replies, none longer than the context has
-        room for."""
+        """Return the requests to the engine for one prompt: n replies that fit into the context."""
         room = context - len(prompt)
         max_tokens = max(1, min(self.sampling.max_tokens, room))
         first = replace(self.sampling, max_tokens=max_tokens)
@@ -281,8 +295,11 @@ def read_settings(
     max_tokens: int | None,
     **more: Any,
 ) -> ReplySettings:
-    """Check the fields of READ. `more` is what only one route has, under Sampling's names. ApiError
-    400."""
+    """Return the checked settings of the replies, from the fields in READ.
+
+    `more` holds settings that only one route has, under Sampling's names. Raises ApiError (400) for
+    invalid values.
+    """
     options = mapping(fields, "stream_options")
 
     def number_or(
@@ -331,8 +348,10 @@ def read_settings(
 
 
 def read_format(value: Any, name: str) -> str | None:
-    """Return the JSON schema, as text, that a response_format asks for; None where the reply is
-    free text."""
+    """Return the JSON schema, as text, that a response_format asks for.
+
+    Returns None if the reply is free text. Raises ApiError (400) for an unknown format.
+    """
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -344,24 +363,27 @@ def read_format(value: Any, name: str) -> str | None:
         return '{"type": "object"}'
     if format_type != "json_schema":
         raise invalid(f'{name}.type must be "text", "json_object" or "json_schema"', f"{name}.type")
-    inner = value.get("json_schema", value)  # the responses route has the schema beside the type
-    schema = inner.get("schema") if isinstance(inner, dict) else None
+    # On the responses route, the schema is next to the type.
+    schema_holder = value.get("json_schema", value)
+    schema = schema_holder.get("schema") if isinstance(schema_holder, dict) else None
     if not isinstance(schema, dict):
         raise invalid(f"{name} must hold a JSON schema, an object under the name schema", name)
     return json.dumps(schema)
 
 
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
-    """Return how many likeliest tokens a request wants to see beside each token; None if the field
-    is absent."""
+    """Return how many of the most likely tokens to list with each token.
+
+    Returns None if the field is absent.
+    """
     return integer(fields, name, 0, MOST_ALTERNATIVES)
 
 
 def check_scores(scores: int, lower: str) -> None:
-    """Bound the answer before the engine starts: ApiError 400 for more than MOST_SCORES
-    log-probabilities.
+    """Raise ApiError (400) if an answer would list more than MOST_SCORES log-probabilities.
 
-    `scores` is the product of replies, tokens and alternatives; `lower` names the fields to lower.
+    This bounds the answer before the engine starts. `scores` is the product of replies, tokens and
+    alternatives. `lower` names the fields that the client should lower.
     """
     if scores > MOST_SCORES:
         text = (
@@ -373,7 +395,7 @@ def check_scores(scores: int, lower: str) -> None:
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings of a request."""
+    """Return the stop strings of a request. Raises ApiError (400) if they are not valid."""
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
@@ -388,7 +410,7 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
-    """Return the stop tokens of a request."""
+    """Return the stop tokens of a request. Raises ApiError (400) if they are not valid."""
     name = "stop_token_ids"
     stops = token_ids(fields.get(name, []), name, limits)
     if len(stops) > MOST_STOPS:
@@ -398,7 +420,10 @@ def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
 
 
 def _biases(fields: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, float], ...]:
-    """Return the tokens of logit_bias, each with its bias."""
+    """Return the tokens in logit_bias, each with its bias.
+
+    Raises ApiError (400) if they are not valid.
+    """
     values = mapping(fields, "logit_bias")
     if len(values) > MOST_BIASES:
         text = f"logit_bias may hold at most {MOST_BIASES:,} tokens, got {len(values):,}"

@@ -1,6 +1,6 @@
-"""Reads the messages of a request into a conversation, and makes the prompt that fits the context.
+"""Reads the messages of a request into a conversation, and makes a prompt that fits the context.
 
-A message may hold texts, our calculator's calls, and calls of a client's tools.
+A message may hold texts, calls of our calculator, and calls of a client's tools.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from nanochat.tokenizer import Tokenizer
 
 MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other clients waiting
 MOST_PARTS = 4000  # of all messages together
-# Whom the model takes for the speaker of a message, by the role that a client gives.
+# The role that the model sees for a message, by the role that the client gives.
 SPEAKERS: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -22,7 +22,7 @@ SPEAKERS: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "user",
 }
-# Types of parts that are text; the last two in the responses format.
+# Types of parts that are text. The last two belong to the responses format.
 TEXTS = ("text", "input_text", "output_text")
 
 
@@ -34,12 +34,14 @@ def read_conversation(
     instructions: str = "",
     continued: bool = False,
 ) -> Conversation:
-    """Return the conversation of a list of messages, in any order that OpenAI takes. ApiError 400.
+    """Return the conversation that a list of messages forms, in any order that OpenAI accepts.
 
-    The assistant speaks last in a chat whose last reply is to be `continued`. Results of tools
-    count as the user's, and those that follow each other are one message. An empty system message
-    counts as none, and an empty reply is a turn, because a model may say nothing. `instructions` go
-    in front of the system message.
+    If `continued` is true, the assistant speaks last, and the model continues that reply. Results
+    of tools count as messages of the user, and consecutive ones are joined into one message. An
+    empty system message is left out, but an empty reply is kept, because a model may say nothing.
+    `instructions` are put in front of the system message.
+
+    Raises ApiError (400) if the messages are malformed.
     """
     items = _checked_items(items)
     messages = [_message(item, f"messages[{i}]") for i, item in enumerate(items)]
@@ -64,7 +66,10 @@ def read_conversation(
 
 
 def _checked_items(items: Any) -> list[Any]:
-    """Return the list of messages, not too long and not empty. ApiError 400."""
+    """Return the list of messages.
+
+    Raises ApiError (400) if it is missing, not a list, empty or too long.
+    """
     if items is None:
         raise missing("messages", "a list of {role, content}")
     if not isinstance(items, list):
@@ -101,10 +106,10 @@ def _part_count(item: Any) -> int:
 
 
 def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
-    """Return the messages, with results and calls joined to their neighbours.
+    """Return the messages, with tool results and calls joined to their neighbours.
 
-    A result of a tool joins the result, or the user's turn, before or after it, and a call joins
-    what the assistant said or called before it.
+    A tool result joins the result or the user's message before or after it. A call joins what the
+    assistant said or called before it.
     """
     joined: list[Message] = []
     for i, message in enumerate(messages):
@@ -127,7 +132,7 @@ def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
 
 
 def _check_result(items: list[Any], i: int) -> None:
-    """Raise ApiError 400 for the result of a tool without a call before it."""
+    """Raise ApiError (400) if a message is a tool result without a call before it."""
     if items[i]["role"] != "tool":
         return
     if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
@@ -136,13 +141,16 @@ def _check_result(items: list[Any], i: int) -> None:
 
 
 def _message(item: Any, name: str) -> Message:
-    """Return one message. `name` names it in errors. ApiError 400."""
+    """Return one message.
+
+    `name` is its name in errors. Raises ApiError (400) if the message is malformed.
+    """
     if not isinstance(item, dict):
         raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
     role = item.get("role")
     if not isinstance(role, str) or role not in SPEAKERS:
-        shown = repr(role[:80]) if isinstance(role, str) else kind(role)
-        text = f"{name}.role must be system, user, assistant or tool, got {shown}"
+        role_text = repr(role[:80]) if isinstance(role, str) else kind(role)
+        text = f"{name}.role must be system, user, assistant or tool, got {role_text}"
         raise invalid(text, f"{name}.role")
     if role == "assistant":
         return Message("assistant", _assistant_parts(item, name))
@@ -156,7 +164,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
-    """Return what an assistant message holds: text or parts, then the calls of a client's tools."""
+    """Return the parts of an assistant message: its text or parts, then its calls of tools."""
     calls = item.get("tool_calls")
     content = item.get("content")
     if item.get("parts") is not None:
@@ -171,8 +179,10 @@ def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
 
 
 def _merge_texts(*parts: Part) -> tuple[Part, ...]:
-    """Return parts with neighbouring texts joined: a token of the model may reach over the border
-    between them."""
+    """Return parts in which neighbouring texts are joined.
+
+    This matters because a token of the model may span two texts.
+    """
     merged: list[Part] = []
     for is_text, group in itertools.groupby(parts, lambda part: part.kind == "text"):
         if is_text:
@@ -183,7 +193,11 @@ def _merge_texts(*parts: Part) -> tuple[Part, ...]:
 
 
 def text_of(content: Any, name: str) -> str:
-    """Return the text of a message: a string, or a list of text parts, which some clients send."""
+    """Return the text of a message.
+
+    The content is a string, or a list of text parts, as some clients send it. Raises ApiError (400)
+    for anything else.
+    """
     if isinstance(content, list):
         if not all(map(_is_text, content)):
             raise invalid(f"{name} may hold only text parts, {{type: text, text}}", name)
@@ -194,17 +208,19 @@ def text_of(content: Any, name: str) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    """Whether a part of a content is a text."""
+    """Return whether a part of a message is a text."""
     if not isinstance(part, dict):
         return False
     return part.get("type") in TEXTS and isinstance(part.get("text"), str)
 
 
-def _parts(value: Any, name: str) -> tuple[Part, ...]:
-    """Return the parts of an assistant message with calculator calls, in the form in which
-    Reply.parts sent them."""
+def _parts(items: Any, name: str) -> tuple[Part, ...]:
+    """Return the parts of an assistant message with calculator calls.
+
+    They have the form in which Reply.parts was sent. Raises ApiError (400) for any other form.
+    """
     parts: list[Part] = []
-    for item in value if isinstance(value, list) else [value]:
+    for item in items if isinstance(items, list) else [items]:
         fields = item if isinstance(item, dict) else {}
         expression = fields.get("expression")
         text = fields.get("text")
@@ -221,7 +237,10 @@ def _parts(value: Any, name: str) -> tuple[Part, ...]:
 
 
 def as_request(message: Message) -> dict[str, Any]:
-    """Return a message as a request has it: read_conversation reads this as the same message."""
+    """Return a message in the form of a request.
+
+    read_conversation reads the result as the same message.
+    """
     if message.role != "assistant":
         return {"role": message.role, "content": message.text}
     parts: list[dict[str, Any]] = []
@@ -231,7 +250,7 @@ def as_request(message: Message) -> dict[str, Any]:
         elif part.kind == "python":
             parts.append({"type": "tool", "expression": part.text, "result": None})
         else:
-            parts[-1]["result"] = part.text  # the call stands before it
+            parts[-1]["result"] = part.text  # the part before a result is its call
     return {"role": "assistant", "parts": parts}
 
 
@@ -239,12 +258,11 @@ def as_request(message: Message) -> dict[str, Any]:
 
 
 def alternating(conversation: Conversation) -> Conversation:
-    """Return the chat in the order of training data: one system message, then user and assistant in
-    turn.
+    """Return a chat in the form of training data: one system message, then alternating turns.
 
-    A blank line joins all system messages, and messages of one role that follow each other. An
-    empty turn of the user stands before a greeting of the assistant. A chat of nothing but system
-    messages becomes a question.
+    A blank line joins all system messages, and consecutive messages of one role. Without system
+    messages or with empty ones, there is none. If the assistant speaks first, an empty message of
+    the user precedes it. A chat of nothing but system messages becomes a question.
     """
     instructions: list[str] = []
     turns: list[Message] = []
@@ -280,8 +298,10 @@ def with_instructions(conversation: Conversation, instructions: str) -> Conversa
 
 
 def answerable(conversation: Conversation) -> Conversation:
-    """Return the chat in the order of training data, with an empty last turn of the user if the
-    assistant spoke last."""
+    """Return a chat in the form of training data, in which the user speaks last.
+
+    If the assistant spoke last, an empty message of the user is added.
+    """
     plain = alternating(conversation)
     if plain.messages[-1].role != "assistant":
         return plain
@@ -296,11 +316,10 @@ def render_chat(
     tokenizer: Tokenizer,
     field: str = "messages",
 ) -> list[int]:
-    """Return the tokens of a chat and of what opens the reply. ApiError 400 if a template refuses
-    the chat.
+    """Return the tokens of a chat, with those that begin the reply.
 
-    Only a published model's template may have a place for messages in another order than training
-    data's.
+    Only the template of a published model may be able to render messages in another order than that
+    of training data. Raises ApiError (400) if a template refuses the chat.
     """
     plain = answerable(conversation)
     try:
@@ -309,7 +328,7 @@ def render_chat(
             if tokens is not None:
                 return tokens
         return tokenizer.render_prompt(plain)
-    except UserError:  # its text names the folder of the model
+    except UserError:  # its text would tell the client the folder of the model
         text = (
             f"the chat template of this model refuses {field}: send other messages, or ask "
             "/v1/completions"
@@ -325,12 +344,11 @@ def make_prompt(
     context: int,
     field: str = "messages",
 ) -> tuple[list[int], int]:
-    """Return the tokens of the prompt, and how many of the oldest messages were dropped to make it
-    fit.
+    """Return the tokens of a prompt that fits, and how many of the oldest messages were dropped.
 
-    Messages are dropped only with `truncate`. ApiError 400 if the prompt, together with
-    `max_tokens`, the length of the answer that the request asks for, exceeds the context; it names
-    the `field` that the messages came in.
+    Messages are dropped only with `truncate`. Raises ApiError (400) if the prompt and the answer
+    together exceed the context. The request asks for an answer of `max_tokens`. `field` is the
+    field of the request that held the messages.
     """
     reply_length = max_tokens or 1
     room = context - reply_length
@@ -372,10 +390,10 @@ def _dropped_turns(
     room: int,
     tokenizer: Tokenizer,
 ) -> int:
-    """Return how many of the oldest turns must be dropped, whose last one alone has a prompt of
-    `length` tokens.
+    """Return how many of the oldest turns must be dropped so that the prompt fits into `room`.
 
-    Exchanges are rendered from the end, each once, no further than the context reaches.
+    `length` is the number of tokens of a prompt with the last turn alone. Exchanges are rendered
+    from the end, each once, and only as many as the context holds.
     """
     dropped = len(turns) - 1
     while dropped and length <= room:

@@ -1,5 +1,7 @@
-"""/tokenize, /detokenize and /tokenizer_info in vLLM's shapes: a client need not have the tokenizer
-itself."""
+"""Answers /tokenize, /detokenize and /tokenizer_info in vLLM's format.
+
+With these, a client does not need a copy of the tokenizer.
+"""
 
 from typing import Any
 
@@ -25,7 +27,7 @@ def tokenize(
 ) -> dict[str, Any]:
     """Return the tokens of a text or of a chat.
 
-    A text that spells one special token, and nothing else, is that token.
+    A text that spells one special token, and nothing else, becomes that token.
     """
     fields = read_fields(value, limits, FIELDS, {"add_generation_prompt": (True,)})
     if fields.get("messages") is not None:
@@ -44,7 +46,7 @@ def tokenize(
 
 
 def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of the text in the field prompt."""
+    """Return the tokens of the text in the field `prompt`."""
     prompt = fields.get("prompt")
     if prompt is None:
         raise missing("prompt", "a text, or messages")
@@ -66,7 +68,7 @@ def detokenize(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the text of tokens; a special token gives its spelling."""
+    """Return the text of tokens, in which a special token is spelled out."""
     fields = read_fields(value, limits, {"tokens"}, {})
     if "tokens" not in fields:
         raise missing("tokens", "a list of token ids")
@@ -75,7 +77,10 @@ def detokenize(
 
 
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
-    """Return what a harness asks of a tokenizer: its marks, and how long a prompt may be."""
+    """Return what an evaluation harness asks about a tokenizer.
+
+    This is mainly its special tokens, and how long a prompt may be.
+    """
     spellings = {token: text for text, token in specials(tokenizer).items()}
     decoder = {}
     for token, text in sorted(spellings.items()):
@@ -94,7 +99,8 @@ def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
 def specials(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the special tokens by their spelling.
 
-    A published model may have no token for a role, or only a free row, which has no spelling.
+    Special tokens without a spelling are left out: a published model may have no token for a role,
+    or only an unused row of its vocabulary.
     """
     tokens: dict[str, int] = {}
     for token in map(tokenizer.special, ROLES):

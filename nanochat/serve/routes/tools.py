@@ -1,8 +1,8 @@
-"""A client's tools: how the model hears of them, and how its calls go back to the client.
+"""Handles a client's tools: tells the model about them, and returns its calls to the client.
 
-The models write calls as Qwen's do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Where
-the client wants a call for certain, a JSON schema keeps the whole reply to one. Our own calculator
-has marks of its own and is not here.
+The models write calls as Qwen's do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
+the client demands a call, a JSON schema limits the whole reply to one. Our own calculator has its
+own special tokens, and is not handled here.
 """
 
 import json
@@ -32,23 +32,23 @@ class Tools:
     """The functions that a client offers."""
 
     parameters: Mapping[str, Any]  # name -> JSON schema of the arguments
-    instructions: str  # what the model reads of them; empty if it must not call any
-    forced: tuple[str, ...]  # the reply must be a call of one of these; empty: the model is free
+    instructions: str  # what the model reads about them; empty if it must not call any
+    forced: tuple[str, ...]  # the reply must call one of these; empty if the model is free
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema of a reply that must be a call."""
+        """The JSON schema of a reply that must be a call, or None if the model is free."""
         if not self.forced:
             return None
-        documents = _documents({name: self.parameters[name] for name in self.forced})
+        argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": document},
+                "properties": {"name": {"const": name}, "arguments": argument_schema},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name, document in documents.items()
+            for name, argument_schema in argument_schemas.items()
         ]
         return json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
 
@@ -56,31 +56,33 @@ class Tools:
 NONE = Tools({}, "", ())
 
 
-def _documents(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return JSON schemas, by name, that mean inside another schema what they mean alone.
+def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return JSON schemas, by name, changed so that they mean the same inside another schema.
 
     A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so
     every schema gets a `$id` here. A schema keeps its own `$id`, which its references may name,
-    unless two schemas share it. `$schema` is left out: drafts before 2019-09 ignore a `$id` beside
-    a `$ref`, and draft 4 has no `$id`.
+    unless two schemas share it. `$schema` is left out, because drafts before 2019-09 ignore a `$id`
+    next to a `$ref`, and draft 4 has no `$id`.
     """
-    uses = Counter(str(schema.get("$id")) for schema in parameters.values())
-    documents = {}
+    id_counts = Counter(str(schema.get("$id")) for schema in parameters.values())
+    standalone_schemas = {}
     for name, schema in parameters.items():
-        address = schema.get("$id")
-        if not isinstance(address, str) or uses[address] > 1 or address.startswith("#"):
-            address = f"tool:{name}"
-        document = {"$id": address}
+        schema_id = schema.get("$id")
+        if not isinstance(schema_id, str) or id_counts[schema_id] > 1 or schema_id.startswith("#"):
+            schema_id = f"tool:{name}"
+        standalone_schema = {"$id": schema_id}
         for key, value in schema.items():
             if key not in ("$id", "$schema"):
-                document[key] = value
-        documents[name] = document
-    return documents
+                standalone_schema[key] = value
+        standalone_schemas[name] = standalone_schema
+    return standalone_schemas
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
-    """Return the tools of a request. ApiError 400 where they are not functions as OpenAI describes
-    them."""
+    """Return the tools of a request.
+
+    Raises ApiError (400) if they are not functions as OpenAI describes them.
+    """
     items = fields.get("tools", [])
     if not isinstance(items, list):
         raise invalid("tools must be a list of functions, got " + kind(items), "tools")
@@ -109,8 +111,10 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
 
 
 def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the functions of which a tool_choice demands one; none if the model is free. ApiError
-    400."""
+    """Return the functions of which a tool_choice demands one; none if the model is free.
+
+    Raises ApiError (400) if the choice is not valid.
+    """
     if choice == "auto":
         return ()
     if choice == "required":
@@ -129,10 +133,10 @@ def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def only_schema(tools: Tools, schema: str | None) -> str | None:
-    """Return the JSON schema that holds a reply: that of the call that it must be, or the request's
-    own.
+    """Return the JSON schema that a reply must follow, or None if it is free.
 
-    ApiError 400 where there are both.
+    This is the schema of a call that the client demands, or the request's own `schema`. Raises
+    ApiError (400) if there are both.
     """
     call_schema = tools.schema
     if call_schema and schema:
@@ -144,15 +148,17 @@ def only_schema(tools: Tools, schema: str | None) -> str | None:
 
 
 def _function(item: Any, name: str) -> dict[str, Any]:
-    """Return a tool's name, description and parameters. `name` names the tool in errors. ApiError
-    400."""
+    """Return the name, description and parameters of a tool.
+
+    `name` is the name of the tool in errors. Raises ApiError (400) if it is not a function.
+    """
     if not isinstance(item, dict) or item.get("type") != "function":
         form = (
             "{type: function, function: {name, parameters}}, or for /v1/responses {type: "
             "function, name, parameters}"
         )
         raise invalid(f"{name} must be a function: {form}", name)
-    # The responses route has name and parameters beside the type.
+    # On the responses route, name and parameters are next to the type.
     function = item.get("function", item)
     if "function" in item:
         name = f"{name}.function"
@@ -171,7 +177,10 @@ def _function(item: Any, name: str) -> dict[str, Any]:
 
 
 def written_calls(calls: Any, name: str) -> str:
-    """Return the calls of an assistant message, as the model wrote them. ApiError 400."""
+    """Return the calls in an assistant message as the model wrote them.
+
+    Raises ApiError (400) if they are malformed.
+    """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
     texts = []
@@ -189,7 +198,7 @@ def written_calls(calls: Any, name: str) -> str:
 
 
 def written_result(text: str) -> str:
-    """Return the result of a call, as the model reads it."""
+    """Return the result of a call in the form that the model reads."""
     return f"<tool_response>{text}</tool_response>"
 
 
@@ -197,8 +206,10 @@ def written_result(text: str) -> str:
 
 
 class CallText:
-    """Separates calls from the text of a reply while it streams. What may begin a call is held
-    back."""
+    """Separates calls from the text of a reply as it streams.
+
+    Text that may begin a call is held back.
+    """
 
     def __init__(self, tools: Tools):
         self._tools = tools
@@ -206,8 +217,10 @@ class CallText:
         self.calls = 0
 
     def push(self, text: str, last: bool = False) -> list[str | dict[str, Any]]:
-        """Add text, the end of the reply with `last`; return texts to show and calls in OpenAI's
-        form."""
+        """Add text, and return the texts to show and the calls in OpenAI's form.
+
+        `last` says that the reply ends with this text.
+        """
         self._withheld += text
         if self._tools.forced:
             return [self._call(self._withheld) or self._withheld] if last else []
@@ -222,16 +235,18 @@ class CallText:
             items.append(self._call(content) or f"{OPEN}{content}{CLOSE}")
             self._withheld = self._withheld[end + len(CLOSE) :]
             start = self._withheld.find(OPEN)
-        shown = len(self._withheld)
+        shown_length = len(self._withheld)
         if not last:
-            shown -= self._open_beginning(start)
-        items.append(self._withheld[:shown])
-        self._withheld = self._withheld[shown:]
+            shown_length -= self._open_beginning(start)
+        items.append(self._withheld[:shown_length])
+        self._withheld = self._withheld[shown_length:]
         return [item for item in items if item]
 
     def _open_beginning(self, start: int) -> int:
-        """Return how many characters at the end may be the beginning of a call; `start` is where an
-        open call begins."""
+        """Return how many characters at the end may be the beginning of a call.
+
+        `start` is where a call begins that has no end yet, or -1.
+        """
         if start >= 0:
             return len(self._withheld) - start
         longest = min(len(OPEN) - 1, len(self._withheld))
@@ -241,7 +256,7 @@ class CallText:
         return 0
 
     def _call(self, text: str) -> dict[str, Any] | None:
-        """Return the call that a text holds; None if it is none."""
+        """Return the call that a text holds, or None if it holds none."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):

@@ -1,2 +1,1 @@
-"""Training seen live: the runs under the base folder, their figures, and the routes that tell a
-browser of them."""
+"""Shows training while it happens: the runs under a base folder, their figures and samples."""

@@ -1,4 +1,4 @@
-"""The runs under a base folder: which there are, whether they run, and how far they are."""
+"""Describes the runs under a base folder: their names, states and progress."""
 
 import hashlib
 import os
@@ -14,20 +14,23 @@ from nanochat.runtime.trackers.jsonl import being_written
 from nanochat.serve.runs.follow import MOST_STEPS, figures_of, open_regular
 
 MOST_RUNS = 200  # in the list; the oldest are left out
-TAIL_BYTES = 1 << 17  # of a file, read for the list
-RECENT_STEPS = 20  # whose pace tells the time left, as in the training's own log
-# Without a new line for so long, a run without a lock that this host can see counts as stopped.
+TAIL_BYTES = 1 << 17  # how much of the end of a file is read for the list
+RECENT_STEPS = 20  # the time left follows from their pace, as in the log of the training
+# A run without a lock that this host can see counts as stopped if it has not written a line for so
+# long.
 SILENT_SECONDS = 120
 SILENT_STEPS = 20
-MOST_RUN_BYTES = 1 << 20  # of a run.json
-LONGEST_FACT = 200  # letters
+MOST_RUN_BYTES = 1 << 20  # size limit of a run.json
+LONGEST_FACT = 200  # characters
 FACTS = ("device", "ranks", "dtype", "parameters")  # of run.json, for the page
 
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with a metrics.jsonl. `key` names it in addresses; the name of the folder is no part
-    of that."""
+    """A training run, whose folder has a metrics.jsonl.
+
+    `key` identifies it in URLs; it is a hash of the stage and the folder's name.
+    """
 
     stage: str
     folder: Path
@@ -43,8 +46,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a metrics.jsonl: the last step, the last value of every figure, and the seconds of
-    a recent step."""
+    """The end of a metrics.jsonl.
+
+    It has the last step, the last value of every figure, and the mean seconds of recent steps.
+    """
 
     step: int
     figures: dict[str, float]
@@ -52,14 +57,16 @@ class Tail:
 
 
 def find_runs(base: Path) -> tuple[list[Run], int]:
-    """Return the runs whose files changed last, the newest first, and how many older ones are left
-    out."""
+    """Return the runs whose files changed last, newest first, and the number of older ones.
+
+    The older ones are left out, because there may be at most MOST_RUNS.
+    """
     aged: list[tuple[int, Run]] = []
-    for stage, place in STAGES.items():
-        for path in (base / f"{place}_checkpoints").glob("*/metrics.jsonl"):
+    for stage, prefix in STAGES.items():
+        for path in (base / f"{prefix}_checkpoints").glob("*/metrics.jsonl"):
             try:
                 aged.append((path.stat().st_mtime_ns, Run(stage, path.parent)))
-            except OSError:  # it has just gone
+            except OSError:  # it has just been deleted
                 continue
     aged.sort(key=lambda pair: (-pair[0], pair[1].folder))
     runs = [run for _, run in aged]
@@ -67,7 +74,10 @@ def find_runs(base: Path) -> tuple[list[Run], int]:
 
 
 def tail(path: Path) -> Tail:
-    """Return what the last lines of a metrics.jsonl say. Raises OSError if it cannot be read."""
+    """Return what the last lines of a metrics.jsonl say.
+
+    Raises OSError if the file cannot be read.
+    """
     file = open_regular(path)
     try:
         size = os.fstat(file).st_size
@@ -81,10 +91,10 @@ def tail(path: Path) -> Tail:
     latest: dict[str, float] = {}
     seconds: list[float] = []
     for line in lines:
-        entry = figures_of(line)
-        if entry is None:
+        parsed = figures_of(line)
+        if parsed is None:
             continue
-        step, figures = entry
+        step, figures = parsed
         latest |= figures
         if figures.get("seconds", 0) > 0:
             seconds.append(figures["seconds"])
@@ -95,8 +105,11 @@ def tail(path: Path) -> Tail:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The end of a run's metrics.jsonl, the content of its run.json, and the steps of the whole
-    run."""
+    """What the files of a run say.
+
+    It has the end of metrics.jsonl, the content of run.json, and the number of steps of the whole
+    run.
+    """
 
     tail: Tail
     facts: dict[str, Any]
@@ -104,26 +117,28 @@ class RunFiles:
 
 
 class Describer:
-    """Describes runs, and remembers what it read of files that have not changed since."""
+    """Describes runs, without reading files again that have not changed."""
 
     def __init__(self) -> None:
-        self._cache: dict[str, tuple[object, RunFiles]] = {}  # by run: the files' state, and them
+        self._cache: dict[str, tuple[object, RunFiles]] = {}  # key of a run -> state, content
 
     def describe(self, run: Run, now: float) -> dict[str, Any] | None:
-        """Return a run as JSON, `now` being the time in seconds since 1970; None if its file is
-        gone or no regular file."""
+        """Return a run as JSON, or None if its metrics.jsonl is gone or not a regular file.
+
+        `now` is the time in seconds since 1970.
+        """
         try:
-            about = run.metrics.stat()
+            file_stat = run.metrics.stat()
             locked = being_written(run.metrics)
-            files = self._files(run, about)
+            files = self._files(run, file_stat)
         except OSError:
             return None
         end = files.tail
         steps = files.steps
         pace = end.pace or 0
-        silent_seconds = now - about.st_mtime
+        silent_seconds = now - file_stat.st_mtime
         young = silent_seconds < max(SILENT_SECONDS, SILENT_STEPS * pace)
-        # A lock on another host cannot be seen.
+        # A lock that a process on another host holds cannot be seen.
         elsewhere = locked is None or files.facts.get("host") != socket.gethostname()
         finished = steps is not None and end.step >= steps
         running = locked or (young and elsewhere and not finished)
@@ -140,7 +155,7 @@ class Describer:
             "step": end.step,
             "steps": steps,
             "seconds_left": _plain(seconds_left),
-            "changed": about.st_mtime,
+            "changed": file_stat.st_mtime,
             "figures": end.figures,
             "samples": _version(run.folder / "samples.jsonl"),
         }
@@ -151,14 +166,14 @@ class Describer:
         return description
 
     def forget(self, runs: list[Run]) -> None:
-        """Drop what is remembered of all other runs."""
+        """Forget the content of all files but those of `runs`."""
         keys = {run.key for run in runs}
         self._cache = {key: entry for key, entry in self._cache.items() if key in keys}
 
-    def _files(self, run: Run, about: os.stat_result) -> RunFiles:
-        """Return what the files of a run say; read them only if they have changed."""
+    def _files(self, run: Run, file_stat: os.stat_result) -> RunFiles:
+        """Return what the files of a run say, reading them only if they have changed."""
         version = _version(run.folder / "run.json")
-        state = (about.st_ino, about.st_size, about.st_mtime_ns, version)
+        state = (file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, version)
         cached = self._cache.get(run.key)
         if cached is not None and cached[0] == state:
             return cached[1]
@@ -169,7 +184,10 @@ class Describer:
 
 
 def _plain(value: Any) -> str | float | None:
-    """Return a short text or a number that a browser can count; None for anything else."""
+    """Return a text of at most LONGEST_FACT characters, or a number that a browser can count.
+
+    A longer text is cut off. Returns None for any other value, also for negative numbers.
+    """
     if isinstance(value, str):
         return value[:LONGEST_FACT]
     if isinstance(value, int | float) and 0 <= value < MOST_STEPS:
@@ -178,16 +196,16 @@ def _plain(value: Any) -> str | float | None:
 
 
 def _version(path: Path) -> str | None:
-    """Return something that changes when a file does; None if there is none."""
+    """Return a text that changes whenever a file changes, or None if there is no such file."""
     try:
-        about = path.stat()
+        file_stat = path.stat()
     except OSError:
         return None
-    return f"{about.st_mtime_ns}-{about.st_size}"
+    return f"{file_stat.st_mtime_ns}-{file_stat.st_size}"
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return the content of a run.json, which older runs do not have; nothing if it is damaged."""
+    """Return the content of a run.json, or {} if it is damaged or missing, as in older runs."""
     try:
         check_regular(path, MOST_RUN_BYTES)
         facts = parse_json(path.read_bytes())
@@ -197,7 +215,10 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _steps(folder: Path, facts: dict[str, Any]) -> int | None:
-    """Return the steps of the whole run, as run.json or the newest checkpoint says."""
+    """Return the number of steps of the whole run, from run.json or else the newest checkpoint.
+
+    Returns None if neither has it.
+    """
     steps = facts.get("steps")
     if not isinstance(steps, int):
         newest = latest_step(folder)

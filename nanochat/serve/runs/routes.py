@@ -1,5 +1,4 @@
-"""The routes that tell a browser of the runs: which there are, what is new in their figures, and
-their samples."""
+"""Routes that tell a browser about the runs: their list, new figures, and samples."""
 
 import asyncio
 import hashlib
@@ -22,20 +21,22 @@ from nanochat.serve.runs.follow import Follower
 T = TypeVar("T")
 MOST_SHOWN = 8  # runs whose figures one request may ask for; the page has as many colours
 MOST_FOLLOWED = 32  # runs whose figures are kept in memory
-MOST_SAMPLES = 200  # newest samples of a run that are told
-FRESH_SECONDS = 0.5  # for which the list of runs is not made again
+MOST_SAMPLES = 200  # samples of a run that are sent, the newest ones
+FRESH_SECONDS = 0.5  # how long the list of runs is used before it is made again
 
 
 class Runs:
-    """Answers with the runs under a base folder. Files are read in a thread of its own, one request
-    at a time."""
+    """Answers requests about the runs under a base folder.
+
+    A thread of its own reads the files, for one request at a time.
+    """
 
     def __init__(self, base: Path, chat: bool):
-        """`chat` says whether the same server answers chats, which the page then links to."""
+        """Serve the runs under `base`; the page links to the chat if `chat` is true."""
         self.base, self.chat = base, chat
         self._thread = ThreadPoolExecutor(1, "runs")
         self._describer = Describer()
-        self._followed: dict[str, Follower] = {}  # by key; the one asked for last stands last
+        self._followed: dict[str, Follower] = {}  # by key; the one requested last comes last
         self._runs: dict[str, Run] = {}
         self._list: dict[str, Any] = {}
         self._listed_at = float("-inf")
@@ -50,11 +51,11 @@ class Runs:
         self._thread.shutdown(wait=False)
 
     async def data(self, request: Request) -> Response:
-        """GET /runs/data?shown=KEY.EDITION.ROWS,...: the list of runs, and for those shown what
-        their reader lacks.
+        """Answer GET /runs/data?shown=KEY.EDITION.ROWS,... with the runs and their new figures.
 
-        The answer has an ETag; with the same one in If-None-Match and nothing new, its status is
-        304 without a body.
+        The body lists all runs, and for each run in `shown` the rows that its reader does not have
+        yet. The answer has an ETag. If the request has the same one in If-None-Match, there is
+        nothing new, and the status is 304 without a body.
         """
         shown = _shown_runs(request.query_params.get("shown", ""))
         body = await while_connected(request.receive, self._run(lambda: self._data(shown)))
@@ -66,19 +67,20 @@ class Runs:
         return Response(body, media_type="application/json", headers={"ETag": tag})
 
     async def samples(self, request: Request, key: str) -> Response:
-        """GET /runs/samples/KEY: what the checkpoints of a run said, the newest first."""
+        """Answer GET /runs/samples/KEY with the samples of a run, the newest first."""
         body = await while_connected(request.receive, self._run(lambda: self._samples(key)))
         if body is None:
             return Response()  # the client has left
         return Response(body, media_type="application/json")
 
     async def _run(self, work: Callable[[], T]) -> T:
+        """Run work in the thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     # --- in the thread ---------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """List the runs again, unless they were listed a moment ago."""
+        """List the runs again, unless they were listed less than FRESH_SECONDS ago."""
         if time.monotonic() - self._listed_at < FRESH_SECONDS:
             return
         runs, older = find_runs(self.base)
@@ -91,6 +93,7 @@ class Runs:
         self._listed_at = time.monotonic()
 
     def _data(self, shown: dict[str, tuple[str, int]]) -> bytes:
+        """Return the list of runs, and new figures of the runs in `shown`, as JSON."""
         self._refresh()
         news: dict[str, Any] = {}
         for key, (edition, row_count) in shown.items():
@@ -107,7 +110,10 @@ class Runs:
         return _json({**self._list, "shown": news})
 
     def _follow(self, key: str) -> Follower | None:
-        """A run whose next piece has been read; None if there is no such run."""
+        """Return the figures of a run, after reading the next piece of its file.
+
+        Returns None if there is no such run, or its file cannot be read.
+        """
         run = self._runs.get(key)
         if run is None:
             self._followed.pop(key, None)
@@ -123,6 +129,10 @@ class Runs:
         return follower
 
     def _samples(self, key: str) -> bytes:
+        """Return the newest samples of a run as JSON.
+
+        Raises ApiError (404) if there is no such run.
+        """
         self._refresh()
         run = self._runs.get(key)
         if run is None:
@@ -138,8 +148,10 @@ def _json(value: Any) -> bytes:
 
 
 def _shown_runs(text: str) -> dict[str, tuple[str, int]]:
-    """Return the runs that a query asks for: the edition and the number of rows that the reader has
-    of each."""
+    """Return what a query asks for: key of a run -> the edition and number of rows of its reader.
+
+    Raises ApiError (400) if the query is malformed or names too many runs.
+    """
     shown: dict[str, tuple[str, int]] = {}
     for item in text.split(",") if text else ():
         key, _, version = item.partition(".")

@@ -1,17 +1,17 @@
-"""The figures of a run in a bounded number of rows, however long the run is."""
+"""Keeps the figures of a run in a bounded number of rows, however long the run is."""
 
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_ROWS = 600  # a curve on a screen shows no more
-MOST_FIGURES = 32  # names of figures; further names are left out
+MOST_ROWS = 600  # a curve on a screen cannot show more
+MOST_FIGURES = 32  # different names of figures; further names are left out
 
 
 @dataclass(slots=True)
 class Cell:
-    """The values of a figure in the lines of a row."""
+    """The values of one figure in the lines that a row combines."""
 
     total: float
     low: float
@@ -19,7 +19,7 @@ class Cell:
     count: int = 1
 
     def join(self, other: "Cell") -> None:
-        """Take in the values of another cell."""
+        """Add the values of another cell."""
         self.total += other.total
         self.low = min(self.low, other.low)
         self.high = max(self.high, other.high)
@@ -28,14 +28,17 @@ class Cell:
 
 @dataclass(slots=True)
 class Row:
-    """Some lines in a row: the step of the last of them, how many they are, and their figures."""
+    """Some consecutive lines of a metrics.jsonl, combined.
+
+    It has the step of the last line, the number of lines, and a cell for each figure.
+    """
 
     step: int
     lines: int
     cells: dict[str, Cell]
 
     def join(self, other: "Row") -> None:
-        """Take in the lines of a later row."""
+        """Add the lines of a later row."""
         self.step = other.step
         self.lines += other.lines
         for name, cell in other.cells.items():
@@ -51,20 +54,20 @@ def _rounded(value: float) -> float:
 
 @dataclass
 class Table:
-    """Rows of figures by step. When there are too many rows, each two become one.
+    """A table with the figures of a run by step, in which neighbouring rows merge when it is full.
 
-    A reader who has the first n rows of an `edition` asks for rows from n - 1 on, since the last
-    row may still grow; a new edition replaces all rows.
+    A reader that has the first n rows of an `edition` asks for the rows from index n - 1 on, since
+    the last row may still grow. When rows merge, the new edition replaces all of them.
     """
 
     edition: str = field(default_factory=lambda: secrets.token_hex(6))
     rows: list[Row] = field(default_factory=list)
     width: int = 1  # lines that a full row holds
-    # Of the figures, in the order of their first values.
+    # The names of the figures, in the order of their first values.
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take in a line. A line of an earlier step than the last is left out."""
+        """Add the figures of a line, unless its step is earlier than the last one."""
         if self.rows and step < self.rows[-1].step:
             return
         for name in figures:
@@ -85,7 +88,7 @@ class Table:
         self.rows.append(row)
 
     def _halve(self) -> None:
-        """Join each two rows into one."""
+        """Merge each pair of rows into one."""
         for first, second in zip(self.rows[::2], self.rows[1::2], strict=True):
             first.join(second)
         self.rows = self.rows[::2]
@@ -93,12 +96,12 @@ class Table:
         self.edition = secrets.token_hex(6)
 
     def since(self, edition: str, row_count: int) -> dict[str, Any]:
-        """Return what a reader lacks who has `row_count` rows of an edition, as JSON.
+        """Return the rows that a reader with `row_count` rows of an edition lacks, as JSON.
 
         `from` is the index of the first row that is sent, and `width` the number of lines that a
-        full row holds. `steps` has a step for each row. `figures` has for each name the means of
-        the rows, with null where a row has no value; where rows hold several lines, `low` and
-        `high` have the extremes.
+        full row holds. `steps` has a step for each row. `figures` has, for each name, the means of
+        the rows, with null if a row has no value. If a row may hold several lines, `low` and `high`
+        have the extremes.
         """
         same = edition == self.edition and 0 < row_count <= len(self.rows)
         first = row_count - 1 if same else 0

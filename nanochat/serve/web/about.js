@@ -26,7 +26,7 @@ export async function loadDescription(changed) {
   choose(id, other, changed);
 }
 
-/** Talk with the model of a name, and compare it with another; with the default one, and none, if there is no such name. */
+/** Chat with a model by name, and compare it with another. An unknown name means the default model, or no comparison. */
 function choose(id, other, changed) {
   model = served.find((one) => one.id === id) ?? served[0] ?? null;
   rival = served.find((one) => one.id === other && one !== model) ?? null;
@@ -40,18 +40,18 @@ function chooseAndKeep(id, other, changed) {
   choose(id, other, changed);
 }
 
-/** Talk with the model of a name from now on. If it was the second of two that are compared, it becomes the first. */
+/** Chat with a model by name from now on. If it was the second of two that are compared, it becomes the first. */
 export function talkWith(id, changed) {
   if (id === model?.id || !served.some((one) => one.id === id)) return;
   chooseAndKeep(id, id === rival?.id ? model.id : (rival?.id ?? ""), changed);
 }
 
-/** Have the model of a name answer each question too; null ends the comparison. */
+/** Let a second model, by name, also answer each question; null ends the comparison. */
 export function compareWith(id, changed) {
   chooseAndKeep(model?.id ?? "", id ?? "", changed);
 }
 
-/** Whether a model has learnt to follow a system message: those that are trained here from scratch have not. */
+/** Return whether a model has learnt to follow a system message; models trained here from scratch have not. */
 export function knowsSystem(description) {
   return description?.capabilities.system_message ?? false;
 }
@@ -77,7 +77,7 @@ function showModel(changed) {
   find("welcome").classList.remove("waiting");
 }
 
-/** The lines that describe the model, for the panel behind its name. */
+/** Return the lines that describe the model, for the panel behind its name. */
 function description(corpus) {
   const { stage, tag, step, context_length: context, parameters, others = [] } = model;
   const line = (key, values) => {
@@ -92,7 +92,7 @@ function description(corpus) {
   return lines;
 }
 
-/** A button for each model of the server, and for each that the chosen one can be compared with. */
+/** Draw a button for each model of the server, and for each one with which the chosen one can be compared. */
 function choices(changed) {
   const others = served.filter(({ id }) => id !== model.id);
   const compare = (id) => compareWith(id === rival?.id ? null : id, changed);

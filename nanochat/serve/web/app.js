@@ -56,7 +56,7 @@ showTokens(scroller, find("token-tip"));
 
 // --- keeping the chat ----------------------------------------------------------------------------
 
-/** Keep the chat in the history, or another one that was left, and show what has changed. */
+/** Store the chat in the history, or another one that was left, and show what has changed. */
 async function changed(chat = conversation.snapshot()) {
   welcome.hidden = !conversation.isEmpty;
   refreshComposer();
@@ -80,7 +80,7 @@ function keepTab(chat = conversation.snapshot()) {
 }
 
 addEventListener("pagehide", () => {
-  const chat = conversation.snapshot(); // one for both, or a reload would take the stored one for that of another tab
+  const chat = conversation.snapshot(); // one for both, or after a reload the stored one would seem to come from another tab
   keepTab(chat);
   if (chat.messages.length) saveChat(chat);
 });
@@ -103,7 +103,7 @@ function startNewChat() {
 }
 
 async function send(text) {
-  if (model === null && keptModels()[1]) await loadDescription(described); // the comparison goes on as soon as it can
+  if (model === null && keptModels()[1]) await loadDescription(described); // the comparison continues as soon as it can
   if (conversation.send(text)) prompt.value = "";
   refreshComposer();
 }
@@ -172,7 +172,7 @@ function showLanguage() {
   panel.draw();
 }
 
-/** The model's description has been loaded, or could not be. */
+/** Update the page after the model's description has been loaded, or could not be. */
 function described() {
   find("runs-link").hidden = !model?.runs;
   showExamples();

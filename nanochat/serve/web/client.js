@@ -24,7 +24,7 @@ async function refusal(response) {
   }
 }
 
-/** Fetch a path of this server, with its key if it asks for one. ChatError if it refuses; 304 is no refusal. */
+/** Fetch a path of this server, with its key if it asks for one. Throws ChatError if it refuses; 304 is not a refusal. */
 export async function request(path, options) {
   const key = keptKey();
   const headers = key ? { ...options.headers, Authorization: `Bearer ${key}` } : options.headers;
@@ -41,7 +41,7 @@ export async function request(path, options) {
 }
 
 /**
- * Ask for the key of a server that was started with --api_key; false if the reader gives none. A header carries only
+ * Ask for the key of a server that was started with --api_key. Returns false if the reader gives none. A header carries only
  * visible ASCII: with another key, such as one in curly quotes, each request would fail before it is sent.
  */
 function askForKey() {

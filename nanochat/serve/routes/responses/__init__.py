@@ -1,2 +1,1 @@
-"""/v1/responses, OpenAI's newer format: requests, the items of inputs and replies, and what is kept
-of them."""
+"""/v1/responses, OpenAI's newer format: its requests, its replies, and the stored responses."""

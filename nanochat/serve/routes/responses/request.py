@@ -1,4 +1,4 @@
-"""POST /v1/responses: checks a request, which may continue a response that is kept here."""
+"""Reads POST /v1/responses: checks a request, which may continue a stored response."""
 
 import re
 from collections.abc import Sequence
@@ -60,16 +60,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ResponseRequest:
-    """A checked request."""
+    """A checked request for a response."""
 
-    conversation: Conversation  # without the instructions, which hold for one response only
+    conversation: Conversation  # without the instructions, which apply to one response only
     instructions: str
     repeated: Repeated
-    shelf: Shelf | None  # where the response is kept; None: nowhere
+    shelf: Shelf | None  # stores the response; None if it is not stored
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it
-        does not fit."""
+        """Return the prompt as a request to the engine, and the writer of the reply.
+
+        Raises ApiError (400) if the prompt does not fit into the context.
+        """
         settings = self.repeated.settings
         truncate = self.repeated.truncate
         conversation = with_instructions(self.conversation, self.instructions)
@@ -94,8 +96,10 @@ class ResponseRequest:
         return Work(settings.requests(prompt, limits.context), writer)
 
     def _messages(self, dropped: int) -> tuple[Message, ...]:
-        """Return the messages that the model read: a chat that is stored never outgrows the
-        context, nor does a request that continues it."""
+        """Return the messages that the model read.
+
+        So a stored chat never outgrows the context, nor does a request that continues it.
+        """
         conversation = self.conversation
         if dropped:
             conversation = alternating(conversation)
@@ -110,15 +114,18 @@ def read_response(
     defaults: Defaults,
     shelf: Shelf,
 ) -> ResponseRequest:
-    """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an
-    unknown model) that names the field."""
+    """Return the checked request in a decoded body.
+
+    `shelf` has the stored responses of the client. Raises ApiError that names the field: 404 for an
+    unknown model, else 400.
+    """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     store = flag(value, "store", True)
     instructions = _text(fields, "instructions")
     previous = _text(fields, "previous_response_id")
     flag(fields, "parallel_tool_calls")
     if not fields.get("tools") and fields.get("tool_choice") == "auto":
-        del fields["tool_choice"]  # what clients send that have no tools
+        del fields["tool_choice"]  # some clients send it without any tools
     tools = read_tools(fields)
     max_tokens = integer(fields, "max_output_tokens", 1, limits.context)
     text_format = mapping(fields, "text").get("format")
@@ -141,7 +148,10 @@ def read_response(
 
 
 def _text(fields: dict[str, Any], name: str) -> str | None:
-    """Return a text; None if the field is absent."""
+    """Return a text, or None if the field is absent.
+
+    Raises ApiError (400) for any other value.
+    """
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise invalid(f"{name} must be a text, got {kind(value)}", name)
@@ -153,10 +163,9 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
 
 def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
     """Return the conversation of an input that follows the messages of an earlier response.
-    ApiError 400.
 
     Items become messages of the chat format. The result of a call must name a call of the earlier
-    response or one that stands before the result.
+    response, or one that precedes the result. Raises ApiError (400) if the input is not valid.
     """
     if items is None:
         raise missing("input", "a text or a list of items")
@@ -181,12 +190,14 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
 
 
 def _renamed(text: str, earlier: int) -> str:
-    """Return an error of the chat format under the names of this route; `earlier` messages are a
-    response's."""
+    """Return an error of the chat format under the field names of this route.
+
+    The first `earlier` messages belong to the response that the request continues.
+    """
 
     def field(match: re.Match[str]) -> str:
-        number = int(match[1]) - earlier
-        return "previous_response_id" if number < 0 else f"input[{number}]{match[2] or ''}"
+        index = int(match[1]) - earlier
+        return "previous_response_id" if index < 0 else f"input[{index}]{match[2] or ''}"
 
     text = re.sub(r"messages\[(\d+)\](\.\w+)?", field, text)
     return text.replace("messages", "input")
@@ -197,7 +208,10 @@ def _message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return the message of an item. The ids of calls join `call_ids`."""
+    """Return the message of an item, adding the id of a call to `call_ids`.
+
+    Raises ApiError (400) if the item is malformed.
+    """
     item_type = item.get("type", "message")
     if item_type == "function_call":
         return _call_message(item, name, call_ids)
@@ -216,7 +230,7 @@ def _call_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return the message of a call."""
+    """Return the message of a call, adding its id to `call_ids`."""
     values = [item.get(key) for key in ("call_id", "name", "arguments")]
     if not all(isinstance(value, str) for value in values):
         form = "{type: function_call, call_id, name, arguments}"
@@ -236,7 +250,7 @@ def _result_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return the message of a call's result."""
+    """Return the message of a call's result, whose call must be in `call_ids`."""
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in call_ids:
         text = f"{name}.call_id must be the call_id of a function_call before it"

@@ -1,5 +1,7 @@
-"""Stores responses for clients that continue or fetch them: in memory only, for a while, and never
-more than so many."""
+"""Stores responses so that clients can continue or fetch them.
+
+The store is in memory only. It keeps a bounded number of responses for a limited time.
+"""
 
 import hashlib
 import json
@@ -28,8 +30,11 @@ class _Entry(NamedTuple):
 
 
 class ResponseStore:
-    """The responses of all clients. The one that was used least recently goes first; threads may
-    share an object."""
+    """The stored responses of all clients.
+
+    If there are too many, the one that was used least recently is dropped. Threads may share a
+    store.
+    """
 
     def __init__(
         self,
@@ -38,19 +43,21 @@ class ResponseStore:
         seconds: float = SECONDS,
         now: Callable[[], float] = time.monotonic,
     ):
-        """`now` is the clock in seconds."""
+        """Make an empty store; `now` is the clock in seconds."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._now = now
         self._lock = threading.Lock()
-        # By owner and id, the last used one last.
+        # By owner and id; the one that was used last comes last.
         self._entries: OrderedDict[tuple[bytes, str], _Entry] = OrderedDict()
         self._bytes = 0
 
     def of(self, api_key: str) -> "Shelf":
-        """The responses of the clients that send a key, which is their Authorization header or
-        empty."""
+        """Return the responses of the clients that send a key.
+
+        `api_key` is their Authorization header, or "" if they send none.
+        """
         return Shelf(self, hashlib.sha256(api_key.encode(errors="replace")).digest())
 
     def put(
@@ -59,22 +66,24 @@ class ResponseStore:
         messages: bytes,
         body: bytes,
     ) -> None:
-        """Keep a response, and drop what is then too old or too much."""
+        """Store a response, and drop those that are too old or too many after that."""
         with self._lock:
             self._add(key, _Entry(self._now(), messages, body))
             while self._entries and self._too_full():
                 self._bytes -= self._entries.popitem(last=False)[1].size
 
     def _too_full(self) -> bool:
-        """Whether the oldest response is too old, or all responses are too many or too large."""
+        """Return whether the oldest response is too old, or there are too many or too large."""
         oldest = next(iter(self._entries.values()))
         if self._now() - oldest.used > self._seconds:
             return True
         return len(self._entries) > self._max_count or self._bytes > self._max_bytes
 
     def take(self, key: tuple[bytes, str], again: bool) -> _Entry | None:
-        """A response, which stays and counts as used if it shall be there `again`; None if it is
-        not there."""
+        """Return a response, or None if it is not stored.
+
+        With `again`, the response stays and counts as used now. Otherwise it is removed.
+        """
         with self._lock:
             entry = self._entries.pop(key, None)
             if entry is None:
@@ -92,7 +101,7 @@ class ResponseStore:
 
 
 class Shelf:
-    """The responses of one key. Another key finds none of them, even with their ids."""
+    """The stored responses of one key. Another key finds none of them, even with their ids."""
 
     def __init__(self, store: ResponseStore, owner: bytes):
         self._store = store
@@ -100,28 +109,33 @@ class Shelf:
 
     def keep(
         self,
-        number: str,
+        response_id: str,
         messages: list[dict[str, Any]],
         body: dict[str, Any],
     ) -> None:
-        """Keep a response under its id with the messages of its chat, its own among them."""
-        key = (self._owner, number)
+        """Store a response under its id, with the messages of its chat, including its own."""
+        key = (self._owner, response_id)
         chat = json.dumps(messages)
         response = json.dumps(body)
         self._store.put(key, chat.encode(), response.encode())
 
-    def messages(self, number: str) -> list[dict[str, Any]]:
-        """The messages of the chat that a response ends. ApiError 400 if it is not kept."""
-        entry = self._store.take((self._owner, number), again=True)
+    def messages(self, response_id: str) -> list[dict[str, Any]]:
+        """Return the messages of the chat that ends with a response.
+
+        Raises ApiError (400) if the response is not stored.
+        """
+        entry = self._store.take((self._owner, response_id), again=True)
         if entry is None:
-            text = f"{GONE.format(number=number[:80])}. Send the whole chat as input"
+            text = f"{GONE.format(number=response_id[:80])}. Send the whole chat as input"
             raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
         return json.loads(entry.messages)
 
-    def response(self, number: str, again: bool = True) -> dict[str, Any]:
-        """The response of an id; it is removed unless it shall be there `again`. ApiError 404 if it
-        is not kept."""
-        entry = self._store.take((self._owner, number), again)
+    def response(self, response_id: str, again: bool = True) -> dict[str, Any]:
+        """Return the response with an id, and remove it unless `again` is true.
+
+        Raises ApiError (404) if the response is not stored.
+        """
+        entry = self._store.take((self._owner, response_id), again)
         if entry is None:
-            raise ApiError(404, "not_found", GONE.format(number=number[:80]), "response_id")
+            raise ApiError(404, "not_found", GONE.format(number=response_id[:80]), "response_id")
         return json.loads(entry.body)

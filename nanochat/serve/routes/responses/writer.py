@@ -1,4 +1,4 @@
-"""Writes a reply as a response: whole, or as the events of its stream, in OpenAI's order."""
+"""Writes a reply as a response, either whole or as a stream of events in OpenAI's order."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,13 @@ from nanochat.serve.routes.fields import ApiError, ReplySettings
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
-# Stores a reply as a message, and its response.
+# Stores a reply: its message, and its response.
 Store = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """What a response repeats of its request, and the functions that the model may call."""
+    """The facts of a request that its response repeats, and the functions the model may call."""
 
     tools: Tools
     settings: ReplySettings
@@ -26,15 +26,15 @@ class Repeated:
     truncate: bool
     previous: str | None  # the id of the response that this one continues
     store: bool
-    echoed: Mapping[str, Any]  # fields of the request as they came
+    echoed: Mapping[str, Any]  # fields of the request, unchanged
 
 
 class ResponseWriter:
-    """Writes one reply. Its output holds a message for each run of text, and an item for each call
-    of a function.
+    """Writes one reply as a response.
 
-    A calculator call is in the message around it: {expression, result} in `parts` and, in a stream,
-    in `tool` of an event of the message's text. Both extend OpenAI's format.
+    The output holds a message for each run of text, and an item for each function call. A
+    calculator call is part of the message around it: {expression, result} in `parts` and, in a
+    stream, in `tool` of an event for the message's text. Both extend OpenAI's format.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ResponseWriter:
         tokenizer: Tokenizer,
         store: Store,
     ):
-        """`prompt_length` is the length of the prompt in tokens."""
+        """Make the writer of one reply; `prompt_length` is in tokens."""
         self._number = number
         self._model = model
         self._repeated = repeated
@@ -56,20 +56,20 @@ class ResponseWriter:
         self._choice = Choice(tokenizer, None)
         self._reply = Reply(repeated.tools)
         self._items: list[dict[str, Any]] = []
-        # Texts and calculator calls of the message that grows.
+        # Texts and calculator calls of the message that is growing.
         self._open: list[dict[str, Any]] | None = None
-        self._blank = ""  # text without a letter, which is no message unless more follows
+        self._blank = ""  # white space, which becomes a message only if more text follows
         self._sent = 0  # events of the stream so far
         self.stream = repeated.settings.stream
 
     def opening(self) -> bytes:
-        """The response without output."""
+        """Return the events of a response without output."""
         response = self._response("in_progress")
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow events; return the events of what they add."""
+        """Follow the engine's events, and return the events to stream for them."""
         parts: list[Part] = []
         for _, token_event in news:
             parts += self._choice.add(token_event)
@@ -79,20 +79,20 @@ class ResponseWriter:
         return b"".join(map(self._follow, deltas))
 
     def closing(self) -> bytes:
-        """The end of the last item, and the response, which is kept from now on."""
+        """Return the last events of the stream, and store the response."""
         sent = self._end()
         body = self.body()
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
         return sent + self._event(kind, response=body)
 
     def failure(self, refusal: ApiError) -> bytes:
-        """The response with its error."""
+        """Return the event of a response that failed, with its error."""
         error = {"code": refusal.code, "message": str(refusal)}
         response = {**self._response("failed"), "error": error}
         return self._event("response.failed", response=response)
 
     def body(self) -> dict[str, Any]:
-        """The whole response, which is kept from now on."""
+        """Return the whole response, and store it."""
         self._end()
         response = self._response(self._status)
         if self._status == "incomplete":
@@ -107,7 +107,7 @@ class ResponseWriter:
     # --- items -----------------------------------------------------------------------------------
 
     def _follow(self, delta: dict[str, Any]) -> bytes:
-        """Add a piece of the reply to the items; return its events."""
+        """Add a delta of the reply to the items, and return its events."""
         if "tool_calls" in delta:
             return self._close("completed") + self._call(delta["tool_calls"][0])
         text = self._blank + delta.get("content", "")
@@ -119,7 +119,7 @@ class ResponseWriter:
         return self._begin() + self._grow(text, tool)
 
     def _begin(self) -> bytes:
-        """Open a message unless one is open."""
+        """Begin a message unless one is open, and return its events."""
         if self._open is not None:
             return b""
         self._open = []
@@ -138,7 +138,7 @@ class ResponseWriter:
         return sent
 
     def _grow(self, text: str, tool: dict[str, Any] | None) -> bytes:
-        """Add text, or a calculator call, to the open message."""
+        """Add text, or a calculator call, to the open message, and return its event."""
         assert self._open is not None
         if text:
             add_text(self._open, text)
@@ -150,7 +150,7 @@ class ResponseWriter:
         return self._event("response.output_text.delta", **fields)
 
     def _close(self, status: str) -> bytes:
-        """End the open message, if there is one."""
+        """End the open message, if there is one, and return its events."""
         if self._open is None:
             return b""
         item = self._items[-1]
@@ -166,7 +166,7 @@ class ResponseWriter:
         return sent + self._event("response.output_item.done", item=item)
 
     def _call(self, call: dict[str, Any]) -> bytes:
-        """Add a call of a function, which comes whole."""
+        """Add a function call, which arrives whole, and return its events."""
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
         item = {
@@ -188,7 +188,7 @@ class ResponseWriter:
         return sent + self._event("response.output_item.done", item=item)
 
     def _end(self) -> bytes:
-        """End the last message; a reply of nothing is an empty message."""
+        """End the last message, and return its events. An empty reply becomes an empty message."""
         sent = b""
         if not self._items:
             text = self._blank
@@ -251,7 +251,10 @@ class ResponseWriter:
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """An event of the stream; those of an item have its place in the output."""
+        """Return an event of the stream, or b"" if the reply is not streamed.
+
+        Events of an item have its index in the output.
+        """
         if not self.stream:
             return b""
         if "response" not in fields:

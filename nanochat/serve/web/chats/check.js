@@ -1,4 +1,4 @@
-// Reads chats that come from outside, a file or the browser's store, and lets nothing through that is no chat.
+// Reads chats that come from outside, a file or the browser's store, and rejects everything that is not a chat.
 
 const NOTES = ["stopped", "length", "noAnswer"];
 const LONGEST_TITLE = 200;
@@ -29,7 +29,7 @@ function readPart(part) {
   return { type: "tool", expression: text(part.expression), result: part.result === null ? null : text(part.result) };
 }
 
-/** What only some answers have: the name of their model, and the place of the answer to their left. */
+/** Return the fields that only some answers have: the model's name, and the index of the answer to the left. */
 function readExtras({ model, beside }, parent, place, all) {
   const read = {};
   if (model !== undefined) read.model = text(model, LONGEST_NAME);
@@ -60,7 +60,7 @@ function readMessage({ parent, role, ...rest }, place, all) {
   };
 }
 
-/** A chat as tree.js describes it, with only the fields that belong there. TypeError if the value is no chat. */
+/** Return a chat as tree.js describes it, with no other fields. Throws TypeError if the value is not a chat. */
 export function readChat(value) {
   const { id, title, created, updated, messages, at } = value;
   must(/^[0-9a-zA-Z-]{1,64}$/.test(text(id)) && Array.isArray(messages));

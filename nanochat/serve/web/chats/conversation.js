@@ -8,8 +8,9 @@ import { Pair } from "./pair.js";
 import { besideAt, children, newChat, newestEnd, pathTo } from "./tree.js";
 
 /**
- * `shown` are the answered exchanges on the page, as exchange.js describes them. `last` is the last exchange, answered
- * or not, and may be answered again. `pair` are the last two answers, if two models have answered; `last` is one of them.
+ * `shown` holds the answered exchanges on the page, as exchange.js describes them. `last` is the last exchange, answered
+ * or not, which may be answered again. `pair` holds the last two answers if two models have answered, and `last` is one
+ * of them.
  */
 export class Conversation {
   /**
@@ -37,7 +38,7 @@ export class Conversation {
     return this.log.childElementCount === 0;
   }
 
-  /** Show a chat, at the branch where it was left. What has arrived of an answer is kept, or its question given back. */
+  /** Show a chat at the branch where it was left. An answer in progress is kept, or its question is returned to the input. */
   open(chat) {
     this.page.giveBack(this.unanswered);
     if (this.running) {
@@ -50,7 +51,7 @@ export class Conversation {
     this.page.changed();
   }
 
-  /** Stop the answer in progress, and keep nothing of it nor of its question. */
+  /** Stop the answer in progress, and discard it together with its question. */
   discard() {
     this.running?.abort();
     this.running = this.last = this.pair = null;
@@ -135,10 +136,10 @@ export class Conversation {
     return true;
   }
 
-  /** Ask an edited question in place of one on the page; an answered one stays on a branch of its own. */
+  /** Ask an edited question in place of one on the page. A question that was answered stays on its own branch. */
   #edit(asked, text) {
     if (this.running) return false;
-    const stays = Node.DOCUMENT_POSITION_FOLLOWING; // what stands before the question
+    const stays = Node.DOCUMENT_POSITION_FOLLOWING; // everything before the question
     this.shown = this.shown.filter((entry) => entry.asked.element.compareDocumentPosition(asked.element) & stays);
     while (asked.element.nextSibling) asked.element.nextSibling.remove();
     asked.element.remove();
@@ -149,7 +150,7 @@ export class Conversation {
     return true;
   }
 
-  /** Answer the last question again: an answer that failed with the same settings, a finished one by drawing words. */
+  /** Answer the last question again: with the same settings after a failure, else by sampling another answer. */
   again() {
     const { last } = this;
     if (this.running || !last) return;
@@ -193,7 +194,7 @@ export class Conversation {
     if (stop === this.running) this.#finish(note); // else the reader has opened another chat meanwhile
   }
 
-  /** `running` can be aborted. */
+  /** Begin an answer, which `running` can abort. */
   #begin(running, last) {
     Object.assign(this, { running, last });
     this.log.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
@@ -281,7 +282,7 @@ export class Conversation {
 
   // --- keeping -----------------------------------------------------------------------------------
 
-  /** The chat as it stands, with what has arrived of an answer in progress. */
+  /** Return the chat as it is now, with what has arrived of an answer in progress. */
   snapshot() {
     const { chat, last, running, pair } = this;
     const copy = { ...chat, messages: [...chat.messages] };
@@ -291,7 +292,7 @@ export class Conversation {
     return copy;
   }
 
-  /** A question that has no answer, as text: it would be lost with the page. */
+  /** Return the text of a question without an answer, which would be lost with the page. */
   get unanswered() {
     return unansweredOf(this);
   }

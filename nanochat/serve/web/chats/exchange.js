@@ -10,7 +10,7 @@ import { add } from "./tree.js";
 const MOST_MESSAGES = 1000;
 const MOST_BYTES = 240_000; // the rest of a request is for its settings
 const GONE = "model_not_found";
-const HOPELESS = ["context_length_exceeded", "body_too_large", GONE]; // trying again as it is would fail again
+const HOPELESS = ["context_length_exceeded", "body_too_large", GONE]; // the same request would fail again
 
 /**
  * An exchange without an answer. `asked` and `turn` are the two turns on the page, `user` and `answer` the places of
@@ -22,7 +22,7 @@ export function newExchange({ asked, user = null, parent, old = null, forgotten,
   return { asked, turn: new ModelTurn(current().logprobs), user, answer: null, parent, old, forgotten, by };
 }
 
-/** The exchange of an answer in a chat, by the answer's place; `asked` is the turn of its question. */
+/** Return the exchange of an answer in a chat, by the answer's index. `asked` is the turn of its question. */
 export function readExchange(chat, asked, place) {
   const message = chat.messages[place];
   const user = message.parent;
@@ -53,16 +53,16 @@ export async function ask(exchange, request, signal, page) {
   }
 }
 
-/** The server was started again with other models: give the exchange the one that it has now. False if it has no other. */
+/** Give the exchange the model of a server that was restarted with other models. Returns false if there is no other. */
 async function successor(exchange, page) {
   await loadDescription(page.described);
-  const named = exchange.turn.by !== ""; // the answer stands under the name of its model
+  const named = exchange.turn.by !== ""; // the answer is shown under the name of its model
   if (named || model === null || model.id === exchange.by.id) return false;
   exchange.by = model;
   return true;
 }
 
-/** The messages of a request. The server takes no more than 1,000 nor 256 kB: the oldest exchanges are left out. */
+/** Return the messages of a request, without the oldest: the server accepts at most 1,000 messages and 256 kB. */
 function messagesOf(exchange, earlier, page) {
   const { asked, forgotten, answer: answered, by } = exchange;
   const turns = earlier.slice(forgotten).map((entry) => [
@@ -124,13 +124,13 @@ function fail(failure, { turn, asked, answer: answered, by }, page) {
   if (code === "unreachable") loadDescription(page.described);
 }
 
-/** Messages without the first `count` of them, the system message left out of the count. */
+/** Return messages without the first `count`, which does not include the system message. */
 function without(messages, count) {
   const first = messages[0].role === "system" ? 1 : 0;
   return [...messages.slice(0, first), ...messages.slice(first + count)];
 }
 
-/** Put the question, unless it is there, and its answer into the chat, and their places into the exchange. */
+/** Add the answer, and the question if it is missing, to the chat, and note their indices in the exchange. */
 export function record(chat, exchange) {
   const { asked, turn, parent, forgotten, by } = exchange;
   exchange.user ??= add(chat, { parent, role: "user", text: asked.text });
@@ -146,13 +146,13 @@ export function record(chat, exchange) {
   }
 }
 
-/** The turn of the message at a place of the chat, a question or an answer; undefined if no exchange has it. */
+/** Return the turn of the message at an index of the chat, or undefined if no exchange has it. */
 export function turnAt(exchanges, place) {
   const exchange = exchanges.find(({ user, answer: answered }) => user === place || answered === place);
   return exchange?.user === place ? exchange.asked : exchange?.turn;
 }
 
-/** The text of the last question of a conversation if it has no answer, else an empty text. */
+/** Return the text of the last question of a conversation if it has no answer, else "". */
 export function unansweredOf({ last, shown, running, pair }) {
   const saying = pair ? pair.said.length > 0 : last?.turn.saidSomething || last?.old;
   const answered = running ? saying : shown.some(({ asked }) => asked === last?.asked);

@@ -6,7 +6,7 @@ const KEY = "nanochat.chat";
 const API_KEY = "nanochat.key";
 const MODEL = "nanochat.model";
 const RIVAL = "nanochat.rival";
-let apiKey = ""; // of this page, where the browser forbids storage
+let apiKey = ""; // of this page, if the browser forbids storage
 
 /** Keep the open chat, the `base` that store.js knows of it, what stands in the input box, and a question without an answer. */
 export function keep(state) {
@@ -17,7 +17,7 @@ export function keep(state) {
   }
 }
 
-/** The kept {chat, base, draft, unanswered}, or null. */
+/** Return the kept {chat, base, draft, unanswered}, or null. */
 export function kept() {
   const text = (value) => (typeof value === "string" ? value : "");
   try {
@@ -39,7 +39,7 @@ export function keepKey(key) {
   }
 }
 
-/** The server's key, or an empty text. */
+/** Return the server's key, or "". */
 export function keptKey() {
   try {
     return apiKey || sessionStorage.getItem(API_KEY) || "";
@@ -58,7 +58,7 @@ export function keepModels(id, rival) {
   }
 }
 
-/** The names of these two models; null for what was not chosen. */
+/** Return the names of these two models, with null for one that was not chosen. */
 export function keptModels() {
   try {
     return [sessionStorage.getItem(MODEL), sessionStorage.getItem(RIVAL)];

@@ -6,7 +6,7 @@ import { ask, newExchange, record } from "./exchange.js";
 import { children } from "./tree.js";
 
 export class Pair {
-  /** `exchanges` are the two, and `earlier` those before them; all have the same question. */
+  /** `exchanges` are the two that ask the same question, and `earlier` the ones before them. */
   constructor(exchanges, earlier) {
     this.exchanges = exchanges;
     this.earlier = earlier;
@@ -17,7 +17,7 @@ export class Pair {
     for (const { turn, by } of exchanges) if (by) turn.name(by.id);
   }
 
-  /** The answers that say something, the left one first. */
+  /** Return the answers that are not empty, the left one first. */
   get said() {
     return this.exchanges.filter(({ turn }) => turn.saidSomething);
   }
@@ -44,7 +44,7 @@ export class Pair {
     if (this.stops.size) page.ended();
   }
 
-  /** Stop what is in progress. */
+  /** Stop the answers in progress. */
   abort() {
     for (const stop of this.stops) stop.abort();
   }
@@ -60,7 +60,7 @@ export class Pair {
     return fresh;
   }
 
-  /** Offer to continue from each answer, and to try again what failed. */
+  /** Offer to continue from each answer, and to retry each one that failed. */
   offer(take, retry) {
     this.withdraw();
     for (const exchange of this.exchanges) {
@@ -74,7 +74,7 @@ export class Pair {
     for (const { turn } of this.exchanges) turn.withdraw();
   }
 
-  /** Put the question and what the models have said into a chat, which then stands at the left answer. */
+  /** Put the question and both answers into a chat, which then shows the left answer. */
   record(chat) {
     const { said } = this;
     if (!said.length) return;
@@ -89,7 +89,7 @@ export class Pair {
     chat.at = said[0].answer;
   }
 
-  /** A pair with the same answers, for a copy of the chat: recording one leaves the other as it is. */
+  /** Return a copy of the pair for a copy of the chat, so that recording one does not change the other. */
   copy() {
     return Object.create(this, { exchanges: { value: this.exchanges.map((exchange) => ({ ...exchange })) } });
   }

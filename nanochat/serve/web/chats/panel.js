@@ -7,7 +7,7 @@ import { allChats, keepChats, oneChat, removeChat, retitle, watch } from "./stor
 import { textOf, titleOf } from "./tree.js";
 
 const find = (id) => document.getElementById(id);
-const wide = matchMedia("(min-width: 64rem)"); // there the panel stands beside the chat, else it covers it
+const wide = matchMedia("(min-width: 64rem)"); // then the panel is next to the chat, else it covers the chat
 const OPEN = "nanochat.history";
 const SHOWN = 200; // chats in the list; a search finds the others
 
@@ -27,7 +27,7 @@ export class HistoryPanel {
     find("history-file").addEventListener("change", () => this.#import());
     this.panel.addEventListener("close", () => this.#closed());
     this.panel.addEventListener("click", ({ target }) => {
-      if (target === this.panel && !wide.matches) this.close(); // beside the panel, on its backdrop
+      if (target === this.panel && !wide.matches) this.close(); // outside the panel, on its backdrop
     });
     wide.addEventListener("change", () => this.panel.close());
     watch(() => this.draw());
@@ -56,7 +56,7 @@ export class HistoryPanel {
     find("history-toggle").setAttribute("aria-expanded", "false");
   }
 
-  /** Say something below the list, such as what was imported; `undo` adds a button that takes a deletion back. */
+  /** Show a message below the list, such as what was imported. `undo` adds a button that undoes a deletion. */
   tell(key, values = {}, undo = null) {
     const [place, line] = [find("history-told"), make("span")];
     place.replaceChildren();
@@ -66,7 +66,7 @@ export class HistoryPanel {
     if (undo) place.append(textButton("undo", undo));
   }
 
-  /** Draw the chats that hold every word of the search. */
+  /** Draw the chats that contain every word of the search. */
   async draw() {
     if (!this.panel.open) return;
     const wanted = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -196,7 +196,7 @@ function matches(chat, wanted) {
   return wanted.every((word) => all.includes(word));
 }
 
-/** The day of a time in words: today, yesterday, or its date. */
+/** Return the day of a time in words: today, yesterday, or its date. */
 function dayOf(time) {
   const day = new Date(time).toDateString();
   if (day === new Date().toDateString()) return words("today");

@@ -1,11 +1,11 @@
-// The history: every chat of this browser, in its IndexedDB. Without one, the chats last until the page is left.
+// The history: every chat of this browser, in its IndexedDB. Without it, they last until the page is left.
 
 import { readChat } from "./check.js";
 import { randomId } from "./tree.js";
 
-const memory = new Map(); // id -> chat, where the browser forbids storage or has no room
+const memory = new Map(); // id -> chat, if the browser forbids storage or has no room
 const bases = new Map(); // id -> when the chat was last updated as this tab last read or wrote it
-const moved = new Map(); // id -> the new id of this tab's copy, where another tab has changed the chat too
+const moved = new Map(); // id -> the new id of this tab's copy, if another tab has also changed the chat
 const tabs = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("nanochat");
 let opened = null; // the promise of the database, or of null
 
@@ -59,38 +59,38 @@ function readable(value) {
   }
 }
 
-/** Every chat, the one that was used last first. */
+/** Return all chats, the most recently used one first. */
 export async function allChats() {
   const stored = (await transaction("readonly", (chats) => chats.getAll()).catch(() => null)) ?? [];
   const found = [...memory.values(), ...stored.filter(({ id }) => !memory.has(id))];
   return found.flatMap(readable).sort((a, b) => b.updated - a.updated);
 }
 
-/** The chat of an id as it is stored now, or null: another tab may have changed or removed what a list shows. */
+/** Return the chat with an id as it is stored now, or null: another tab may have changed or removed it. */
 export async function oneChat(id) {
   const stored = memory.get(id) ?? (await transaction("readonly", (chats) => chats.get(id)).catch(() => null));
   return stored ? (readable(stored)[0] ?? null) : null;
 }
 
-/** Say which stored state this tab's copy of a chat comes from, by its time of update; undefined if it was never stored. */
+/** Note when the stored chat that this tab copied was last updated, or undefined if it was never stored. */
 export function hold({ id }, base) {
-  if (memory.has(id)) return; // this tab alone has it, and bases tells what it was made from
+  if (memory.has(id)) return; // only this tab has it, and `bases` has its origin
   moved.delete(id);
   bases.set(id, base);
 }
 
-/** When the chat of an id was last updated as this tab last read or wrote it; undefined if it never did. */
+/** Return when a chat was last updated at this tab's last access to it, or undefined if there was none. */
 export function baseOf(id) {
   return bases.get(id);
 }
 
-/** The id to write this tab's copy of a chat under, or null if what is stored must stay as it is. */
+/** Return the id under which to store this tab's copy of a chat, or null if the stored chat must stay as it is. */
 function idFor({ id, updated }, stored) {
   if (moved.has(id)) return moved.get(id);
   const base = bases.get(id);
   if (stored?.updated === base || stored?.updated === updated) return id;
   if (updated === base) return null; // only another tab has changed the chat, or removed it
-  moved.set(id, randomId()); // both have: neither may destroy what the other one added
+  moved.set(id, randomId()); // both have changed it, and neither may destroy what the other one added
   return moved.get(id);
 }
 
@@ -124,7 +124,7 @@ export async function saveChat(chat) {
   }
 }
 
-/** Keep chats, all or none, in place of those with the same ids. False if the browser has no room for them. */
+/** Store all of some chats or none, replacing those with the same ids. Returns false if there is no room for them. */
 export async function keepChats(chats) {
   const copies = structuredClone(chats);
   try {
@@ -140,7 +140,7 @@ export async function keepChats(chats) {
   return true;
 }
 
-/** Give a chat another title, and leave everything else of it as it is stored. False if the browser has no room. */
+/** Change only the title of a stored chat. Returns false if the browser has no room. */
 export async function retitle(id, title) {
   if (memory.has(id)) memory.set(id, { ...memory.get(id), title });
   try {
@@ -156,7 +156,7 @@ export async function retitle(id, title) {
   }
 }
 
-/** Remove a chat. Returns what was stored, or null. */
+/** Remove a chat, and return what was stored, or null. */
 export async function removeChat(id) {
   const stored = await oneChat(id);
   memory.delete(id);

@@ -9,7 +9,7 @@ const TERMS = /(词元|服务器|浏览器|微调|续写|小模型|强化学习|
 // style.css forbids breaks inside Chinese text only where this browser can say where the words end.
 document.documentElement.classList.toggle("phrases", segmenter !== null);
 
-/** The words of a text in order. Joined together they are the text; a line may break between any two of them. */
+/** Return the words of a text, which joined form the text. A line may break between any two of them. */
 export function phrases(text) {
   if (segmenter === null || !HAN.test(text)) return [text];
   const found = [];
@@ -27,7 +27,7 @@ function segments(text) {
   return TERMS.test(text) ? [{ segment: text, isWordLike: true }] : [...segmenter.segment(text)];
 }
 
-/** A text as nodes, with a <wbr> wherever a line may break besides the places that the browser finds itself. */
+/** Return a text as nodes, with a <wbr> wherever a line may break but the browser would not find the place itself. */
 export function phrased(text) {
   return phrases(text).flatMap((phrase, index) => (index ? [document.createElement("wbr"), phrase] : [phrase]));
 }

@@ -71,7 +71,7 @@ function drawInline(nodes, tools) {
   });
 }
 
-/** Whether a link's own words are its address; else a reader could be led elsewhere by words that look like one. */
+/** Return whether a link's text is its address; otherwise text that looks like an address could mislead a reader. */
 function safeName(shown, host) {
   try {
     return new URL(/^https?:/.test(shown) ? shown : `https://${shown}`).host === host;
@@ -91,7 +91,7 @@ export function update(element, wanted) {
   for (const extra of here.slice(wanted.length)) if (extra.parentNode === element && !wanted.includes(extra)) extra.remove();
 }
 
-/** Give an element the content of another one of its kind; false if they are of different kinds. */
+/** Give an element the content of another one of its kind; returns false if they are of different kinds. */
 function merge(old, node) {
   if (old.nodeName !== node.nodeName || old.className !== node.className) return false;
   if (old.nodeType === Node.TEXT_NODE) {
@@ -101,7 +101,7 @@ function merge(old, node) {
   if (old.matches("a, .tool, ol")) return old.isEqualNode(node); // attributes belong to their content
   if (old.matches(".code > .head")) {
     old.firstChild.textContent = node.firstChild.textContent;
-    return true; // with the button, which copies the code beside it
+    return true; // includes the button, which copies the code next to it
   }
   update(old, [...node.childNodes]);
   return true;

@@ -10,7 +10,7 @@ const BEFORE = /[A-Za-z0-9)\]]/; // a * between two such characters is a product
 const AFTER = /[A-Za-z0-9([]/;
 export const TOOL = "\uE000"; // stands for a calculator call in a text
 
-/** The address of a link that a reader may safely follow, or null. */
+/** Return the address of a link if it is safe to follow, else null. */
 export function safeAddress(text) {
   try {
     const { protocol, href } = new URL(text);
@@ -141,7 +141,7 @@ function runAt(text, at) {
   return text.slice(at, end);
 }
 
-/** Where a run of exactly so many backticks begins, or -1. */
+/** Return where a run of exactly so many backticks begins, or -1. */
 function closingRun(text, at, length) {
   for (;;) {
     const start = text.indexOf("`", at);
@@ -152,7 +152,7 @@ function closingRun(text, at, length) {
   }
 }
 
-/** The text of inline code: one space at both ends belongs to the marks. */
+/** Return the text of inline code, without one space at both ends, which belongs to the marks. */
 function trimmed(text) {
   const line = text.replaceAll("\n", " ");
   return line.length > 2 && line.startsWith(" ") && line.endsWith(" ") && line.trim() ? line.slice(1, -1) : line;

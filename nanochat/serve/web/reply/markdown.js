@@ -36,7 +36,7 @@ function readBlocks(lines, open, depth) {
   return blocks;
 }
 
-/** The block that begins at a line, and the line after it. */
+/** Return the block that begins at a line, and the line after it. */
 function readBlock(lines, at, open, depth) {
   const line = lines[at];
   const fence = FENCE.exec(line);
@@ -65,7 +65,7 @@ function isRule(line) {
   return line.length < 200 && /^(-{3,}|\*{3,}|_{3,})$/.test(line.replaceAll(" ", ""));
 }
 
-/** Whether a line ends the paragraph before it. */
+/** Return whether a line ends the paragraph before it. */
 function interrupts(lines, at, open) {
   const line = lines[at];
   const item = ITEM.exec(line);
@@ -95,7 +95,7 @@ function readList(lines, at, open, depth) {
   const items = [];
   let end = at;
   for (let item = first; item; ) {
-    const deeper = own + 2; // what stands further to the right belongs to the item
+    const deeper = own + 2; // lines with a larger indent belong to the item
     const start = end;
     const inner = [lines[start].slice(item[0].length)];
     for (end += 1; end < lines.length; end++) {
@@ -119,7 +119,7 @@ function readList(lines, at, open, depth) {
 
 // --- tables --------------------------------------------------------------------------------------
 
-/** Whether a table begins at a line. While the line below it has not arrived, a line that starts with | is enough. */
+/** Return whether a table begins at a line. Until the next line has arrived, a line that starts with | is enough. */
 function isTable(lines, at, open) {
   if (!lines[at].includes("|")) return false;
   if (open && at >= lines.length - 2 && lines[at].trim()[0] === "|") {

@@ -4,7 +4,7 @@ import { ChatError, promptOf } from "../client.js";
 import { hasWords, say } from "../language/i18n.js";
 import { icon, make } from "./dom.js";
 
-/** A fold-out that shows the prompt of `messages` to a model when it is opened. The prompt is asked for only then. */
+/** Make a fold-out with the prompt that `messages` form for a model. The prompt is requested when it is opened. */
 export function sawDetails({ messages, model }) {
   const summary = make("summary", "quiet small", icon("eye"));
   for (const place of ["label", "title"]) say(summary, "saw", {}, place);

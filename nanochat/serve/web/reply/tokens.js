@@ -1,4 +1,4 @@
-// The tokens of an answer, each with its probability and the likeliest others, on hover, focus or tap.
+// The tokens of an answer, each with its probability and the most likely others, on hover, focus or tap.
 
 import { currentLanguage, words } from "../language/i18n.js";
 import { make } from "./dom.js";
@@ -72,7 +72,7 @@ export function showTokens(area, tip) {
   });
 }
 
-/** A token, its probability, and the likeliest tokens at its place. */
+/** Describe a token: its probability, and the most likely tokens at its position. */
 function describe({ token, logprob, top_logprobs: others }) {
   const rows = others.map((other) => row(other, other.token === token));
   if (!others.some((other) => other.token === token)) rows.unshift(row({ token, logprob }, true));

@@ -15,7 +15,7 @@ function speaker(key) {
   return name;
 }
 
-/** A line that says above which place the model no longer sees the messages. */
+/** Make a line that marks the point above which the model no longer sees the messages. */
 export function forgottenLine(context) {
   const line = make("p", "forgotten");
   const text = make("span");
@@ -24,7 +24,7 @@ export function forgottenLine(context) {
   return line;
 }
 
-/** Arrows between the branches at one place, "2 / 3"; `go` gets the place of a branch among them. */
+/** Make arrows between the branches at one point, "2 / 3"; `go` gets the index of a branch among them. */
 function branchArrows(place, count, go) {
   const [before, after] = [iconButton("earlier", "left", () => go(place - 1)), iconButton("later", "right", () => go(place + 1))];
   before.disabled = place === 0;
@@ -32,7 +32,7 @@ function branchArrows(place, count, go) {
   return make("span", "branches", before, make("span", "", `${place + 1} / ${count}`), after);
 }
 
-/** Focus the arrow of a turn to the branch before or after, or its neighbour at the end. False if it has no arrows. */
+/** Focus the arrow of a turn to the branch before or after, or its neighbour at the end. Returns false if it has no arrows. */
 export function focusArrow(element, back) {
   const [before, after] = element.querySelectorAll(".branches button");
   const [wanted, other] = back ? [before, after] : [after, before];
@@ -40,7 +40,7 @@ export function focusArrow(element, back) {
   return Boolean(wanted);
 }
 
-/** A calculator call: shows the result at a glance, and an explanation when opened. */
+/** Make the element of a calculator call, which shows the result, and an explanation when opened. */
 function toolChip({ expression, result }) {
   const failed = result === null || result === "error"; // the engine's answer to an invalid expression
   const sum = make("code", "", failed ? `${expression} = ?` : `${expression} = ${result}`);
@@ -213,7 +213,7 @@ export class ModelTurn {
     if (count > 1) this.meta.prepend(branchArrows(place, count, go));
   }
 
-  /** Offer to answer the question again; `withdraw` takes the offers back. */
+  /** Offer to answer the question again; `withdraw` removes the offers. */
   offer(press) {
     this.withdraw();
     this.again = smallButton(this.error ? "retry" : "anew", "again", press);

@@ -20,7 +20,7 @@ function node(name, attributes) {
   return element;
 }
 
-/** Round numbers between two limits, about so many. */
+/** Return about so many round numbers between two limits. */
 export function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -30,7 +30,7 @@ export function ticks(low, high, count) {
   return found;
 }
 
-/** Round times between two limits in seconds, about so many. */
+/** Return about so many round times between two limits, in seconds. */
 export function timeTicks(low, high, count) {
   const step = TIMES.find((one) => one >= (high - low) / count);
   if (!step) return ticks(low / DAY, high / DAY, count).map((days) => days * DAY);
@@ -39,7 +39,7 @@ export function timeTicks(low, high, count) {
   return found;
 }
 
-/** The limits of the vertical axis: of all values if they are few, else without the outermost. */
+/** Return the limits of the vertical axis, for all values if they are few, else without the outermost ones. */
 export function limits(values, fromZero) {
   const sorted = values.filter(Number.isFinite).sort((a, b) => a - b);
   if (!sorted.length) return [0, 1];
@@ -139,14 +139,14 @@ export class Chart {
     for (const [x, value] of points) svg.append(node("circle", { class: `dot colour-${colour}`, cx: this.x(x).toFixed(1), cy: this.clamp(value), r: smooth.length ? 1.5 : 2.5 }));
   }
 
-  /** The height of a value; what lies far outside stays near, since browsers draw no line to a place beyond all measure. */
+  /** Return the y position of a value, bounded, since browsers do not draw lines to points that are too far away. */
   clamp(value) {
     return Math.min(Math.max(this.y(value), -HEIGHT), 2 * HEIGHT).toFixed(1);
   }
 
   // --- the cursor ------------------------------------------------------------------------------
 
-  /** The places that the cursor can take: those of the run with the most points. */
+  /** Return the positions that the cursor can take: those of the run with the most points. */
   get stops() {
     return this.curves.reduce((most, { points }) => (points.length > most.length ? points : most), []).map(([x]) => x);
   }
@@ -168,7 +168,7 @@ export class Chart {
     this.move(stops[Math.min(Math.max(place + moves[event.key], 0), stops.length - 1)]);
   }
 
-  /** Put the cursor at a place, or take it away (null): then the latest values are shown. */
+  /** Put the cursor at a position, or remove it for null, which shows the latest values. */
   move(place) {
     this.cursor = place;
     const stops = this.stops;
@@ -186,7 +186,7 @@ export class Chart {
 
   // --- the table -------------------------------------------------------------------------------
 
-  /** The figures at evenly chosen places, if the table is open. */
+  /** Fill the table, if it is open, with the figures at evenly spaced positions. */
   fillTable() {
     if (!this.details.open) return;
     const stops = this.stops;
@@ -207,7 +207,7 @@ export class Chart {
   }
 }
 
-/** The value at a place: of the last point that is not behind it; null before the first point. At null: the last value. */
+/** Return the value of the last point at or before a position, null outside the points, or the last value for null. */
 function valueAt(points, place) {
   if (place === null) return points.at(-1)?.[1] ?? null;
   let found = null;

@@ -1,4 +1,4 @@
-// Asks the server what is new, as often as it is worth it: often while a training runs, at once while there is more to
+// Asks the server what is new, as often as is useful: often while a training runs, at once while there is more to
 // read, and never while nobody looks at the page.
 
 import { ChatError, request } from "../client.js";
@@ -14,7 +14,7 @@ export class Feed {
     document.addEventListener("visibilitychange", () => this.look());
   }
 
-  /** Ask now. While an answer is under way, ask again when it has come. */
+  /** Ask now, or as soon as the answer that is under way has arrived. */
   async look() {
     clearTimeout(this.timer);
     if (document.hidden) return;

@@ -1,4 +1,4 @@
-// The figures of a run as the server tells them piece by piece, and how the page names and writes figures.
+// The figures of a run as the server sends them piece by piece, and how the page names and writes figures.
 
 import { currentLanguage, hasWords, words } from "../language/i18n.js";
 
@@ -16,7 +16,7 @@ export class Figures {
     this.columns = new Map();
   }
 
-  /** Take in what the server says is new. */
+  /** Add the new rows that the server has sent. */
   take(news) {
     if (news.edition !== this.edition || news.from > this.steps.length) {
       this.steps = [];
@@ -38,30 +38,30 @@ export class Figures {
     [this.behind, this.done, this.size, this.bad, this.width] = [news.behind, news.done, news.size, news.bad, news.width];
   }
 
-  /** What to ask the server for: the edition and the number of rows that are known. */
+  /** Return what to send to the server: the edition and the number of rows that are known. */
   get place() {
     return `${this.edition}.${this.steps.length}`;
   }
 
-  /** The horizontal places of the rows: steps, or seconds of training. */
+  /** Return the x values of the rows: steps, or seconds of training. */
   places(over) {
     return over === "time" ? (this.columns.get("total_seconds")?.high ?? this.columns.get("total_seconds")?.mean ?? []) : this.steps;
   }
 }
 
-/** The name of a figure of a stage on this page, or null if it says nothing there. */
+/** Return the name of a figure of a stage on this page, or null if it means nothing for that stage. */
 export function ownName(name, stage) {
   return stage === "rl" && Object.hasOwn(OF_REPLIES, name) ? OF_REPLIES[name] : name;
 }
 
-/** The names of the figures to draw: those that everybody looks at first, and the others. */
+/** Return the names of the figures to draw: first the most important ones, then the others. */
 export function namesOf(all) {
   const found = new Set(all.flatMap((figures) => [...figures.columns.keys()]).filter((name) => !HIDDEN.has(name)));
   const first = FIRST.filter((name) => found.has(name));
   return { first, further: [...found].filter((name) => !FIRST.includes(name)).sort() };
 }
 
-/** The curve of a figure: points [x, mean, low, high], and the smooth line [x, value] through a figure that scatters. */
+/** Return the curve of a figure: points [x, mean, low, high], and the smooth line [x, value] through a figure that scatters. */
 export function curveOf(figures, name, over) {
   const [column, places] = [figures.columns.get(name), figures.places(over)];
   const points = [];
@@ -87,7 +87,7 @@ export function figureName(name) {
   return hasWords(key) ? words(key) : name;
 }
 
-/** A value for people, with four significant digits. */
+/** Return a value as text for people, with four significant digits. */
 export function written(value) {
   if (value === null || value === undefined) return "–";
   const small = value !== 0 && (Math.abs(value) < 0.001 || Math.abs(value) >= 1e12);
@@ -96,7 +96,7 @@ export function written(value) {
   return value.toLocaleString(currentLanguage(), digits);
 }
 
-/** Seconds for people, in at most two units. */
+/** Return seconds as text for people, in at most two units. */
 export function duration(seconds) {
   for (const [size, part, name, smaller] of [[86400, 3600, "d", "h"], [3600, 60, "h", "min"], [60, 1, "min", "s"]]) {
     const parts = Math.round(seconds / part);

@@ -1,4 +1,4 @@
-// The list of runs: a box to tick for each, its state, how far it is, and its last figures.
+// The list of runs: a box to tick for each, its state, its progress, and its last figures.
 
 import { say, words } from "../language/i18n.js";
 import { make } from "../reply/dom.js";

@@ -35,7 +35,7 @@ function keptChoice() {
 
 // --- which runs are shown ------------------------------------------------------------------------
 
-/** Give a colour to every run that is shown; a run keeps its colour as long as it is. */
+/** Give a colour to every run that is shown, which it keeps as long as it is shown. */
 function paint() {
   const there = new Set(runs.map((run) => run.id));
   const newest = runs.find((run) => run.state === "running") ?? runs[0];
@@ -87,7 +87,7 @@ const feed = new Feed({
   failed: showTrouble,
 });
 
-/** Say the reason of a failure; null takes it away. */
+/** Show the reason for a failure, or remove it for null. */
 function showTrouble(failure) {
   failedAt = failure !== null;
   find("trouble").hidden = !failedAt;
@@ -145,7 +145,7 @@ function drawCharts(shown) {
   find("further").hidden = !further.length;
 }
 
-/** Show the charts of some figures in a place; a chart that is there already is drawn again, so it keeps the focus. */
+/** Show the charts of some figures in an element. A chart that is already there is redrawn, so that it keeps the focus. */
 function place(where, names, there) {
   const wanted = names.map((name) => {
     if (!charts.has(name)) charts.set(name, new Chart(name));

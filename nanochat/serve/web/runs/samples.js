@@ -8,7 +8,7 @@ import { runName } from "./list.js";
 export class Samples {
   constructor(section, place) {
     Object.assign(this, { section, place });
-    this.kept = new Map(); // by the run's id: its part of the page, the version that it shows, and its samples
+    this.kept = new Map(); // id of a run -> its part of the page, the version that it shows, and its samples
   }
 
   /** Show the samples of the runs that have some. They are loaded when the reader opens them. */
@@ -41,7 +41,7 @@ export class Samples {
       const response = await request(`runs/samples/${kept.run.id}`, { cache: "no-store" });
       kept.samples = (await response.json()).samples;
     } catch {
-      kept.version = null; // tried again when the next figures come
+      kept.version = null; // retried when the next figures arrive
       return;
     }
     this.write(kept);

@@ -15,7 +15,7 @@ export class SettingsDrawer {
     find("settings-toggle").addEventListener("click", () => this.show());
     find("settings-close").addEventListener("click", () => this.drawer.close());
     this.drawer.addEventListener("click", ({ target }) => {
-      if (target === this.drawer) this.drawer.close(); // beside the drawer, on its backdrop
+      if (target === this.drawer) this.drawer.close(); // outside the drawer, on its backdrop
     });
     find("settings-reset").addEventListener("click", () => {
       reset();

@@ -4,7 +4,7 @@ import { knowsSystem } from "../about.js";
 
 const KEY = "nanochat.settings";
 const LIVELY = 0.6; // the least temperature of a second answer, or it would be the first one again
-const ALTERNATIVES = 5; // likeliest tokens to show beside each token
+const ALTERNATIVES = 5; // most likely tokens to show with each token
 
 /** The numbers: their names in the API, their bounds and the step of their input boxes. */
 export const NUMBERS = [
@@ -38,7 +38,7 @@ export function readSettings(value) {
   return read;
 }
 
-/** The settings that differ from the server's defaults. */
+/** Return the settings that differ from the server's defaults. */
 export function current() {
   return settings;
 }
@@ -58,7 +58,7 @@ export function reset() {
   change(Object.fromEntries(Object.keys(settings).map((name) => [name, undefined])));
 }
 
-/** The longest answer in tokens: the server's default, but at most half of the context, to leave room for questions. */
+/** Return the longest answer in tokens: the server's default, but at most half of the context, to leave room for questions. */
 export function defaultTokens(model) {
   return Math.max(1, Math.min(model.defaults.max_tokens, Math.floor(model.context_length / 2)));
 }
@@ -80,7 +80,7 @@ export function requestSettings(model, lively, before) {
   };
 }
 
-/** The system message of a chat with a model, as a list of at most one message. */
+/** Return the system message of a chat with a model, as a list of at most one message. */
 export function systemMessage(model) {
   return settings.system && knowsSystem(model) ? [{ role: "system", content: settings.system }] : [];
 }
