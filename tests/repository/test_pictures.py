@@ -1,8 +1,6 @@
 """The pictures of the README: small, complete, and drawn from what a run left."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,20 +17,6 @@ def test_the_pictures_are_there_and_small() -> None:
         for theme in pictures.THEMES
     }
     assert pictures.size() <= pictures.MOST_BYTES
-
-
-def test_bars_are_the_peers_that_were_measured() -> None:
-    line = {"train_vs_rustbpe": 12.5, "encode_zh_vs_tiktoken": 7, "encode_vs_gigatoken": 1.2, "mb": 22.0}
-    assert pictures.ratios(line) == [
-        ("training", "karpathy/rustbpe", 12.5),
-        ("encoding, Chinese", "tiktoken", 7.0),
-    ]
-
-
-def test_a_running_mean_starts_where_the_values_do() -> None:
-    assert pictures.smoothed([4.0, 4.0, 4.0]) == [4.0, 4.0, 4.0]
-    assert pictures.smoothed([0.0, 1.0]) == [0.0, 0.5]
-    assert pictures.smoothed([0.0] * 50 + [1.0], 0.9)[-1] == pytest.approx(0.1)
 
 
 @pytest.fixture
@@ -57,11 +41,6 @@ def test_curves_are_drawn_of_every_stage_in_light_and_dark(run: Path) -> None:
     pictures.curves(run, "d2")  # the stages that are there
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="give the base folder of a run"):
-        pictures.curves(tmp_path, None)
-
-
 def test_bars_are_drawn_from_the_last_line_of_the_benchmark(run: Path, tmp_path: Path) -> None:
     said = tmp_path / "bench.txt"
     said.write_text('train mixed 16,384 ours\n{"train_vs_rustbpe": 12.5, "threads": 1}\n', encoding="utf-8")
@@ -82,10 +61,3 @@ def test_rows_of_the_table_have_accuracy_and_interval(tmp_path: Path) -> None:
         "| after SFT |  | 97.7 % (96.3–98.6) |  |  |",
         "| after RL |  |  |  | 97.7 % (96.3–98.6) |",
     ]
-
-
-def test_the_base_folder_must_be_given() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "dev.pictures"], cwd=pictures.ROOT, capture_output=True, text=True, check=False
-    )
-    assert said.returncode == 2 and "--base" in said.stderr
