@@ -2,7 +2,6 @@
 
 import math
 import random
-import threading
 
 import pytest
 
@@ -151,11 +150,3 @@ def test_random_words_never_raise():
     words = [*"1 23 0.5 1,000 + - * / // % ( ) 'ab' .count( 'a') , x".split(), " "]
     values = [calculate("".join(rng.choices(words, k=rng.randint(1, 12)))) for _ in range(5000)]
     assert sum(value is not None for value in values) > 100
-
-
-def test_works_off_the_main_thread():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(calculate("37*48")))
-    thread.start()
-    thread.join()
-    assert results == ["1776"]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import flags_of
 from nanochat.planner import tables
 from nanochat.planner.cards import rates_of
 from nanochat.planner.plan import RATIO, batch_of, plan_of
@@ -13,7 +12,6 @@ from nanochat.planner.work import size_of
 from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.ascend import errors as ascend_errors
 from nanochat.train.fit import disk
-from scripts.finetune import Config
 from tools_npu import versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -85,18 +83,6 @@ def test_the_disk_of_a_speedrun_is_the_planners(depth: int, name: str) -> None:
     needed = disk.of_speedrun(depth, RATIO * size.scaling, size.saved, 65_536)
     told = re.findall(r"(?:write[s]? up to|最多再?写入) (\d+) GB", (ROOT / name).read_text(encoding="utf-8"))
     assert told == [f"{needed / 1e9:.0f}"]
-
-
-@pytest.mark.parametrize("name", MAIN)
-def test_the_flags_that_stand_beside_those_of_swift_are_ours(name: str) -> None:
-    listed = dict(row for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 2)
-    start = list(listed).index("swift") + 1
-    ours = "".join(list(listed.values())[start : start + 15])
-    names = {flag.name for flag in flags_of(Config)}
-    named = set(re.findall(r"--([a-z_]+)", ours)) - {"standalone", "nproc_per_node"}
-    assert len(named) > 12 and not [flag for flag in named if flag not in names], named
-    same = next(key for key, value in listed.items() if value in ("同名", "the same names"))
-    assert all(flag in names for flag in re.findall(r"--([a-z_]+)", same))
 
 
 @pytest.mark.parametrize("name", TROUBLESHOOTING)
