@@ -176,14 +176,6 @@ def test_files_of_the_folder_that_a_command_was_typed_in_are_found(clone: Clone,
     assert found == "--model @Qwen3-0.6B --data own @chats.jsonl:3 @more.jsonl --lr=0.5 --mix=@more.jsonl"
 
 
-def test_a_recipe_stops_at_the_stage_that_failed_and_says_how_to_resume(clone: Clone) -> None:
-    stub = PYTHON.replace('echo "${0##*/} $*"', 'case "$*" in *tok_train*) exit 3 ;; esac; echo "${0##*/} $*"')
-    (clone.stubs / "python").write_text(stub)
-    code, lines, errors = clone.run("chinese.sh", "--preset", "tiny", **CPU)
-    assert code == 3 and lines[-1] == "== tok_train"
-    assert "the stage tok_train ended with code 3" in errors and "type the same command again to resume" in errors
-
-
 def test_a_script_passes_its_flags_on_but_not_to_set_up(clone: Clone) -> None:
     _, lines, _ = clone.run("train_with_fineweb.sh", "--num_iterations=10000", NPROC_PER_NODE="1")
     assert lines[0] == "setup_ascend []"

@@ -272,11 +272,6 @@ def test_a_model_that_is_served_already_is_refused(base_folder):
         chat_web(Config(also=("sft/d4",)), compute_init("cpu"), listener)
 
 
-def test_graphs_are_refused_on_a_cpu_before_the_server_listens(base_folder):
-    with pytest.raises(UserError, match="--graphs was asked for, but cannot be used: the device is a CPU"):
-        models_of(Config(graphs=True), compute_init("cpu"))
-
-
 # --- adapters ------------------------------------------------------------------------------------
 
 

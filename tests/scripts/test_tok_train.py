@@ -1,7 +1,6 @@
 """scripts.tok_train trains once, trains again if something has changed, and writes its section of the report."""
 
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -117,18 +116,6 @@ def test_the_vocabulary_is_exported_after_training_and_when_it_is_there(folder, 
     for name in ("first", "new/second"):
         assert (tmp_path / name / "vocabulary.tiktoken").exists()
         assert (tmp_path / name / "huggingface" / "tokenizer.json").exists()
-
-
-def test_merges_are_told_every_ten_seconds(monkeypatch, capsys):
-    now = iter([0.0, 3.0, 11.0, 11.0, 15.0, 22.0, 22.0])
-    with tok_train.Progress("reading", None, "characters") as progress:
-        monkeypatch.setattr(tok_train.time, "monotonic", lambda: next(now))
-        merging = tok_train.Merging(progress)
-        for done in (100, 200, 300, 400):
-            merging("merge", done)
-        merging("read", 5)
-        monkeypatch.undo()
-    assert re.findall(r"(\d+) merges", capsys.readouterr().out) == ["200", "400"]
 
 
 def test_a_mixture_is_read_by_its_weights_until_one_corpus_ends(folder, monkeypatch):

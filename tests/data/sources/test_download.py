@@ -322,9 +322,3 @@ def test_a_full_disk_says_what_is_kept(server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"disk is full: .*a\.bin\.part keeps the 900,000 bytes .* resumes"):
         fetch(server, tmp_path)
     assert part_size(tmp_path / "a.bin") == len(CONTENT)
-
-
-def test_giving_up_says_what_is_kept(server, tmp_path):
-    server.faults = [truncate, *[status(500)] * 9]
-    with pytest.raises(UserError, match=r"The 262,144 bytes that arrived are kept"):
-        fetch(server, tmp_path)
