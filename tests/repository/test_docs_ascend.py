@@ -4,21 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from nanochat import device
-from nanochat.common import flags_of
-from nanochat.gpt import GPT
 from nanochat.planner import tables
 from nanochat.planner.cards import rates_of
 from nanochat.planner.plan import RATIO, batch_of, plan_of
 from nanochat.planner.work import size_of
 from nanochat.platforms.ascend import chips as ascend_chips
-from nanochat.platforms.ascend import environment as ascend_environment
 from nanochat.platforms.ascend import errors as ascend_errors
 from nanochat.train.fit import disk
-from scripts.finetune import Config
-from tests.repository.test_docs import read
 from tools_npu import versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -92,34 +85,6 @@ def test_the_disk_of_a_speedrun_is_the_planners(depth: int, name: str) -> None:
     assert told == [f"{needed / 1e9:.0f}"]
 
 
-@pytest.mark.parametrize("name", MAIN)
-def test_what_the_start_prints_about_d12_is_explained(name: str) -> None:
-    with torch.device("meta"):
-        counts = GPT(size_of(12, 65_536).shape).parameter_counts()
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert f"{counts['total']:,}" in text and counts["value_embedding"] == 6 * 65_536 * 768
-    assert "65,536 x 768" in text
-
-
-@pytest.mark.parametrize("name", MAIN)
-def test_the_flags_that_stand_beside_those_of_swift_are_ours(name: str) -> None:
-    listed = dict(row for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 2)
-    start = list(listed).index("swift") + 1
-    ours = "".join(list(listed.values())[start : start + 15])
-    names = {flag.name for flag in flags_of(Config)}
-    named = set(re.findall(r"--([a-z_]+)", ours)) - {"standalone", "nproc_per_node"}
-    assert len(named) > 12 and not [flag for flag in named if flag not in names], named
-    same = next(key for key, value in listed.items() if value in ("同名", "the same names"))
-    assert all(flag in names for flag in re.findall(r"--([a-z_]+)", same))
-
-
-@pytest.mark.parametrize("name", ["NPU使用技巧.md", "docs/en/npu-tips.md"])
-def test_the_tips_repeat_the_counts_of_the_page_on_speed(name: str) -> None:
-    counted = {row[0]: row[1:] for row in rows((ROOT / "docs/npu-speed.md").read_text(encoding="utf-8"))}["step"]
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert counted[0] in text and counted[1] in text
-
-
 @pytest.mark.parametrize("name", TROUBLESHOOTING)
 def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -127,55 +92,3 @@ def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
     words = {word for pattern in patterns for word in pattern.split("|")} - {"No module named 'torch_npu'"}
     assert {"EI0006", "libascend_hal"} <= words
     assert [word for word in sorted(words) if not re.search(word, text)] == []
-
-
-# Words of refusals that a reader will look up: the code must say them, and the handbook must explain them.
-REFUSALS = """
-    but the launcher started local rank|NPROC_PER_NODE must be from 1 to|--kernels fused was asked for, but
-    NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16|, update skipped
-    more than six sigma above the last 128
-    is for inference only, it cannot train|--compile was asked for, but cannot be used
-    total_batch_size must be a multiple of|npu-smi: not found|no CANN was found|Python 3.10 or later is needed
-"""
-
-
-@pytest.mark.parametrize("name", TROUBLESHOOTING)
-def test_every_refusal_can_be_looked_up_by_its_words(name: str) -> None:
-    sources = [*ROOT.glob("*.sh"), *(ROOT / "nanochat").rglob("*.py"), *(ROOT / "tools_npu").glob("*.py")]
-    code = "\n".join(file.read_text(encoding="utf-8") for file in sources)
-    text = (ROOT / name).read_text(encoding="utf-8")
-    for words in re.split(r"[|\n]", REFUSALS.strip()):
-        assert words.strip() in code, words
-        assert words.strip() in text, words
-    both = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_NPU_ALLOC_CONF": ""}
-    said = [
-        ascend_errors.in_use(0, 0, 64 << 30)[: len("NPU 0 is in use")],
-        ascend_errors.cannot_open(3, "")[: len("NPU 3 cannot be opened")],
-        device.port_words("29500").partition(";")[0],
-        ascend_environment.prepare_loading("2.13", both).partition(",")[0],
-        versions.resolve("8.0.0").refusal[0].partition(":")[0],
-        versions.pick_named("2.1.0").refusal[0].partition(":")[0],
-    ]
-    assert [words for words in said if not words or words not in text] == []
-
-
-@pytest.mark.parametrize("name", TROUBLESHOOTING)
-def test_every_chapter_has_symptom_cause_command_and_remedy(name: str) -> None:
-    chapters = re.split(r"^## ", (ROOT / name).read_text(encoding="utf-8"), flags=re.M)[1:]
-    numbered = [chapter for chapter in chapters if re.match(r"\d+ ", chapter)]
-    assert [int(chapter.split()[0]) for chapter in numbered] == list(range(1, len(numbered) + 1))
-    words = ("现象", "原因", "命令", "处理") if name.startswith("故障") else ("Symptom", "Cause", "Command", "Remedy")
-    for chapter in numbered:
-        places = [chapter.find(f"**{word}**") for word in words]
-        assert places == sorted(places) and places[0] > 0, chapter.splitlines()[0]
-        assert "```bash" in chapter, chapter.splitlines()[0]
-
-
-@pytest.mark.parametrize("name", MAIN)
-def test_every_ascend_document_is_linked_from_the_first(name: str) -> None:
-    links = {(ROOT / name).parent / link for link in read((ROOT / name).read_text(encoding="utf-8")).links}
-    guides = ["华为昇腾运行指南.md", "故障排除手册.md", "NPU使用技巧.md"]
-    english = ["docs/en/ascend-guide.md", "docs/en/troubleshooting.md", "docs/en/npu-tips.md"]
-    assert {ROOT / guide for guide in (english if name.endswith("en.md") else guides)} <= links
-    project = ROOT / ("README.md" if name.endswith("en.md") else "README.zh.md")
-    assert name in read(project.read_text(encoding="utf-8")).links

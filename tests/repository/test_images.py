@@ -57,16 +57,10 @@ def test_an_image_uses_files_and_flags_that_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", BASES)
 def test_an_image_runs_as_a_user_and_can_be_pinned(name: str) -> None:
-    said = instructions(name)
-    assert [rest for word, rest in said if word == "USER"][-1] == "nanochat", "the program is not root"
-    at = [word for word, _ in said].index("COPY")
-    assert said[at][1].startswith("--chown=nanochat ") and said[at + 1] == ("USER", "nanochat")
-    prepared = next(rest for word, rest in said if word == "RUN")
-    assert (
-        "useradd --create-home --non-unique --uid" in prepared
-        and "install -d -o nanochat /opt/nanochat /data" in prepared
-    )
-    assert "dpkg-query --show" in prepared, "the image records the versions of the system's packages"
+    steps = instructions(name)
+    assert [rest for word, rest in steps if word == "USER"][-1] == "nanochat", "the program is not root"
+    at = [word for word, _ in steps].index("COPY")
+    assert steps[at][1].startswith("--chown=nanochat ") and steps[at + 1] == ("USER", "nanochat")
     text = (ROOT / name).read_text(encoding="utf-8")
     assert f"--build-arg BASE={BASES[name]}@sha256:DIGEST" in text, "how to name the base image by its digest"
 
@@ -91,34 +85,23 @@ def shell_problems(text: str) -> list[str]:
 
 def test_the_volcano_job_is_complete() -> None:
     (job,) = yaml.safe_load_all((EXAMPLES / "volcano-job.yaml").read_text(encoding="utf-8"))
-    assert (job["apiVersion"], job["kind"]) == ("batch.volcano.sh/v1alpha1", "Job")
     spec = job["spec"]
-    assert spec["schedulerName"] == "volcano" and set(spec["plugins"]) == {"env", "svc"}
     (task,) = spec["tasks"]
-    assert task["name"] == "worker" and task["replicas"] == spec["minAvailable"]
+    assert task["replicas"] == spec["minAvailable"]
     pod: dict[str, Any] = task["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["requests"] == container["resources"]["limits"] == {"huawei.com/Ascend910": 8}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert all(isinstance(variable["value"], str) for variable in container["env"])
-    assert container["command"][:2] == ["bash", "-c"]
     assert shell_problems(container["command"][2]) == []
 
 
 def test_the_modelarts_job_is_complete() -> None:
     job = json.loads((EXAMPLES / "modelarts-job.json").read_text(encoding="utf-8"))
-    assert job["kind"] == "job" and re.fullmatch(r"[\w-]{1,64}", job["metadata"]["name"])
     algorithm, spec = job["algorithm"], job["spec"]
-    assert algorithm["engine"]["image_url"] and spec["resource"]["flavor_id"] and spec["resource"]["node_count"] == 1
     assert all(isinstance(value, str) for value in algorithm["environments"].values())
     assert not any(name.startswith("MA_") for name in algorithm["environments"]), "only the platform sets these"
-    folder = spec["volumes"][0]["nfs"]["local_path"]
-    assert algorithm["environments"]["NANOCHAT_BASE_DIR"] == folder
+    assert algorithm["environments"]["NANOCHAT_BASE_DIR"] == spec["volumes"][0]["nfs"]["local_path"]
     assert shell_problems(algorithm["command"]) == []
     workdir = next(rest for word, rest in instructions("docker/ascend.Dockerfile") if word == "WORKDIR")
     assert f"cd {workdir}" in algorithm["command"]
-
-
-def test_problems_of_an_example_are_found() -> None:
-    assert shell_problems("bash no_such_file.sh") and shell_problems("if then")
-    assert shell_problems("bash runs/multinode_npu.sh scripts.base_train --no_such_flag=1")

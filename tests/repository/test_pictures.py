@@ -1,12 +1,4 @@
-"""The pictures of the README: small, complete, and drawn from what a run left."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-from PIL import Image
+"""The pictures of the README: small and complete."""
 
 from dev import pictures
 
@@ -19,73 +11,3 @@ def test_the_pictures_are_there_and_small() -> None:
         for theme in pictures.THEMES
     }
     assert pictures.size() <= pictures.MOST_BYTES
-
-
-def test_bars_are_the_peers_that_were_measured() -> None:
-    line = {"train_vs_rustbpe": 12.5, "encode_zh_vs_tiktoken": 7, "encode_vs_gigatoken": 1.2, "mb": 22.0}
-    assert pictures.ratios(line) == [
-        ("training", "karpathy/rustbpe", 12.5),
-        ("encoding, Chinese", "tiktoken", 7.0),
-    ]
-
-
-def test_a_running_mean_starts_where_the_values_do() -> None:
-    assert pictures.smoothed([4.0, 4.0, 4.0]) == [4.0, 4.0, 4.0]
-    assert pictures.smoothed([0.0, 1.0]) == [0.0, 0.5]
-    assert pictures.smoothed([0.0] * 50 + [1.0], 0.9)[-1] == pytest.approx(0.1)
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The base folder of a run of all stages, and a folder for its pictures."""
-    for folder, key in (("base", "val_bpb"), ("mid", "val_bpb"), ("chatsft", "val_bpb"), ("chatrl", "accuracy")):
-        lines = [{"step": step, "smooth_loss": 4 / step, "reward": 0.5, key: 0.4} for step in range(1, 31)]
-        file = tmp_path / f"{folder}_checkpoints" / "d2" / "metrics.jsonl"
-        file.parent.mkdir(parents=True)
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    monkeypatch.setattr(pictures, "FOLDER", tmp_path / "docs" / "pictures")
-    pictures.FOLDER.mkdir(parents=True)
-    return tmp_path
-
-
-def test_curves_are_drawn_of_every_stage_in_light_and_dark(run: Path) -> None:
-    pictures.curves(run, None)
-    light, dark = (Image.open(pictures.FOLDER / f"curves{theme.suffix}.png") for theme in pictures.THEMES)
-    assert light.size == dark.size and light.mode == dark.mode == "P"
-    assert light.convert("RGB").getpixel((0, 0)) == (255, 255, 255) != dark.convert("RGB").getpixel((0, 0))
-    (run / "base_checkpoints" / "d2" / "metrics.jsonl").unlink()
-    pictures.curves(run, "d2")  # the stages that are there
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="give the base folder of a run"):
-        pictures.curves(tmp_path, None)
-
-
-def test_bars_are_drawn_from_the_last_line_of_the_benchmark(run: Path, tmp_path: Path) -> None:
-    said = tmp_path / "bench.txt"
-    said.write_text('train mixed 16,384 ours\n{"train_vs_rustbpe": 12.5, "threads": 1}\n', encoding="utf-8")
-    pictures.tokenizer(said)
-    assert (pictures.FOLDER / "tokenizer-dark.png").exists()
-    said.write_text('{"mb": 22.0}\n', encoding="utf-8")
-    with pytest.raises(SystemExit, match="compares with nobody"):
-        pictures.tokenizer(said)
-
-
-def test_rows_of_the_table_have_accuracy_and_interval(tmp_path: Path) -> None:
-    assert "needs a finished run" in pictures.results(tmp_path)[0]
-    score = {"accuracy": 0.977, "low": 0.963, "high": 0.986}
-    (tmp_path / "report").mkdir()
-    sections = {"sft_eval": {"tasks": {"tinyworld_zh": score}}, "rl_eval": {"tasks": {"mental": score}}}
-    (tmp_path / "report" / "report.json").write_text(json.dumps({"sections": sections}), encoding="utf-8")
-    assert pictures.results(tmp_path) == [
-        "| after SFT |  | 97.7 % (96.3–98.6) |  |  |",
-        "| after RL |  |  |  | 97.7 % (96.3–98.6) |",
-    ]
-
-
-def test_the_base_folder_must_be_given() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "dev.pictures"], cwd=pictures.ROOT, capture_output=True, text=True, check=False
-    )
-    assert said.returncode == 2 and "--base" in said.stderr

@@ -1,6 +1,5 @@
 """setup_ascend.sh on imitated hosts: every layout of CANN, every floor, what it exports, what it leaves behind."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -110,7 +109,6 @@ def test_every_layout_of_cann_is_found(clone: Clone, layout: str) -> None:
     assert code == 0, out
     assert f"CANN 8.5.0 in {made.home}" in out
     assert "driver 24.1.rc1" in out and "2 card(s) davinci0 davinci1" in out
-    assert "CANN 8.5.0 -> torch_npu 2.9.0 -> torch 2.9.0" in out
     assert clone.called == ["setup_env --npu 2.9.0 --python-max 12 --numpy 1"]
 
 
@@ -138,22 +136,11 @@ def test_ascend_home_names_the_folder_above_cann_as_the_guides_set_it(clone: Clo
 # --- versions --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cann", ["8.2.RC1", "8.0.0", "7.0.0"])
-def test_cann_below_the_floor_is_refused(clone: Clone, cann: str) -> None:
-    clone.make_host(layout="ascend-toolkit", cann=cann)
+def test_cann_below_the_floor_is_refused(clone: Clone) -> None:
+    clone.make_host(layout="ascend-toolkit", cann="8.2.RC1")
     code, out = clone.run()
-    assert code == 1
-    assert f"CANN {cann} is too old: 8.3.RC1 or later is needed" in out and f"CANN {cann} 版本过低" in out
+    assert code == 1 and "CANN 8.2.RC1 is too old" in out and "CANN 8.2.RC1 版本过低" in out
     assert clone.called == []
-
-
-def test_cann_newer_than_the_table_gives_a_warning(clone: Clone) -> None:
-    clone.make_host(cann="9.4.0")
-    code, out = clone.run()
-    assert code == 0
-    assert "warning: CANN 9.4.0 is newer than the table: torch_npu 2.14.0" in out
-    assert "To choose another release: --torch-npu VERSION" in out
-    assert clone.called == ["setup_env --npu 2.14.0 --python-max 14 --numpy 2"]
 
 
 def test_cann_without_a_readable_version_asks_for_a_torch_npu(clone: Clone) -> None:
@@ -167,8 +154,7 @@ def test_cann_without_a_readable_version_asks_for_a_torch_npu(clone: Clone) -> N
 def test_a_requested_torch_npu_is_installed_if_it_is_new_enough(clone: Clone) -> None:
     clone.make_host()
     code, out = clone.run("--torch-npu", "2.6.0.post5")
-    assert (code, "torch_npu 2.6.0.post5 is too old: 2.7 or later is needed" in out) == (1, True)
-    assert "leave out --torch-npu and NANOCHAT_TORCH_NPU" in out
+    assert code == 1 and "2.6.0.post5 is too old" in out
     assert clone.run(NANOCHAT_TORCH_NPU="2.9.0.post4")[0] == 0
     assert clone.called == ["setup_env --npu 2.9.0.post4 --python-max 13 --numpy 1"]
 
@@ -180,7 +166,7 @@ def test_old_glibc_is_refused(
     monkeypatch.setattr(setup, "glibc", lambda: (2, 27))
     monkeypatch.setenv("ASCEND_ROOT_PREFIX", str(clone.host_root))
     assert setup.main(["--dry-run"]) == 1
-    assert "glibc 2.27 is too old: 2.28 or later" in capsys.readouterr().err
+    assert "glibc 2.27" in capsys.readouterr().err
 
 
 # --- hosts that lack something ---------------------------------------------------------------------
@@ -188,39 +174,40 @@ def test_old_glibc_is_refused(
 
 def test_a_host_without_npu_ends_with_3(clone: Clone) -> None:
     code, out = clone.run()
-    assert code == 3
-    assert "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN" in out and "本机没有昇腾 NPU" in out
+    assert code == 3 and "no Ascend NPU" in out and "本机没有昇腾 NPU" in out
 
 
 def test_cards_without_cann_name_the_folders_that_were_searched(clone: Clone) -> None:
     made = clone.make_host(layout="cann")
     shutil.rmtree(made.root / "usr/local/Ascend/cann-8.5.0")
     code, out = clone.run()
-    assert code == 1
-    assert "no CANN was found" in out and "/usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}" in out
+    assert code == 1 and "/usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}" in out
 
 
-def test_cann_without_cards_is_set_up_as_in_the_build_of_an_image(clone: Clone) -> None:
-    clone.make_host(cards=0)
-    code, out = clone.run(FAKE_AFTER="no-hal")
-    assert code == 0, out
-    assert "no card is visible" in out
-    assert "torch_npu does not load (libascend_hal.so)" in out, "without cards this is a warning"
-
-
-def test_a_torch_npu_that_does_not_load_names_the_missing_library(clone: Clone) -> None:
-    clone.make_host()
-    code, out = clone.run(FAKE_AFTER="no-hal")
-    assert code == 1
-    assert "torch_npu does not load (libascend_hal.so)" in out and "check_npu.py" in out
+@pytest.mark.parametrize(("cards", "code"), [(2, 1), (0, 0)])
+def test_a_torch_npu_that_does_not_load_is_a_warning_only_where_an_image_is_built(
+    clone: Clone, cards: int, code: int
+) -> None:
+    clone.make_host(cards=cards)
+    ended, out = clone.run(FAKE_AFTER="no-hal")
+    assert ended == code, out
+    assert "libascend_hal.so" in out and ("no card is visible" in out) == (cards == 0)
 
 
 def test_a_failed_installation_ends_with_1(clone: Clone) -> None:
     clone.make_host()
     code, out = clone.run(FAKE_SETUP="fails")
-    assert code == 1
-    assert "no such index" in out and "the environment could not be made" in out
-    assert "type the same command again" in out
+    assert code == 1 and "no such index" in out and "type the same command again" in out
+
+
+def test_a_pair_that_loads_and_fits_is_kept_even_if_a_card_does_not_open(clone: Clone) -> None:
+    clone.make_host(cann="9.0.0")
+    clone.has_pair("2.8.0.post4")
+    code, out = clone.run()
+    assert code == 0 and "2.8.0.post4" in out
+    code, out = clone.run(FAKE_CLOSED="SetPrecisionMode: error code is 500001")
+    assert code == 0 and "warning: card 0" in out and "500001" in out
+    assert clone.called == ["setup_env --numpy 2"] * 2
 
 
 def test_no_python_at_all(clone: Clone) -> None:
@@ -234,15 +221,6 @@ def test_no_python_at_all(clone: Clone) -> None:
 # --- an existing environment -----------------------------------------------------------------------
 
 
-def test_a_pair_that_loads_and_fits_is_kept(clone: Clone) -> None:
-    clone.make_host(cann="9.0.0")
-    clone.has_pair("2.8.0.post4")
-    code, out = clone.run()
-    assert code == 0
-    assert "torch 2.8.0 and torch_npu 2.8.0.post4 load and fit CANN 9.0.0: kept" in out
-    assert clone.called == ["setup_env --numpy 2"]
-
-
 @pytest.mark.parametrize("there", ["2.12.0", "broken"])
 def test_a_pair_that_does_not_fit_or_load_is_replaced(clone: Clone, there: str) -> None:
     clone.make_host(cann="9.0.0")
@@ -251,31 +229,33 @@ def test_a_pair_that_does_not_fit_or_load_is_replaced(clone: Clone, there: str) 
     assert clone.called == ["setup_env --npu 2.10.0.post2 --python-max 13 --numpy 2"]
 
 
-def test_a_card_that_does_not_open_is_named_and_the_pair_kept(clone: Clone) -> None:
-    clone.make_host(cann="8.5.0")
-    clone.has_pair("2.9.0")
-    code, out = clone.run(FAKE_CLOSED="SetPrecisionMode: error code is 500001")
-    assert code == 0 and "warning: card 0 does not open: SetPrecisionMode: error code is 500001" in out
-    assert clone.called == ["setup_env --numpy 1"]
-
-
 def test_fix_rebuilds_a_broken_environment(clone: Clone) -> None:
     clone.make_host()
     clone.has_pair("broken")
-    code, out = clone.run("--fix")
-    assert code == 0
+    assert clone.run("--fix")[0] == 0
     assert (clone.root / ".venv/setup.busy").exists(), "setup_env.sh deletes a .venv that has this mark"
-    assert "Next: source setup_ascend.sh --fix (only `source` can change the variables of your shell)" in out
 
 
-def test_dry_run_prints_and_changes_nothing(clone: Clone) -> None:
+def test_dry_run_prints_and_changes_nothing_even_in_a_terminal_without_chinese(clone: Clone) -> None:
     made = clone.make_host()
-    code, out = clone.run("--dry-run")
+    code, out = clone.run("--dry-run", PYTHONIOENCODING="ascii")
     assert code == 0
     assert "would run: bash -c" in out and "setup_env --npu 2.9.0 --python-max 12 --numpy 1" in out
     assert "export TASK_QUEUE_ENABLE=2" in out and f"export ASCEND_HOME_PATH={made.home}" in out
-    assert "nothing was changed" in out
     assert clone.called == [] and not (clone.root / ".venv").exists()
+
+
+def test_variables_of_the_user_win(clone: Clone) -> None:
+    clone.make_host()
+    script = 'source "$SETUP" >/dev/null; echo "$HCCL_CONNECT_TIMEOUT $PYTORCH_NPU_ALLOC_CONF"'
+    words = clone.shell(script, HCCL_CONNECT_TIMEOUT="600", PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64")[1]
+    assert words == "600 max_split_size_mb:64\n"
+
+
+def test_the_allocator_variable_is_renamed_for_the_torch_npu(clone: Clone) -> None:
+    clone.make_host(cann="9.4.0")
+    script = 'source "$SETUP" >/dev/null; echo "$PYTORCH_ALLOC_CONF ${PYTORCH_NPU_ALLOC_CONF-unset}"'
+    assert clone.shell(script, PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64")[1] == "max_split_size_mb:64 unset\n"
 
 
 def test_a_wrong_flag_ends_with_2(clone: Clone) -> None:
@@ -327,14 +307,6 @@ def test_sourced_it_leaves_no_names_and_changes_no_options(clone: Clone, shell: 
     assert clone.shell(f"{source} >/dev/null 2>&1 || echo alive", shell) == (0, "alive\n")
 
 
-def test_sourced_under_strict_options_it_works_and_keeps_them(clone: Clone) -> None:
-    clone.make_host()
-    script = 'set -euo pipefail; source "$SETUP" >/dev/null; echo "$TASK_QUEUE_ENABLE $-"'
-    code, out = clone.shell(script)
-    assert (code, out.split()[0]) == (0, "2"), out
-    assert "e" in out.split()[1] and "u" in out.split()[1]
-
-
 def test_sourced_twice_paths_are_there_once(clone: Clone) -> None:
     made = clone.make_host()
     script = """source "$SETUP" >/dev/null; one="$PATH $LD_LIBRARY_PATH"; source "$SETUP"
@@ -344,43 +316,16 @@ def test_sourced_twice_paths_are_there_once(clone: Clone) -> None:
     assert str(made.home) in out and "kept" in out
 
 
-def test_variables_of_the_user_win(clone: Clone) -> None:
-    clone.make_host()
-    script = 'source "$SETUP" >/dev/null; echo "$HCCL_CONNECT_TIMEOUT $PYTORCH_NPU_ALLOC_CONF"'
-    words = clone.shell(script, HCCL_CONNECT_TIMEOUT="600", PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64")[1]
-    assert words == "600 max_split_size_mb:64\n"
-
-
-def test_the_allocator_variable_is_renamed_for_the_torch_npu(clone: Clone) -> None:
-    clone.make_host(cann="9.4.0")
-    script = 'source "$SETUP" >/dev/null; echo "$PYTORCH_ALLOC_CONF ${PYTORCH_NPU_ALLOC_CONF-unset}"'
-    assert clone.shell(script, PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64")[1] == "max_split_size_mb:64 unset\n"
-
-
 def test_harmful_variables_are_named_and_fix_removes_them(clone: Clone) -> None:
     clone.make_host()
     harmful = {"ASCEND_LAUNCH_BLOCKING": "1", "ASCEND_GLOBAL_LOG_LEVEL": "0", "HCCL_CONNECT_TIMEOUT": "9"}
-    code, out = clone.run(**harmful)
-    assert code == 0
-    for name in harmful:
-        assert f"warning: {name}=" in out
-    assert "unset ASCEND_LAUNCH_BLOCKING; or source setup_ascend.sh --fix" in out
-    assert "请执行 unset ASCEND_LAUNCH_BLOCKING，或 source setup_ascend.sh --fix" in out
-    code, out = clone.run("--fix", **harmful)
-    assert code == 0
-    for name in harmful:
-        assert f"warning: {name}=" in out, "a script that was started cannot unset a variable of the shell, and says so"
-    assert "cannot change your shell; type source setup_ascend.sh --fix, or unset ASCEND_LAUNCH_BLOCKING" in out
-    assert "改不了当前 shell，请输入 source setup_ascend.sh --fix，或 unset ASCEND_LAUNCH_BLOCKING" in out
+    for flags in ([], ["--fix"]):  # a script that was started cannot unset a variable of the shell
+        code, out = clone.run(*flags, **harmful)
+        assert code == 0 and out.count("source setup_ascend.sh --fix") > 1, out
+        assert all(f"warning: {name}=" in out for name in harmful)
     shown = '"${ASCEND_LAUNCH_BLOCKING-gone} $ASCEND_GLOBAL_LOG_LEVEL $HCCL_CONNECT_TIMEOUT"'
     script = f'source "$SETUP" --fix >/dev/null; echo {shown}'
     assert clone.shell(script, **harmful)[1] == "gone 3 1200\n"
-
-
-def test_a_terminal_without_chinese_is_no_obstacle(clone: Clone) -> None:
-    clone.make_host()
-    code, out = clone.run("--dry-run", PYTHONIOENCODING="ascii")
-    assert code == 0 and "dry run: nothing was changed" in out and "\\u8bd5\\u8fd0\\u884c" in out
 
 
 def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:
@@ -390,11 +335,3 @@ def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:
         "export B='it'\"'\"'s \"two\" words $HOME'",
         "unset C",
     ]
-
-
-def test_the_real_host_of_the_tests_is_not_searched(clone: Clone) -> None:
-    clone.make_host()
-    assert {str(card.path) for card in host.find_devices(clone.environment())[0]} == {
-        str(clone.host_root / "dev" / name) for name in ("davinci0", "davinci1")
-    }
-    assert os.environ.get("ASCEND_ROOT_PREFIX") is None

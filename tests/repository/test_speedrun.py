@@ -1,6 +1,5 @@
 """speedrun.sh with the smoke preset from nothing to the report, killed in every stage on the way."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.runtime.tracking import read_metrics
+from tests.support.small_world import files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMAND = ["bash", "speedrun.sh", "--preset", "smoke"]
@@ -23,7 +23,6 @@ SETUP = f"setup_env() {{ export PATH={str(Path(sys.executable).parent)!r}:$PATH;
 
 # Where the run is killed, in the order of the pipeline: a line of the log, and whether only the shell dies.
 KILLS = [
-    ("step 00007/00020", False),  # base
     ("step 00003/00010", True),  # mid: the stage keeps running alone, and the next speedrun waits for it
     ("step 00001/00003", False),  # rl
 ]
@@ -77,15 +76,6 @@ class Clone:
         os.killpg(process.pid, signal.SIGINT)
         return process.wait(timeout=120)
 
-    def files(self) -> dict[str, tuple[int, str]]:
-        """The modification time and the hash of every file."""
-        found = (path for path in sorted(self.base.rglob("*")) if path.is_file())
-        return {str(path.relative_to(self.base)): (path.stat().st_mtime_ns, sha256(path)) for path in found}
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
 
 def make_clone(folder: Path) -> Clone:
     root = folder / "clone"
@@ -128,7 +118,7 @@ def kills_left_every_step_once(clone: Clone) -> None:
 
 
 def kills_left_nothing_half_written(clone: Clone) -> None:
-    leftovers = [name for name in clone.files() if ".tmp" in name or ".deleted" in name or name.endswith(".part")]
+    leftovers = [name for name in files(clone.base) if ".tmp" in name or ".deleted" in name or name.endswith(".part")]
     assert leftovers == []
 
 
@@ -138,11 +128,11 @@ def the_end_says_what_to_type_next(clone: Clone) -> None:
 
 
 def typed_again_it_changes_no_file_and_says_so(clone: Clone) -> None:
-    before = clone.files()
+    before = files(clone.base)
     assert clone.run() == 0
     assert "Everything is done already" in clone.log and "== " not in clone.log
     assert "python -m scripts.chat_cli" in clone.log
-    assert clone.files() == before
+    assert files(clone.base) == before
 
 
 def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:

@@ -86,17 +86,15 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path)
 
 
-@pytest.mark.parametrize(("cards", "used"), [(1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (8, 8), (16, 16)])
+@pytest.mark.parametrize(("cards", "used"), [(1, 1), (3, 2), (8, 8)])
 def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards: int, used: int) -> None:
     make_host(clone.host, cards=cards)
     code, out = clone.run(FAKE_CARDS=str(cards))
     assert code == 0, out
     launcher = f"python -m nanochat.runtime.launch --nproc_per_node={used} -m" if used > 1 else "python -m"
     base = clone.called("scripts.base_train")
-    assert (
-        launcher in base
-        and "--data fineweb --model_tag=d12 --depth=12 --total_batch_size=262144 --device_batch_size=32" in base
-    )
+    flags = "--data fineweb --model_tag=d12 --depth=12 --total_batch_size=262144 --device_batch_size=32"
+    assert launcher in base and flags in base
     assert "--model_tag=d12 --total_batch_size=262144 --device_batch_size=32" in clone.called("scripts.mid_train")
     assert "--device_batch_size=8 --target_examples_per_step=32" in clone.called("scripts.chat_sft")
     assert "--device_batch_size=4 --examples_per_step=16" in clone.called("scripts.chat_rl")
@@ -106,16 +104,17 @@ def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards:
     assert "[2 " in base, "the stages see the variables of setup_ascend.sh"
 
 
-@pytest.mark.parametrize("cards", [1, 3, 5, 7, 8])
+@pytest.mark.parametrize("cards", [1, 3, 8])
 @pytest.mark.parametrize("preset", ["smoke", "tinyworld", "tinyworld-small", "d12", "d20"])
 def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
     clone: Clone, preset: str, cards: int
 ) -> None:
     make_host(clone.host, cards=cards)
-    data = [] if preset.startswith("d") else ["--data", "tinyworld"]
+    published = preset.startswith("d")
+    data = [] if published else ["--data", "tinyworld"]
     code, out = clone.run("--preset", preset, *data, FAKE_CARDS=str(cards))
     assert code == 0, out
-    seen = []
+    steps = []
     for script in (base_train, mid_train, chat_sft, chat_rl):
         words = shlex.split(clone.called(script.__name__).partition(" [")[0])
         ranks = next((int(word.split("=")[1]) for word in words if word.startswith("--nproc_per_node=")), 1)
@@ -123,28 +122,16 @@ def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
         cfg: Any = SimpleNamespace(**values_of(flags))
         compute = replace(on_cpu(), world_size=ranks)
         if script in (base_train, mid_train):
-            length = 2048 if preset.startswith("d") else 256
-            shape = GPTConfig(length, 1024, 2, 2, 2, 64)
-            corpus = "fineweb" if preset.startswith("d") else "tinyworld"
+            shape = GPTConfig(2048 if published else 256, 1024, 2, 2, 2, 64)
+            corpus = "fineweb" if published else "tinyworld"
             sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, 10**6, 1e9, corpus, compute)
-            seen.append(cfg.total_batch_size)
-        elif script is chat_sft:
-            sizes.check_for_ranks("target_examples_per_step", cfg.target_examples_per_step, compute)
+            steps.append(cfg.total_batch_size)
         else:
-            sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
+            name = "target_examples_per_step" if script is chat_sft else "examples_per_step"
+            sizes.check_for_ranks(name, values_of(flags)[name], compute)
     if cards == 1:  # what the presets were tuned for
-        assert seen[0] == {"smoke": 2048, "tinyworld": 3072, "tinyworld-small": 4096, "d12": 262_144}.get(
-            preset, "auto"
-        )
-
-
-def test_the_published_flags_are_understood_by_the_stages(clone: Clone) -> None:
-    make_host(clone.host)
-    clone.run(FAKE_CARDS="2")
-    for script in (base_train, mid_train, chat_sft, chat_rl):
-        words = shlex.split(clone.called(script.__name__).partition(" [")[0])
-        cfg = parse(script.Config, words[words.index(script.__name__) + 1 :])
-        assert values_of(cfg)["model_tag"] in (None, "d12")
+        tuned = {"smoke": 2048, "tinyworld": 3072, "tinyworld-small": 4096, "d12": 262_144}
+        assert steps[0] == tuned.get(preset, "auto")
 
 
 def test_the_users_cards_and_mirror_are_used(clone: Clone) -> None:
@@ -154,12 +141,11 @@ def test_the_users_cards_and_mirror_are_used(clone: Clone) -> None:
     assert "https://hf-mirror.com]" in clone.called("nanochat.dataset")
 
 
-@pytest.mark.parametrize("asked", ["4", "0", "many"])
-def test_more_ranks_than_visible_cards_are_refused(clone: Clone, asked: str) -> None:
+@pytest.mark.parametrize("ranks", ["4", "0", "many"])
+def test_more_ranks_than_visible_cards_are_refused(clone: Clone, ranks: str) -> None:
     make_host(clone.host, cards=2)
-    code, out = clone.run(FAKE_CARDS="2", NPROC_PER_NODE=asked)
-    assert code == 2
-    assert f"NPROC_PER_NODE must be from 1 to 2, the npu device(s) that are visible, got {asked}" in out
+    code, out = clone.run(FAKE_CARDS="2", NPROC_PER_NODE=ranks)
+    assert code == 2 and "NPROC_PER_NODE must be from 1 to 2" in out and f"got {ranks}" in out
     assert clone.calls.read_text() == ""
 
 
@@ -184,24 +170,19 @@ def test_other_code_reaches_the_training_stages_and_no_others(clone: Clone) -> N
 def test_without_an_npu_it_says_so_and_runs_speedrun(clone: Clone) -> None:
     code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
     assert code == 0, out
-    assert "no Ascend NPU was found, so a GPU or this CPU trains; running speedrun.sh instead" in out
-    assert "没有找到昇腾 NPU" in out and "preset smoke, corpus tinyworld, on cpu" in out
-
-
-def test_cann_without_a_card_runs_speedrun(clone: Clone) -> None:
-    make_host(clone.host, cards=0)
+    assert "running speedrun.sh instead" in out and "没有找到昇腾 NPU" in out and "corpus tinyworld, on cpu" in out
+    make_host(clone.host, cards=0)  # CANN, but no card
     code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
-    assert (code, "no card is visible; running speedrun.sh instead" in out) == (0, True)
+    assert code == 0 and "running speedrun.sh instead" in out
 
 
 def test_unusable_npus_stop_it_instead_of_training_on_the_cpu(clone: Clone) -> None:
     make_host(clone.host, cann="8.1.RC1")
     code, out = clone.run()
-    assert code == 1
-    assert "CANN 8.1.RC1 is too old" in out and "the NPUs of this host cannot be used yet" in out
+    assert code == 1 and "CANN 8.1.RC1 is too old" in out
     assert clone.calls.read_text() == ""
     code, out = clone.run("--preset", "smoke", NANOCHAT_DEVICE="cpu", FAKE_CARDS="1")
-    assert (code, "NANOCHAT_DEVICE=cpu; running speedrun.sh instead" in out) == (0, True)
+    assert code == 0 and "running speedrun.sh instead" in out
 
 
 def test_inference_cards_stop_it_before_any_training(clone: Clone) -> None:
@@ -221,8 +202,7 @@ def test_the_last_line_of_a_failed_stage_is_its_reason(clone: Clone) -> None:
     make_host(clone.host)
     reason = "error: rank 1 was killed (SIGKILL)"
     code, out = clone.run(FAKE_CARDS="2", FAKE_FAILS="mid_train", FAKE_REASON=reason)
-    assert code == 3 and out.splitlines()[-1] == reason
-    assert out.splitlines()[-2].startswith("speedrun: the stage mid_train ended with code 3; ")
+    assert code == 3 and out.splitlines()[-1] == reason and "mid_train" in out.splitlines()[-2]
     code, out = clone.run(FAKE_CARDS="2", FAKE_FAILS="tok_train")
     assert code == 3 and out.splitlines()[-1] == "error: the lines above say why"
 
@@ -233,11 +213,6 @@ def test_no_home_and_an_odd_base_folder_are_no_obstacle(clone: Clone, tmp_path: 
     code, out = clone.run(FAKE_CARDS="2", HOME="unset", NANOCHAT_BASE_DIR="unset", FAKE_BASE=odd)
     assert code == 0 and f"files in {odd}" in out, out
     assert (tmp_path / odd / ".speedrun.lock").exists()
-
-
-def test_help_names_the_flags(clone: Clone) -> None:
-    code, out = clone.run("--help")
-    assert code == 0 and "ASCEND_RT_VISIBLE_DEVICES" in out and "set -euo" not in out
 
 
 @pytest.mark.npu
@@ -260,5 +235,3 @@ def test_the_smoke_preset_on_two_emulated_npus(tmp_path: Path) -> None:
     for folder, last in [("base", 20), ("mid", 10), ("chatsft", 10), ("chatrl", 3)]:
         found = clone.base / f"{folder}_checkpoints" / "smoke"
         assert read_metrics(found)[-1]["step"] == last
-    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert again.returncode == 0 and "Everything is done already" in again.stdout

@@ -46,7 +46,7 @@ APPENDICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "trackers": (tuple(f"runtime/trackers/{name}.py" for name in ("wandb", "swanlab", "tensorboard")), ()),
 }
-STEPS = 20
+STEPS = 6
 TRAIN = [
     "scripts.base_train",
     "--data=tinyworld",

@@ -8,37 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanochat.checkpoint_manager.load import load_model
-from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
-from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, base_dir
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import Data
 from nanochat.data.shards import texts, write_shards
 from nanochat.dataloader import split_rows
-from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
 from nanochat.evals.records import read_records
-from nanochat.optim import Optimizers, Rates
 from nanochat.runtime.samples import read_samples
 from scripts import base_eval, base_loss
 from tests.support import published
-from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.tiny_model import on_cpu, tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
 BUNDLE = Path(__file__).parent.parent / "support" / "files" / "eval_bundle"
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "a test")
+CPU = on_cpu()
 TOKENIZER = tiny_tokenizer()
 DOCUMENTS = [f"the cat number {i} sat on the mat. 第{i}只猫坐在垫子上。 " * (1 + i % 7) for i in range(300)]
 
 
 def make_checkpoint() -> None:
-    model = tiny_gpt(TOKENIZER.vocab_size)
-    optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)
-    meta = make_meta("base", model.config, {"corpus": "cats"}, 3, {})
-    save_checkpoint(checkpoint_dir("base", "d4"), 3, model, optimizers, TOKENIZER, meta, CPU)
+    tiny_checkpoint("base", corpus="cats", tag="d4")
 
 
 def make_corpus() -> Data:
@@ -51,7 +44,7 @@ def section(name: str) -> dict[str, Any]:
     return json.loads((base_dir() / "report" / "sections" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def test_base_loss_measures_both_splits_and_samples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_base_loss_measures_both_splits_and_samples() -> None:
     make_checkpoint()
     corpus = make_corpus()
     result = base_loss.evaluate(base_loss.Config(split_tokens=1000, sample_tokens=5), CPU)
@@ -63,13 +56,8 @@ def test_base_loss_measures_both_splits_and_samples(capsys: pytest.CaptureFixtur
         assert result[split]["bits_per_byte"] == pytest.approx(loss.bits_per_byte, rel=1e-6)
         assert 800 < result[split]["tokens"] <= 1000
     assert list(result["samples"]) == list(base_loss.PROMPTS)
-    kept = read_samples(checkpoint_dir("base", result["tag"]))
-    assert [(one.step, one.asked, one.said) for one in kept] == [
-        (result["step"], *both) for both in result["samples"].items()
-    ]
-    out = capsys.readouterr().out
-    assert "train bpb: " in out
-    assert "日本的首都是|" in out
+    samples = read_samples(checkpoint_dir("base", "d4"))
+    assert [(one.step, one.asked, one.said) for one in samples] == [(3, *both) for both in result["samples"].items()]
 
 
 def test_a_split_is_measured_whole_and_once_when_more_is_asked_for() -> None:
@@ -85,24 +73,20 @@ def test_a_split_is_measured_whole_and_once_when_more_is_asked_for() -> None:
     assert loss.bits_per_byte == pytest.approx(by_one.bits_per_byte, rel=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [1, 800, 10**9])
+@pytest.mark.parametrize("tokens", [1, 800])
 def test_ranks_together_measure_what_one_measures(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     corpus, model = make_corpus(), tiny_gpt(TOKENIZER.vocab_size)
     alone = loss_eval.evaluate_split(model, TOKENIZER, corpus, "val", tokens, 2, CPU)
     shares: list[list[float]] = []
     monkeypatch.setattr(loss_eval.parallel, "total", lambda values, compute: shares.append(values) or [1.0, 1.0, 1.0])
     for rank in range(3):
-        compute = Compute(CPU.device, "cpu", "gloo", rank, rank, 3, torch.float32, "a test")
-        loss_eval.evaluate_split(model, TOKENIZER, corpus, "val", tokens, 2, compute)
+        loss_eval.evaluate_split(model, TOKENIZER, corpus, "val", tokens, 2, on_cpu(rank, 3))
     nats, together, size = (sum(values) for values in zip(*shares, strict=True))
     assert (together, size) == (alone.tokens, alone.bytes)
     assert nats / together == pytest.approx(alone.nats_per_token, rel=1e-6)
 
 
 def test_base_loss_names_what_is_missing() -> None:
-    with pytest.raises(UserError, match="no checkpoint of stage base") as refused:
-        base_loss.evaluate(base_loss.Config(), CPU)
-    assert refused.value.exit_code == 2
     make_checkpoint()
     with pytest.raises(UserError, match="no corpus or folder 'cats'"):
         base_loss.evaluate(base_loss.Config(), CPU)
@@ -111,14 +95,13 @@ def test_base_loss_names_what_is_missing() -> None:
         base_loss.evaluate(base_loss.Config(split_tokens=0), CPU)
 
 
-def test_base_eval_without_a_bundle_says_so_and_measures_bits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_base_eval_without_a_bundle_measures_bits() -> None:
     make_checkpoint()
     make_corpus()
     result = base_eval.evaluate(base_eval.Config(split_tokens=2000), CPU)
     assert result["core"] is None
     assert math.isfinite(result["val"]["bits_per_byte"])
     assert section("base_eval") == result
-    assert "CORE is left out" in capsys.readouterr().out
 
 
 def test_base_eval_writes_core_as_the_published_table() -> None:
@@ -142,25 +125,6 @@ def test_base_eval_with_nothing_to_evaluate_is_refused() -> None:
         base_eval.evaluate(base_eval.Config(), CPU)
     assert refused.value.exit_code == 2
     assert not (base_dir() / "report").exists()
-
-
-def test_base_eval_takes_the_first_problems_of_each_task() -> None:
-    make_checkpoint()
-    result = base_eval.evaluate(base_eval.Config(eval_bundle=str(BUNDLE), max_per_task=4), CPU)
-    assert [task["problems"] for task in result["core"]["tasks"]] == [4, 4, 4, 4]
-
-
-def test_a_failed_download_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint()
-    before = sorted(base_dir().rglob("*"))
-
-    def offline() -> None:
-        raise UserError("no network; unpack it here by hand")
-
-    monkeypatch.setattr(core_eval, "download_bundle", offline)
-    with pytest.raises(UserError, match="no network"):
-        base_eval.evaluate(base_eval.Config(download=True), CPU)
-    assert sorted(base_dir().rglob("*")) == before
 
 
 def test_base_eval_measures_multiple_choice_and_skips_what_is_done(

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,8 +20,7 @@ from nanochat.checkpoint_manager.files import read_meta, step_dir
 from nanochat.checkpoint_manager.huggingface.adapter import save_adapter
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import Loaded
-from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
-from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
 from nanochat.generate.sampling import Sampling
@@ -80,26 +77,20 @@ def test_addresses_are_ones_a_browser_takes():
         assert addresses(one, "127.0.0.1") == [f"http://127.0.0.1:{one.getsockname()[1]}"]
         assert addresses(one, "::1") == [f"http://[::1]:{one.getsockname()[1]}"]
         port = all_of_them.getsockname()[1]
-        assert addresses(all_of_them, "0.0.0.0") == [
-            f"http://127.0.0.1:{port}",
-            f"http://{socket.gethostname()}:{port}",
-        ]
+        named = [f"http://127.0.0.1:{port}", f"http://{socket.gethostname()}:{port}"]
+        assert addresses(all_of_them, "0.0.0.0") == named
 
 
 def test_other_machines_get_in_only_when_asked_for_and_without_a_key_a_warning_says_so(monkeypatch, capsys):
+    assert all(map(is_local, (Config().host, "127.0.0.1", "localhost", "::1")))
+    assert not any(map(is_local, ("0.0.0.0", "::", "10.0.0.1")))
     monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
     monkeypatch.setattr("scripts.chat_web.serve", lambda app, listener: None)
     app = create_app([Loadable(FakeEngine(), ByteTokenizer(), SETTINGS)], SETTINGS)  # type: ignore[arg-type]
-    assert is_local(Config().host)
     for cfg, warned in [(Config(), 0), (Config(host="0.0.0.0"), 1), (Config(host="0.0.0.0", api_key="k"), 0)]:
         with listen(cfg.host, 0) as listener:
             serve_until_stopped(cfg, app, listener)
         assert capsys.readouterr().err.count("without a key") == warned
-
-
-def test_only_this_machine_is_local():
-    assert is_local("127.0.0.1") and is_local("localhost") and is_local("::1")
-    assert not is_local("0.0.0.0") and not is_local("::") and not is_local("10.0.0.1")
 
 
 def test_short_letters_are_those_of_nanochat():
@@ -115,26 +106,21 @@ def settings(**flags: Any) -> Settings:
 
 
 def test_key_comes_from_the_flag_or_from_the_environment(monkeypatch):
-    monkeypatch.setenv("NANOCHAT_LANG", "en")
     monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
     assert settings().api_key == ""
     monkeypatch.setenv("NANOCHAT_API_KEY", "of the environment")
     assert settings().api_key == "of the environment"
-    with pytest.raises(UserError, match=r"^the key of NANOCHAT_API_KEY .*without spaces.* got ' ' at place 3: "):
+    with pytest.raises(UserError, match=r"NANOCHAT_API_KEY .*' ' at place 3"):
         check(Config())
     assert settings(api_key="of-the-flag").api_key == "of-the-flag"
     check(Config(api_key="!sk-1~"))
 
 
-@pytest.mark.parametrize("key", ["sk-密钥", "sk-é", "sk-\x80", "sk-\n", "sk-\x7f", "sk- "])
-def test_a_key_that_browsers_cannot_send_is_refused_in_both_languages(key, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_LANG", "en")
-    with pytest.raises(UserError, match=r"^the key of --api_key .*at place 4: ") as caught:
+@pytest.mark.parametrize("key", ["sk-密钥", "sk-\x80", "sk-\n", "sk- "])
+def test_a_key_that_browsers_cannot_send_is_refused_without_repeating_it(key):
+    with pytest.raises(UserError, match=r"--api_key .*at place 4") as caught:
         check(Config(api_key=key))
     assert caught.value.exit_code == 2 and key not in str(caught.value)
-    monkeypatch.setenv("NANOCHAT_LANG", "zh")
-    with pytest.raises(UserError, match=r"--api_key .*第 4 个字符"):
-        check(Config(api_key=key))
 
 
 def test_headless_serves_no_page():
@@ -175,7 +161,6 @@ def test_runs_are_shown_without_a_model_if_there_is_none(base_folder):
     "flags",
     [
         {"runs": True, "headless": True},
-        {"runs_only": True, "headless": True},
         {"runs_only": True, "step": 3},
         {"runs_only": True, "also": ("sft/d4",)},
     ],
@@ -201,14 +186,6 @@ def start(base: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_without_a_model_it_says_how_to_make_one(base_folder):
-    process = start(base_folder, "-p", "0")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert "speedrun.sh" in err and "Traceback" not in err
-
-
-@pytest.mark.slow
 def test_training_can_be_watched_before_there_is_a_model(base_folder):
     process = start(base_folder, "-p", "0", "--runs")
     assert process.stdout
@@ -226,11 +203,7 @@ def test_training_can_be_watched_before_there_is_a_model(base_folder):
 
 @pytest.mark.slow
 def test_real_model_answers_and_the_server_ends_in_order(base_folder):
-    tokenizer = tiny_tokenizer()
-    model, compute = tiny_gpt(tokenizer.vocab_size), compute_init("cpu")
-    nothing = SimpleNamespace(saved=dict)
-    meta = make_meta("sft", model.config, {"corpus": "tinyworld"}, 7, {})
-    save_checkpoint(checkpoint_dir("sft", "d4"), 7, model, nothing, tokenizer, meta, compute)  # pyright: ignore
+    tiny_checkpoint("sft", 7, tag="d4")
     process = start(base_folder, "-p", "0", "-d", "float32", "-m", "12", "--also", "sft/d4/7")
     assert process.stdout
     lines = []
@@ -240,7 +213,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             if "Ctrl-C" in line:
                 break
         said = "".join(lines)
-        assert "stage sft, tag d4, step 7" in said and "temperature 1, min-p 0.5: " in said and "trained last" in said
+        assert "stage sft, tag d4, step 7" in said and "temperature 1, min-p 0.5: " in said
         url = re.search(r"http://127\.0\.0\.1:\d+", said)
         assert url, said
         with httpx.Client(base_url=url[0], timeout=60) as client:
@@ -254,8 +227,8 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             words = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
             assert words == answers[0]["choices"][0]["message"]["content"]
             served = client.get("/v1/models").json()["data"][0]
-            assert served["id"] == "nanochat-sft-d4"
-            assert served["corpus"] == "tinyworld" and served["knows"] is None and served["others"] == []
+            assert (served["id"], served["corpus"], served["knows"]) == ("nanochat-sft-d4", "tinyworld", None)
+            model = tiny_gpt(tiny_tokenizer().vocab_size)
             assert served["parameters"] == sum(parameter.numel() for parameter in model.parameters())
             assert served["defaults"] == {"temperature": 1, "min_p": 0.5, "top_k": 50, "max_tokens": 12}
     finally:
@@ -292,29 +265,11 @@ def test_a_model_of_few_updates_promises_nothing(base_folder):
     assert "capitals" in promised(checkpoint("base", 100))["en"]
 
 
-def test_the_updates_of_earlier_stages_count_as_far_as_they_are_known(base_folder):
-    checkpoint("base", 240)
-    checkpoint("mid", 5, ("base", 240))
-    assert promised(checkpoint("sft", 5, ("mid", 5))) is not None
-    shutil.rmtree(checkpoint_dir("mid", "d2"))
-    assert promised(checkpoint("sft", 6, ("mid", 5))) is None
-    assert promised(checkpoint("sft", 7, ("base", 240))) is not None
-    (step_dir(checkpoint_dir("base", "d2"), 240) / "meta.json").write_text(
-        "{"
-    )  # damaged: its step is known all the same
-    assert promised(checkpoint("sft", 8, ("base", 240))) is not None
-
-
 def test_a_model_that_is_served_already_is_refused(base_folder):
     tiny_checkpoint("sft", 7, tag="d4")
     said = "--also sft/d4 names a model that is served already, as nanochat-sft-d4"
     with listen("127.0.0.1", 0) as listener, pytest.raises(UserError, match=said):
         chat_web(Config(also=("sft/d4",)), compute_init("cpu"), listener)
-
-
-def test_graphs_are_refused_on_a_cpu_before_the_server_listens(base_folder):
-    with pytest.raises(UserError, match="--graphs was asked for, but cannot be used: the device is a CPU"):
-        models_of(Config(graphs=True), compute_init("cpu"))
 
 
 # --- adapters ------------------------------------------------------------------------------------
@@ -354,22 +309,6 @@ def test_adapters_are_served_beside_their_base_by_one_engine(published):
                 [(one["id"], 0) for one in listed]}  # fmt: skip
         assert said["mine"] == said["pip"] == said["poet"] == client.post(CHAT, json=body).json()["choices"]
         assert said["Qwen-tiny"] == said["other"] != said["mine"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"adapter": ("Qwen-tiny={mine}",)}, "an adapter would have the name of its base, Qwen-tiny"),
-        ({"adapter": ("a={mine}",), "also": ("a={base}",)}, "--also a=.* names a model that is served already"),
-        ({"adapter": ("a={mine}",), "also": ("a={mine}",)}, "two adapters would have the name 'a'"),
-        ({"adapter": ("a={base}",)}, "is no adapter: it has no adapter_config.json"),
-    ],
-)
-def test_adapters_that_cannot_be_served_are_refused_before_the_server_listens(published, flags, said):
-    places = {"mine": published.parent / "mine", "base": published}
-    flags = {name: tuple(word.format(**places) for word in words) for name, words in flags.items()}
-    with pytest.raises(UserError, match=said):
-        models_of(Config(model=published, **flags), compute_init("cpu"))
 
 
 @on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")

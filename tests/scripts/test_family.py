@@ -48,26 +48,12 @@ def trained(made: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return made
 
 
-def test_every_stage_trains_it_and_a_chat_answers(trained: Path) -> None:
+def test_every_stage_trains_it(trained: Path) -> None:
     for stage in OWN:
         losses = [line["loss"] for line in read_metrics(checkpoint_dir(stage, "d2")) if "loss" in line]
         assert len(losses) == OWN[stage].get("num_iterations", 20)
         assert stage == "rl" or fmean(losses[-5:]) < fmean(losses[:5]) - 0.1, (stage, losses)
-    loaded = load_model("rl", "d2", None, on_cpu())
-    assert isinstance(loaded.model, Qwen)
-    prompt = loaded.tokenizer.render_prompt(chat("the capital of France"))
-    (reply,) = Engine(loaded.model, loaded.tokenizer, 1).generate([prompt], Sampling(0.0, max_tokens=4))
-    assert reply.tokens
-
-
-def test_a_run_that_was_stopped_ends_with_the_same_bits(trained: Path) -> None:
-    for tag, stops in (("straight", [None]), ("stopped", [7, None])):
-        for stop in stops:
-            run_stage("base", family="qwen3", model_tag=tag, stop_at=stop, eval_every=0)
-    straight, stopped = (
-        checkpoint_dir("base", tag) / "step_000020" / "model.safetensors" for tag in ("straight", "stopped")
-    )
-    assert straight.read_bytes() == stopped.read_bytes()
+    assert isinstance(load_model("rl", "d2", None, on_cpu()).model, Qwen)
 
 
 def test_windows_are_refused(trained: Path) -> None:

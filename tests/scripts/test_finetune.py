@@ -12,19 +12,14 @@ from torch._dynamo.utils import counters
 from nanochat import device
 from nanochat.checkpoint_manager.files import read_meta, step_dir, write_meta
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
-from nanochat.checkpoint_manager.huggingface.base import open_base
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.context import Packed
-from nanochat.data.conversation import Conversation, assistant, chat, user
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
-from nanochat.engine import Engine
-from nanochat.generate.sampling import Sampling
-from nanochat.models.lora import LoraConfig
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import compile as compiling
 from scripts import finetune
@@ -39,17 +34,33 @@ WORDS = ("the", "cat", "sat", "on", "mat", "12", "34", "猫", "坐", "垫子")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Published models of two families, and a file of conversations."""
+    """Published models of two families, a file of conversations, and a file of preferences, where short answers win."""
     folder = tmp_path_factory.mktemp("models")
     for family in ("qwen3", "qwen3.5"):
         (folder / family).mkdir()
         write_folder(folder / family, family)
-    with open(folder / "chats.jsonl", "w", encoding="utf-8") as lines:
-        for i in range(120):
-            words = [WORDS[(i * k) % len(WORDS)] for k in range(1, 3 + i % 9)]
-            messages = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": words[0]}]
-            print(json.dumps({"messages": messages}, ensure_ascii=False), file=lines)
+    chats, pairs = [], []
+    for i in range(150):
+        words = [WORDS[(i * k) % len(WORDS)] for k in range(1, 3 + i % 9)]
+        messages = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": words[0]}]
+        chats.append(json.dumps({"messages": messages}))
+        pair = {"prompt": " ".join(words), "chosen": words[0], "rejected": " ".join(words[::-1])}
+        pairs.append(json.dumps(pair))
+    (folder / "chats.jsonl").write_text("\n".join(chats[:120]))
+    (folder / "pairs.jsonl").write_text("\n".join(pairs))
     return folder
+
+
+def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path) -> None:
+    flags = {"lora_rank": 0, "checkpoint_activations": True}
+    finetune.train(config(models, **flags), on_cpu())
+    file = checkpoint_dir("tune", "made") / "step_000004" / "model.safetensors"
+    straight = file.read_bytes()
+    shutil.rmtree(base)
+    finetune.train(config(models, **flags, stop_at=2), on_cpu())
+    torch.manual_seed(99)
+    finetune.train(config(models, **flags), on_cpu())
+    assert file.read_bytes() == straight
 
 
 @pytest.fixture(autouse=True)
@@ -100,49 +111,22 @@ def test_every_parameter_learns_and_the_checkpoint_is_a_published_folder(models:
     assert loaded.model.config.sequence_len == 256  # the model's own context, not the rows that it was trained on
 
 
-def test_a_tuned_model_can_be_chatted_with(models: Path) -> None:
-    finetune.train(config(models), on_cpu())
-    loaded = load_model("tune", "made", None, on_cpu())
-    prompt = loaded.tokenizer.render_prompt(chat("the cat", "the"))
-    (reply,) = Engine(loaded.model, loaded.tokenizer, 1).generate([prompt], Sampling(0.0, max_tokens=4))
-    assert 1 <= len(reply.tokens) <= 4
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_run_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path, rank: int) -> None:
-    flags = {"lora_rank": rank, "lora_dropout": 0.1 if rank else 0.0, "checkpoint_activations": not rank}
-    finetune.train(config(models, **flags), on_cpu())
-    name = "adapter_model.safetensors" if rank else "model.safetensors"
-    file = checkpoint_dir("tune", "made") / "step_000004" / name
-    straight = file.read_bytes()
-    shutil.rmtree(base)
-    finetune.train(config(models, **flags, stop_at=2), on_cpu())
-    torch.manual_seed(99)
-    finetune.train(config(models, **flags), on_cpu())
-    assert file.read_bytes() == straight
-
-
 def test_every_checkpoint_of_an_adapter_is_whole_so_a_finished_run_can_begin_again(models: Path) -> None:
-    finetune.train(config(models), on_cpu())
-    finetune.train(config(models, resume="none", seed=7), on_cpu())
+    finetune.train(config(models, num_iterations=1), on_cpu())
+    finetune.train(config(models, num_iterations=1, resume="none", seed=7), on_cpu())
     (aside,) = checkpoint_dir("tune", "made").glob("set-aside-*")
     for folder in (aside, checkpoint_dir("tune", "made")):
-        load_adapter(load_qwen(models / "qwen3", on_cpu()), folder / "step_000004")
-        assert not (folder / "step_000004" / "config.json").exists()
+        load_adapter(load_qwen(models / "qwen3", on_cpu()), folder / "step_000001")
+        assert not (folder / "step_000001" / "config.json").exists()
 
 
 def test_the_seed_draws_the_first_values_of_an_adapter(models: Path) -> None:
-    drawn = []
-    for seed in (1, 2, 1):
-        base = open_base(models / "qwen3", 48, LoraConfig(4), on_cpu(), seed)
-        base.fill()
-        drawn.append(next(value for name, value in base.model.named_parameters() if "lora_A" in name))
-    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
-    first = []
+    adapters = []
     for seed in (1, 2):
         finetune.train(config(models, num_iterations=1, learning_rate=0.0, seed=seed, out_tag=f"seed{seed}"), on_cpu())
-        first.append((checkpoint_dir("tune", f"seed{seed}") / "step_000001" / "adapter_model.safetensors").read_bytes())
-    assert first[0] != first[1]
+        file = checkpoint_dir("tune", f"seed{seed}") / "step_000001" / "adapter_model.safetensors"
+        adapters.append(file.read_bytes())
+    assert adapters[0] != adapters[1]
 
 
 @pytest.mark.parametrize("loss", ["answers", "dpo"])
@@ -153,15 +137,13 @@ def test_steps_compile_nothing_that_was_not_compiled_before_them(
     monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
     monkeypatch.setattr(torch, "compile", lambda model, **rest: real(model, backend="eager", **rest))
 
-    def counted(*given: Any) -> Any:
-        fast = compile_model(*given)
+    def counted(*arguments: Any) -> Any:
+        fast = compile_model(*arguments)
         graphs.append(counters["stats"]["unique_graphs"])
         return fast
 
     monkeypatch.setattr(compiling, "_compile", counted)
-    pairs = models / "pairs.jsonl"
-    pairs.write_text("\n".join([json.dumps({"prompt": "the cat", "chosen": "sat", "rejected": "12"})] * 60))
-    data = str(models / "chats.jsonl") if loss == "answers" else str(pairs)
+    data = str(models / ("chats.jsonl" if loss == "answers" else "pairs.jsonl"))
     finetune.train(config(models, compile=True, loss=loss, data=(data,), eval_every=0), on_cpu())
     assert graphs and counters["stats"]["unique_graphs"] == graphs[0] > 0
 
@@ -180,13 +162,13 @@ def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(("rank", "modes"), [(0, ("grad", "full")), (4, ("none", "full"))])
 def test_two_ranks_learn_what_one_learns_however_they_share(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool, rank: int
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool, rank: int, modes: tuple[str, ...]
 ) -> None:
     finetune.train(config(models, lora_rank=rank, compile=False), on_cpu())
     alone = losses()
-    for mode in ("none", "grad", "full"):
+    for mode in modes:
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / mode))
         pool.run(2, a_run, models, {"lora_rank": rank, "shard": mode})
         assert losses() == pytest.approx(alone, abs=1e-4), mode
@@ -202,40 +184,17 @@ def defaults(models: Path, **given: Any) -> finetune.Config:
     return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
 
 
-def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path) -> None:
     finetune.train(defaults(models, num_epochs=1.0), on_cpu())
-    said = capsys.readouterr()
     assert len(losses()) >= 30
-    assert "too few to learn much" not in said.err
-    for flag in ("max_length: 128 ", "target_examples_per_step: ", "learning_rate: "):
-        assert flag in said.out
 
 
 def test_flags_that_are_given_are_kept(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finetune.train(defaults(models, num_iterations=1, max_length=64, target_examples_per_step=3,
-                            learning_rate=1e-3), on_cpu())  # fmt: skip
-    said = capsys.readouterr().out
-    assert "3 rows x 64 tokens" in said
-    for flag in ("max_length: ", "target_examples_per_step: ", "learning_rate: ", "num_epochs: "):
-        assert flag not in said
-
-
-def test_the_loss_before_the_first_step_is_measured_unless_validation_is_off(models: Path) -> None:
-    for every, steps in ((100, [0, 4]), (0, [])):
-        finetune.train(config(models, eval_every=every, out_tag=f"every{every}"), on_cpu())
-        lines = read_metrics(checkpoint_dir("tune", f"every{every}"))
-        assert [line["step"] for line in lines if "val_bpb" in line] == steps
-
-
-def test_an_automatic_run_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path) -> None:
-    flags = {"num_epochs": 0.2, "lora_dropout": 0.1}
-    finetune.train(defaults(models, **flags), on_cpu())
-    last = checkpoint_dir("tune", "made") / f"step_{len(losses()):06d}" / "adapter_model.safetensors"
-    straight = last.read_bytes()
-    shutil.rmtree(base)
-    finetune.train(defaults(models, **flags, stop_at=2), on_cpu())
-    finetune.train(defaults(models, **flags), on_cpu())
-    assert last.read_bytes() == straight
+    sizes = {"max_length": 64, "target_examples_per_step": 3, "learning_rate": 1e-3}
+    finetune.train(defaults(models, num_iterations=1, **sizes), on_cpu())
+    out = capsys.readouterr().out
+    assert "3 rows x 64 tokens" in out
+    assert not [flag for flag in (*sizes, "num_epochs") if f"{flag}: " in out]  # as what auto has chosen is logged
 
 
 def as_an_earlier_version_saved_it(folder: Path, step: int, **settings: Any) -> None:
@@ -270,13 +229,6 @@ def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_val
     finetune.train(defaults(models), on_cpu())
     assert last.read_bytes() == straight
     assert "learning_rate: " not in capsys.readouterr().out
-
-
-def test_another_value_than_an_earlier_version_began_with_is_refused(models: Path) -> None:
-    finetune.train(config(models, learning_rate="auto", stop_at=1), on_cpu())
-    as_an_earlier_version_saved_it(checkpoint_dir("tune", "made"), 1)
-    with pytest.raises(UserError, match=r"--lora_rank: 8 before, 4 now.*--resume=none"):
-        finetune.train(config(models, learning_rate="auto", lora_rank=4), on_cpu())
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -387,11 +339,6 @@ def test_an_adapter_whose_base_is_gone_says_so(models: Path, tmp_path: Path) -> 
     shutil.copytree(models / "qwen3.5", tmp_path / "mine")
     with pytest.raises(UserError, match="which is another one now"):
         load_model("tune", "made", None, on_cpu())
-
-
-def test_a_conversation_without_an_answer_is_nothing_to_train_on(models: Path, tmp_path: Path) -> None:
-    asked = Conversation((user("a"), assistant("b"), user("c")))
-    assert FolderTokenizer(models / "qwen3", VOCABULARY).render(asked).mask.count(1) > 0
 
 
 def test_any_seed_that_the_flags_allow_seeds_dropout() -> None:

@@ -1,12 +1,10 @@
 """Direct preference optimisation of published models: it widens margins, resumes, and does not depend on the split."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
@@ -17,33 +15,11 @@ from nanochat.runtime.tracking import read_metrics
 from nanochat.schedule import TUNING_RATE_RULE
 from scripts import finetune
 from tests.emulated_npu.worker import run_ranks, skip_without_compiler
+from tests.scripts.test_finetune import base as base  # fixtures: a base folder, and published models
+from tests.scripts.test_finetune import models as models
 from tests.support.flags import configured
-from tests.support.qwens import write_folder
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import on_cpu
-
-WORDS = ("the", "cat", "sat", "on", "mat", "12", "34", "猫", "坐", "垫子")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Published models of two families, and a file of preferences: short answers are liked better than long ones."""
-    folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3.5"):
-        (folder / family).mkdir()
-        write_folder(folder / family, family)
-    with open(folder / "pairs.jsonl", "w", encoding="utf-8") as lines:
-        for i in range(150):
-            said = [WORDS[(i * k) % len(WORDS)] for k in range(1, 3 + i % 7)]
-            record = {"prompt": " ".join(said), "chosen": said[0], "rejected": " ".join(said[::-1])}
-            print(json.dumps(record, ensure_ascii=False), file=lines)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path / "base"
 
 
 def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config:
@@ -56,10 +32,6 @@ def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config
 def lines(tag: str = "made") -> list[dict[str, Any]]:
     """The figures of the steps, without those of the validation before the first one."""
     return [line for line in read_metrics(checkpoint_dir("tune", tag)) if line["step"]]
-
-
-def losses() -> list[float]:
-    return [line["loss"] for line in lines()]
 
 
 @pytest.mark.parametrize(("family", "rank"), [("qwen3", 8), ("qwen3", 0), ("qwen3.5", 8)])
@@ -75,21 +47,33 @@ def test_preferred_answers_become_likelier_than_the_others(models: Path, family:
     assert load_model("tune", "made", None, on_cpu()).model is not None
 
 
-@pytest.mark.parametrize("rank", [0, 4])
 def test_a_run_that_was_stopped_ends_with_the_same_bits_and_without_a_reference(
-    models: Path, base: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    models: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {"lora_rank": rank, "lora_dropout": 0.1 if rank else 0.0, "checkpoint_activations": not rank}
+    flags = {"lora_rank": 4, "lora_dropout": 0.1}
     finetune.train(config(models, **flags), on_cpu())
-    name = "adapter_model.safetensors" if rank else "model.safetensors"
-    file = checkpoint_dir("tune", "made") / "step_000004" / name
+    file = checkpoint_dir("tune", "made") / "step_000004" / "adapter_model.safetensors"
     straight = file.read_bytes()
     shutil.rmtree(base)
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
-    torch.manual_seed(99)
     monkeypatch.delattr(preferences, "_score")  # nothing may score answers again
     finetune.train(config(models, **flags), on_cpu())
     assert file.read_bytes() == straight
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("rank", "mode"), [(0, "full"), (4, "grad")])
+def test_two_ranks_learn_what_one_learns(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool, rank: int, mode: str
+) -> None:
+    flags = {"lora_rank": rank, "learning_rate": 3e-3 if rank else 3e-4, "eval_every": 2}
+    finetune.train(config(models, **flags), on_cpu())
+    alone = lines()
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "ranks"))
+    pool.run(2, a_run, models, {**flags, "shard": mode})
+    for one, two in zip(alone, lines(), strict=True):
+        for name in ("loss", "accuracy", "margin", *(["val_loss", "val_margin"] if "val_loss" in one else [])):
+            assert two[name] == pytest.approx(one[name], abs=1e-4), name
 
 
 def test_micro_batches_do_not_change_what_is_learned(models: Path) -> None:
@@ -103,22 +87,6 @@ def test_micro_batches_do_not_change_what_is_learned(models: Path) -> None:
 
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
     finetune.train(config(models, **flags), compute)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 4])
-def test_two_ranks_learn_what_one_learns_however_they_share(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool, rank: int
-) -> None:
-    flags = {"lora_rank": rank, "learning_rate": 3e-3 if rank else 3e-4, "eval_every": 2}
-    finetune.train(config(models, **flags), on_cpu())
-    alone = lines()
-    for mode in ("none", "grad", "full"):
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / mode))
-        pool.run(2, a_run, models, {**flags, "shard": mode})
-        for one, two in zip(alone, lines(), strict=True):
-            for name in ("loss", "accuracy", "margin", *(["val_loss", "val_margin"] if "val_loss" in one else [])):
-                assert two[name] == pytest.approx(one[name], abs=1e-4), (mode, name)
 
 
 @pytest.mark.npu
@@ -136,18 +104,14 @@ def test_dpo_on_two_npus_measures_and_learns_what_one_cpu_does(models: Path, tmp
         assert names and all(two[name] == pytest.approx(one[name], abs=1e-4) for name in names), (one, two)
 
 
-def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path, tmp_path: Path) -> None:
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
-    )
-    for given, rule in (
-        ({"data": (str(chats),)}, 'line 1: a pair of answers needs the keys "chosen" and "rejected"'),
+def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path) -> None:
+    for flags, rule in (
+        ({"data": (str(models / "chats.jsonl"),)}, 'line 1: a pair of answers needs the keys "chosen" and "rejected"'),
         ({"dpo_beta": -1.0}, "the beta of DPO must be above 0, got -1"),
         ({"max_length": 8}, "holds nothing to train on that fits into rows of 8 tokens"),
     ):
         with pytest.raises(UserError, match=rule):
-            finetune.train(config(models, **given), on_cpu())
+            finetune.train(config(models, **flags), on_cpu())
         assert not list(checkpoint_dir("tune", "made").glob("step_*"))
 
 

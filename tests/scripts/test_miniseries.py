@@ -1,4 +1,4 @@
-"""The series of models: its flags, its points by hand, its picture, and a quick run beside the user's files."""
+"""The series of models: its flags, its points by hand, and a quick run beside the user's files."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from nanochat.common import UserError, write_json
 from runs import miniseries
-from runs.miniseries import Config, Point, Run
+from runs.miniseries import Config, Point
 from tests.support.small_world import files, make_corpus
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -42,17 +42,6 @@ def test_a_cpu_sees_fewer_tokens_unless_told() -> None:
     assert ratio(Config(), on_cpu=True) == ["--target_param_data_ratio=1"]
     assert ratio(Config(), on_cpu=False) == []
     assert ratio(Config(target_param_data_ratio=2.5), on_cpu=True) == ["--target_param_data_ratio=2.5"]
-    assert miniseries.flags(4, "x", Config(), True)[:3] == ["--depth=4", "--data=x", "--model_tag=d4"]
-    assert "--model_dim=96" in miniseries.flags(3, "x", Config(quick=True), True)
-
-
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    runs = [Run(d, 1000 * d, 1.0, [Point(d * 1e9, 2.0), Point(d * 2e9, 2.0 - d / 10)]) for d in (1, 2)]
-    miniseries.draw(runs, "cats", tmp_path / "a.png")
-    miniseries.draw(runs[:1], "cats", tmp_path / "b.png")
-    first, second = ((tmp_path / name).read_bytes() for name in ("a.png", "b.png"))
-    assert first.startswith(b"\x89PNG") and second.startswith(b"\x89PNG") and first != second
-    assert len(list(tmp_path.glob("*.*"))) == 2  # no temporary file is left
 
 
 @pytest.mark.parametrize("depths", [(0, 2), (2, 2)])
@@ -62,24 +51,18 @@ def test_depths_that_are_no_series_are_refused(depths: tuple[int, ...]) -> None:
     assert refused.value.exit_code == 2
 
 
-def test_a_corpus_without_tokenizer_names_the_command(base_folder: Path) -> None:
-    with pytest.raises(UserError, match=r"python -m scripts\.tok_train --data cats"):
-        miniseries.prepare(base_folder / "miniseries" / "cats", "cats")
-
-
 @pytest.mark.smoke
 def test_a_quick_series_draws_its_picture_and_changes_none_of_the_user_s_files(base_folder: Path) -> None:
     make_corpus(base_folder)
     before = files(base_folder)
-    command = [sys.executable, "-m", "runs.miniseries", "--quick", "--depths", "1", "2"]
-    for _ in range(2):  # the second run has nothing left to train
+    for depths in (["1"], ["1", "2"]):  # the second run has only depth 2 left to train
+        command = [sys.executable, "-m", "runs.miniseries", "--quick", "--depths", *depths]
         done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
-        assert [run["depth"] for run in found["runs"]] == [1, 2]
+        assert [str(run["depth"]) for run in found["runs"]] == depths
         assert all(len(run["points"]) == 3 for run in found["runs"])
         assert Path(found["picture"]).read_bytes().startswith(b"\x89PNG")
     after = files(base_folder)
-    kept = {name: value for name, value in after.items() if name in before}
-    assert kept == before
+    assert after.items() >= before.items()
     assert not [name for name in after if name.startswith(("base_checkpoints", "report"))]

@@ -1,7 +1,6 @@
-"""What the fault tests share: a stage of twenty small steps on any number of pooled ranks, and hashes of its files."""
+"""What the fault tests share: a corpus, and a stage of twenty small steps on any number of pooled ranks."""
 
 import functools
-import hashlib
 import os
 import shutil
 import tempfile
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanochat.device import Compute
-from tests.support.small_world import make_corpus, run_stage, shrink, stage_folder
+from tests.support.small_world import make_corpus, run_stage, shrink, tensors
 
 STEPS = 20
 
@@ -28,10 +27,9 @@ def base_stage(compute: Compute, changes: dict[str, Any]) -> None:
     stage(compute, **changes)
 
 
-def digests(base: Path, step: int = STEPS) -> dict[str, str]:
-    """SHA-256 of the tensor files in a checkpoint of the base stage."""
-    folder = stage_folder(base, "base") / f"step_{step:06d}"
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+def digests(base: Path) -> dict[str, str]:
+    """SHA-256 of the tensor files in the last checkpoint of the base stage."""
+    return tensors(base, "base", STEPS)
 
 
 @functools.lru_cache(maxsize=1)

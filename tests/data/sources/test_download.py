@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,6 @@ from nanochat.data.sources.download import (
 from tests.support.file_server import CONTENT, SHA, Handler, Server, stall, status, truncate
 
 QUICK = Patience(attempts=4, stall_seconds=0.3, first_wait_seconds=0.01, longest_wait_seconds=0.05)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 def fetch(server: Server, folder: Path, **options) -> tuple[Path, list[str]]:
@@ -113,12 +103,6 @@ def test_busy_and_failing_servers_are_tried_again_after_the_time_they_name(serve
     path, said = fetch(server, tmp_path)
     assert path.read_bytes() == CONTENT
     assert ["429" in said[0], "500" in said[1], "503" in said[2]] == [True] * 3
-
-
-def test_retry_after_is_waited_for_but_not_longer_than_patience(server, tmp_path):
-    server.faults = [status(429, {"Retry-After": "3600"})]
-    _, said = fetch(server, tmp_path)
-    assert "trying again in 0 s" in said[0]  # 0.05 s, rounded
 
 
 def test_a_server_that_keeps_failing_ends_in_a_message_with_the_hint(server, tmp_path):
@@ -250,19 +234,6 @@ def test_what_another_process_wrote_meanwhile_is_not_fetched_again(server, tmp_p
     assert path.read_bytes() == CONTENT and ranges(server) == ["bytes=1000-"]
 
 
-def test_without_locks_on_the_file_system_a_download_arrives(server, tmp_path, monkeypatch, capsys):
-    flock = fcntl.flock
-
-    def only_temporary(f, how):
-        if f.name.endswith(".part"):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        flock(f, how)
-
-    monkeypatch.setattr(fcntl, "flock", only_temporary)
-    assert fetch(server, tmp_path)[0].read_bytes() == CONTENT
-    assert str(tmp_path) in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe", "another user's"])
 def test_a_part_that_another_user_may_have_put_there_is_refused(server, tmp_path, monkeypatch, kind):
     victim, part = tmp_path / "victim", part_of(tmp_path / "a.bin")
@@ -329,16 +300,6 @@ def test_an_endless_body_without_a_size_leaves_the_reserve_free_and_nothing_behi
     assert part_size(tmp_path / "a.bin") == 0
 
 
-def test_a_body_without_a_size_that_ends_is_kept(server, tmp_path):
-    def short(handler: Handler) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(CONTENT)
-
-    server.faults = [short]
-    assert fetch(server, tmp_path)[0].read_bytes() == CONTENT
-
-
 def test_a_body_longer_than_its_size_is_not_read_to_its_end(server, tmp_path):
     """As when a server compresses what was asked for uncompressed."""
 
@@ -361,19 +322,3 @@ def test_a_full_disk_says_what_is_kept(server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"disk is full: .*a\.bin\.part keeps the 900,000 bytes .* resumes"):
         fetch(server, tmp_path)
     assert part_size(tmp_path / "a.bin") == len(CONTENT)
-
-
-def test_giving_up_says_what_is_kept(server, tmp_path):
-    server.faults = [truncate, *[status(500)] * 9]
-    with pytest.raises(UserError, match=r"The 262,144 bytes that arrived are kept"):
-        fetch(server, tmp_path)
-
-
-def test_words_of_a_server_cannot_control_the_terminal(server, tmp_path):
-    def shout(handler: Handler) -> None:
-        handler.send_response(500, "\x1b]0;owned\x07")
-        handler.end_headers()
-
-    server.faults = [shout] * 9
-    with pytest.raises(UserError, match=r"answered 500 \\x1b\]0;owned\\x07"):
-        fetch(server, tmp_path)

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import shutil
-from collections import Counter, namedtuple
+from collections import namedtuple
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ from nanochat.data.sources.folder import quiet
 from nanochat.data.sources.hub import Host
 from nanochat.data.sources.published import SOURCES, Source
 from nanochat.dataset import Config, main
-from tests.support.file_server import Handler, Server, stall, status, truncate
+from tests.support.file_server import Server, status
 
 QUICK = Patience(attempts=3, stall_seconds=0.3, first_wait_seconds=0.01, longest_wait_seconds=0.05)
 TYPES = {"text": pa.string(), "score": pa.float64(), "source": pa.string()}
@@ -117,74 +117,10 @@ def test_modelscope_serves_the_sets_that_are_there(server: Server) -> None:
     assert raised.value.exit_code == 2
 
 
-def test_addresses_for_another_machine_name_the_shards(capsys: pytest.CaptureFixture[str], base: Path) -> None:
-    main(Config(data="fineweb-zh-v2.1", num_files=1, list_urls=True))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("/4_5/000001.parquet") and lines[1] == "  out=shard_00001.parquet"
-    assert lines[2].endswith("/4_5/000000.parquet") and lines[3] == "  out=shard_99999.parquet"
-    main(Config(data="climbmix", num_files=1, list_urls=True))
-    assert [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()] == [
-        "shard_00000.parquet",
-        "shard_06542.parquet",
-    ]
-    assert not (base / "base_data").exists()
-
-
 @pytest.mark.parametrize("count", [0, -1])
 def test_all_files_of_a_set_that_nobody_counted_are_refused(count: int) -> None:
     with pytest.raises(UserError, match="nobody has counted its files; got"):
         SOURCES["fineweb-zh"].numbers(count)
-
-
-def test_a_server_that_breaks_off_stalls_ignores_ranges_and_is_busy_still_gives_every_byte(server: Server) -> None:
-    source = SOURCES["fineweb"]
-    bodies = {number: published(source, number, 40_000) for number in source.numbers(1)}
-    server.files = {path_of(server, source, number): body for number, body in bodies.items()}
-
-    def half(handler: Handler) -> None:
-        handler.whole(upto=20_000)
-
-    def no_ranges(handler: Handler) -> None:
-        handler.whole(ranges=False)
-
-    server.faults = [None, half, stall, status(429, {"Retry-After": "0"}), no_ranges, truncate, status(503), None]
-    corpus = fetch(source, 1)
-    for number, body in bodies.items():
-        assert (corpus.folder / source.shard(number)).read_bytes() == body
-
-
-def test_a_redirect_is_followed_and_its_promised_hash_is_kept(server: Server) -> None:
-    source = SOURCES["fineweb"]
-    serve(server, source, 1)
-    promised = {path: hashlib.sha256(body).hexdigest() for path, body in server.files.items()}
-    server.files |= {f"/cdn{path}": body for path, body in server.files.items()}
-
-    def redirect(handler: Handler) -> None:
-        if handler.path.startswith("/cdn"):
-            handler.whole()
-            return
-        headers = {"Location": f"/cdn{handler.path}", "X-Linked-ETag": f'"{promised[handler.path]}"'}
-        handler.answer(302, b"", headers)
-
-    server.faults = [redirect] * 6  # of the size, and of two files, which arrive at the same time
-    fetch(source, 1)
-    asked = Counter(path for path, _ in server.requests)
-    assert sum(asked.values()) == 6
-    assert all(asked[f"/cdn{path}"] == count for path, count in asked.items() if not path.startswith("/cdn"))
-
-
-def test_a_file_with_another_hash_than_promised_is_never_kept(server: Server, base: Path) -> None:
-    source = SOURCES["fineweb"]
-    serve(server, source, 1)
-
-    def lie(handler: Handler) -> None:
-        body = server.files[handler.path]
-        handler.answer(200, body, {"X-Linked-ETag": '"' + "0" * 64 + '"'})
-
-    server.faults = [lie] * 4
-    with pytest.raises(UserError, match="does not have the promised SHA-256 0000"):
-        fetch(source, 1)
-    assert not list((base / "base_data" / source.name).glob("*.parquet"))
 
 
 def test_a_shard_that_is_fetched_again_must_be_the_one_of_the_manifest(server: Server) -> None:
@@ -203,33 +139,19 @@ def test_a_shard_that_is_fetched_again_must_be_the_one_of_the_manifest(server: S
 @pytest.mark.parametrize(
     ("table", "found"),
     [
-        (pa.table({"content": ["x"], "score": [1.0], "source": ["a"]}), "content (string), score (double)"),
         (pa.table({"text": ["x"]}), "text (string)"),
         (pa.table({"text": [b"x"], "score": [1.0], "source": ["a"]}), "text (binary)"),
     ],
 )
-def test_a_changed_schema_is_refused_in_one_line_and_without_retries(
-    server: Server, table: pa.Table, found: str
-) -> None:
+def test_a_changed_schema_is_refused_without_retries(server: Server, table: pa.Table, found: str) -> None:
     source = SOURCES["fineweb-zh-v2.1"]
     body = io.BytesIO()
     pq.write_table(table, body)
     server.files = {path_of(server, source, number): body.getvalue() for number in source.numbers(1)}
     with pytest.raises(UserError) as raised:
         fetch(source, 1)
-    said = str(raised.value)
-    assert f"has the columns {found}" in said and "must have text, score, source" in said and "\n" not in said
+    assert f"has the columns {found}" in str(raised.value) and "must have text, score, source" in str(raised.value)
     assert len(server.requests) == 2  # the size, and one file once
-
-
-def test_a_parquet_file_that_was_cut_at_the_publisher_is_refused_in_one_line(server: Server) -> None:
-    source = SOURCES["climbmix"]
-    serve(server, source, 1)
-    for path, body in server.files.items():
-        server.files[path] = body[:-30]
-    with pytest.raises(UserError, match=r"the file is not parquet: .* \(3 attempts\)") as raised:
-        fetch(source, 1)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("code", [401, 403])

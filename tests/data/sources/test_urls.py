@@ -53,12 +53,6 @@ def test_every_file_of_a_list_is_in_the_corpus_and_fetched_once(server: Server, 
     assert f"--urls {listed}" in read_about(corpus.folder)["make"]
 
 
-def test_a_shorter_list_makes_a_smaller_corpus(server: Server, listed: Path) -> None:
-    fetch(listed)
-    listed.write_text(f"{server.url}/a/x.jsonl\n")
-    assert everything(fetch(listed)) == {"one", "two", "three"}
-
-
 def test_a_changed_address_or_hash_never_finds_the_old_file(server: Server, listed: Path) -> None:
     fetch(listed)
     server.files["/v2/x.jsonl"] = lines("new", "newer")
@@ -66,6 +60,9 @@ def test_a_changed_address_or_hash_never_finds_the_old_file(server: Server, list
     assert everything(fetch(listed)) == {"new", "newer"}
     listed.write_text(f"{server.url}/v2/x.jsonl {'0' * 64}\n")
     with pytest.raises(UserError, match="does not have the promised SHA-256"):
+        fetch(listed)
+    server.faults = [status(404)]
+    with pytest.raises(UserError, match="the server answered 404"):
         fetch(listed)
 
 
@@ -103,15 +100,6 @@ def test_a_line_that_is_there_twice_is_fetched_once(tmp_path: Path) -> None:
     assert len({remote.path for remote in read_list(path, tmp_path)}) == len(read_list(path, tmp_path)) == 3
 
 
-def test_a_wrong_hash_and_a_missing_file_are_refused(server: Server, listed: Path) -> None:
-    server.files["/b/x.jsonl?v=2"] = lines("changed")
-    with pytest.raises(UserError, match="does not have the promised SHA-256"):
-        fetch(listed)
-    server.faults = [status(404)]
-    with pytest.raises(UserError, match="the server answered 404"):
-        fetch(listed)
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -120,7 +108,6 @@ def test_a_wrong_hash_and_a_missing_file_are_refused(server: Server, listed: Pat
         "http://a/x.zip",
         "http://a/x.txt short",
         "http://a/.txt",
-        "http://a/x.txt a b",
         "http://[::1/x.txt",
         "http://a/%00x.txt",
     ],
@@ -128,7 +115,7 @@ def test_a_wrong_hash_and_a_missing_file_are_refused(server: Server, listed: Pat
 def test_a_line_that_is_no_address_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "list"
     path.write_text(f"http://a/good.txt\n{line}\n")
-    with pytest.raises(UserError, match=r"list line 2 must be the address of a \.parquet") as raised:
+    with pytest.raises(UserError, match=r"list line 2 must be the address") as raised:
         read_list(path, tmp_path)
     assert raised.value.exit_code == 2
 
