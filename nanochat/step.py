@@ -237,9 +237,9 @@ class Update:
     def add(self, loss: Tensor, figures: Tensor | None = None) -> None:
         """Add up what a pass gave, before its backward(): a sum of losses (), of figures (F,)."""
         self.mark("backward")
-        self._sums[0] += loss.detach()
+        self._sums[0].add_(loss.detach())  # += would copy the sum once more
         if figures is not None:
-            self._sums[1:] += figures.detach()
+            self._sums[1:].add_(figures.detach())
 
     def step(self) -> Outcome:
         """Step the optimizers, once every pass has been added and its backward() has run.
