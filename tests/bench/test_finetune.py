@@ -25,6 +25,7 @@ TINY: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_both_sides_train_the_same_model() -> None:
     """As many parameters on both sides, and a loss near that of chance, log 300 = 5.70."""
     shape = replace(SHAPES["qwen3.5"], **TINY)
@@ -37,6 +38,7 @@ def test_both_sides_train_the_same_model() -> None:
         assert all(5.2 < loss < 6.2 for loss in ours.losses + theirs.losses)
 
 
+@pytest.mark.slow
 def test_it_prints_one_json_object(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -200,6 +200,7 @@ def test_documents_are_pieces_of_both_languages(
         assert 20_000 <= size < 23_500
 
 
+@pytest.mark.slow
 def test_a_flag_of_a_variant_changes_what_is_trained(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs", None)
     run = run_in(tmp_path / "rows")
@@ -211,6 +212,7 @@ def test_a_flag_of_a_variant_changes_what_is_trained(tmp_path: Path) -> None:
     assert len(ours.losses) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_reads_its_text_more_than_twice_has_no_pairs(tmp_path: Path) -> None:
     """base_train leaves them out too."""
     plan = run_in(tmp_path / "rows").plan

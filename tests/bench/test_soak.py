@@ -51,6 +51,7 @@ def test_large_prompts_are_as_large_as_the_server_takes() -> None:
         assert json.loads(body)["messages"]
 
 
+@pytest.mark.slow
 def test_a_short_soak_answers_every_polite_client(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeEngine()) as url:
         port = int(url.rpartition(":")[2])

@@ -65,6 +65,7 @@ def test_figures_follow_from_medians_of_the_fastest_variants(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_both_sides_train_in_turns_on_the_same_rows(tmp_path: Path) -> None:
     plan = tiny_plan(tmp_path / "rows", warmup=1)
     results = train.measure([EAGER, UPSTREAM], plan, 2, fake_upstream(tmp_path / "upstream"))

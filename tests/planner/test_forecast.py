@@ -25,6 +25,8 @@ from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {"sequence_len": 256, "vocab_size": 4096, "n_layer": 4, "n_embd": 128, "n_head": 4,
                          "n_kv_head": 2, "head_dim": 32, "n_hidden": 384, "tied": 0}  # fmt: skip
 QWEN3 = QwenConfig(**SIZES)

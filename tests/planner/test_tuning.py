@@ -95,6 +95,7 @@ def test_what_surely_fits_is_not_forecast() -> None:
     check_fits(Tuning(SHAPE, None), on_meta(SHAPE, compute), compute, never)
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_config_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published(SHAPE)))
     command = [sys.executable, "-m", "nanochat.planner", "--model", str(tmp_path), "--chip", "910B3", "--ranks", "2",

@@ -32,14 +32,16 @@ if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
 
 
-@pytest.fixture
-def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """The functions as they are compiled for a processor that cannot multiply integers of 8 bits in one instruction."""
+    folder = tmp_path_factory.mktemp("kernels")
+    monkeypatch = pytest.MonkeyPatch()
     try:
-        return made_without(tmp_path, monkeypatch, "-mno-avx512vnni")
+        return made_without(folder, monkeypatch, "-mno-avx512vnni")
     except subprocess.CalledProcessError as failure:  # another kind of processor, which has only plain C++
         assert "avx512vnni" in failure.stderr
-        return made_without(tmp_path, monkeypatch)
+        return made_without(folder, monkeypatch)
 
 
 def rounded(x: Tensor) -> Tensor:  # (..., N)
