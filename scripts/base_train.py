@@ -126,11 +126,7 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.shape.bigram_rows,
         cfg.shape.offset_layers,
     )
-    if cfg.shape.family == "qwen3" and tokenizer.pattern != "qwen2":
-        log(
-            "llama.cpp does not split texts as this tokenizer does: if the model is to become a "
-            "GGUF file, stop, and train the tokenizer with --pattern qwen2"
-        )
+    sizes.advise(cfg.shape.family, tokenizer.pattern)
     size = sizes.model_size(shape, compute, cfg.shape.matmul)
     sizes.check_fits(shape.n_layer, size.parameters, cfg.run.shard, compute)
     batch = sizes.batch(

@@ -5,11 +5,11 @@ reads its data."""
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nanochat import device, schedule
 from nanochat.checkpoint_manager.families import on_meta
-from nanochat.common import UserError, log, tr, warn
+from nanochat.common import UserError, log, required_appendix, tr, warn
 from nanochat.data.traits import traits
 from nanochat.dataloader import Rows
 from nanochat.device import Compute
@@ -20,9 +20,6 @@ from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
-
-if TYPE_CHECKING:
-    from nanochat.models.qwen.config import QwenConfig
 
 Shape = TypeVar("Shape", bound=ModelConfig)
 Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
@@ -51,7 +48,7 @@ def model_config(
     kind: Kind = "gpt",
     bigram_rows: int | Auto = "auto",
     offset_layers: int | Auto = "auto",
-) -> "GPTConfig | QwenConfig":
+) -> ModelConfig:
     """Return the shape of a model from its depth and the sizes that override what follows from it.
 
     A GPT gets bigrams unless bigram_rows is 0 or the corpus has no use for them; keep_bigrams()
@@ -92,29 +89,16 @@ def model_config(
     length = max_seq_len
     if length == "auto":
         length = _row_tokens(corpus, compute)
-    heads = model_dim // head_dim
     if kind == "qwen3":
-        _check_qwen(bigram_rows, window_pattern)
-        hidden = -(-8 * model_dim // (3 * 64)) * 64
-        from nanochat.models.qwen.config import QwenConfig
-
-        return QwenConfig(
-            length,
-            vocab_size,
-            depth,
-            model_dim,
-            heads,
-            heads,
-            head_dim,
-            hidden,
-            rope_theta=10_000.0,
-            tied=0,
-        )
+        qwen = _qwen()
+        qwen.check_flags(bigram_rows, window_pattern, WINDOWS)
+        return qwen.shape_of(depth, model_dim, head_dim, length, vocab_size)
     pairs = table_rows(bigram_rows, vocab_size)
     if bigram_rows == "auto" and not traits(corpus).pairs:
         pairs = 0
         log(f"bigram_rows: 0 (they teach little about {corpus})")
     offset = depth if offset_layers == "auto" else offset_layers
+    heads = model_dim // head_dim
     return GPTConfig(
         length, vocab_size, depth, heads, heads, model_dim, window_pattern, pairs, offset
     )
@@ -130,19 +114,15 @@ def _row_tokens(corpus: str, compute: Compute) -> int:
     return length
 
 
-def _check_qwen(bigram_rows: int | Auto, window_pattern: str) -> None:
-    """Raise UserError (code 2) for flags of what a Qwen3 does not have."""
-    if bigram_rows not in (0, "auto"):
-        raise UserError(
-            f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out",
-            exit_code=2,
-        )
-    if window_pattern not in (WINDOWS, "L"):
-        raise UserError(
-            "a Qwen3 sees the whole context in every layer, got "
-            f"--window_pattern={window_pattern}: leave the flag out",
-            exit_code=2,
-        )
+def _qwen() -> Any:
+    """Return what pretraining needs of a published family, which is an appendix."""
+    return required_appendix("nanochat.models.qwen.pretraining", "--family qwen3")
+
+
+def advise(kind: Kind, pattern: str) -> None:
+    """Log what the split pattern of the tokenizer means for a model of this kind."""
+    if kind == "qwen3":
+        _qwen().advise(pattern)
 
 
 @dataclass(frozen=True)
@@ -154,7 +134,7 @@ class ModelSize:
     flops_per_token: int
 
 
-def model_size(shape: "GPTConfig | QwenConfig", compute: Compute, matmul: Matmul) -> ModelSize:
+def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSize:
     """Return the size of a model of this shape, which takes no memory.
 
     Raises UserError (code 2) if the device or the family cannot train in the format of --matmul.
