@@ -1,7 +1,7 @@
 """Everything around a run's computation: ranks, signals, progress, metrics, traces and costs.
 
 Read the modules in this order:
-    parallel     shards models over ranks, sums numbers over ranks, gathers whole tensors
+  parallel     shards models over ranks, sums numbers over ranks, gathers whole tensors
   fingerprint  refuses to run ranks that were started differently
   signals      makes all ranks save and stop at the same step after a signal
   watch        ends all ranks when one of them dies or hangs

@@ -23,12 +23,12 @@ WRITE_SECONDS = 5.0  # the time between updates of the file, so that a kill lose
 
 
 def stages_file() -> Path:
-        """Return the path of the file that holds the costs of all stages."""
+    """Return the path of the file that holds the costs of all stages."""
     return base_dir() / "report" / "stages.json"
 
 
 def read_stages() -> dict[str, dict[str, float]]:
-        """Return the minutes, cpu_minutes, memory_gb and runs of each stage, by its name.
+    """Return the minutes, cpu_minutes, memory_gb and runs of each stage, by its name.
 
     Stages come in the order in which they first ran.
     """
@@ -37,15 +37,15 @@ def read_stages() -> dict[str, dict[str, float]]:
 
 
 def _stat_fields(pid: str) -> list[str]:
-        """Return the fields of /proc/PID/stat that follow the command's name, from the state on."""
+    """Return the fields of /proc/PID/stat that follow the command's name, from the state on."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return text.rpartition(")")[2].split()
 
 
 def _descendants(root: int) -> list[int]:
-        """Return the IDs of a process and all its descendants."""
+    """Return the IDs of a process and all its descendants."""
     children: dict[int, list[int]] = {}
-        for path in Path("/proc").iterdir():
+    for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 parent = int(_stat_fields(path.name)[1])
@@ -60,7 +60,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
-        """Return the total memory of the processes in bytes, and the CPU seconds of each process.
+    """Return the total memory of the processes in bytes, and the CPU seconds of each process.
 
     Memory is measured as PSS, which counts shared memory only once.
     """
@@ -79,7 +79,7 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
 
 
 def _pss(pid: int) -> int:
-        """Return the PSS of a process in bytes: its own memory, and its part of any shared memory."""
+    """Return the PSS of a process in bytes: its own memory, and its part of any shared memory."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])
@@ -87,13 +87,13 @@ def _pss(pid: int) -> int:
 
 
 def _ended_children() -> float:
-        """Return the CPU seconds of all descendants that have ended, even if they were never sampled."""
+    """Return the CPU seconds of all descendants that have ended, even if they were never sampled."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 class _Costs:
-        """Measures one run of a stage, and adds its costs to those of earlier runs."""
+    """Measures one run of a stage, and adds its costs to those of earlier runs."""
 
     def __init__(self, name: str):
         self.name = name
@@ -104,13 +104,13 @@ class _Costs:
         self._cpu_seconds: dict[int, float] = {}  # of each process that was sampled
 
     def sample(self, pid: int) -> None:
-                """Measure the memory and the CPU time of a process and its descendants."""
+        """Measure the memory and the CPU time of a process and its descendants."""
         memory, cpu_seconds = _cost(_descendants(pid))
         self._peak_memory = max(self._peak_memory, memory)
         self._cpu_seconds |= cpu_seconds
 
     def write(self) -> None:
-                """Write the costs so far to report/stages.json."""
+        """Write the costs so far to report/stages.json."""
         seconds = time.monotonic() - self._start
         ended_seconds = _ended_children() - self._ended_before
         cpu_seconds = max(sum(self._cpu_seconds.values()), ended_seconds)
@@ -127,7 +127,7 @@ class _Costs:
 
 
 def measure(name: str, command: list[str]) -> int:
-        """Run a command, write its costs every few seconds, and return its exit code.
+    """Run a command, write its costs every few seconds, and return its exit code.
 
     SIGTERM and SIGUSR1 are forwarded to the command. Raises UserError (code 127) if the command
     cannot be started.
@@ -141,7 +141,7 @@ def measure(name: str, command: list[str]) -> int:
             exit_code=127,
         ) from failure
 
-        def forward(signal_number: int, _: FrameType | None) -> None:
+    def forward(signal_number: int, _: FrameType | None) -> None:
         process.send_signal(signal_number)
 
     for signal_number in (signal.SIGTERM, signal.SIGUSR1):
@@ -156,7 +156,7 @@ def measure(name: str, command: list[str]) -> int:
 
 
 def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
-        """Sample a process and write its costs regularly until it ends."""
+    """Sample a process and write its costs regularly until it ends."""
     written_at = time.monotonic()
     while process.poll() is None:
         sampling_start = time.thread_time()
@@ -170,7 +170,7 @@ def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
 
 
 def main(words: list[str]) -> int:
-        """Run the command line and return the exit code, which is 128 + N if signal N ended it."""
+    """Run the command line and return the exit code, which is 128 + N if signal N ended it."""
     if len(words) < 3 or words[1] != "--":
         raise UserError("usage: python -m nanochat.runtime.cost NAME -- COMMAND ...", exit_code=2)
     code = measure(words[0], words[2:])

@@ -21,7 +21,7 @@ NAMED = 4  # the largest number of differences that the error message lists
 
 
 def code() -> dict[str, str]:
-        """Return a hash of every Python file in this project's packages, by the file's path."""
+    """Return a hash of every Python file in this project's packages, by the file's path."""
     hashes = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -31,7 +31,7 @@ def code() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def loaded() -> dict[str, str]:
-        """Return the hashes of this project's Python files that this process had loaded.
+    """Return the hashes of this project's Python files that this process had loaded.
 
     The first call decides: later calls return the same hashes.
     """
@@ -51,7 +51,7 @@ def loaded() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def not_loaded() -> dict[str, str]:
-        """Return the hashes of this project's Python files that this process had not loaded.
+    """Return the hashes of this project's Python files that this process had not loaded.
 
     The first call decides: later calls return the same hashes.
     """
@@ -63,7 +63,7 @@ def _digest(path: Path) -> str:
 
 
 def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
-        """Raise UserError if the ranks' settings, code, torch, number format or base folder differ.
+    """Raise UserError if the ranks' settings, code, torch, number format or base folder differ.
 
     Every rank must call this. It also hashes the code now, for later checkpoints, since files may
     be edited while the run trains.
@@ -84,7 +84,7 @@ def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
 
 
 def check(facts: Mapping[str, Any], compute: Compute) -> None:
-        """Raise UserError on every rank if any rank's facts differ from those of rank 0."""
+    """Raise UserError on every rank if any rank's facts differ from those of rank 0."""
     if compute.world_size == 1:
         return
     facts_of_rank = {name: str(value) for name, value in facts.items()}
@@ -105,7 +105,7 @@ def check(facts: Mapping[str, Any], compute: Compute) -> None:
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:
-        """Return a phrase for each fact in which a rank differs from rank 0."""
+    """Return a phrase for each fact in which a rank differs from rank 0."""
     differences = []
     for rank, facts in enumerate(ranks):
         for name in sorted({*facts, *ranks[0]}):
@@ -117,7 +117,7 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
 
 
 def _check_folder(compute: Compute) -> None:
-        """Raise UserError if a rank does not see the base folder of rank 0.
+    """Raise UserError if a rank does not see the base folder of rank 0.
 
     Checkpoints are written to that folder.
     """

@@ -18,7 +18,7 @@ from nanochat.platforms.base import Platform
 
 
 def check(compute: Compute, compile: bool | None = None) -> None:
-        """Raise UserError if training passes cannot be captured.
+    """Raise UserError if training passes cannot be captured.
 
     That is so on some devices, with more than one rank, and together with --compile.
     """
@@ -44,7 +44,7 @@ def check(compute: Compute, compile: bool | None = None) -> None:
 
 
 def check_device(compute: Compute) -> None:
-        """Raise UserError if the device cannot capture graphs."""
+    """Raise UserError if the device cannot capture graphs."""
     why = compute.platform.graphs_missing()
     if why:
         raise UserError(
@@ -53,7 +53,7 @@ def check_device(compute: Compute) -> None:
 
 
 def for_replies(requested: bool | None, compute: Compute) -> Platform | None:
-        """Return the platform that replays decoding steps as graphs, or None to replay nothing.
+    """Return the platform that replays decoding steps as graphs, or None to replay nothing.
 
     `requested` is the value of --graphs. If it is None, steps are replayed if that is faster on
     this device and there is only one rank. Raises UserError if --graphs was given but the device
@@ -69,7 +69,7 @@ def for_replies(requested: bool | None, compute: Compute) -> Platform | None:
 
 
 class _Pass(nn.Module):
-        """A model's training pass that takes only tensors, as capturing requires."""
+    """A model's training pass that takes only tensors, as capturing requires."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -80,14 +80,14 @@ class _Pass(nn.Module):
 
 
 class GraphedModel(nn.Module):
-        """A stand-in for a model in update() that replays captured forward and backward passes.
+    """A stand-in for a model in update() that replays captured forward and backward passes.
 
     The gradients of a pass lie in the graph's memory, which the next pass overwrites. The gradients
     of a step's first pass are therefore copied before its second pass.
     """
 
     def __init__(self, model: nn.Module, shape: tuple[int, int], compute: Compute):
-                """Capture a pass of `shape` (B, T) after a few warm-up passes.
+        """Capture a pass of `shape` (B, T) after a few warm-up passes.
 
         The model's parameters are left unchanged.
         """
@@ -101,7 +101,7 @@ class GraphedModel(nn.Module):
         log(f"graphs: a pass of {shape[0]} x {shape[1]} tokens was captured, forward and backward")
 
     def forward(self, inputs: Tensor, targets: Tensor, reduction: str, **extras: Tensor) -> Tensor:
-                """Return the sum of losses, (), as model(inputs, targets, "sum") does.
+        """Return the sum of losses, (), as model(inputs, targets, "sum") does.
 
         Raises UserError if the shape of the pass or its arguments differ from what was captured.
         """
@@ -115,7 +115,7 @@ class GraphedModel(nn.Module):
         return self._replay(inputs, targets)
 
     def _copy_gradients(self) -> None:
-                """Copy the gradients that still lie in the graph's memory to memory of their own."""
+        """Copy the gradients that still lie in the graph's memory to memory of their own."""
         parameters = []
         grads: list[Any] = []
         for parameter in self.parameters():
@@ -132,7 +132,7 @@ class GraphedModel(nn.Module):
 
 
 class StepGraph:
-        """A function of gradients and learning rates that is captured once and replayed as one launch.
+    """A function of gradients and learning rates that is captured once and replayed as one launch.
 
     Each call copies its gradients and rates into the memory that the graph reads.
     """
@@ -142,7 +142,7 @@ class StepGraph:
         platform: Platform,
         function: Callable[[Sequence[Tensor], Sequence[Any]], None],
     ):
-                """Capture nothing yet.
+        """Capture nothing yet.
 
         The first call runs the function normally, which must come before a capture, and the second
         call captures it.
@@ -156,7 +156,7 @@ class StepGraph:
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-                """Run the function; from the second call on, the rates reach it as tensors of shape ()."""
+        """Run the function; from the second call on, the rates reach it as tensors of shape ()."""
         if not self._has_run:
             self._function(gradients, rates)
             self._has_run = True

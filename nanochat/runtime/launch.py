@@ -40,7 +40,7 @@ OUT_OF_MEMORY = (
 
 
 class OneHost(StaticTCPRendezvous):
-        """A rendezvous for the ranks of a single host, whose store listens only on 127.0.0.1.
+    """A rendezvous for the ranks of a single host, whose store listens only on 127.0.0.1.
 
     torchrun's own store listens on every address and unpickles whatever it receives.
     """
@@ -58,12 +58,12 @@ class OneHost(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-                """Return the name under which this class is registered with torchrun."""
+        """Return the name under which this class is registered with torchrun."""
         return "one-host"
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-        """Return the rank that caused the failure, and its failure record.
+    """Return the rank that caused the failure, and its failure record.
 
     This is the first rank that left a reason. If none did, a rank that was killed comes first, and
     ranks that the launcher itself ended with SIGTERM come last.
@@ -81,7 +81,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def reason(failures: Mapping[int, ProcessFailure]) -> str:
-        """Return the error message of the rank that failed first, or else how that rank ended."""
+    """Return the error message of the rank that failed first, or else how that rank ended."""
     rank, failure = root_cause(failures)
     note: Any = failure.message  # a dict, if the rank left a note
     if isinstance(note, dict):
@@ -97,7 +97,7 @@ def reason(failures: Mapping[int, ProcessFailure]) -> str:
 
 
 def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) -> str:
-        """Return the reason that a rank noted, with the rank's number.
+    """Return the reason that a rank noted, with the rank's number.
 
     If it says that another rank is gone, and that rank was killed, the likely cause is added.
     """
@@ -138,7 +138,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def no_meeting(failure: str) -> str:
-        """Return a message that explains why the launchers of several hosts did not find each other."""
+    """Return a message that explains why the launchers of several hosts did not find each other."""
     if "EADDRINUSE" in failure:
         # Not imported at the top, since it would load the accelerator's libraries.
         from nanochat.device import port_words
@@ -152,7 +152,7 @@ def no_meeting(failure: str) -> str:
 
 
 def end(message: str, code: int) -> int:
-        """Print the last line, note it for the script that started this launcher, and return `code`."""
+    """Print the last line, note it for the script that started this launcher, and return `code`."""
     note_end(message)
     print(message, file=sys.stderr, flush=True)
     return code

@@ -34,7 +34,7 @@ _EVERY_PASS = "reduces_in_every_pass"  # an attribute that shard() gives the mod
 
 @dataclass(frozen=True)
 class Place:
-        """The position of a rank among the shards and replicas of a parameter.
+    """The position of a rank among the shards and replicas of a parameter.
 
     It says which of the `shards` pieces of the parameter the rank holds, and in which of the
     `replicas` copies. A rank that holds the whole parameter has shard 0 of 1.
@@ -48,7 +48,7 @@ class Place:
     replica_group: ProcessGroup | None = None  # the ranks that hold the same rows
 
     def row_counts(self, rows: int) -> list[int]:
-                """Return the number of rows in each shard of a parameter with `rows` rows.
+        """Return the number of rows in each shard of a parameter with `rows` rows.
 
         FSDP2 splits rows as torch.chunk does, so the last shards may have fewer rows, or none.
         """
@@ -57,12 +57,12 @@ class Place:
         return [min(share, rows - first_row) for first_row in first_rows]
 
     def first_row(self, rows: int) -> int:
-                """Return the index of the first row that this rank holds."""
+        """Return the index of the first row that this rank holds."""
         return sum(self.row_counts(rows)[: self.shard])
 
 
 def place_of(tensor: Tensor) -> Place:
-        """Return this rank's place in the mesh, (shards,) or (replicas, shards), of a parameter.
+    """Return this rank's place in the mesh, (shards,) or (replicas, shards), of a parameter.
 
     A parameter without a mesh is whole on this rank.
     """
@@ -92,7 +92,7 @@ def ranks_per_host(compute: Compute) -> int:
 
 
 def ranks_in_memory(compute: Compute) -> int:
-        """Return how many ranks share the memory that this rank uses.
+    """Return how many ranks share the memory that this rank uses.
 
     That is 1 if each device has its own memory, and otherwise the number of ranks on this host.
     """
@@ -100,7 +100,7 @@ def ranks_in_memory(compute: Compute) -> int:
 
 
 def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
-        """Return (replicas, shards): the number of copies, and the number of ranks that share a copy.
+    """Return (replicas, shards): the number of copies, and the number of ranks that share a copy.
 
     With several hosts, each host holds a copy (HSDP), so that only gradients cross the network, and
     only once per step. If every host has a single rank, one copy is sharded over all ranks.
@@ -119,7 +119,7 @@ def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
 def shard(
     model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad"
 ) -> None:
-        """Shard a model over the ranks in place; with a single rank, do nothing.
+    """Shard a model over the ranks in place; with a single rank, do nothing.
 
     - "none" keeps everything on every rank.
     - "grad" shards master weights, gradients and optimizer state (ZeRO-2). Parameters are gathered
@@ -128,7 +128,7 @@ def shard(
       so that no rank ever holds all parameters or all gradients.
 
     `groups` are the modules whose parameters are gathered and reduced together, from
-        model.shard_groups(). The shards stay fp32 master weights; they are gathered in the compute
+    model.shard_groups(). The shards stay fp32 master weights; they are gathered in the compute
     dtype, and gradients are reduced in fp32 while the backward pass is still running. Frozen
     parameters, such as those below adapters, stay whole on every rank unless the mode is "full". On
     CPUs, a table stays whole if a step reads only a few of its rows, and the ranks exchange only
@@ -177,10 +177,10 @@ def shard(
 
 
 def _unsharded(model: nn.Module, mode: Sharding, compute: Compute) -> set[nn.Parameter]:
-        """Return the parameters that shard() leaves whole on every rank."""
+    """Return the parameters that shard() leaves whole on every rank."""
     unsharded = set()
     for parameter in model.parameters():
-                # Frozen parameters need no gradients, so only "full" shards them. One-dimensional ones
+        # Frozen parameters need no gradients, so only "full" shards them. One-dimensional ones
         # always stay whole, since sharding would cast them, and norms stay fp32 on one device.
         is_small = parameter.dim() == 1
         if not parameter.requires_grad and (mode != "full" or is_small):
@@ -197,7 +197,7 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-        """Delay reducing gradients and freeing gathered parameters until the last pass of a step.
+    """Delay reducing gradients and freeing gathered parameters until the last pass of a step.
 
     Call it before each pass. With --shard=full nothing is delayed: every pass does both.
     """
@@ -207,7 +207,7 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
 
 
 def _reshard(model: nn.Module) -> None:
-        """Free the parameters that a forward pass without a backward pass has left gathered.
+    """Free the parameters that a forward pass without a backward pass has left gathered.
 
     Gathered parameters are in the compute dtype; the master weights are in the shards.
     """
@@ -221,7 +221,7 @@ def _reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def average_rows(model: nn.Module, compute: Compute) -> None:
-        """Average the gradients of unsharded tables over the ranks.
+    """Average the gradients of unsharded tables over the ranks.
 
     Only rows with a gradient cross the network. Every rank gets the same sparse gradient, so that
     all copies of a table stay identical.
@@ -234,14 +234,14 @@ def average_rows(model: nn.Module, compute: Compute) -> None:
 
 
 def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
-        """Return the mean of a table's gradient over the ranks, as a sparse tensor."""
+    """Return the mean of a table's gradient over the ranks, as a sparse tensor."""
     if table.grad is None:
         indices, values = torch.empty(0, dtype=torch.int64), table[:0]
     else:
-                indices, values = nonzero_rows(table.grad)
+        indices, values = nonzero_rows(table.grad)
     length = torch.tensor([len(indices)])
     lengths = [int(rank_length) for rank_length in gathered(length, ranks)]
-        # All ranks must send the same shape, so rows are padded to the largest count.
+    # All ranks must send the same shape, so rows are padded to the largest count.
     padded_indices = torch.zeros(max(lengths), dtype=torch.int64)
     padded_values = table.new_zeros(max(lengths), *table.shape[1:])
     padded_indices[: len(indices)] = indices
@@ -255,7 +255,7 @@ def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
 
 
 def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
-        """Return the tensors without their padding, concatenated; tensor i has lengths[i] real rows."""
+    """Return the tensors without their padding, concatenated; tensor i has lengths[i] real rows."""
     pieces = []
     for tensor, length in zip(tensors, lengths, strict=True):
         pieces.append(tensor[:length])
@@ -263,7 +263,7 @@ def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
-        """Return the tensors of all ranks in a group, in the order of the ranks.
+    """Return the tensors of all ranks in a group, in the order of the ranks.
 
     `ranks` is the size of the group; no group means all ranks. All tensors must have the same
     shape.
@@ -286,7 +286,7 @@ def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), 
 
 
 def total(values: list[float], compute: Compute) -> list[float]:
-        """Return the sum of each number over all ranks, computed in float64 on the host."""
+    """Return the sum of each number over all ranks, computed in float64 on the host."""
     if compute.world_size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -295,7 +295,7 @@ def total(values: list[float], compute: Compute) -> list[float]:
 
 
 def least(value: int, compute: Compute) -> int:
-        """Return the smallest value that any rank passes, on every rank."""
+    """Return the smallest value that any rank passes, on every rank."""
     if compute.world_size == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -304,7 +304,7 @@ def least(value: int, compute: Compute) -> int:
 
 
 def agree(value: int, compute: Compute) -> int:
-        """Return the value that rank 0 passes, on every rank."""
+    """Return the value that rank 0 passes, on every rank."""
     if compute.world_size == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -314,7 +314,7 @@ def agree(value: int, compute: Compute) -> int:
 
 @contextlib.contextmanager
 def together(name: str, compute: Compute) -> Iterator[None]:
-        """Raise UserError on every rank if this block raises it on any rank.
+    """Raise UserError on every rank if this block raises it on any rank.
 
     This makes all ranks skip the task `name` together. Every rank must enter the block, and inside
     it no rank may wait for another.
@@ -335,19 +335,19 @@ def together(name: str, compute: Compute) -> Iterator[None]:
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names and parameters that are not frozen, which are those that checkpoints keep."""
+    """Yield the names and parameters that are not frozen, which are those that checkpoints keep."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-        """Return the whole of a tensor that may be sharded; every rank must call this."""
+    """Return the whole of a tensor that may be sharded; every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the whole value of every parameter, gathering one at a time.
+    """Yield the name and the whole value of every parameter, gathering one at a time.
 
     Every rank must iterate to the end.
     """
@@ -358,7 +358,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class ParameterShard:
-        """This rank's rows of a parameter, and the ranks that together hold all rows of rank 0's copy."""
+    """This rank's rows of a parameter, and the ranks that together hold all rows of rank 0's copy."""
 
     rows: Tensor  # empty if this rank does not belong to rank 0's copy
     shape: tuple[int, ...]  # of the whole parameter
@@ -366,12 +366,12 @@ class ParameterShard:
 
     @property
     def size(self) -> int:
-                """The size of the whole parameter in bytes."""
+        """The size of the whole parameter in bytes."""
         return math.prod(self.shape) * self.rows.dtype.itemsize
 
 
 def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
-        """Return this rank's shard of every trained parameter, by name, without gathering anything.
+    """Return this rank's shard of every trained parameter, by name, without gathering anything.
 
     Together, the owners hold the copy of the model that rank 0 belongs to.
     """
@@ -397,7 +397,7 @@ def _shard_of(parameter: Tensor) -> ParameterShard:
 
 
 class Rows(Protocol):
-        """A tensor, in memory or in a file, from which a range of rows can be read."""
+    """A tensor, in memory or in a file, from which a range of rows can be read."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -407,7 +407,7 @@ class Rows(Protocol):
 
 @torch.no_grad()
 def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
-        """Copy whole tensors into a model's trained parameters, which may be sharded.
+    """Copy whole tensors into a model's trained parameters, which may be sharded.
 
     Each rank reads only the rows that it holds. Raises UserError if names or shapes differ.
     """
@@ -421,7 +421,7 @@ def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
 
 
 def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
-        """Raise UserError if the names or shapes of tensors and trained parameters differ."""
+    """Raise UserError if the names or shapes of tensors and trained parameters differ."""
     model_shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
     value_shapes = {name: tuple(value.shape) for name, value in values.items()}
     wrong = []
@@ -440,7 +440,7 @@ def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> None:
-        """Copy a sharded model's parameters into an unsharded replica, casting to the replica's dtypes.
+    """Copy a sharded model's parameters into an unsharded replica, casting to the replica's dtypes.
 
     Every rank must call this.
     """
