@@ -87,7 +87,7 @@ def _pss(pid: int) -> int:
 
 
 def _ended_children() -> float:
-    """Return the CPU seconds of all descendants that have ended, even if they were never sampled."""
+    """Return the CPU seconds of all descendants that have ended, even those never sampled."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -358,7 +358,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """This rank's rows of a parameter, and the ranks that together hold all rows of rank 0's copy."""
+    """This rank's rows of a parameter, and the ranks that together hold rank 0's copy of it."""
 
     rows: Tensor  # empty if this rank does not belong to rank 0's copy
     shape: tuple[int, ...]  # of the whole parameter

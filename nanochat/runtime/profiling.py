@@ -159,7 +159,7 @@ class PlatformTracer:
 
 
 def tracer_of(folder: Path, compute: Compute, steps: int) -> Tracer:
-    """Return the vendor's tracer for this rank, or one that uses torch's profiler if there is none."""
+    """Return the vendor's tracer for this rank, or torch's if the vendor has none."""
     vendor_tracer = compute.platform.tracer(folder, f"rank{compute.rank}", steps)
     if vendor_tracer is None:
         return TorchTracer(folder, compute, steps)

@@ -77,7 +77,7 @@ class Watch:
         self.store.set(str(self.compute.rank), json.dumps(beat))
 
     def _place(self) -> str:
-        """Return the innermost file, line and function of this project in the main thread's stack."""
+        """Return the file, line and function of this project that the main thread is in."""
         innermost: FrameType | None = sys._current_frames().get(self._main_thread or 0)
         frame = innermost
         while frame is not None and not _is_ours(frame):

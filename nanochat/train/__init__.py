@@ -1,1 +1,1 @@
-"""Code that the training scripts share: flags, sizes, setup, compilation, validation and samples."""
+"""Code that training scripts share: flags, sizes, setup, compilation, validation and samples."""

@@ -63,7 +63,7 @@ class Costs:
             self.records = read_json(self.file)
 
     def estimate(self) -> tuple[float, str]:
-        """Return the seconds that compiling will take, and a phrase for where the code comes from."""
+        """Return the seconds that compiling will take, and a phrase that says why."""
         record = self.records.get(self.key, {})
         if "again" in record:
             return record["again"], "from the cache"

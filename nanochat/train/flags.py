@@ -24,8 +24,8 @@ from nanochat.tokenizer import Tokenizer
 Auto = Literal["auto"]
 FEW_STEPS = 20  # a stage with fewer steps gives a warning
 
-# The smallest values of flags with counts, times and rates. Other flags are checked where they are used: shapes in
-# sizes.py, adapters in LoraConfig, losses in PreferenceLoss and PolicyFlags.
+# The smallest values of flags with counts, times and rates. Other flags are checked where they are
+# used: shapes in sizes.py, adapters in LoraConfig, losses in PreferenceLoss and PolicyFlags.
 LEAST = {
     "num_iterations": 1,
     "stop_at": 1,

@@ -188,7 +188,7 @@ def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
-    """Raise UserError if parameters, gradients and optimizer state do not fit the device's memory."""
+    """Raise UserError if parameters, gradients and optimizer state do not fit into memory."""
     _, shards = parallel.mesh_shape(mode, compute)
     ranks_in_one_memory = parallel.ranks_in_memory(compute)
     needed = STATE_BYTES * parameters / shards * ranks_in_one_memory
@@ -270,7 +270,7 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
 
 
 def warn_of_time(seconds: float, compute: Compute) -> None:
-    """Warn if a run will take longer than its platform considers normal, such as on a CPU."""
+    """Warn if a run on a CPU will take longer than an hour."""
     if seconds > compute.platform.long_run_seconds:
         warn(
             tr(
@@ -312,7 +312,7 @@ def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_st
 
 
 def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
-    """Raise UserError (code 2) if a step's rows or problems cannot be split equally over the ranks."""
+    """Raise UserError (code 2) if the ranks cannot share a step's rows or problems equally."""
     ranks = compute.world_size
     if per_step % ranks:
         fitting = max(per_step // ranks, 1) * ranks

@@ -1,4 +1,4 @@
-"""Measures a model on held-out rows during training: bits per byte or a loss, and sample replies."""
+"""Measures a model on held-out rows during training, by a loss and by sample replies."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,10 @@ class Validation:
         prompts: int,
         compute: Compute,
     ):
-        """Prepare to measure on the first `tokens` tokens of `rows`, and to reply to `prompts` prompts."""
+        """Prepare to measure on the first `tokens` tokens of `rows`.
+
+        `prompts` is the number of prompts from these rows that the model will reply to.
+        """
         self.rows = rows
         self.tokens = tokens
         self.model = model

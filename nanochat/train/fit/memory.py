@@ -19,7 +19,7 @@ def reachable(compute: Compute) -> int:
 
 
 def budget(compute: Compute) -> int:
-    """Return the bytes that this process may hold during passes, including what it already holds."""
+    """Return the bytes that this process may hold during passes, including those it holds now."""
     return int(SHARE * reachable(compute))
 
 
