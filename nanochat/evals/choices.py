@@ -20,7 +20,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 class ClozeTask(Protocol):
-    """A task whose questions are the beginning of a text, which every choice of answer continues."""
+    """A task whose questions are beginnings of texts, which the possible answers continue."""
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Picks:
-    """The indices of the most likely choices by log-probability: unscaled, per byte and per token."""
+    """The indices of the most likely choices, by log-probability in total, per byte and per token."""
 
     plain: int
     by_bytes: int

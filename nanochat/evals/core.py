@@ -70,7 +70,10 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The accuracy of a task, also `centered`: rescaled so that guessing is 0 and perfection is 1."""
+    """The accuracy of a task.
+
+    `centered` is the accuracy rescaled so that guessing is 0 and perfection is 1.
+    """
 
     label: str
     accuracy: float
@@ -230,7 +233,7 @@ def _read_baselines(path: Path) -> dict[str, float]:
 
 
 def _check_task(task: IclTask, place: str) -> None:
-    """Raise UserError if a task of core.yaml cannot be evaluated; `place` says where it is listed."""
+    """Raise UserError if a task of core.yaml cannot be evaluated; `place` names the task."""
     if task.kind not in FIELDS:
         raise UserError(
             f"{place}: icl_task_type must be one of {', '.join(FIELDS)}, got {task.kind}. "

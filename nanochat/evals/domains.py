@@ -87,7 +87,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Return the first `tokens` tokens or so of the validation split, cut into (domain, row) pairs."""
+    """Return rows with about the first `tokens` tokens of the validation split, as (domain, row)."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):
