@@ -362,7 +362,7 @@ def generate_and_judge(
 
 
 def _grade(task: Task, i: int, parts: list[Part]) -> float:
-    """Return the grade of a reply, by all its parts if the task can grade them, else by its text."""
+    """Return the grade of a reply, by its parts if the task can grade them, else by its text."""
     if hasattr(task, "grade_parts"):
         return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]
     text = "".join(segment.text for segment in parts if segment.kind == "text")

@@ -87,7 +87,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Return rows with about the first `tokens` tokens of the validation split, as (domain, row)."""
+    """Return rows of about the first `tokens` tokens of the validation split, as (domain, row)."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):

@@ -39,7 +39,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The total log-probability of a row's scored tokens in nats, and the number of these tokens."""
+    """The total log-probability of a row's scored tokens in nats, and their number."""
 
     logprob: float
     tokens: int
@@ -63,7 +63,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Family:
-    """Inputs of one question with a common prefix, whose `prefix_length` tokens are read only once."""
+    """Inputs of one question that share a prefix, which the model reads only once."""
 
     prefix_length: int
     inputs: list[_Input]

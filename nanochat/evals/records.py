@@ -113,7 +113,7 @@ def _write_lines(path: Path, values: Iterable[Any]) -> None:
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the first line of a file of records, which has `about` and `score`, and the answers."""
+    """Return the first line of a file of records, with `about` and `score`, and the answers."""
     lines = path.read_bytes().splitlines()
     head, *records = map(parse_json, lines)
     return head, records
