@@ -30,7 +30,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """The result of a program: whether it ran to its last line, whether it timed out, its output."""
+    """The result of a program: whether it ran to its last line or timed out, and its output."""
 
     passed: bool
     timed_out: bool
