@@ -12,11 +12,11 @@ from types import MappingProxyType
 
 from nanochat.platforms.base import Chip
 
-# The one constant that was fitted to training runs: how fast a model's matmuls are, compared with a
-# matmul of the shape that suits the card best. published.py shows how well predictions fit the runs.
+# The one constant that was fitted to training runs: the speed of a model's matmuls relative to a
+# matmul of the shape that suits the card best. published.py compares predictions with the runs.
 SHAPES = 0.82
-# An estimate based on FlashAttention-3 on an H100 (arXiv 2407.08608): causal, heads of 128, 2,048 tokens,
-# both directions.
+# An estimate based on FlashAttention-3 on an H100 (arXiv 2407.08608): causal, heads of 128, 2,048
+# tokens, both directions.
 ATTENTION = 0.4  # share of the peak
 # Measured on a 910B (github.com/gameofdimension/limulidae): exp over a large tensor moves 2 x 642
 # GB/s of 1.6 TB/s.
