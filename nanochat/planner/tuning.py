@@ -1,4 +1,4 @@
-"""Checks whether fine-tuning fits a card's memory, and if not, finds the nearest setting that does."""
+"""Checks whether fine-tuning fits a card, and if not, finds the nearest setting that does."""
 
 import sys
 from collections.abc import Callable, Iterator
