@@ -103,7 +103,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a property of this process."""
+    """Set an attribute of this process with prctl(2)."""
     zero = ctypes.c_ulong(0)
     call("prctl", option, ctypes.c_ulong(value), zero, zero, zero)
 
@@ -115,7 +115,7 @@ def mount(
     flags: int,
     data: str | None = None,
 ) -> None:
-    """Call mount(2)."""
+    """Mount a file system with mount(2)."""
     call(
         "mount",
         source.encode(),
@@ -324,7 +324,7 @@ def send_secret() -> None:
 
 
 def run_program(program: bytes) -> None:
-    """Run a program, and return only if it reached its last line."""
+    """Run a program, and return only if it reaches its last line; otherwise, exit with FAILED."""
     exit_now = os._exit  # taken now, before the program can replace it
     ended = False
     try:

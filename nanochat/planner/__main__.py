@@ -143,7 +143,7 @@ def print_tables(
     chip: Chip | None,
     bench: calibration.Bench | None,
 ) -> None:
-    """Print the table of --table, --rows or --published."""
+    """Print the table that --table, --rows or --published asks for."""
     if cfg.published:
         print(tables.of_published())
         return

@@ -60,7 +60,7 @@ class Step:
 
 
 def pass_of(size: Size, rows: int, rates: Rates, program: Program) -> Pass:
-    """Return the seconds of a pass over `rows` rows on one card."""
+    """Return the seconds that a pass over `rows` rows takes on one card, by kind of work."""
     tokens = rows * size.shape.sequence_len
     operators = program.layer_operators * size.shape.n_layer + program.pass_operators
     # Some matmuls of a program run in fp32.

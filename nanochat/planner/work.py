@@ -19,7 +19,7 @@ from nanochat.train.sizes import table_rows
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a model and the figures that follow from it."""
+    """The shape of a model, and the counts of parameters, FLOPs and bytes that follow from it."""
 
     shape: GPTConfig
     flops_per_token: int

@@ -61,7 +61,7 @@ class TorchTracer:
         self._profiler = torch.profiler.profile(schedule=schedule)
 
     def start(self) -> None:
-        """Begin the step that warms up."""
+        """Begin the step in which torch's profiler warms up."""
         self._profiler.start()
 
     def step(self) -> None:
@@ -137,7 +137,7 @@ class PlatformTracer:
         self._tracer.start()
 
     def step(self) -> None:
-        """End a step; after the last step the profiler writes its files."""
+        """End a step; after the last step, the profiler writes its files."""
         self._tracer.step()
 
     def finish(self) -> tuple[Traced, Path]:
