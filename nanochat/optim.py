@@ -21,7 +21,7 @@ from nanochat.platforms.layers import operations_of
 from nanochat.platforms.together import as_stack
 from nanochat.runtime.exchange import MatrixExchange
 from nanochat.runtime.graphs import StepGraph
-from nanochat.runtime.parallel import met, place_of, trained
+from nanochat.runtime.parallel import nonzero_rows, place_of, trained
 
 # name -> (the tensor that this rank has, the shape of the whole, the first row that this rank has)
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]
@@ -163,7 +163,7 @@ class RowAdam(torch.optim.Optimizer):
             beta = group["betas"][1]
             for table in group["params"]:
                 if table.grad is not None:
-                    rows, g = met(table.grad)
+                    rows, g = nonzero_rows(table.grad)
                     self._step(table, rows, g, group["lr"], beta, group["eps"])
 
     def _step(

@@ -1,4 +1,4 @@
-"""Runs prompts that share a prefix: the model reads the prefix once, then the rest of each."""
+"""Runs prompts that share a prefix, so that the model reads the prefix only once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from nanochat.model import Model
 
 @dataclass(frozen=True)
 class _Family:
-    """The numbers of neighbouring prompts that share a prefix."""
+    """A range of consecutive prompts, by their indices, that share a prefix."""
 
     prefix: tuple[int, ...]
     prompts: range
@@ -33,11 +33,11 @@ def _families(prefixes: Sequence[tuple[int, ...]]) -> list[_Family]:
 class Branches:
     """Computes the hidden states of batches of prompts.
 
-    Batches share one key-value cache, one after another.
+    All batches reuse one key-value cache.
     """
 
     def __init__(self, model: Model, pad: int):
-        """`pad` is the token that fills up the shorter rows of a batch."""
+        """Prepare to run a model; `pad` is the token that fills up the shorter rows of a batch."""
         self._model = model
         self._pad = pad
         self._cache: Cache | None = None
@@ -45,9 +45,9 @@ class Branches:
     def hidden(
         self, prompts: Sequence[Sequence[int]], prefix_lengths: Sequence[int]
     ) -> Tensor:  # (B, T, C)
-        """Return the hidden states of each prompt from token prefix_lengths[b] on.
+        """Return the hidden states of each prompt b, from token prefix_lengths[b] on.
 
-        If neighbours have equal prefixes, the model reads that prefix once for all of them.
+        If consecutive prompts have the same prefix, the model reads it once for all of them.
         """
         if not any(prefix_lengths):
             tokens = self._padded(prompts)
@@ -57,18 +57,18 @@ class Branches:
         for prompt, prefix_length in zip(prompts, prefix_lengths, strict=True):
             prefixes.append(tuple(prompt[:prefix_length]))
             suffixes.append(prompt[prefix_length:])
-        # Padding takes up the cache as well, so every slot has room for the longest suffix.
+        # Padding also takes up space in the cache, so every slot has room for the longest suffix.
         cache_length = max(prefix_lengths) + max(map(len, suffixes))
         cache = self._empty_cache(len(prompts), cache_length)
         self._read_prefixes(cache, prefixes)
         return self._extend(cache, suffixes, prefix_lengths)
 
     def _read_prefixes(self, cache: Cache, prefixes: Sequence[tuple[int, ...]]) -> None:
-        """Fill slot b of the cache with prefix b. Neighbours that are equal are read once.
+        """Fill slot b of the cache with prefix b, reading equal consecutive prefixes only once.
 
         The prefix of family n is read into slot n, then copied to the slots of all its prompts.
-        Copies go from the last slot to the first: family n starts at slot n or later, so a slot
-        that is overwritten holds a prefix that has been copied already.
+        Copies go from the last slot to the first. Since family n starts at slot n or later, a slot
+        is only overwritten after its own prefix has been copied.
         """
         families = _families(prefixes)
         family_prefixes = [family.prefix for family in families]
@@ -87,7 +87,7 @@ class Branches:
         return table.to(self._model.device)
 
     def _empty_cache(self, slots: int, length: int) -> Cache:
-        """Return an empty cache with at least this many slots and positions per slot."""
+        """Return an empty cache with at least `slots` slots of at least `length` positions each."""
         cache = self._cache
         if cache is None or cache.length < length or len(cache.positions) < slots:
             cache = self._model.new_cache(slots, length)
@@ -101,7 +101,10 @@ class Branches:
         rows: Sequence[Sequence[int]],
         cached_lengths: Sequence[int],
     ) -> Tensor:  # (B, T, C)
-        """Run row b through the model after the cached_lengths[b] tokens in slot b of the cache."""
+        """Run each row b through the model as a continuation of slot b, and return hidden states.
+
+        Slot b of the cache already holds cached_lengths[b] tokens.
+        """
         row_lengths = list(map(len, rows))
         tokens = self._padded(rows)
         lengths = torch.tensor(row_lengths).to(self._model.device)

@@ -1,6 +1,6 @@
 """Evaluates a chat model on the problems of a task.
 
-Multiple-choice tasks compare the logits of the letters; other tasks grade written replies.
+Multiple-choice tasks compare the logits of the choices' letters, and other tasks grade replies.
 """
 
 import contextlib
@@ -24,8 +24,7 @@ from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0.0, max_tokens=512)
-# Prompt tokens to prefill between two decoding steps: many, because no reader waits for a word
-# here.
+# Prompt tokens to prefill between two decoding steps. They can be many, since no user is waiting.
 PREFILL_TOKENS = 4096
 
 Judgement = TypeVar("Judgement")
@@ -39,16 +38,16 @@ OnRecord = Callable[[int, Mapping[str, Any]], None]
 class Score:
     """The result of a task over all ranks.
 
-    `low` and `high` bound the accuracy with 95 % confidence.
+    `low` and `high` are the bounds of the accuracy's 95 % confidence interval.
     """
 
     name: str
-    right: float  # sum of grades; of several samples of a problem, the best one counts
+    right: float  # sum of grades; if a problem has several samples, the best one counts
     total: int
     low: float
     high: float
     baseline: float  # accuracy of guessing a letter; 0 for written replies
-    too_long: int  # problems that do not fit into the context; they count as wrong
+    too_long: int  # number of problems that do not fit into the context; they count as wrong
     # One tuple per problem, in the order of the task, with one grade per sample.
     grades: tuple[tuple[float, ...], ...]
 
@@ -59,7 +58,7 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The bounds of the accuracy with 95 % confidence."""
+        """The 95 % confidence interval of the accuracy."""
         return self.low, self.high
 
     def __str__(self) -> str:
@@ -83,18 +82,18 @@ def evaluate(
     on_record: OnRecord | None = None,
     graphs: bool = False,
 ) -> Score:
-    """Evaluate the first `limit` problems of a task.
+    """Return the score of a model on the first `limit` problems of a task.
 
-    Ranks share the problems; every rank returns the whole score.
+    The ranks divide the problems, and every rank returns the score over all of them.
 
     `batch_size` problems or replies are computed together. With several samples, a problem counts
-    as right if one of them is right. If the task has `grade_parts(i, parts)`, that method replaces
-    `grade` and also sees calculator calls. Where a task's examples do not fit into the context, the
-    first of them are left out.
+    as right if any of them is right. If the task has `grade_parts(i, parts)`, it is used instead of
+    `grade`, and also sees calculator calls. If a task's examples do not all fit into the context,
+    the first of them are left out.
 
     `on_reply` is called with every written reply of this rank, and `on_record` with a record of
-    every answer. With `graphs`, decoding steps are captured and replayed. UserError on every rank
-    if there is no problem to evaluate, or if one rank finds a broken problem.
+    every answer. With `graphs`, decoding steps are captured and replayed. Raises UserError on every
+    rank if there is no problem to evaluate, or if any rank finds a broken problem.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -109,7 +108,7 @@ def evaluate(
         samples = 1
     reply_room = 0 if by_letter else 1  # a letter is read from the logits of the prompt
     max_prompt = model.config.sequence_len - reply_room
-    numbers = range(compute.rank, total, compute.world_size)  # of this rank's problems
+    numbers = range(compute.rank, total, compute.world_size)  # indices of this rank's problems
     grades: dict[int, list[float]] = {}
     with parallel.together(task.name, compute):
         prompts = {i: _prompt(task, i, tokenizer, max_prompt) for i in numbers}
@@ -133,7 +132,7 @@ def evaluate(
                     on_record,
                     graphs,
                 )
-    signals.check(compute)  # ranks measure at their own pace, and stop together
+    signals.check(compute)  # ranks evaluate at their own pace, but stop together
     too_long = len(prompts) - len(fitting)
     guesses = sum(1 / len(task.letters(i)) for i in numbers) if by_letter else 0.0
     return _total_score(task.name, grades, total, samples, guesses, too_long, compute)
@@ -148,7 +147,7 @@ def _total_score(
     too_long: int,
     compute: Compute,
 ) -> Score:
-    """Add up the grades of all ranks. `guesses` and `too_long` are counts of this rank."""
+    """Return the score over all ranks; `guesses` and `too_long` count this rank's problems only."""
     table = [0.0] * (total * samples)  # sample by sample; 0 for the problems of other ranks
     for i, problem_grades in grades.items():
         table[i * samples : (i + 1) * samples] = problem_grades
@@ -160,7 +159,7 @@ def _total_score(
 
 
 def _prompt(task: Task, i: int, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
-    """Return the tokens of problem i, with as many of the task's examples as fit."""
+    """Return the prompt of problem i as tokens, with as many of the task's examples as fit."""
     conversation = task[i]
     tokens = tokenizer.render_prompt(conversation)
     for _ in range(getattr(task, "shots", 0)):
@@ -179,9 +178,9 @@ def progress(
     unit: str,
     compute: Compute,
 ) -> Iterator[Advance]:
-    """Yield a function that advances the progress bar, which rank 0 shows.
+    """Yield a function that advances the progress bar, which only rank 0 shows.
 
-    That function raises signals.Stopped if a signal told the training run to stop.
+    The function raises signals.Stopped if a signal has asked the run to stop.
     """
     with Progress(title, total, unit) if compute.main else contextlib.nullcontext() as bar:
 
@@ -194,7 +193,7 @@ def progress(
 
 
 def identify(task: Any, i: int) -> str:
-    """Return the id of problem i in records: what the task calls it, or else its number."""
+    """Return the ID of problem i in records, which is its name in the task, or else its number."""
     return task.identify(i) if hasattr(task, "identify") else str(i)
 
 
@@ -210,7 +209,10 @@ def _grade_letters(
     compute: Compute,
     on_record: OnRecord | None,
 ) -> dict[int, list[float]]:
-    """Grade, for each problem, the letter that is likeliest as the first token of the reply."""
+    """Return the grade of each problem's most likely letter, as a list of one grade.
+
+    The letter is the most likely first token of the reply among the letters of the choices.
+    """
     letters = {i: task.letters(i) for i in prompts}
     rows = []
     for i, prompt in prompts.items():
@@ -240,7 +242,10 @@ def _grade_letters(
 
 
 def _letter_id(tokenizer: Tokenizer, letter: str) -> int:
-    """Return the token of a letter. Raises UserError if the letter is more than one token."""
+    """Return the token of a letter.
+
+    Raises UserError if the letter is not a single token.
+    """
     ids = tokenizer.encode(letter)
     if len(ids) != 1:
         raise UserError(
@@ -266,7 +271,7 @@ def _grade_replies(
     on_record: OnRecord | None,
     graphs: bool,
 ) -> dict[int, list[float]]:
-    """Let the model write replies, and grade every sample of every problem."""
+    """Let the model write replies, and return the grade of every sample, by problem."""
     if not prompts:
         return {}
     numbers = list(prompts)
@@ -308,9 +313,9 @@ def _grade_replies(
 
 
 class Generator(Protocol):
-    """Completes every prompt `samples` times, as an Engine does.
+    """The interface of an Engine that completes every prompt `samples` times.
 
-    Equal replies to a prompt may be one object.
+    Equal replies to a prompt may be the same object.
     """
 
     def generate(
@@ -331,14 +336,14 @@ def generate_and_judge(
     judge: Callable[[int, Sequence[int]], Judgement],
     on_reply: Callable[[], None],
 ) -> tuple[list[Completion], list[Judgement]]:
-    """Return `samples` replies to every prompt, prompt by prompt, and the judgement of each.
+    """Return `samples` replies to every prompt, in the order of the prompts, and their judgements.
 
-    `judge` gets the number of the prompt and the tokens of the reply, once for each reply object.
-    It runs in a thread of its own, while other replies are still being written. `on_reply` is
-    called after every reply.
+    `judge` is called once for each distinct reply object, with the index of the prompt and the
+    reply's tokens. It runs in a thread of its own while other replies are still being written.
+    `on_reply` is called after every reply.
     """
     by_reply: dict[int, Future[Judgement]] = {}
-    by_object: dict[int, Future[Judgement]] = {}  # by id(), which `completions` keeps valid
+    by_object: dict[int, Future[Judgement]] = {}  # by id(), valid while `completions` holds them
     pool = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
     def start_judging(reply_number: int, reply: Completion) -> None:
@@ -357,7 +362,7 @@ def generate_and_judge(
 
 
 def _grade(task: Task, i: int, parts: list[Part]) -> float:
-    """Grade a reply by its text or, if the task has grade_parts, by all its parts."""
+    """Return the grade of a reply, by its parts if the task can grade them, else by its text."""
     if hasattr(task, "grade_parts"):
         return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]
     text = "".join(segment.text for segment in parts if segment.kind == "text")
@@ -365,7 +370,10 @@ def _grade(task: Task, i: int, parts: list[Part]) -> float:
 
 
 def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:
-    """Return a function of a problem and a reply's tokens that grades as evaluate() does."""
+    """Return a function that grades a reply, given a problem's index and the reply's tokens.
+
+    It grades in the same way as evaluate().
+    """
     return lambda i, tokens: _grade(task, i, reply_parts(tokens, tokenizer))
 
 
@@ -373,9 +381,9 @@ def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], f
 
 
 def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the confidence interval of a share, by default of 95 % (Wilson 1927).
+    """Return the confidence interval of the share right / total, by default at 95 % (Wilson 1927).
 
-    The interval also holds for shares near 0 and 1.
+    The interval is also valid for shares near 0 and 1.
     """
     share = right / total
     widening = 1 + z * z / total
@@ -386,7 +394,10 @@ def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
-    """Map each group to (correct, total), sorted by name; empty if the task has no `group(i)`."""
+    """Return (sum of grades, number of problems) for each group, sorted by the group's name.
+
+    If the task has no method `group(i)`, the result is empty.
+    """
     if not hasattr(task, "group"):
         return {}
     grades: dict[str, list[float]] = {}
@@ -397,11 +408,11 @@ def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
 
 
 def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
-    """Return pass@k, the unbiased estimate of the chance that one of k samples is right.
+    """Return pass@k, an unbiased estimate of the chance that at least one of k samples is right.
 
-    The estimate is that of arXiv:2107.03374.
-
-    `grades` has n >= k samples for each problem. A sample is right if its grade is 1.
+    The estimate is that of arXiv:2107.03374. `grades` holds the grades of n >= k samples for each
+    problem, and a sample is right if its grade is 1. Raises ValueError if k is less than 1 or a
+    problem has fewer than k samples.
     """
     if k < 1 or any(len(samples) < k for samples in grades):
         raise ValueError(
@@ -416,8 +427,8 @@ def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
 
 
 def chat_core(figures: Iterable[tuple[float, float]]) -> float:
-    """Return ChatCORE from the accuracy and the baseline of each task.
+    """Return ChatCORE, given the accuracy and the baseline of each task.
 
-    ChatCORE is the mean of the accuracies, each rescaled so that guessing is 0 and perfection is 1.
+    ChatCORE is the mean accuracy, after rescaling each so that guessing is 0 and perfection is 1.
     """
     return fmean((accuracy - baseline) / (1 - baseline) for accuracy, baseline in figures)

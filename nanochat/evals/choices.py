@@ -1,6 +1,6 @@
-"""Multiple choice for models that continue a text: finds the likeliest answer.
+"""Evaluates multiple choice with models that continue a text, by finding the most likely answer.
 
-Likelihoods are compared in three ways, as lm-evaluation-harness does: as they are, per byte and per
+Like lm-evaluation-harness, it compares log-probabilities in three ways: unscaled, per byte and per
 token.
 """
 
@@ -20,7 +20,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 class ClozeTask(Protocol):
-    """Questions that are posed as the beginning of a text, which an answer continues."""
+    """A task whose questions are beginnings of texts, which the possible answers continue."""
 
     @property
     def name(self) -> str:
@@ -30,17 +30,21 @@ class ClozeTask(Protocol):
     def __len__(self) -> int: ...
 
     def cloze(self, i: int) -> Cloze:
-        """Return question i. Raises UserError if it is broken."""
+        """Return question i.
+
+        Raises UserError if it is broken.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ChoiceScore:
-    """Accuracies over all ranks. `acc` compares the log-probabilities of the answers as they are.
+    """The accuracies of a task over all ranks, by three ways to compare answers.
 
-    Long answers have low probabilities, so `acc_norm_bytes` divides by the bytes of each answer and
-    `acc_norm_tokens` by its tokens. `low` and `high` bound `acc` with 95 % confidence. `baseline`
-    is the accuracy of guessing.
+    `acc` compares the log-probabilities of the answers. Since long answers have low probabilities,
+    `acc_norm_bytes` divides them by the number of bytes in each answer, and `acc_norm_tokens` by
+    the number of tokens. `low` and `high` are the bounds of the 95 % confidence interval of `acc`,
+    and `baseline` is the accuracy of guessing.
     """
 
     name: str
@@ -51,8 +55,8 @@ class ChoiceScore:
     low: float
     high: float
     baseline: float
-    fewer_examples: int  # questions with examples left out, since the context is too short for them
-    too_long: int  # questions that do not fit without examples; they count as wrong
+    fewer_examples: int  # number of questions with examples left out to fit the context
+    too_long: int  # number of questions that do not fit even without examples; count as wrong
 
     def __str__(self) -> str:
         accuracies = (
@@ -73,10 +77,10 @@ def rows_of(
     choices: Sequence[str],
     tokenizer: Tokenizer,
 ) -> list[PromptRow]:
-    """Return a row for each choice, tokenised as lm-evaluation-harness does.
+    """Return a row to score for each choice, tokenised as in lm-evaluation-harness.
 
-    Context and choice are encoded as one text; the tokens after those of the context alone are
-    scored. Spaces at the end of the context count to the choice.
+    Context and choice are encoded as one text, and the tokens that follow as many as the context
+    has alone are scored. Spaces at the end of the context count as part of the choice.
     """
     texts = [context.rstrip(), *(f"{context} {choice}" for choice in choices)]
     encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode_batch(texts)]
@@ -86,7 +90,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Picks:
-    """The index of the likeliest choice by log-probability: as it is, per byte and per token."""
+    """The indices of the most likely choices, by total log-probability, per byte and per token."""
 
     plain: int
     by_bytes: int
@@ -94,7 +98,7 @@ class Picks:
 
 
 def pick(scores: Sequence[Likelihood], choices: Sequence[str]) -> Picks:
-    """Return the likeliest choice by each of three counts; the first of equals."""
+    """Return the most likely choice by each of the three measures, and the first if several tie."""
     plain = [score.logprob for score in scores]
     by_tokens = [score.logprob / score.tokens for score in scores]
     by_bytes = []
@@ -114,7 +118,7 @@ def _fit(
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> tuple[list[PromptRow], bool]:
-    """Return the rows of a question with as many examples as fit, and whether some are missing."""
+    """Return the rows of a question with as many examples as fit, and whether any are left out."""
     for first in range(len(cloze.examples) + 1):
         context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question
         rows = rows_of(i, context, cloze.choices, tokenizer)
@@ -124,7 +128,7 @@ def _fit(
 
 
 def _longest_input(rows: Sequence[PromptRow]) -> int:
-    """Return how many tokens of the longest row the model reads: all but the last."""
+    """Return the number of tokens that the model reads of the longest row, which is all but one."""
     return max(len(row.tokens) for row in rows) - 1
 
 
@@ -137,13 +141,13 @@ def evaluate_choices(
     limit: int | None = None,
     records: Records | None = None,
 ) -> ChoiceScore:
-    """Evaluate the first `limit` questions.
+    """Return the score of a model on the first `limit` questions of a task.
 
-    Ranks share the questions; every rank returns the whole score.
+    The ranks divide the questions, and every rank returns the score over all of them.
 
-    `tokens_per_batch` limits the memory: it is the largest number of positions, padding included,
-    in one forward pass. UserError on every rank if there is no question, or if one rank finds a
-    broken one.
+    `tokens_per_batch`, the largest number of positions in one forward pass, padding included,
+    limits the memory. Raises UserError on every rank if there is no question, or if any rank finds
+    a broken one.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if total < 1:
@@ -153,7 +157,7 @@ def evaluate_choices(
             2,
         )
     context_length = model.config.sequence_len
-    correct = [0, 0, 0]  # by each count of Picks
+    correct = [0, 0, 0]  # by each measure of Picks
     fewer_examples = 0
     with parallel.together(task.name, compute):
         questions = {i: task.cloze(i) for i in range(compute.rank, total, compute.world_size)}
@@ -189,7 +193,7 @@ def _score_questions(
     tokens_per_batch: int,
     compute: Compute,
 ) -> dict[int, list[Likelihood]]:
-    """Return the likelihood of each row of each question."""
+    """Return the likelihoods of each question's rows, by question."""
     flat = [row for question_rows in rows.values() for row in question_rows]
     with progress(title, len(flat), "choices", compute) as advance:
         scored = score_rows(model, flat, tokenizer.bos, tokens_per_batch, on_batch=advance)
@@ -198,7 +202,7 @@ def _score_questions(
 
 
 def _choice_score(name: str, total: int, sums: Sequence[float]) -> ChoiceScore:
-    """Turn the sums over all ranks, in the order of evaluate_choices(), into a score."""
+    """Return the score for sums over all ranks, which come in the order of evaluate_choices()."""
     plain, by_bytes, by_tokens, guesses, fewer_examples, too_long = sums
     low, high = wilson(plain, total)
     return ChoiceScore(
@@ -222,7 +226,7 @@ def _record(
     scores: Sequence[Likelihood],
     picks: Picks,
 ) -> dict[str, Any]:
-    """Return the record of a question; `prompt` is the tokens that come before all choices."""
+    """Return the record of a question, whose `prompt` holds the tokens before any scored token."""
     logprobs = [
         [choice, score.logprob, score.tokens]
         for choice, score in zip(cloze.choices, scores, strict=True)

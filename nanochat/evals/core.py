@@ -1,10 +1,8 @@
-"""CORE: the mean over 22 few-shot tasks of accuracy above chance (DCLM, Li et al.
+"""Evaluates CORE, the mean accuracy above chance over 22 few-shot tasks.
 
-2024, arXiv:2406.11794).
-
-Problems, few-shot examples and prompts equal those of upstream nanochat, so the figures can be
-compared. Here the prompts of many problems share a batch, and the head computes logits only for the
-positions that are scored.
+CORE comes from DCLM (Li et al. 2024, arXiv:2406.11794). Problems, few-shot examples and prompts are
+the same as in upstream nanochat, so that results can be compared. Unlike upstream, prompts of many
+problems share a batch, and logits are computed only for the positions that are scored.
 """
 
 import csv
@@ -40,14 +38,14 @@ from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
 MAX_SHOTS = 100
-MAX_YAML_BYTES = 1 << 20  # the published core.yaml has 3 kB
+MAX_YAML_BYTES = 1 << 20  # the published core.yaml takes 3 kB
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-MAX_PACKED_BYTES = 500_000_000  # the published bundle has 162 MB
+MAX_PACKED_BYTES = 500_000_000  # the published bundle takes 162 MB
 MAX_UNPACKED_BYTES = 2_000_000_000
 MAX_FILES = 1_000
-SHUFFLE_SEED = 1337  # both seeds equal those of upstream
+SHUFFLE_SEED = 1337  # both seeds are the same as upstream's
 EXAMPLES_SEED = 1234
-PROBLEMS_AT_ONCE = 256  # problems to render, tokenise and sort by length together
+PROBLEMS_AT_ONCE = 256  # the number of problems to render, tokenise and sort by length together
 
 # Kind of task -> the fields of its problems. `gold` is the index of the correct choice or context.
 FIELDS = {
@@ -60,7 +58,7 @@ OPTIONS_FIELD = {"multiple_choice": "choices", "schema": "context_options"}
 
 @dataclass(frozen=True)
 class IclTask:
-    """One task of the bundle. `baseline` is the accuracy of random guessing, in [0, 1)."""
+    """A task in the bundle, where `baseline` is the accuracy of random guessing, in [0, 1)."""
 
     label: str
     kind: str
@@ -72,7 +70,10 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The accuracy of a task; `centered` is rescaled so that guessing is 0 and perfection is 1."""
+    """The accuracy of a task.
+
+    `centered` is the accuracy rescaled so that guessing is 0 and perfection is 1.
+    """
 
     label: str
     accuracy: float
@@ -83,7 +84,10 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Core:
-    """The score of every task, and CORE: the mean `centered`, or None if a task is `broken`."""
+    """The scores of all tasks, and CORE, their mean `centered` accuracy.
+
+    If any tasks are `broken`, CORE is None.
+    """
 
     tasks: tuple[TaskScore, ...]
     core: float | None
@@ -94,9 +98,10 @@ class Core:
 
 
 def find_bundle(path: str | Path | None = None) -> Path | None:
-    """Return the folder of the eval bundle: `path`, or <base>/eval_bundle, or None.
+    """Return the folder of the eval bundle, which is `path` or, by default, <base>/eval_bundle.
 
-    Raises UserError if the folder is not an eval bundle.
+    Return None if there is no `path` and the default folder does not exist. Raises UserError (code
+    2) if the folder is not an eval bundle.
     """
     if path is None:
         folder = base_dir() / "eval_bundle"
@@ -112,9 +117,10 @@ def find_bundle(path: str | Path | None = None) -> Path | None:
 
 
 def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = None) -> Path:
-    """Download the published bundle (162 MB) to <base>/eval_bundle, whole or not at all.
+    """Download the published bundle (162 MB) to <base>/eval_bundle, and return that folder.
 
-    Call it on one rank only.
+    The folder only appears once it is complete. Call this on one rank only. Raises UserError if the
+    download fails, or if it is not a bundle.
     """
     base = base_dir()
     target = base / "eval_bundle"
@@ -137,7 +143,7 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     download.fetch_all(
         [download.Remote(url, archive)], patience=patience, hint=hint, check=check, say=log
     )
-    # The publisher promises no hash, so the log shows it, to compare it between machines.
+    # The publisher gives no hash, so it is logged to let users compare it between machines.
     log(f"{archive.name}: SHA-256 {sha256_of(archive)}")
     with tempfile.TemporaryDirectory(dir=base, prefix=".eval_bundle-") as folder:
         with zipfile.ZipFile(archive) as packed:
@@ -160,10 +166,10 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
 
 
 def _read_yaml(path: Path) -> Any:
-    """Return the value of a short YAML file.
+    """Return the content of a short YAML file.
 
-    Raises ValueError or YAMLError for a pipe or device, deep nesting, or aliases, which can make a
-    few lines mean billions.
+    Raises ValueError or YAMLError if the path is a pipe or device, or if the file is malformed,
+    nested too deeply or uses aliases, with which a few lines can expand to billions.
     """
     check_regular(path, MAX_YAML_BYTES)
     text = path.read_text(encoding="utf-8")
@@ -182,23 +188,23 @@ def _read_yaml(path: Path) -> Any:
 
 
 def read_bundle(folder: Path) -> list[IclTask]:
-    """Return the tasks in core.yaml with the baselines in eval_meta_data.csv.
+    """Return the tasks in core.yaml, with their baselines from eval_meta_data.csv.
 
     Raises UserError if a file is missing or malformed.
     """
     try:
-        entries = _read_yaml(folder / "core.yaml")["icl_tasks"]
+        task_settings = _read_yaml(folder / "core.yaml")["icl_tasks"]
         baselines = _read_baselines(folder / "eval_meta_data.csv")
         tasks = [
             IclTask(
-                label=entry["label"],
-                kind=str(entry["icl_task_type"]),
-                path=folder / "eval_data" / entry["dataset_uri"],
-                shots=int(entry["num_fewshot"][0]),
-                delimiter=entry.get("continuation_delimiter", " "),
-                baseline=baselines[entry["label"]],
+                label=settings["label"],
+                kind=str(settings["icl_task_type"]),
+                path=folder / "eval_data" / settings["dataset_uri"],
+                shots=int(settings["num_fewshot"][0]),
+                delimiter=settings.get("continuation_delimiter", " "),
+                baseline=baselines[settings["label"]],
             )
-            for entry in entries
+            for settings in task_settings
         ]
     except (
         OSError,
@@ -219,7 +225,7 @@ def read_bundle(folder: Path) -> list[IclTask]:
 
 
 def _read_baselines(path: Path) -> dict[str, float]:
-    """Return the accuracy of random guessing, in [0, 1), by the label of the task."""
+    """Return the accuracy of random guessing for each task, in [0, 1), by the task's label."""
     check_regular(path, MAX_YAML_BYTES)
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -227,7 +233,7 @@ def _read_baselines(path: Path) -> dict[str, float]:
 
 
 def _check_task(task: IclTask, place: str) -> None:
-    """Raise UserError if an entry of core.yaml cannot be evaluated. `place` names the entry."""
+    """Raise UserError if a task of core.yaml cannot be evaluated; `place` names the task."""
     if task.kind not in FIELDS:
         raise UserError(
             f"{place}: icl_task_type must be one of {', '.join(FIELDS)}, got {task.kind}. "
@@ -246,9 +252,9 @@ def _check_task(task: IclTask, place: str) -> None:
 
 
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the first `limit` problems of a task in upstream's shuffled order.
+    """Return the first `limit` problems of a task, in the same shuffled order as upstream.
 
-    Raises UserError if a problem lacks a field.
+    Raises UserError if a problem is malformed, or if there are too few problems for the examples.
     """
     problems = []
     with open(task.path, "rb") as file:
@@ -287,16 +293,16 @@ def _check_problem(kind: str, problem: dict[str, Any]) -> None:
 
 
 def choose_examples(count: int, number: int, shots: int) -> list[int]:
-    """Return the indices of the examples before problem `number` of `count`, drawn as upstream.
+    """Return the indices of the examples for problem `number` of `count`.
 
-    Problem `number` itself is never among them.
+    They are drawn as in upstream, and never include the problem itself.
     """
     drawn = random.Random(EXAMPLES_SEED + number).sample(range(count - 1), shots)
     return [i + 1 if i >= number else i for i in drawn]
 
 
 def _example(task: IclTask, problem: dict[str, Any]) -> str:
-    """Return a solved problem, as the prompt shows it before the question."""
+    """Return a problem with its solution, as text to show before the question."""
     if task.kind == "multiple_choice":
         context = problem["query"]
         continuation = problem["choices"][problem["gold"]]
@@ -314,20 +320,19 @@ def render(
     problem: dict[str, Any],
     examples: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """Return the prompts of a problem: one per option.
+    """Return the prompts of a problem, one for each option.
 
-    For language modeling, they are the prompts without and with the continuation.
+    For language modeling, return two prompts, without and with the continuation.
     """
-    shown = "".join(_example(task, example) for example in examples)
+    examples_text = "".join(_example(task, example) for example in examples)
     if task.kind == "multiple_choice":
-        question = f"{shown}{problem['query']}{task.delimiter}"
+        question = f"{examples_text}{problem['query']}{task.delimiter}"
         return [f"{question}{choice}" for choice in problem["choices"]]
     if task.kind == "schema":
         ending = f"{task.delimiter}{problem['continuation']}"
-        return [f"{shown}{context}{ending}" for context in problem["context_options"]]
-    question = f"{shown}{problem['context'].strip()}{task.delimiter}"
-    # Strip the delimiter's space: with the continuation, that space is part of the continuation's
-    # first token.
+        return [f"{examples_text}{context}{ending}" for context in problem["context_options"]]
+    question = f"{examples_text}{problem['context'].strip()}{task.delimiter}"
+    # Strip the delimiter's space, which is part of the continuation's first token.
     return [question.strip(), f"{question}{problem['continuation']}"]
 
 
@@ -336,10 +341,10 @@ def make_rows(
     question: int,
     prompts: list[list[int]],
 ) -> list[PromptRow]:
-    """Return the rows to score for one problem. Each prompt begins with BOS.
+    """Return the rows to score for one problem, given its prompts as tokens that begin with BOS.
 
-    The scored tokens are those after the common prefix of all prompts or, for schema, those of the
-    common suffix. At least the last token is scored, even if one option is the beginning of
+    The scored tokens are those after the common prefix of all prompts or, for schema tasks, those
+    in the common suffix. At least the last token is scored, even if one option is the beginning of
     another.
     """
     if kind == "schema":
@@ -367,8 +372,8 @@ def judge(
     tokens_per_batch: int,
     records: Records | None = None,
 ) -> list[bool]:
-    """Return whether the model solves each of these problems, and record the answers."""
-    prompts: list[list[str]] = []  # of each problem
+    """Return whether the model solves each of the given problems, and record its answers."""
+    prompts: list[list[str]] = []  # the prompts of each problem
     for number in numbers:
         examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]
         prompts.append(render(task, problems[number], examples))
@@ -402,7 +407,7 @@ def _encode(
     prompts: Sequence[Sequence[str]],
     tokenizer: Tokenizer,
 ) -> list[list[PromptRow]]:
-    """Return the rows of each problem, whose prompts are tokenised in one batch."""
+    """Return the rows to score for each problem, after tokenising all prompts in one batch."""
     texts = [text for problem_prompts in prompts for text in problem_prompts]
     encoded = iter(tokenizer.encode_batch(texts))
     rows = []
@@ -421,13 +426,11 @@ def evaluate_task(
     tokens_per_batch: int = 16384,
     records: Records | None = None,
 ) -> TaskScore:
-    """Return the accuracy of an unsharded model on a task.
+    """Return the score of an unsharded model on a task, over all ranks.
 
-    Each rank evaluates its share of the problems.
-
-    If `records` holds the score of an earlier evaluation with the same model, settings and data,
-    that score is returned. UserError on every rank if one of them finds a broken problem, or a loss
-    that is not finite.
+    Each rank evaluates its share of the problems. If `records` holds the score of an earlier
+    evaluation with the same model, settings and data, that score is returned. Raises UserError on
+    every rank if any rank finds a broken problem, or a loss that is not finite.
     """
     if records:
         saved_score = records.saved_score()
@@ -462,11 +465,11 @@ def evaluate_core(
     tokens_per_batch: int = 16384,
     records: Callable[[IclTask], Records] | None = None,
 ) -> Core:
-    """Evaluate every task of a bundle, at most `limit` problems each, and log one line per task.
+    """Evaluate at most `limit` problems of every task in a bundle, and log a line for each task.
 
-    `tokens_per_batch` limits the memory: it is the largest number of positions, padding included,
-    in one forward pass. `records` returns the file of a task's answers. A broken task is skipped
-    with a warning; UserError if all are broken.
+    `tokens_per_batch`, the largest number of positions in one forward pass, padding included,
+    limits the memory. `records` returns the file for a task's answers. A broken task is skipped
+    with a warning. Raises UserError if all tasks are broken.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []

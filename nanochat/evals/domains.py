@@ -1,4 +1,4 @@
-"""Bits per byte by language and domain: which texts of a split a model predicts well."""
+"""Measures bits per byte by language and domain, to show which texts a model predicts well."""
 
 import itertools
 import math
@@ -19,9 +19,9 @@ from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-SUMS_SHARE = 0.2  # the share of digits and signs of arithmetic above which a text counts as sums
+SUMS_SHARE = 0.2  # a text with a larger share of digits and arithmetic signs counts as sums
 _ARITHMETIC = re.compile(r"[0-9+*/=×÷<>-]")
-# First word of a character's Unicode name -> the language that its script stands for.
+# First word of a character's Unicode name -> the language or script that it counts for.
 SCRIPTS = {
     "CJK": "zh",
     "HIRAGANA": "ja",
@@ -35,15 +35,15 @@ SCRIPTS = {
     "THAI": "thai",
     "DEVANAGARI": "devanagari",
 }
-READ_CHARACTERS = 2_000  # characters of a document that decide its domain
+READ_CHARACTERS = 2_000  # the number of characters at the beginning that decide the domain
 
 
 def domain(text: str) -> str:
-    """Return the domain of a document: "sums", or the language of most of its letters.
+    """Return the domain of a document, which is "sums" or the language of most of its letters.
 
-    A Chinese character counts three times, because it says about as much as three Latin letters.
-    Kana make a text Japanese from a tenth on, since Japanese is mostly written with Chinese
-    characters.
+    A Chinese character counts three times, because it carries about as much meaning as three Latin
+    letters. A text with more than about a tenth of kana counts as Japanese, since Japanese also
+    uses many Chinese characters. A text without letters is "other".
     """
     beginning = text[:READ_CHARACTERS]
     characters = [character for character in beginning if not character.isspace()]
@@ -69,7 +69,7 @@ def _named_documents(prefix: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
 
 
 def _documents(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield the validation documents of all corpora in turn, each as (domain, text).
+    """Yield the validation documents of all corpora as (domain, text), taking corpora in turn.
 
     In a mixture, the name of the corpus is part of the domain's name.
     """
@@ -87,7 +87,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Cut the first `tokens` tokens of the validation split into rows, each as (domain, row)."""
+    """Return rows of about the first `tokens` tokens of the validation split, as (domain, row)."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):
@@ -116,10 +116,11 @@ def evaluate_domains(
     tokens_per_batch: int,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """Return the loss in each domain of the first `tokens` tokens of the validation split, by name.
+    """Return the loss on the first `tokens` tokens of the validation split, by domain.
 
-    Ranks share the rows. Documents longer than the context are cut, and every part is read without
-    the parts before it, so figures differ a little from those of packed rows.
+    The ranks divide the rows. Documents that are longer than the context are cut, and each part is
+    read without the parts before it, so results differ slightly from those of packed rows. Raises
+    UserError (code 2) if `tokens` is less than 1.
     """
     if tokens < 1:
         raise UserError(f"split_tokens must be at least 1, got {tokens}", exit_code=2)

@@ -1,6 +1,6 @@
 """Measures how likely a model finds given continuations of prompts, in batches sorted by length.
 
-CORE, multiple choice by letter and by text, and the split by domain all score their rows here.
+CORE, multiple choice by letter and by text, and the loss by domain all use it to score their rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +14,17 @@ from nanochat.common import UserError
 from nanochat.evals.branches import Branches
 from nanochat.model import Model
 
-HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
-LEAST_SHARED = 64  # tokens that reading a prefix once must save, since it costs a second pass
+HEAD_ROWS = 1024  # the number of positions whose logits are in memory at the same time
+LEAST_SHARED = 64  # the tokens that sharing a prefix must save, since it costs a second pass
 
 Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The tokens of a prompt with a continuation.
+    """The tokens of a prompt and its continuation, of which those from `start` on are scored.
 
-    The tokens from `start` on, at least one, are scored.
+    At least one token is scored.
     """
 
     question: int  # rows of the same question may share a prefix
@@ -39,20 +39,20 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The summed log-probability, in nats, of the scored tokens of a row, and their number."""
+    """The total log-probability of a row's scored tokens in nats, and their number."""
 
     logprob: float
     tokens: int
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss in nats over the scored tokens, which CORE compares."""
+        """The mean loss per scored token in nats, which CORE compares."""
         return -self.logprob / self.tokens
 
 
 @dataclass(frozen=True)
 class _Input:
-    """Tokens that the model reads, and the numbers of the rows that are scored by them.
+    """The tokens that the model reads to score one or more rows, and the indices of these rows.
 
     Rows that differ only in their last token share an input.
     """
@@ -63,15 +63,15 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Family:
-    """Inputs of one question whose first `prefix_length` tokens are equal and read only once."""
+    """Inputs of one question that share a prefix, which the model reads only once."""
 
     prefix_length: int
     inputs: list[_Input]
 
     @property
     def longest(self) -> int:
-        """The length of the longest input in tokens."""
-        return max(len(entry.tokens) for entry in self.inputs)
+        """The number of tokens in the longest input."""
+        return max(len(model_input.tokens) for model_input in self.inputs)
 
 
 @torch.inference_mode()
@@ -86,18 +86,20 @@ def score_rows(
 ) -> list[Likelihood]:
     """Return the likelihood of each row's continuation, in the order of the rows.
 
-    `on_batch` is called after every batch with the number of rows that the batch scored. With
-    `greedy`, every scored token counts 0.0 if it is the likeliest one, else -1.0, instead of its
-    log-probability. Options of one token each, such as letters, cost one pass together, and the
-    prefix that the rows of a question share is read once. Padding comes last, so no row attends to
-    it. Raises UserError if the model has diverged.
+    With `greedy`, a scored token counts as 0.0 if it is the most likely one, and otherwise as -1.0,
+    instead of its log-probability. `on_batch` is called after every batch with the number of rows
+    that were scored.
+
+    Options of one token each, such as letters, take a single pass, and the prefix that the rows of
+    a question share is read only once. Padding comes last, so no row attends to it. Raises
+    UserError if the model has diverged.
     """
     likelihoods: dict[int, Likelihood] = {}
     branches = Branches(model, pad)
     families = _families(_inputs(rows), rows)
     for prefix_lengths, inputs in _batches(families, tokens_per_batch, rows_per_batch):
         losses = _losses(model, branches, prefix_lengths, inputs, rows, greedy)
-        row_numbers = [i for entry in inputs for i in entry.row_numbers]
+        row_numbers = [i for model_input in inputs for i in model_input.row_numbers]
         losses_by_row = losses.split([rows[i].scored for i in row_numbers])
         for i, row_losses in zip(row_numbers, losses_by_row, strict=True):
             logprob = -float(row_losses.sum())
@@ -107,7 +109,7 @@ def score_rows(
 
 
 def shown_tokens(rows: Sequence[PromptRow]) -> list[int]:
-    """Return the tokens that the rows of a question show before any of them scores a token."""
+    """Return the tokens at the start of a question's rows, before the first scored token of any."""
     end = min(row.start for row in rows)
     return rows[0].tokens[:end]
 
@@ -116,7 +118,7 @@ def shown_tokens(rows: Sequence[PromptRow]) -> list[int]:
 
 
 def common_prefix(rows: Sequence[Tokens]) -> int:
-    """Return the number of tokens that all rows have in common at the start."""
+    """Return the length of the longest common prefix of all rows, in tokens."""
     # In lexicographic order, every other row lies between these two.
     first = min(rows)
     last = max(rows)
@@ -131,10 +133,11 @@ def batches(
     tokens_per_batch: int | None,
     rows_per_batch: int | None,
 ) -> Iterator[list[int]]:
-    """Yield the indices of rows of similar length, batch by batch.
+    """Yield batches of indices of rows with similar lengths.
 
     The longest rows come first, so that memory runs out at once or never. A padded batch has at
-    most `tokens_per_batch` positions and `rows_per_batch` rows; None means no limit.
+    most `tokens_per_batch` positions and `rows_per_batch` rows, where None means no limit, but it
+    always has at least one row.
     """
     order = list(range(len(lengths)))
     order.sort(key=lambda i: -lengths[i])
@@ -156,11 +159,14 @@ def _inputs(rows: Sequence[PromptRow]) -> list[_Input]:
 
 
 def _families(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> list[_Family]:
-    """Group the inputs of each question; an input that shares too little stays alone."""
+    """Group the inputs of each question into a family if they share enough of a prefix.
+
+    Otherwise, each input is a family of its own.
+    """
     questions: dict[int, list[_Input]] = {}
-    for entry in inputs:
-        question = rows[entry.row_numbers[0]].question
-        questions.setdefault(question, []).append(entry)
+    for model_input in inputs:
+        question = rows[model_input.row_numbers[0]].question
+        questions.setdefault(question, []).append(model_input)
     families: list[_Family] = []
     for members in questions.values():
         prefix_length = _shareable_prefix(members, rows)
@@ -168,18 +174,18 @@ def _families(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> list[_Fami
         if saved_tokens >= LEAST_SHARED:
             families.append(_Family(prefix_length, members))
         else:
-            families += [_Family(0, [entry]) for entry in members]
+            families += [_Family(0, [model_input]) for model_input in members]
     return families
 
 
 def _shareable_prefix(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> int:
-    """Return how many tokens at the start of all inputs can be read once."""
-    # The first scored token is predicted from the token before it, whose hidden state each input
-    # needs.
-    first_scored = min(rows[i].start for entry in inputs for i in entry.row_numbers)
-    shortest = min(len(entry.tokens) for entry in inputs)
+    """Return the number of tokens at the start of all inputs that need to be read only once."""
+    # The first scored token is predicted from the hidden state of the token before it, so each
+    # input must read that token itself.
+    first_scored = min(rows[i].start for model_input in inputs for i in model_input.row_numbers)
+    shortest = min(len(model_input.tokens) for model_input in inputs)
     limit = min(first_scored, shortest) - 1
-    prefix_length = common_prefix([entry.tokens for entry in inputs])
+    prefix_length = common_prefix([model_input.tokens for model_input in inputs])
     return max(0, min(limit, prefix_length))
 
 
@@ -188,9 +194,10 @@ def _batches(
     tokens_per_batch: int | None,
     rows_per_batch: int | None,
 ) -> Iterator[tuple[list[int], list[_Input]]]:
-    """Yield the prefix lengths and the inputs of every batch, within the limits that batches() has.
+    """Yield the prefix lengths and the inputs of every batch, within the same limits as batches().
 
-    Families that share a prefix come first, then single inputs; among both, the longest come first.
+    Families that share a prefix come first, then single inputs. In each of these groups, the
+    longest come first.
     """
     sharing = [family for family in families if family.prefix_length]
     sharing.sort(key=lambda family: -family.longest)
@@ -199,10 +206,10 @@ def _batches(
         batch = sharing[:count]
         sharing = sharing[count:]
         prefix_lengths = [family.prefix_length for family in batch for _ in family.inputs]
-        inputs = [entry for family in batch for entry in family.inputs]
+        inputs = [model_input for family in batch for model_input in family.inputs]
         yield prefix_lengths, inputs
     single = [family.inputs[0] for family in families if not family.prefix_length]
-    lengths = [len(entry.tokens) for entry in single]
+    lengths = [len(model_input.tokens) for model_input in single]
     for numbers in batches(lengths, tokens_per_batch, rows_per_batch):
         prefix_lengths = [0] * len(numbers)
         yield prefix_lengths, [single[i] for i in numbers]
@@ -213,9 +220,9 @@ def _count_that_fit(
     tokens_per_batch: int | None,
     rows_per_batch: int | None,
 ) -> int:
-    """Return how many of the first families fit into one batch, at least 1.
+    """Return the number of families, from the first on, that fit into one batch, and at least 1.
 
-    The first family is the longest.
+    The first family must be the longest.
     """
     longest = families[0].longest
     slots = 0
@@ -239,13 +246,18 @@ def _losses(
     rows: Sequence[PromptRow],
     greedy: bool,
 ) -> Tensor:
-    """Return the loss in nats of every scored token, row after row, float64 on the host."""
-    states = branches.hidden([entry.tokens for entry in inputs], prefix_lengths)  # (B, T, C)
+    """Return the losses of all scored tokens in nats, row after row, in float64 on the host.
+
+    Raises UserError if a loss is not finite.
+    """
+    states = branches.hidden(
+        [model_input.tokens for model_input in inputs], prefix_lengths
+    )  # (B, T, C)
     positions: list[Tensor] = []  # in the flattened batch, of the states that predict scored tokens
     target_ids: list[int] = []
-    for b, (entry, prefix_length) in enumerate(zip(inputs, prefix_lengths, strict=True)):
+    for b, (model_input, prefix_length) in enumerate(zip(inputs, prefix_lengths, strict=True)):
         offset = b * states.size(1) - prefix_length
-        for i in entry.row_numbers:
+        for i in model_input.row_numbers:
             row = rows[i]
             predicting = torch.arange(row.start - 1, len(row.tokens) - 1)
             positions.append(predicting + offset)
@@ -267,7 +279,10 @@ def _misses(
     hidden: Tensor,
     targets: Tensor,
 ) -> Tensor:  # (N, C), (N,) -> (N,)
-    """Return 0 where the likeliest token is the target, else 1; keep logits that are not finite."""
+    """Return 0 for each position whose most likely token is the target, and 1 for every other.
+
+    A maximal logit that is not finite is returned instead, so that a diverged model is noticed.
+    """
     misses = []
     hidden_chunks = hidden.split(HEAD_ROWS)
     target_chunks = targets.split(HEAD_ROWS)

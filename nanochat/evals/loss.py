@@ -1,4 +1,4 @@
-"""Bits per byte: the loss of a model in a unit that does not depend on the tokenizer."""
+"""Measures bits per byte, a model's loss in a unit that does not depend on the tokenizer."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,9 +20,10 @@ from nanochat.tokenizer import Tokenizer
 
 
 class Batches(Protocol):
-    """A step of the data loader: inputs and targets (B, T) on the host, then the `extras`.
+    """A step of the data loader, as batches on the host.
 
-    A target of -1 is ignored.
+    Each batch holds inputs and targets, (B, T), and then the tensors named in `extras`. A target of
+    -1 is ignored.
     """
 
     @property
@@ -34,7 +35,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss over all ranks. Special tokens count neither as tokens nor as bytes."""
+    """The loss over all ranks, where special tokens count neither as tokens nor as bytes."""
 
     bits_per_byte: float
     nats_per_token: float
@@ -49,12 +50,12 @@ def evaluate_loss(
     token_bytes: np.ndarray,  # (V,) bytes of text in each token, 0 for special tokens
     compute: Compute,
 ) -> Loss:
-    """Return the loss over all targets of `steps` that are text, divided by the bytes of that text.
+    """Return the loss over all targets of `steps` that are text, per token and per byte.
 
-    Every rank must call it with the same number of steps, each with its own rows; all ranks get the
-    same result. The device sums the nats of each row in fp32, and the host adds up the rows in
-    float64 after the last step. Raises UserError if there is no text to measure; signals.Stopped if
-    a training run is told to stop.
+    Every rank must call this with the same number of steps, each with its own rows; all ranks get
+    the same result. The device sums the nats of each row in fp32, and the host adds up the rows in
+    float64 after the last step. Raises UserError if there is no text to measure, and
+    signals.Stopped if a training run is asked to stop.
     """
     bytes_of = torch.from_numpy(token_bytes.astype(np.int64))  # (V,)
     row_nats: list[Tensor] = []
@@ -100,7 +101,7 @@ def bits_per_byte(
     token_bytes: np.ndarray,
     compute: Compute,
 ) -> float:
-    """Return the bits per byte that `evaluate_loss` measures."""
+    """Return only the bits per byte of evaluate_loss()."""
     return evaluate_loss(model, steps, token_bytes, compute).bits_per_byte
 
 
@@ -113,10 +114,11 @@ def evaluate_split(
     device_batch_size: int | Literal["auto"],
     compute: Compute,
 ) -> Loss:
-    """Return the loss of an unsharded model on the first tokens of a split, equal for any ranks.
+    """Return the loss of an unsharded model on the first tokens of a split.
 
-    auto means 10 M tokens and 32 rows per pass, or, on a CPU, 262,144 tokens and 4,096 tokens per
-    pass.
+    The result does not depend on the number of ranks. "auto" means 10 M tokens and 32 rows per pass
+    or, on a CPU, 262,144 tokens and 4,096 tokens per pass. Raises UserError (code 2) if a number is
+    less than 1.
     """
     row_length = model.config.sequence_len
     platform = compute.platform

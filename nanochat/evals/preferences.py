@@ -1,7 +1,7 @@
-"""Direct preference optimisation (DPO): the loss over pairs of answers, and its reference model.
+"""Computes the loss of direct preference optimisation (DPO), and its reference log-probabilities.
 
-The loss compares how much likelier the model finds the preferred answer of a pair than the
-reference model does, with how much likelier it finds the rejected one.
+For each pair of answers, the loss looks at how much more likely each answer is under the model than
+under the reference model, and compares the preferred answer with the rejected one.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from nanochat.runtime.progress import Progress
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of DPO (arXiv 2305.18290): -log sigmoid(margin), a mean over pairs.
+    """The loss of DPO (arXiv 2305.18290), which is the mean of -log sigmoid(margin) over pairs.
 
-    The margin of a pair is beta * (log p / p_ref of the preferred answer - log p / p_ref of the
+    The margin of a pair is beta * (log(p / p_ref) of the preferred answer - log(p / p_ref) of the
     rejected one), where p_ref is the probability under the model before training. A row holds both
-    answers of a pair, so one forward pass gives the losses of all their tokens, and the gradient of
-    this loss is a weight for each token: model(..., "none") applies the weights in chunks, and the
-    logits never exist at once.
+    answers of a pair, so one forward pass gives the losses of all their tokens. The gradient of
+    DPO's loss is therefore a weight for each token's loss, which model(..., "none") applies in
+    chunks, so that the logits never exist all at once.
     """
 
     beta: float = 0.1  # a smaller beta lets the model move further away from the reference
     label_smoothing: float = 0.0  # the share of pairs that may be the wrong way round (cDPO)
-    # Weight of the preferred answer's loss in nats per token, which is added (RPO, arXiv
-    # 2404.19733).
+    # The weight of the preferred answer's own loss, in nats per token, which is added to the loss
+    # (RPO, arXiv 2404.19733).
     sft_weight: float = 0.0
     figures: tuple[str, ...] = ("accuracy", "margin", "chosen_reward")
 
@@ -58,10 +58,10 @@ class PreferenceLoss:
         targets: Tensor,  # (B, T)
         **extras: Tensor,  # documents (B, T) and references (B, P, 2) of PairRows
     ) -> Tensor:  # (4,)
-        """Return four sums over the pairs of a batch of PairRows.
+        """Return four sums over all pairs in a batch of PairRows.
 
         They are the loss, the number of pairs with a margin above 0, the margin, and the reward of
-        the preferred answer, which is beta * log p / p_ref.
+        the preferred answer, which is beta * log(p / p_ref).
         """
         references = extras["references"]
         scores, lengths = answer_scores(
@@ -88,15 +88,16 @@ def answer_scores(
     documents: Tensor,  # (B, T), 2n and 2n + 1 for the answers of pair n of a row
     pairs: int,  # the largest number of pairs in a row
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probability (nats, fp32) and length (tokens) of every answer, (B, P, 2) each.
+    """Return the log-probability and the length of every answer, (B, P, 2) each.
 
-    Both are 0 where a row has no such pair.
+    Log-probabilities are in nats (fp32), and lengths in tokens. Both are 0 for pairs that a row
+    does not have.
     """
     losses = model(inputs, targets, "none", context=Packed(documents))
     numbers = torch.arange(2 * pairs, device=documents.device)[None, :, None]
     is_target = (targets >= 0)[:, None]
     in_answer = (documents[:, None] == numbers) & is_target  # (B, 2 P, T)
-    # A sum over a mask and not scatter_add, whose order differs from run to run on some devices.
+    # A masked sum instead of scatter_add, whose order differs from run to run on some devices.
     scores = -torch.where(in_answer, losses[:, None], 0.0).sum(dim=2)
     lengths = in_answer.sum(dim=2)
     shape = (pairs, 2)
@@ -115,10 +116,10 @@ def add_references(
 ) -> None:
     """Set `rows.references` to the log-probabilities of all answers under the untrained model.
 
-    They are computed once, in one pass over the rows, and saved beside the tokens: a run that
-    resumes needs no reference model and learns from the same bits. `identity` names the model; a
-    forward pass has at most `batch_rows` rows. Every rank must call this. signals.Stopped if the
-    run is told to stop.
+    They are computed once and saved next to the tokens, so that a run that resumes needs no
+    reference model and uses exactly the same values. `identity` identifies the model, and a forward
+    pass has at most `batch_rows` rows. Every rank must call this. Raises signals.Stopped if the run
+    is asked to stop.
     """
     facts = f"{rows.key} {identity} {compute.dtype}"
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
@@ -130,17 +131,20 @@ def add_references(
             with atomic_path(path) as temporary, open(temporary, "wb") as file:
                 np.savez(file, references=references)
     if references is None or not compute.main:
-        # Rank 0 sends its values to the others, which may have another disk.
+        # Rank 0 sends its values to the other ranks, which may not share its disk.
         references = np.zeros_like(rows.references)
     rows.references = _sum(references, compute)
 
 
 def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the saved log-probabilities; None if there are none or, with a warning, if damaged."""
+    """Return the saved log-probabilities, or None if there are none.
+
+    If the file is damaged or does not fit, warn and return None.
+    """
     if not path.exists():
         return None
     try:
-        with np.load(path) as content:  # which checks the CRC of what it reads
+        with np.load(path) as content:  # checks the CRC of what it reads
             references = content["references"]
         if references.shape == shape and references.dtype == np.float32:
             return references
@@ -162,7 +166,7 @@ def _score(
 ) -> np.ndarray:
     """Return the log-probabilities of all answers, float32 (pairs, 2), on every rank.
 
-    Ranks share the rows.
+    The ranks divide the rows. Raises signals.Stopped if the run is asked to stop.
     """
     log_probabilities = np.zeros_like(rows.references)
     rows_per_pass = batch_rows * compute.world_size
@@ -189,9 +193,9 @@ def _score(
 
 
 def _sum(values: np.ndarray, compute: Compute) -> np.ndarray:
-    """Return the sum over all ranks.
+    """Return the sum of `values` over all ranks.
 
-    Where one rank has a value and the others have 0, the sum has its exact bits.
+    If only one rank has a nonzero value at some position, the sum has exactly the same bits.
     """
     sums = parallel.total(values.ravel().tolist(), compute)
     return np.array(sums, np.float32).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""Saves what a model answered to every question of a task, one JSON line each, with the score."""
+"""Saves a model's answers to all questions of a task as JSON lines, together with the score."""
 
 import hashlib
 import re
@@ -14,14 +14,14 @@ Fields = Mapping[str, Any]  # of a JSON object
 
 
 def records_dir(stage: str, tag: str, step: int) -> Path:
-    """Return the folder of the records of a model."""
+    """Return the folder that holds the records of a model."""
     return base_dir() / "records" / f"{stage}-{tag}-{step:06d}"
 
 
 def fingerprint(task: Any, limit: int | None = None) -> str:
-    """Return a hash of the first `limit` questions and their answers.
+    """Return a hash of the first `limit` questions of a task and their answers.
 
-    Where the task poses its questions as texts, the hash also covers those texts.
+    If the task has a method `cloze`, the questions are hashed as the texts that it returns.
     """
     digest = hashlib.sha256()
     count = len(task)
@@ -34,13 +34,11 @@ def fingerprint(task: Any, limit: int | None = None) -> str:
 
 
 class Records:
-    """The file of the answers to one task.
+    """Collects a model's answers to one task, and writes them to a file with the score.
 
-    Its first line names the model and the settings, and has the score.
-
-    The file appears when the task is finished, so a task that has a file need not be evaluated
-    again. Every rank adds its own answers; the ranks share the folder, as they share the base
-    folder.
+    The first line of the file holds the model, the settings and the score. The file appears only
+    when the task is finished, so a task that has a file need not be evaluated again. Every rank
+    adds its own answers. The ranks must share the folder, just as they share the base folder.
     """
 
     def __init__(
@@ -50,7 +48,10 @@ class Records:
         about: Fields,
         compute: Compute,
     ):
-        """`about` holds what the answers depend on: model, settings and data."""
+        """Prepare the file of a task.
+
+        `about` describes everything that the answers depend on: the model, settings and data.
+        """
         name = re.sub(r"[^\w.-]+", "_", task)
         self.path = folder / f"{name}.jsonl"
         self._folder = folder
@@ -60,7 +61,10 @@ class Records:
         self._records: list[tuple[int, Fields]] = []
 
     def saved_score(self) -> dict[str, Any] | None:
-        """Return the score of an earlier evaluation of the same model, settings and data."""
+        """Return the score of an earlier evaluation with the same model, settings and data.
+
+        Return None if there is none.
+        """
         try:
             with open(self.path, "rb") as file:
                 head = parse_json(file.readline())
@@ -72,11 +76,11 @@ class Records:
         return head.get("score") if head.get("about") == about else None
 
     def add(self, number: int, record: Fields) -> None:
-        """Add the answer to question `number`; the file lists the answers in this order."""
+        """Add the answer to question `number`; the file lists answers in the order of numbers."""
         self._records.append((number, dict(record)))
 
     def finish(self, score: Fields) -> None:
-        """Write the answers of all ranks with their score. Every rank must call this."""
+        """Write the answers of all ranks, and the score, to the file; every rank must call this."""
         rank_path = self._rank_path(self._compute.rank)
         if self._compute.world_size > 1:
             _write_lines(rank_path, self._records)
@@ -98,18 +102,18 @@ class Records:
         return records
 
     def _rank_path(self, rank: int) -> Path:
-        """Return the temporary file by which another rank hands its answers to rank 0."""
+        """Return the path of the temporary file in which a rank passes its answers to rank 0."""
         return self._folder / f".{self._name}.rank-{rank}"
 
 
 def _write_lines(path: Path, values: Iterable[Any]) -> None:
-    """Write one line of JSON for each value."""
+    """Write each value as a line of JSON."""
     lines = [to_json(value) + "\n" for value in values]
     write_atomic(path, "".join(lines))
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the first line of a file of records, with `about` and `score`, and its answers."""
+    """Return the first line of a file of records, with `about` and `score`, and the answers."""
     lines = path.read_bytes().splitlines()
     head, *records = map(parse_json, lines)
     return head, records

@@ -1,4 +1,4 @@
-"""Runs Python programs that a model wrote. Only HumanEval uses this; the chat never runs Python."""
+"""Runs Python programs that a model wrote, for HumanEval only; the chat never runs Python."""
 
 import contextlib
 import errno
@@ -19,9 +19,9 @@ from pathlib import Path
 from nanochat.common import UserError, log, warn
 from nanochat.evals.system_calls import filter_for
 
-OUTPUT = 64 << 10  # bytes of output to return
+OUTPUT = 64 << 10  # the most bytes of a program's output to return
 MEMORY = 512 << 20  # bytes of address space for a program
-ENTRIES = 100  # entries of a folder to read at a time while it is removed
+ENTRIES = 100  # the number of directory entries to read at a time while removing a folder
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _TIMED_OUT = 124  # exit codes of the supervisor in sandbox_child.py
 _NOT_SET_UP = 125
@@ -30,7 +30,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended: whether it passed its last line or ran out of time, and its output."""
+    """The result of a program: whether it ran to its last line or timed out, and its output."""
 
     passed: bool
     timed_out: bool
@@ -38,7 +38,7 @@ class ProgramResult:
 
 
 def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
-    """Read until the output or the time ends, and return the first OUTPUT bytes."""
+    """Read a program's output until it ends or time is up, and return its first 64 KiB."""
     assert process.stdout is not None
     output = b""
     with selectors.DefaultSelector() as selector:
@@ -52,9 +52,9 @@ def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a program that has ended, however deep its folders are.
+    """Remove the folder of a program that has ended, however deeply its folders are nested.
 
-    Links are removed, not followed. If something cannot be removed, a line says so, and the
+    Links are removed, not followed. If something cannot be removed, only warn, so that the
     evaluation continues.
     """
     try:
@@ -68,10 +68,10 @@ def _remove(folder: str) -> None:
 
 
 def _empty(folder: str) -> None:
-    """Remove the contents of a folder, however deep it is.
+    """Remove the contents of a folder, however deeply its folders are nested.
 
-    One or two folders are open at a time, and nothing is remembered on the way down. The way up is
-    "..", since no program is left that could move a folder.
+    At most two folders are open at a time, and no path is remembered on the way down. The way up is
+    "..", which is safe because no program is left that could move a folder.
     """
     current = os.open(folder, _OPEN_FOLDER)
     depth = 0
@@ -89,9 +89,9 @@ def _empty(folder: str) -> None:
 
 
 def _remove_entries(folder: int) -> str | None:
-    """Remove files and empty folders from an open folder, until it is empty or a subfolder is not.
+    """Remove files and empty folders from an open folder, up to the first subfolder with content.
 
-    Returns the name of that subfolder, or None.
+    Return the name of that subfolder, or None if the folder is now empty.
     """
     while entries := _first_entries(folder):
         for name, is_folder in entries:
@@ -109,7 +109,7 @@ def _remove_entries(folder: int) -> str | None:
 
 
 def _first_entries(folder: int) -> list[tuple[str, bool]]:
-    """Return at most ENTRIES names in an open folder, and whether each is a folder."""
+    """Return the first 100 names in an open folder, and for each whether it is a folder."""
     with os.scandir(folder) as entries:
         first = list(itertools.islice(entries, ENTRIES))
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in first]
@@ -123,7 +123,7 @@ def _execute(
 ) -> tuple[int, str]:
     """Run a program under a supervisor, in a session and a temporary folder of its own.
 
-    Returns the supervisor's exit code, 0 if the program passed, and the output.
+    Return the supervisor's exit code, which is 0 if the program passed, and the output.
     """
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="nanochat-exec-")
@@ -131,7 +131,7 @@ def _execute(
         program_file = stack.enter_context(tempfile.TemporaryFile())
         program_file.write(program.encode("utf-8", "surrogatepass"))
         program_file.seek(0)
-        # The kernel's list of mounts names the folder without symbolic links.
+        # The kernel's list of mounts gives the folder's path without symbolic links.
         folder = os.path.realpath(folder)
         settings = {
             "isolated": isolated,
@@ -163,7 +163,10 @@ def _execute(
 
 
 def _not_possible(isolated: bool) -> str | None:
-    """Return the reason why this machine cannot run a program in a tier, or None if it can."""
+    """Return the reason why this machine cannot run a program in a sandbox, or None if it can.
+
+    `isolated` says whether the sandbox uses namespaces.
+    """
     code, output = _execute("", seconds=10, memory=MEMORY, isolated=isolated)
     if code == 0:
         return None
@@ -172,28 +175,30 @@ def _not_possible(isolated: bool) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _no_namespaces() -> str | None:
-    """Return the reason why this machine cannot isolate a program, or None if it can.
+    """Return the reason why this machine cannot isolate a program in namespaces, or None if it can.
 
-    The result of the first try is cached.
+    The result of the first attempt is cached.
     """
     return _not_possible(isolated=True)
 
 
 @functools.lru_cache(maxsize=2)
 def tier(unsafe_exec: bool = False) -> str:
-    """Return the strongest sandbox of this machine: `namespaces` or `limits`. Logs it once.
+    """Return the strongest sandbox that this machine supports, "namespaces" or "limits".
 
-    In both tiers a program has no capabilities, no network, no second process or thread, no shared
-    memory and no keys; root becomes nobody; CPU time, memory and file size are limited. In
-    `namespaces` it sees no other process, and no files but Python's own (read-only) and 16 MB of
-    scratch space in memory. In `limits` it reads only Python's files and writes only to its own
-    folder if the kernel has Landlock, and otherwise what its user may read and write. So without
-    `unsafe_exec` this function raises a UserError instead of returning `limits`. Either tier is
-    refused if one of its parts cannot be set up.
+    The first call also logs it. In both tiers, a program has no capabilities, no network, no second
+    process or thread, no shared memory and no keys. If it is started as root, it becomes the user
+    nobody. CPU time, memory and file size are limited.
 
-    The program and the tests that grade it share one process, so a program that is written to cheat
-    can pass, for example with an object that equals everything. A pass is worth something only for
-    programs that try to be right.
+    In "namespaces", the program sees no other process, and no files except Python's own (read-only)
+    and 16 MB of scratch space in memory. In "limits", it can read only Python's files and write
+    only to its own folder if the kernel has Landlock; otherwise, it can read and write whatever its
+    user may. Without `unsafe_exec`, this function therefore raises UserError instead of returning
+    "limits". It also raises UserError if any part of a tier cannot be set up.
+
+    The program and the tests that grade it share a process, so a program that is written to cheat
+    can pass, for example with an object that equals everything. A pass only means something for
+    programs that try to be correct.
     """
     if not sys.platform.startswith("linux"):
         raise UserError(
@@ -229,13 +234,12 @@ def run_program(
     memory: int = MEMORY,
     unsafe_exec: bool = False,
 ) -> ProgramResult:
-    """Run a Python program (standard library only) in the strongest sandbox of this machine.
+    """Run a Python program in this machine's strongest sandbox, and return its result.
 
-    The program passes if it runs to its last line.
-
-    `seconds` limits both wall and CPU time; `memory` is the limit of the address space in bytes. A
-    program that ends early has not passed, whether by an exception, a failed assert, `SystemExit`,
-    `os._exit` or a signal. Raises UserError if the sandbox cannot be set up.
+    The program may only use the standard library. It passes if it runs to its last line, but not if
+    it ends early, whether by an exception, a failed assert, `SystemExit`, `os._exit` or a signal.
+    `seconds` limits both wall time and CPU time, and `memory` is the limit of the address space in
+    bytes. Raises UserError if the sandbox cannot be set up.
     """
     isolated = tier(unsafe_exec) == "namespaces"
     code, output = _execute(program, seconds, memory, isolated)

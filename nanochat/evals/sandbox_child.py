@@ -1,12 +1,12 @@
-"""The inside of the sandbox.
+"""Supervises and confines one program of the sandbox, in processes of its own.
 
 sandbox.py starts this file with `python -I -S`, so it imports only the standard library.
 
-There are two processes. The supervisor forks the program, enforces the time limit, and tells by its
-exit code whether the program passed. The program's process first builds its cage (in the
-`namespaces` tier a root folder with nothing but Python, read-only, and a small scratch folder,
-without a network and without a view of other processes), then gives up its rights, lets the kernel
-refuse the system calls that no program here needs, and only then starts the program. If one of
+There are two processes. The supervisor forks the program's process, enforces the time limit, and
+reports by its exit code whether the program passed. The program's process first confines itself. In
+the `namespaces` tier, it gets a root folder with only Python (read-only) and a small scratch
+folder, no network, and no view of other processes. It then gives up its rights, makes the kernel
+refuse the system calls that no program here needs, and only then starts the program. If any of
 these steps fails, the program does not start.
 """
 
@@ -31,8 +31,8 @@ PASSED = 0
 FAILED = 1
 TIMED_OUT = 124
 NOT_SET_UP = 125
-SCRATCH = 16 << 20  # bytes of the scratch folder, which is in memory
-FILE = 1 << 20  # bytes of the largest file that a program may write
+SCRATCH = 16 << 20  # the size of the scratch folder in bytes, which is in memory
+FILE = 1 << 20  # the size of the largest file that a program may write, in bytes
 NOBODY = 65534
 
 # <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
@@ -92,7 +92,10 @@ MOUNT_OPTIONS = {
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a C function, or raise an OSError with its name if it returns anything but 0."""
+    """Call a C function.
+
+    Raises OSError with the function's name if it returns anything but 0.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         code = ctypes.get_errno()
@@ -100,7 +103,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a property of this process."""
+    """Set an attribute of this process with prctl(2)."""
     zero = ctypes.c_ulong(0)
     call("prctl", option, ctypes.c_ulong(value), zero, zero, zero)
 
@@ -112,7 +115,7 @@ def mount(
     flags: int,
     data: str | None = None,
 ) -> None:
-    """Call mount(2)."""
+    """Mount a file system with mount(2)."""
     call(
         "mount",
         source.encode(),
@@ -124,12 +127,12 @@ def mount(
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends. A change of user forgets this."""
+    """Let the kernel kill this process when its parent ends; a change of user undoes this."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_nobody() -> None:
-    """Become the user nobody for good, which needs root."""
+    """Become the user nobody permanently; only root can do this."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -137,15 +140,14 @@ def become_nobody() -> None:
 
 
 def enter_namespaces() -> bool:
-    """Leave the host's mounts, processes, network and names.
+    """Leave the host's mounts, processes, network and host name, by entering new namespaces.
 
-    Returns whether that took a new user namespace.
-
-    In a user namespace the program is root by name. Its limits are those of the user who made the
-    namespace, and they do not bind the kernel's own root, so root becomes nobody first.
+    Return whether that took a new user namespace, in which the program is root only by name. The
+    user who created that namespace decides the limits of the program, and limits do not bind the
+    real root, so root becomes nobody first.
     """
     namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    # While this process is still root: the user nobody may not be able to pass a folder above it.
+    # This must happen as root, since the user nobody may not be able to enter a parent folder.
     os.chdir(sys.base_prefix)
     if os.getuid() == 0:
         with contextlib.suppress(OSError):
@@ -163,17 +165,17 @@ def enter_namespaces() -> bool:
 
 
 def library() -> tuple[str, ...]:
-    """Return the folders that Python needs."""
+    """Return the folders that Python needs to run."""
     return ("/usr", "/lib", "/lib64", "/lib32", sys.base_prefix, sys.base_exec_prefix)
 
 
 def build_root(root: str) -> None:
-    """Make `root` a read-only folder in memory that holds Python, and move into it for good."""
+    """Mount Python's folders (read-only) in an in-memory folder `root`, and make that the root."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SCRATCH},mode=755")
     for folder in library():
         inside = root + folder
-        source = "." if folder == sys.base_prefix else folder  # enter_namespaces() has gone there
+        source = "." if folder == sys.base_prefix else folder  # see chdir() in enter_namespaces()
         if os.path.islink(folder) and not os.path.lexists(inside):
             os.symlink(os.readlink(folder), inside)
         elif os.path.isdir(source) and not os.path.ismount(inside):
@@ -200,9 +202,9 @@ def _octal_character(match: "re.Match[str]") -> str:
 
 
 def open_library() -> None:
-    """Let Python find its library through open folders.
+    """Make Python find its library through folders that are already open.
 
-    The user nobody may not be able to pass a folder above them, such as /root.
+    The user nobody may not be able to enter one of their parent folders, such as /root.
     """
     open_folders = {}
     for folder in sys.path:
@@ -219,9 +221,10 @@ def open_library() -> None:
 
 
 def confine(root: str) -> None:
-    """Let the program write only below `root` and read only Python's files, without namespaces.
+    """Allow the program to write only below `root` and to read only Python's files.
 
-    This needs Landlock, which Linux has from 5.13 on; on an older kernel it does nothing.
+    This uses Landlock instead of namespaces. Linux has it from 5.13 on; on an older kernel, access
+    to files is not restricted.
     """
     if os.getuid() == 0:
         os.chown(root, NOBODY, NOBODY)
@@ -246,7 +249,7 @@ def confine(root: str) -> None:
 
 
 def drop_rights() -> None:
-    """Drop all capabilities, and close this process to others and to its own /proc/self/mem."""
+    """Drop all capabilities, and forbid access to this process's memory through /proc or ptrace."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call("capset", header, (ctypes.c_uint32 * 6)())
     prctl(PR_SET_DUMPABLE, 0)
@@ -258,11 +261,11 @@ def refuse_calls(
     own_process: list[int],
     zero: list[int],
 ) -> None:
-    """Let the kernel refuse system calls (seccomp).
+    """Make the kernel refuse system calls (seccomp).
 
-    It refuses the calls in `denied`, those in `own_process` unless their first argument is the
-    number of this process, and those in `zero` unless it is 0. Calls of another architecture, such
-    as the 32-bit ones of x86, kill the process.
+    It refuses the calls in `denied`, those in `own_process` unless their first argument is the ID
+    of this process, and those in `zero` unless their first argument is 0. Calls of another
+    architecture, such as the 32-bit calls of x86, kill the process.
     """
     # An instruction: operation, instructions to skip if true, instructions to skip if false,
     # operand.
@@ -293,7 +296,7 @@ def refuse_calls(
 
 
 def limit(seconds: float, memory: int) -> None:
-    """Set the limits of both tiers."""
+    """Limit the CPU time, memory, file size and files of this process, as both tiers do."""
     limits = {
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_AS: memory,
@@ -307,11 +310,11 @@ def limit(seconds: float, memory: int) -> None:
 
 
 def send_secret() -> None:
-    """Send the supervisor a secret, and let libc send it again when this process ends normally.
+    """Send the supervisor a secret, and make libc send it again when this process ends normally.
 
-    At exit, libc calls dprintf(status, secret), and file 0, the exit status of a program that
-    reached its end, leads to the supervisor. So the secret is in no frame and no object of Python
-    while the program runs.
+    At exit, libc calls dprintf(status, secret). The exit status of a program that reached its end
+    is 0, and file 0 is the connection to the supervisor. While the program runs, the secret is
+    therefore in no frame or object of Python.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.strdup.restype = ctypes.c_void_p
@@ -321,8 +324,8 @@ def send_secret() -> None:
 
 
 def run_program(program: bytes) -> None:
-    """Run a program, and return only if it reached its last line."""
-    exit_now = os._exit  # before the program can replace it
+    """Run a program, and return only if it reaches its last line; otherwise, exit with FAILED."""
+    exit_now = os._exit  # taken now, before the program can replace it
     ended = False
     try:
         code = compile(program, "<program>", "exec")
@@ -336,7 +339,7 @@ def run_program(program: bytes) -> None:
 
 
 def wait_for(child: int, seconds: float) -> bool:
-    """Wait for the program, kill it after `seconds`, and return whether it ended by itself."""
+    """Wait for the program, kill it after `seconds`, and return whether it ended in time."""
     end = time.monotonic() + seconds
     while not os.waitpid(child, os.WNOHANG)[0]:
         if time.monotonic() >= end:
@@ -348,9 +351,9 @@ def wait_for(child: int, seconds: float) -> bool:
 
 
 def supervise(child: int, receiver: socket.socket, seconds: float) -> int:
-    """Wait for the program and return the exit code.
+    """Wait for the program, and return the supervisor's exit code.
 
-    The program passed if its secret, 32 bytes, arrived twice and nothing else did.
+    The program has passed if its secret of 32 bytes has arrived twice, and nothing else has.
     """
     if not wait_for(child, seconds):
         return TIMED_OUT
@@ -373,9 +376,9 @@ def main(
     parent: int,
     calls: dict[str, Any],
 ) -> None:
-    """Fork.
+    """Fork into the supervisor and the program's process, and run the program in the latter.
 
-    The supervisor exits with the verdict; the program's process returns at the program's end.
+    The supervisor exits with the verdict, and the program's process returns when the program ends.
     """
     die_with_parent()
     if os.getppid() != parent:

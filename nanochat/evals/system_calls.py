@@ -1,7 +1,4 @@
-"""Lists the system calls that a sandboxed program may not make.
-
-These are x86_64 and aarch64.
-"""
+"""Lists the system calls that a sandboxed program may not make, for x86_64 and aarch64."""
 
 import platform
 from collections.abc import Mapping
@@ -15,7 +12,7 @@ ARCHITECTURES = {
     "aarch64": (1, 0xC00000B7),
 }
 
-# Refused with EPERM. A call that an architecture does not have is None there.
+# Calls that are refused with EPERM. The number is None if an architecture does not have the call.
 DENIED: dict[str, tuple[int | None, int | None]] = {
     # other processes: none can be made, entered, watched or signalled
     "fork": (57, None),
@@ -35,7 +32,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "pidfd_open": (434, 434),
     "pidfd_send_signal": (424, 424),
     "pidfd_getfd": (438, 438),
-    # memory that no limit counts, and what outlives the program
+    # memory that no limit counts, and objects that outlive the program
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -56,7 +53,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
     "socket": (41, 198),
-    # large and seldom used parts of the kernel
+    # large and rarely used parts of the kernel
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -97,16 +94,18 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
 }
-# Allowed only for the program itself: the first argument is its own number, or 0 where 0 does not
-# mean its group.
+# Calls that are allowed only for the program itself: their first argument must be its own process
+# ID (OWN), or 0 (ZERO) if 0 means the process itself and not its group.
 OWN = {"kill": (62, 129), "tgkill": (234, 131)}
 ZERO = {"prlimit64": (302, 261)}
 
 
 def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
-    """Return the architecture and the numbers of DENIED, OWN and ZERO for sandbox_child.py.
+    """Return the system-call filter for a machine, in the form that sandbox_child.py expects.
 
-    Raises UserError for a machine whose numbers are not listed here.
+    It consists of the architecture, the numbers of calls to deny, and the numbers of calls that are
+    allowed only if their first argument is the program's own process ID, or 0. Raises UserError if
+    the numbers of the machine's calls are not listed here.
     """
     if machine not in ARCHITECTURES:
         raise UserError(

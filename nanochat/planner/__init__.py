@@ -1,16 +1,18 @@
-"""The planner: predicts speed, memory and disk of training before it starts, and plans its flags.
+"""Predicts the speed, memory and disk space of training before it starts, and plans its flags.
 
-`python -m nanochat.planner` plans pretraining on accelerators and forecasts the memory of
-fine-tuning. Pretraining is predicted by arithmetic; read these in order:
+`python -m nanochat.planner` plans pretraining on accelerators, and forecasts the memory of
+fine-tuning. Pretraining is predicted by arithmetic. Read these modules in order:
 
-- work.py: what a step asks of a card, in FLOPs, bytes and operators; programs.py: how this project
+- work.py counts the FLOPs, bytes and operators of a step. programs.py describes how this project
   and upstream compute the model.
-- cards.py: what a card does in a second, by data sheets; calibration.py: the same, measured.
-- roofline.py: how long a step takes; plan.py: the flags, hours and disk of a whole run.
-- tables.py: tables of plans; published.py: the prediction beside runs that others have published.
+- cards.py gives the speed of each kind of card by data sheets, and calibration.py as measured.
+- roofline.py predicts the time of a step. plan.py chooses the flags, and predicts the hours and the
+  disk space of a whole run.
+- tables.py prints tables of plans. published.py compares predictions with published runs.
 
-The memory of fine-tuning is counted on a step without data:
+The memory of fine-tuning is counted by running a step without data:
 
-- forecast.py: counts the bytes of a step; tuning.py: whether it fits a card, and what would fit.
-- published_tuning.py: the forecast beside runs that others have published.
+- forecast.py counts the bytes of a step. tuning.py checks whether it fits a card, and otherwise
+  finds settings that do.
+- published_tuning.py compares forecasts with published runs.
 """

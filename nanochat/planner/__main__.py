@@ -1,11 +1,11 @@
 """Plans flags: predicts speed, memory and disk of pretraining, and the memory of fine-tuning.
 
-python -m nanochat.planner                            # pretraining on the cards of this host python
--m nanochat.planner --chip 910B3 --ranks 8     # for other cards python -m nanochat.planner --table
-# d12 to d32, every known chip, 1 to 128 cards python -m nanochat.planner --rows
-# rows of a pass that fit each chip's memory python -m nanochat.planner --published                #
-predictions of runs that others published python -m nanochat.planner --model ./Qwen3-8B --chip 910B3
---ranks 4 --shard full    # fine-tuning
+python -m nanochat.planner                            # pretraining on the cards of this host
+python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
+python -m nanochat.planner --table                    # d12 to d32, every known chip, 1 to 128 cards
+python -m nanochat.planner --rows                     # rows of a pass that fit each chip's memory
+python -m nanochat.planner --published                # predictions of runs that others published
+python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # fine-tuning
 
 The flags are printed on one line, and the reasons for them on standard error. The speed of the
 cards comes from data sheets and from what others have measured; after `python check_npu.py
@@ -39,7 +39,7 @@ from nanochat.train.flags import Auto
 
 @dataclass(frozen=True)
 class Config:
-    """Flags for pretraining on accelerators, by their memory and speed."""
+    """The flags of the planner."""
 
     depth: int = 12
     """layers"""
@@ -83,7 +83,7 @@ class Config:
 
 
 def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
-    """Return the reasons for a plan, in one or two lines."""
+    """Return an explanation of a plan, in one or two lines."""
     fit = f"{chip.name} x {plan.ranks}: {plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
     disk = amount(plan.disk, "B")
     needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {disk} of disk for all stages"
@@ -108,7 +108,7 @@ def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
 
 
 def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
-    """Raise UserError if a plan needs more memory than a card has."""
+    """Raise UserError if a plan needs more memory than one card has."""
     if plan.memory > chip.memory_gib * 2**30:
         raise UserError(
             f"a model of depth {depth} must fit into the {chip.memory_gib:.0f} GiB of a "
@@ -118,7 +118,10 @@ def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
 
 
 def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
-    """Return the step of fine-tuning that the flags describe."""
+    """Return the settings of the fine-tuning step that the flags describe.
+
+    Raises UserError (code 2) if the number of rows or tokens is less than 1.
+    """
     for flag in ("device_batch_size", "max_length"):
         if getattr(cfg, flag) < 1:
             raise UserError(f"--{flag} must be at least 1, got {getattr(cfg, flag)}", exit_code=2)
@@ -140,7 +143,7 @@ def print_tables(
     chip: Chip | None,
     bench: calibration.Bench | None,
 ) -> None:
-    """Print the table of --table, --rows or --published."""
+    """Print the table that --table, --rows or --published asks for."""
     if cfg.published:
         print(tables.of_published())
         return
@@ -160,11 +163,9 @@ def print_tables(
 def chip_named(spelled: str) -> Chip:
     """Return the kind of card that --chip names.
 
-    Raises UserError (code 2) if the planner does not know it.
-
-    The case does not matter, nor does a brand before the name, as in "Ascend910B3". Every 310P has
-    one entry, so that 310P3 names it; a training card must be named in full, since 910B2 and 910B4
-    differ.
+    Case is ignored, and so is a brand before the name, as in "Ascend910B3". All variants of the
+    310P share one entry, so that 310P3 also finds it. A training card must be named in full, since
+    910B2 and 910B4 differ. Raises UserError (code 2) if the planner does not know the card.
     """
     chips = {chip.name.lower(): chip for chip in device.planned()}
     name = re.sub(r"^[a-z]{2,}[\s_-]*", "", spelled.strip().lower())
@@ -182,7 +183,7 @@ def chip_named(spelled: str) -> Chip:
 
 
 def main(cfg: Config) -> None:
-    """Print the flags, or a table."""
+    """Print the planned flags or, if the user asks for one, a table."""
     chip = chip_named(cfg.chip) if cfg.chip else None
     if cfg.ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {cfg.ranks}", exit_code=2)

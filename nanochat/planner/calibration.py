@@ -13,28 +13,28 @@ from nanochat.platforms.base import Chip
 FORMAT = "nanochat card bench"
 VERSION = 1
 NAME = "card_bench.json"
-# Of a card that no table knows: 200 Gbit/s to other servers, eight cards in a server.
+# Assumed for a card that is in no table: 200 Gbit/s to other servers, eight cards in a server.
 NETWORK = 25e9
 SERVER = 8
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured on one kind of card.
+    """Measurements of one kind of card.
 
-    Every speed is an average over seconds of work without a pause. The names of the fields are the
-    keys in the file.
+    Every speed is an average over several seconds of continuous work. The names of the fields are
+    the keys in the file.
     """
 
     chip: str  # its name in the table of chips, or "SoC N"
-    cards: int  # of this host
+    cards: int  # number of cards of this host
     number_format: str  # bfloat16 or float16
-    matmul_tflops: float  # the best of several shapes of this project's models
+    matmul_tflops: float  # the best over several shapes of this project's models
     full_tflops: float  # the same in fp32
     attention_tflops: float  # causal, forward and backward
     vector_gb_per_s: float  # read and written by an element-wise operator
-    launch_us: float  # of the host for one operator
-    link_gb_per_s: float | None  # that a card sends in all_reduce; None with one card
+    launch_us: float  # time that the host takes to launch one operator
+    link_gb_per_s: float | None  # sent by each card in all_reduce; None with one card
     seconds: float  # how long each measurement ran, at least
     torch: str
     driver_package: str  # version of the vendor's package for torch
@@ -42,17 +42,17 @@ class Bench:
 
 
 def path_of() -> Path:
-    """Return the path of the file, which is in the base folder."""
+    """Return the path of the file with the measurements, which is in the base folder."""
     return base_dir() / NAME
 
 
 def save(bench: Bench, path: Path) -> None:
-    """Write the file atomically."""
+    """Write the measurements to a file atomically."""
     write_json(path, {"format": FORMAT, "version": VERSION, **asdict(bench)})
 
 
 def _problem(content: Any) -> str:
-    """Return what is wrong with the content of a file, or ""."""
+    """Return a description of the first problem in a file's content, or "" if there is none."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return f'it is not a "{FORMAT}"'
     if content.get("version") != VERSION:
@@ -96,9 +96,10 @@ def read(path: Path) -> Bench | None:
 
 
 def rates_from(bench: Bench) -> Rates:
-    """Return the rates of the cards that were measured.
+    """Return the rates of the measured cards.
 
-    The network is not measured; its rate comes from the data sheet.
+    The network is not measured, so its rate comes from the data sheet or, for unknown cards, from
+    an assumption.
     """
     rating = RATINGS.get(bench.chip)
     network = LINK * (rating.network if rating else NETWORK)
@@ -115,7 +116,11 @@ def rates_from(bench: Bench) -> Rates:
 
 
 def rates_for(chip: Chip, bench: Bench | None) -> tuple[Rates | None, str]:
-    """Return the rates of a kind of card, and their source: this host or the data sheet."""
+    """Return the rates of a kind of card, and a phrase that names their source.
+
+    The rates are measured if `bench` is of the same kind of card, and otherwise come from the data
+    sheet. They are None if they are not known.
+    """
     if bench is not None and bench.chip == chip.name:
         return rates_from(bench), f"measured on your cards, {NAME}"
     return rates_of(chip), "data sheet and shares that others have measured"

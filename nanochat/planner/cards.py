@@ -1,9 +1,9 @@
-"""Rates of a card: how fast it multiplies, moves memory, talks to other cards, and gets operators.
+"""Gives the rates of each kind of card: its speed at matmuls, memory, links and operator launches.
 
-Peaks and memory come from the table of each platform. This file adds, by the chip's name, what a
-data sheet says about memory and links, and the shares of both that others have measured on such
-cards. `python check_npu.py --bench` measures the same figures on your own cards; calibration.py
-reads them.
+Peak speeds and memory sizes come from the table of each platform. For each chip, this module adds
+the bandwidths of memory and links by data sheets, and the shares of them that others have measured
+on such cards. `python check_npu.py --bench` measures the same figures on your own cards, and
+calibration.py reads them.
 """
 
 from collections.abc import Mapping
@@ -12,29 +12,29 @@ from types import MappingProxyType
 
 from nanochat.platforms.base import Chip
 
-# The one constant that was fitted to training runs: how fast a model's matmuls are, compared with a
-# matmul of the shape that suits the card best. published.py says how well the runs are met.
+# The one constant that was fitted to training runs: the speed of a model's matmuls relative to a
+# matmul of the shape that suits the card best. published.py compares predictions with the runs.
 SHAPES = 0.82
-# Estimate after FlashAttention-3 on an H100 (arXiv 2407.08608): causal, heads of 128, 2,048 tokens,
-# both directions.
-ATTENTION = 0.4  # of the peak
+# An estimate based on FlashAttention-3 on an H100 (arXiv 2407.08608): causal, heads of 128, 2,048
+# tokens, both directions.
+ATTENTION = 0.4  # share of the peak
 # Measured on a 910B (github.com/gameofdimension/limulidae): exp over a large tensor moves 2 x 642
 # GB/s of 1.6 TB/s.
-VECTOR = 0.8  # of the memory's bandwidth
+VECTOR = 0.8  # share of the memory's bandwidth
 # Measured there with eight cards: all_reduce 126 GB/s and all_gather 130 GB/s a card, of 196 GB/s.
-LINK = 0.65  # of a link's bandwidth in each direction
-FULL = 0.25  # fp32 matmuls compared with 16 bits; there 87 and 328 TFLOP/s
-LAUNCH_SECONDS = 12e-6  # of one operator, on the host; an assumption, as no figure was published
+LINK = 0.65  # share of a link's bandwidth in each direction
+FULL = 0.25  # speed of fp32 matmuls relative to 16 bits; 87 and 328 TFLOP/s on that 910B
+LAUNCH_SECONDS = 12e-6  # host time to launch an operator; assumed, as no figure was published
 
 
 @dataclass(frozen=True)
 class Rating:
-    """A data sheet: bandwidths in bytes a second, in each direction, of one card."""
+    """The bandwidths of one card by its data sheet, in bytes per second and direction."""
 
     memory: float
     link: float  # to the cards of its server
     network: float  # to other servers
-    server: int  # cards of a server
+    server: int  # number of cards in a server
     best: float  # the share of the peak that the best shape of a matmul reaches
 
 
@@ -67,7 +67,7 @@ RATINGS: Mapping[str, Rating] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Rates:
-    """What one card does in a second."""
+    """The speed of one card at each kind of work, as the roofline uses it."""
 
     matmul: float  # FLOP/s in 16 bits
     full: float  # FLOP/s in fp32
@@ -82,7 +82,7 @@ class Rates:
 def rates_of(chip: Chip) -> Rates | None:
     """Return the rates of a kind of card by its data sheet.
 
-    None if its peak or the bandwidth of its memory is not known.
+    Return None if its peak or its bandwidths are not known.
     """
     rating = RATINGS.get(chip.name)
     if rating is None or not chip.tflops:

@@ -1,8 +1,8 @@
-"""Forecasts the memory of fine-tuning by running the step of one rank on tensors without data.
+"""Forecasts the memory of fine-tuning by running one rank's step on tensors without data.
 
-A ledger counts the bytes of all tensors that live at the same time. forecast() starts this file as
-a process of its own, because the other ranks of the step do not exist: a process group that sends
-nothing stands in for them.
+A ledger counts the bytes of all tensors that exist at the same time. forecast() runs this file in a
+separate process, because the other ranks of the step do not exist, and a process group that sends
+nothing replaces them.
 """
 
 import gc
@@ -36,14 +36,14 @@ from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHALLOW = 8  # layers: enough that memory peaks at the same moment as in a deep model
-# Variables of a launcher, whose ranks the step must not join.
+SHALLOW = 8  # a number of layers for which memory peaks at the same moment as in a deep model
+# Environment variables of a launcher, which are removed so that the step does not join its ranks.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The settings of a step of fine-tuning that decide its memory."""
+    """The settings of a fine-tuning step that decide how much memory it takes."""
 
     shape: QwenConfig  # its sequence_len is the length of a row
     lora: LoraConfig | None  # None: every parameter is trained
@@ -58,22 +58,22 @@ class Tuning:
 
     @property
     def offloads(self) -> bool:
-        """Whether the inputs of layers wait in the host's memory."""
+        """Whether the inputs of layers are kept in host memory until the backward pass."""
         return self.offload_activations and not self.on_host
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """The memory that one rank takes, in bytes."""
 
     state: int  # between steps: weights, masters and the moments of AdamW
     peak: int  # in a step, including the state
 
 
 def forecast(tuning: Tuning) -> Memory:
-    """Return the memory that a step takes on each card.
+    """Return the memory that a fine-tuning step takes on each card.
 
-    Raises UserError with the reason if the step cannot be run.
+    Raises UserError with the reason if the step cannot be simulated.
     """
     task = json.dumps({**asdict(tuning), "shape": asdict(tuning.shape)})
     environment = {
@@ -102,7 +102,7 @@ def forecast(tuning: Tuning) -> Memory:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the bytes of all storages that live at the same time."""
+    """Counts the bytes of all tensor storages that exist at the same time, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def enter(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage with its present size until it is freed."""
+        """Count a storage with its current size until it is freed."""
         key = storage._cdata
         if key not in self._bytes:
             self._bytes[key] = 0
@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):
         self._set(key, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the new size of a storage, if the storage is counted."""
+        """Update the size of a storage if it is being counted."""
         if storage._cdata in self._bytes:
             self._set(storage._cdata, storage.nbytes())
 
@@ -147,16 +147,19 @@ class Ledger(TorchDispatchMode):
 
 
 def _offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Act as offload_tensor() of a card: memory on the host does not count."""
+    """Stand in for a card's offload_tensor(): return a function that creates the tensor again.
+
+    The tensor itself is freed in the meantime, because host memory does not count.
+    """
     shape = x.shape
     dtype = x.dtype
     return lambda: torch.empty(shape, dtype=dtype)
 
 
 def _watch_resizing(ledger: Ledger) -> None:
-    """Tell the ledger when a storage changes its size.
+    """Patch torch so that the ledger is notified if a storage changes its size.
 
-    FSDP2 frees gathered parameters in this way, which no dispatch mode sees.
+    FSDP2 frees gathered parameters by resizing, which dispatch modes do not see.
     """
     resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 
@@ -169,7 +172,7 @@ def _watch_resizing(ledger: Ledger) -> None:
 
 
 def build_model(tuning: Tuning, compute: Compute) -> Qwen:
-    """Return the model as fine-tuning prepares it, on meta and sharded."""
+    """Return the model on meta, prepared and sharded as in fine-tuning."""
     model: Qwen = on_meta(tuning.shape, compute)
     model.offload_tensor = _offload_tensor
     cast_matrices(model, compute.dtype if tuning.lora else MASTER)
@@ -182,14 +185,14 @@ def build_model(tuning: Tuning, compute: Compute) -> Qwen:
 
 
 def build_optimizers(model: Qwen, compute: Compute) -> Optimizers:
-    """Return the optimizers of fine-tuning; their memory does not depend on the rate."""
+    """Return the optimizers of fine-tuning, whose memory does not depend on the learning rate."""
     return Optimizers(
         model, model.parameter_roles(), model.config.n_embd, OneRate(1e-4), 1.0, compute.dtype
     )
 
 
 def take_step(tuning: Tuning, model: Qwen, optimizers: Optimizers) -> None:
-    """Run one step over tokens that do not matter; the gradients stay."""
+    """Run one step on arbitrary tokens, and keep the gradients."""
     passes = 2 if tuning.several_passes else 1
     for number in range(passes):
         parallel.sync_gradients(model, number == passes - 1)
@@ -200,8 +203,8 @@ def take_step(tuning: Tuning, model: Qwen, optimizers: Optimizers) -> None:
 
 
 def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
-    """Run a step without data, and count its memory with the moments of AdamW."""
-    gc.collect()  # the tensors of an earlier model
+    """Return the memory of a step, including AdamW's moments, by running it without data."""
+    gc.collect()  # frees the tensors of an earlier model
     start = ledger.now
     model = build_model(tuning, compute)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
@@ -218,8 +221,8 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
 def count_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     """Return the memory of a step of the whole model.
 
-    A deep model is extrapolated from two shallow ones, because every period of layers adds the same
-    number of bytes.
+    A deep model is extrapolated from two shallow ones, because each repetition of the pattern of
+    layers adds the same number of bytes.
     """
     compute = replace(
         compute,
@@ -254,7 +257,7 @@ def _with_layers(tuning: Tuning, layers: int) -> Tuning:
 
 
 def main() -> None:
-    """Count the memory of the step in the first argument, and print it as JSON."""
+    """Print, as JSON, the memory of the step that the first command-line argument describes."""
     task = json.loads(sys.argv[1])
     task["shape"] = QwenConfig(**task["shape"])
     if task["lora"]:

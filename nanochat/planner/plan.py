@@ -1,4 +1,4 @@
-"""Plans a run of pretraining: rows of a pass, tokens a second, hours, memory, disk."""
+"""Plans a pretraining run: rows per pass, tokens per second, hours, memory and disk space."""
 
 from dataclasses import dataclass
 
@@ -12,22 +12,22 @@ from nanochat.platforms.base import Chip
 from nanochat.train import sizes
 from nanochat.train.fit import disk
 
-RATIO = 12.0  # tokens for each scaling parameter, as base_train has it
-# Tokens of a step that a preset of speedrun.sh fixes, by depth, and the numbers of cards that the
-# preset takes.
+RATIO = 12.0  # training tokens per scaling parameter, as in base_train
+# The tokens per step that the presets of speedrun.sh fix, by depth, and the numbers of cards for
+# which they do.
 PRESET_TOKENS = {12: 262_144}
 PRESET_RANKS = (1, 2, 4, 8, 16)
 
 # How far a prediction may be off, in percent. published.py compares the roofline with five runs;
 # the rest is judgement.
-OF_PUBLISHED = 15  # cards and programs that somebody has timed
-OF_COUNTED = 25  # programs of this project, counted in bytes but not timed
-BETWEEN_SERVERS = 15  # in addition, since no run on several servers was published
+OF_PUBLISHED = 15  # for cards and programs that somebody has timed
+OF_COUNTED = 25  # for programs of this project that were counted in bytes but not timed
+BETWEEN_SERVERS = 15  # in addition for several servers, since no such run was published
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run. Figures that depend on speed are None where no speed is known."""
+    """The plan of a pretraining run, whose figures for speed are None if the speed is not known."""
 
     size: Size
     ranks: int
@@ -43,14 +43,14 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of pretraining, without evaluation and saving."""
+        """The hours of pretraining, without evaluation and saving, or None if not known."""
         if self.step is None:
             return None
         return self.tokens / self.step.tokens_per_second / 3600
 
 
 def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
-    """Return the percent by which a prediction may be off."""
+    """Return the percentage by which a prediction may be off."""
     within = OF_PUBLISHED if measured else OF_COUNTED
     if ranks > rates.server:
         within += BETWEEN_SERVERS
@@ -58,9 +58,9 @@ def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
 
 
 def batch_of(size: Size, ranks: int) -> int:
-    """Return the tokens of a step: those of the preset of speedrun.sh, or of training's own choice.
+    """Return the tokens per step by the preset of speedrun.sh, or as training would choose them.
 
-    The number is a multiple of one row on every card.
+    A number that is chosen is a multiple of one row on every card.
     """
     depth = size.shape.n_layer
     if ranks in PRESET_RANKS and depth in PRESET_TOKENS:
@@ -87,10 +87,11 @@ def plan_of(
     rates: Rates | None,
     measured: bool = False,
 ) -> Plan:
-    """Plan a run on `ranks` cards with `batch` tokens a step.
+    """Return the plan of a run on `ranks` cards with `batch` tokens per step.
 
-    Without `rates` the plan is by memory alone. `measured` says that the rates come from your own
-    cards. Raises UserError if the cards cannot train, or cannot share the step.
+    Without `rates`, the plan is based on memory alone. `measured` says whether the rates were
+    measured on your own cards. Raises UserError if the cards cannot train, or cannot share a step
+    equally.
     """
     check_trains(chip)
     unit = size.shape.sequence_len * ranks

@@ -1,8 +1,7 @@
-"""Programs: the bytes and operators that this project's code costs on each kind of card.
+"""Lists how many bytes and operators a model costs on each kind of card, by the kernels in use.
 
-Bytes and operators were counted, on tensors without data and on the emulated card; dev/LOG.md has
-the table and the commands. After a change of the kernels, count again and put the figures here:
-nothing else depends on them.
+The numbers were counted on tensors without data and on the emulated card; dev/LOG.md has the table
+and the commands. After changing kernels, count again and update the numbers here.
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from types import MappingProxyType
 
 from nanochat.planner.work import Program, Traffic
 
-# What --kernels auto uses: fused operators on cards that have them.
+# With --kernels auto, on cards that have fused operators.
 FUSED = Program(
     Traffic(
         stream=247,
@@ -27,8 +26,8 @@ FUSED = Program(
     pass_operators=101,
     step_operators=225,
 )
-# What --kernels plain uses: torch's own operators, one after the other. Counted for upstream's
-# model, without pairs and offset keys: the published runs train that.
+# With --kernels plain: torch's own operators, one after the other. Counted for upstream's model,
+# without bigrams and offset keys, because the published runs train that model.
 PLAIN = Program(
     Traffic(
         stream=774,
@@ -66,5 +65,5 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 
 
 def program_of(chip: str) -> Program:
-    """Return the program that runs on a kind of card by default."""
+    """Return the costs of the code that runs by default on a kind of card."""
     return PROGRAMS.get(chip, FUSED)

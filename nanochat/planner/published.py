@@ -1,9 +1,9 @@
-"""Pretraining runs that others have published, and what the roofline predicts for them.
+"""Compares the roofline's predictions with pretraining runs that others have published.
 
-Every run is described by what its code does: upstream's code runs compiled; the two ports run
-operator by operator and attend to everything. In the 910C runs fp32 weights meet bf16 activations
-without autocast, so that two of three matmuls run in fp32 (commit 60b5530 of that port; aclnnMm
-promotes mixed formats).
+Every run is described by what its code does. Upstream's code is compiled, while the two ports run
+operator by operator and attend to the whole context. In the 910C runs, fp32 weights are multiplied
+with bf16 activations without autocast, so that two of three matmuls run in fp32 (commit 60b5530 of
+that port; aclnnMm promotes mixed formats).
 """
 
 import math
@@ -29,7 +29,7 @@ VOCABULARY = 32_768
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: what was trained on what, and the tokens per second that it reports."""
+    """A published run: its model, cards and program, and the tokens per second that it reports."""
 
     who: str
     depth: int
@@ -42,11 +42,11 @@ class Run:
     source: str
     pattern: str = "SSSL"
     eight_bits: bool = False
-    flops: float = 0  # that the run's code counts for a token, where its windows were not today's
+    flops: float = 0  # per token by the run's own code, if its windows differ from today's
 
     @property
     def chip(self) -> Chip:
-        """The kind of card."""
+        """The kind of card that the run used."""
         return next(chip for chip in device.planned() if chip.name == self.card)
 
     @property
@@ -64,14 +64,14 @@ class Run:
         return step.tokens_per_second
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Return the share of the 16-bit peak, with the FLOPs that the run's own code counts."""
+        """Return the share of the 16-bit peak, using the FLOPs that the run's own code counts."""
         flops = self.flops or self.size.flops_per_token
         peak = self.ranks * self.chip.tflops * 1e12
         return tokens_per_second * flops / peak
 
     @property
     def off(self) -> float:
-        """The relative error of the prediction."""
+        """The relative error of the predicted tokens per second."""
         return self.predicted() / self.tokens_per_second - 1
 
 
@@ -159,6 +159,6 @@ RUNS = (
 
 
 def spread() -> float:
-    """Return the root mean square of the relative errors."""
+    """Return the root mean square of the predictions' relative errors."""
     squares = [run.off**2 for run in RUNS]
     return math.sqrt(sum(squares) / len(squares))

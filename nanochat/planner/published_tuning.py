@@ -1,4 +1,4 @@
-"""Compares the memory of fine-tuning runs that others have published with the forecast for them."""
+"""Compares forecasts of fine-tuning memory with runs that others have published."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,7 @@ SHAPES = {
 class Run:
     """A published run with an adapter of rank 8, rows of 2,048 tokens and recomputed activations.
 
-    Unsloth moves the inputs of layers to the host's memory, so its runs are forecast in that way.
+    Unsloth moves the inputs of layers to host memory, so its runs are forecast with offloading.
     """
 
     who: str
@@ -76,7 +76,7 @@ class Run:
     gigabytes: float  # of each card
 
     def forecast(self) -> float:
-        """Return the forecast gigabytes of each card."""
+        """Return the memory that is forecast for each card, in GB."""
         tuning = Tuning(
             SHAPES[self.model],
             LoraConfig(),
@@ -111,7 +111,7 @@ RUNS = (
 
 
 def print_published() -> None:
-    """Print a line for each run as soon as its memory is forecast."""
+    """Print a table of all runs, with a line for each as soon as its memory is forecast."""
     run_columns = f"{'published by':<18}{'model':<15}{'cards':>6}{'--shard':>9}"
     print(f"{run_columns}{'theirs, GB':>12}{'here, GB':>10}")
     for run in RUNS:

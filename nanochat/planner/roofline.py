@@ -1,9 +1,9 @@
-"""Predicts how long a step takes: the work of work.py at the rates of cards.py.
+"""Predicts the time of a step, given the work of work.py and the rates of cards.py.
 
-A pass multiplies, attends and moves memory one after the other on the card, while the host launches
-operators; the slower of the two decides. The optimizer and the exchange between cards come after
-the last pass. Only launches and computing are assumed to overlap, so several cards may be a little
-faster.
+In a pass, the card does matmuls, attention and memory traffic one after another, while the host
+launches operators, and the slower of the two decides. The optimizer and the exchange between cards
+follow after the last pass. Only launches and computing are assumed to overlap, so several cards may
+be slightly faster than predicted.
 """
 
 import math
@@ -15,7 +15,7 @@ from nanochat.planner.work import Program, Size, attention_flops, matmul_flops, 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one pass over some rows, forward and backward."""
+    """The seconds of one forward and backward pass, by kind of work."""
 
     matmul: float
     attention: float
@@ -24,23 +24,23 @@ class Pass:
 
     @property
     def card(self) -> float:
-        """Seconds that the card computes."""
+        """The seconds for which the card computes."""
         return self.matmul + self.attention + self.vector
 
     @property
     def seconds(self) -> float:
-        """Seconds until card and host are done."""
+        """The seconds until both the card and the host are done."""
         return max(self.card, self.host)
 
     @property
     def compute_bound(self) -> bool:
-        """Whether the card always has work."""
+        """Whether the card never waits for the host."""
         return self.card >= self.host
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one optimizer update over all cards."""
+    """The seconds of a training step over all cards, by part, and its tokens."""
 
     one_pass: Pass
     passes: int
@@ -50,17 +50,17 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """The seconds of the whole step."""
         return self.passes * self.one_pass.seconds + self.optimizer + self.exchange
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that all cards together train on in a second."""
+        """The number of tokens per second that all cards together train on."""
         return self.tokens / self.seconds
 
 
 def pass_of(size: Size, rows: int, rates: Rates, program: Program) -> Pass:
-    """Return the seconds of a pass over `rows` rows on one card."""
+    """Return the seconds that a pass over `rows` rows takes on one card, by kind of work."""
     tokens = rows * size.shape.sequence_len
     operators = program.layer_operators * size.shape.n_layer + program.pass_operators
     # Some matmuls of a program run in fp32.
@@ -74,10 +74,10 @@ def pass_of(size: Size, rows: int, rates: Rates, program: Program) -> Pass:
 
 
 def exchange(size: Size, ranks: int, rates: Rates, program: Program) -> float:
-    """Return the seconds of the collectives of a step.
+    """Return the seconds that communication between cards takes in a step.
 
-    The cards of a server share one copy of the model. Between servers only gradients are summed,
-    and the matrices that Muon has orthogonalized are gathered; each card sends its share of both.
+    The cards of a server share one copy of the model. Between servers, only gradients are summed
+    and Muon's orthogonalized matrices are gathered, and each card sends its share of both.
     """
     shards = min(ranks, rates.server)
     servers = math.ceil(ranks / shards)
@@ -96,7 +96,7 @@ def step_of(
     rates: Rates,
     program: Program,
 ) -> Step:
-    """Return the seconds of a step of `passes` passes over `rows` rows on each of `ranks` cards."""
+    """Return the time of a step with `passes` passes over `rows` rows on each of `ranks` cards."""
     shards = min(ranks, rates.server)
     matmul = muon_flops(size) / ranks / rates.matmul
     vector = program.traffic.of_step(size) / shards / rates.vector
@@ -111,7 +111,7 @@ def step_of(
 
 
 def least_rows(size: Size, rates: Rates, program: Program) -> int:
-    """Return the smallest power of two of rows with which a pass is compute-bound."""
+    """Return the smallest number of rows, a power of two, for which a pass is compute-bound."""
     rows = 1
     while not pass_of(size, rows, rates, program).compute_bound:
         rows *= 2

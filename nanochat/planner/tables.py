@@ -32,7 +32,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def rounded(value: float) -> str:
-    """Return a prediction with three significant digits: more would claim more than is known."""
+    """Format a prediction with three significant digits, since more would suggest too much."""
     excess = len(f"{value:.0f}") - 3
     if excess > 0:
         value = round(value, -excess)
@@ -40,7 +40,7 @@ def rounded(value: float) -> str:
 
 
 def cells(plan: Plan, chip: Chip) -> list[str]:
-    """Return the cells of one run in the table of plans."""
+    """Return the cells that follow the depth in one row of the table of plans."""
     memory = f"{plan.memory / 2**30:.0f}"
     disk = f"{plan.disk / 1e9:,.0f}"
     unknown = ["-", "-", "-"]
@@ -60,9 +60,9 @@ def of_plans(
     vocab_size: int,
     measured: dict[str, Rates],
 ) -> str:
-    """Return a table of every depth on every number of cards.
+    """Return a table of plans for every chip, number of cards and depth.
 
-    `measured` has the rates of chips that were measured, by name.
+    `measured` gives the rates of chips that were measured, by name.
     """
     rows = []
     for chip in chips:
@@ -82,7 +82,7 @@ def of_rows(
     depths: Iterable[int],
     vocabularies: Sequence[int],
 ) -> str:
-    """Return a table of how many rows of a pass fit each chip, for each vocabulary."""
+    """Return a table of the rows per pass that fit each chip, by depth and vocabulary."""
     depths = tuple(depths)
     rows = []
     for chip in chips:
@@ -100,7 +100,7 @@ def of_rows(
 
 
 def of_published() -> str:
-    """Return a table of published runs beside the predictions of the roofline."""
+    """Return a table that compares published runs with the roofline's predictions."""
     rows = []
     for run in RUNS:
         predicted = run.predicted()

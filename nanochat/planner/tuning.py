@@ -1,4 +1,4 @@
-"""Checks whether fine-tuning fits the memory of a card, and finds the nearest setting that does."""
+"""Checks whether fine-tuning fits a card, and if not, finds the nearest setting that does."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,16 +14,16 @@ from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount
 from nanochat.train.fit.memory import SHARE, reachable
 
-SHORTEST = 256  # tokens of a row; the search for a setting that fits goes no lower
-# A step whose rough upper bound stays below this share of the memory is not forecast, which takes
-# seconds.
+SHORTEST = 256  # the fewest tokens per row that the search for a setting tries
+# A step is not forecast, which takes seconds, if its rough upper bound is below this share of the
+# memory.
 SURE_SHARE = 0.5
-# Bytes for each token, layer and channel: twice those of the largest published family.
+# Bytes per token, layer and channel: twice those of the largest published family.
 ROUGH_BYTES = 80
 
 
 def flags_of(tuning: Tuning) -> str:
-    """Return the flags of scripts.finetune that decide the memory of a tuning."""
+    """Return the settings as flags of scripts.finetune, as far as they affect memory."""
     flags = [f"--device_batch_size={tuning.rows}", f"--max_length={tuning.shape.sequence_len}"]
     if tuning.lora is None:
         flags.append("--lora_rank=0")
@@ -39,11 +39,11 @@ def flags_of(tuning: Tuning) -> str:
 
 
 def remedies(tuning: Tuning) -> Iterator[Tuning]:
-    """Yield settings that take less memory, each less than the setting before.
+    """Yield settings that take less and less memory.
 
-    Settings that change the result of training come last. Fewer rows in a pass and activations
-    computed again only take time; then the ranks share the parameters; then rows become shorter,
-    and at last an adapter is trained instead of every parameter.
+    First come changes that only take time: fewer rows per pass, then recomputing activations, then
+    offloading them. Then the ranks shard the parameters. Changes to the result of training come
+    last: shorter rows, and finally an adapter instead of training every parameter.
     """
     while tuning.rows > 1:
         tuning = replace(tuning, rows=tuning.rows // 2, several_passes=True)
@@ -70,7 +70,7 @@ def nearest(
     budget: float,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> Tuning | None:
-    """Return the first of the remedies that fits into `budget` bytes, or None."""
+    """Return the first of the remedies that fits into `budget` bytes, or None if none does."""
     for remedy in remedies(tuning):
         if memory_of(remedy).peak <= budget:
             return remedy
@@ -83,7 +83,7 @@ def refusal(
     budget: float,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> UserError:
-    """Return the error for a step that does not fit, with the nearest setting that does."""
+    """Return the error for a step that does not fit, which names the nearest setting that does."""
     remedy = nearest(tuning, budget, memory_of)
     if remedy is None:
         next_step = tr(
@@ -107,9 +107,9 @@ def refusal(
 
 
 def _surely_fits(tuning: Tuning, model: Qwen, budget: float) -> bool:
-    """Return whether a rough upper bound of the memory already shows that a step fits.
+    """Return whether a rough upper bound of its memory already shows that a step fits.
 
-    The bound adds up the state, the activations and the logits of a chunk.
+    The bound is the sum of the state, the activations and one chunk of logits.
     """
     shape = tuning.shape
     trained = sum(parameter.numel() for _, parameter in parallel.trained(model))
@@ -128,10 +128,10 @@ def check_fits(
     compute: Compute,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> None:
-    """UserError, before any weights are loaded, if a step would not fit the memory of a card.
+    """Raise UserError (code 2) if a step would not fit a card's memory.
 
-    The error names the nearest setting that fits. Every rank must call this. The model may still be
-    on meta.
+    The error names the nearest setting that fits. Call this before any weights are loaded; the
+    model may still be on meta. Every rank must call this.
     """
     ranks_in_memory = parallel.ranks_in_memory(compute)
     # Other processes may use more of one card than of another.
@@ -154,7 +154,7 @@ def _forecast_error(
     available: int,
     memory_of: Callable[[Tuning], Memory],
 ) -> UserError | None:
-    """Return the error for a step that does not fit; otherwise log its memory and return None."""
+    """Return the error for a step that does not fit, or log the step's memory and return None."""
     try:
         memory = memory_of(tuning)
     except UserError as failure:  # the step itself will show whether it fits
@@ -172,9 +172,9 @@ def _forecast_error(
 
 
 def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
-    """Print the flags of a step of fine-tuning and, on standard error, its memory.
+    """Print the flags of a fine-tuning step and, on standard error, its memory.
 
-    Raises UserError if the step does not fit.
+    Raises UserError (code 2) if the step does not fit the card.
     """
     memory = forecast(tuning)
     capacity = chip.memory_gib * 2**30

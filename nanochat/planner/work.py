@@ -1,7 +1,7 @@
-"""The work of a step on each card: FLOPs, bytes of memory and of links, and operators.
+"""Counts the work of a step on each card: FLOPs, bytes through memory and links, and operators.
 
-Matmuls and attention follow from the shape of the model. The bytes that element-wise operators move
-follow from how the model is computed; a Traffic has them by what they grow with. dev/LOG.md says
+The FLOPs of matmuls and attention follow from the shape of the model. The bytes that element-wise
+operators move depend on how the model is computed, and are described by a Traffic. dev/LOG.md says
 how they were counted.
 """
 
@@ -19,7 +19,7 @@ from nanochat.train.sizes import table_rows
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a model and the figures that follow from it."""
+    """The shape of a model, and the counts of parameters, FLOPs and bytes that follow from it."""
 
     shape: GPTConfig
     flops_per_token: int
@@ -31,7 +31,7 @@ class Size:
 
     @property
     def head(self) -> int:
-        """Entries of the matrix that makes logits."""
+        """The number of entries in the matrix that computes logits."""
         return self.scaling - self.matrices
 
 
@@ -42,9 +42,9 @@ def size_of(
     window_pattern: str = "SSSL",
     upstream: bool = False,
 ) -> Size:
-    """Return the size of the model of a depth with upstream's context of 2,048 tokens.
+    """Return the size of a model of the given depth, with upstream's context of 2,048 tokens.
 
-    The model is that of base_train or, with `upstream`, that of upstream.
+    The model is that of base_train or, if `upstream` is True, that of upstream nanochat.
     """
     if depth < 1 or vocab_size < 1:
         raise UserError(
@@ -80,20 +80,23 @@ def size_of(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that element-wise operators move through the card's memory, forward and backward."""
+    """The bytes that element-wise operators move through memory, by what they are proportional to.
+
+    They include the forward and the backward pass.
+    """
 
     stream: float  # for each token, layer and channel
     ends: float  # for each token and channel, before the first layer and after the last
     logits: float  # for each token and entry of the vocabulary
-    # for each token and entry of the head: its gradient, which is added up over chunks of tokens
+    # for each token and entry of the head: the head's gradient, summed over chunks of tokens
     head: float
-    matrix: float  # for each entry of a matrix, in each pass: casts, and gradients added up
+    matrix: float  # for each entry of a matrix, in each pass: casts, and summing gradients
     table: float  # for each entry of an embedding table, in each pass
     matrix_step: float  # for each entry of a matrix, in each step: the optimizer
     table_step: float  # for each entry of a table, in each step
 
     def of_pass(self, size: Size, tokens: int) -> float:
-        """Return the bytes of one pass over `tokens` tokens."""
+        """Return the bytes that one pass over `tokens` tokens moves."""
         shape = size.shape
         channels = (self.stream * shape.n_layer + self.ends) * shape.n_embd
         per_token = channels + self.logits * shape.padded_vocab + self.head * size.head
@@ -101,13 +104,13 @@ class Traffic:
         return tokens * per_token + weights
 
     def of_step(self, size: Size) -> float:
-        """Return the bytes that the optimizer moves for the whole model; ranks share them."""
+        """Return the bytes that the optimizer moves for the whole model, over all ranks."""
         return self.matrix_step * size.matrices + self.table_step * (size.tables + size.head)
 
 
 @dataclass(frozen=True)
 class Program:
-    """How a model is computed."""
+    """The costs of one way to compute a model: bytes through memory and links, and operators."""
 
     traffic: Traffic
     layer_operators: float  # launched in one pass, for each layer
@@ -121,9 +124,9 @@ class Program:
 
 
 def keys(size: Size, shortest: int = 0) -> float:
-    """Return how many keys a query sees on average, summed over the layers.
+    """Return the average number of keys that a query sees, summed over the layers.
 
-    A causal window of W of T tokens shows W - W^2 / 2T keys.
+    In a row of T tokens with a causal window of W tokens, that is W - W^2 / 2T keys per layer.
     """
     length = size.shape.sequence_len
     windows = [min(max(window, shortest), length) for window in size.shape.windows]
@@ -131,22 +134,24 @@ def keys(size: Size, shortest: int = 0) -> float:
 
 
 def attention_flops(size: Size, shortest: int = 0) -> float:
-    """Return the FLOPs of attention for a token.
+    """Return the FLOPs of attention per token.
 
-    There are two matmuls forward, and five backward, which computes the scores again.
+    There are two matmuls in the forward pass, and five in the backward pass, which recomputes the
+    scores.
     """
     return 14 * size.shape.n_embd * keys(size, shortest)
 
 
 def matmul_flops(size: Size) -> float:
-    """Return the FLOPs of the matrices for a token, forward and backward."""
+    """Return the FLOPs of matmuls with weights per token, forward and backward."""
     return 6.0 * size.scaling
 
 
 def muon_flops(size: Size) -> float:
-    """Return the FLOPs of orthogonalizing all matrices in a step.
+    """Return the FLOPs that Muon takes in a step to orthogonalize all matrices.
 
-    That is five times two products of each matrix with its Gram matrix.
+    Each of the five iterations computes three products for every matrix: its Gram matrix, the
+    square of that, and a combination of both times the matrix.
     """
     dim = size.shape.n_embd
     return size.shape.n_layer * 5 * (4 * 6 + 2 * 18) * float(dim) ** 3

@@ -1,8 +1,8 @@
-"""Measures the wall time, CPU time and memory of a command and all its processes, for the report.
+"""Measures the wall time, CPU time and memory that a command and its child processes use.
 
 python -m nanochat.runtime.cost NAME -- COMMAND ...
 
-This runs COMMAND and adds its costs to report/stages.json.
+This runs COMMAND and adds its costs to report/stages.json, which the report reads.
 """
 
 import contextlib
@@ -17,52 +17,52 @@ from types import FrameType
 
 from nanochat.common import UserError, base_dir, read_json, write_json
 
-EVERY_SECONDS = 0.5  # between samples of memory, at least
-SHARE = 0.005  # of the time that samples may take: each walks all memory pages of a process
-WRITE_SECONDS = 5.0  # between updates of the file, so that a kill loses little
+EVERY_SECONDS = 0.5  # the shortest time between two samples
+SHARE = 0.005  # the largest share of the time to spend on samples, each of which walks all pages
+WRITE_SECONDS = 5.0  # the time between updates of the file, so that a kill loses little
 
 
 def stages_file() -> Path:
-    """Return the path of the file with the costs of all stages."""
+    """Return the path of the file that holds the costs of all stages."""
     return base_dir() / "report" / "stages.json"
 
 
 def read_stages() -> dict[str, dict[str, float]]:
-    """Return the costs of each stage: minutes, cpu_minutes, memory_gb and runs.
+    """Return the minutes, cpu_minutes, memory_gb and runs of each stage, by its name.
 
-    The stages are in the order of their first runs.
+    Stages come in the order in which they first ran.
     """
     path = stages_file()
     return read_json(path) if path.exists() else {}
 
 
 def _stat_fields(pid: str) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command's name: the state, the parent, ..."""
+    """Return the fields of /proc/PID/stat that follow the command's name, from the state on."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return text.rpartition(")")[2].split()
 
 
 def _descendants(root: int) -> list[int]:
-    """Return a process, its children, their children, and so on."""
+    """Return the IDs of a process and all its descendants."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                parent = int(_stat_fields(entry.name)[1])
-                children.setdefault(parent, []).append(int(entry.name))
+                parent = int(_stat_fields(path.name)[1])
+                children.setdefault(parent, []).append(int(path.name))
     descendants = []
-    waiting = [root]
-    while waiting:
-        pid = waiting.pop()
+    unvisited = [root]
+    while unvisited:
+        pid = unvisited.pop()
         descendants.append(pid)
-        waiting += children.get(pid, [])
+        unvisited += children.get(pid, [])
     return descendants
 
 
 def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
-    """Return the memory of processes in bytes, and the CPU seconds of each process.
+    """Return the total memory of the processes in bytes, and the CPU seconds of each process.
 
-    The memory is the PSS, which counts shared memory only once.
+    Memory is measured as PSS, which counts shared memory only once.
     """
     memory = 0
     cpu_seconds = {}
@@ -79,7 +79,7 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
 
 
 def _pss(pid: int) -> int:
-    """Return the memory of a process in bytes, with its share of the memory it shares."""
+    """Return the PSS of a process in bytes: its own memory, and its part of any shared memory."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])
@@ -87,16 +87,13 @@ def _pss(pid: int) -> int:
 
 
 def _ended_children() -> float:
-    """Return the CPU seconds of all children that have ended, and of their children.
-
-    Children that were too brief to be sampled count too.
-    """
+    """Return the CPU seconds of all descendants that have ended, even those never sampled."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 class _Costs:
-    """The costs of one run of a stage, added to those of its earlier runs."""
+    """Measures one run of a stage, and adds its costs to those of earlier runs."""
 
     def __init__(self, name: str):
         self.name = name
@@ -107,13 +104,13 @@ class _Costs:
         self._cpu_seconds: dict[int, float] = {}  # of each process that was sampled
 
     def sample(self, pid: int) -> None:
-        """Look at a process and its descendants."""
+        """Measure the memory and the CPU time of a process and its descendants."""
         memory, cpu_seconds = _cost(_descendants(pid))
         self._peak_memory = max(self._peak_memory, memory)
         self._cpu_seconds |= cpu_seconds
 
     def write(self) -> None:
-        """Write the costs to the file of all stages."""
+        """Write the costs so far to report/stages.json."""
         seconds = time.monotonic() - self._start
         ended_seconds = _ended_children() - self._ended_before
         cpu_seconds = max(sum(self._cpu_seconds.values()), ended_seconds)
@@ -132,7 +129,8 @@ class _Costs:
 def measure(name: str, command: list[str]) -> int:
     """Run a command, write its costs every few seconds, and return its exit code.
 
-    SIGTERM and SIGUSR1 are forwarded to the command.
+    SIGTERM and SIGUSR1 are forwarded to the command. Raises UserError (code 127) if the command
+    cannot be started.
     """
     costs = _Costs(name)
     try:
@@ -143,12 +141,12 @@ def measure(name: str, command: list[str]) -> int:
             exit_code=127,
         ) from failure
 
-    def forward(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
+    def forward(signal_number: int, _: FrameType | None) -> None:
+        process.send_signal(signal_number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, forward)
-    # A terminal sends Ctrl-C to the command itself, too.
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signal_number, forward)
+    # A terminal also sends Ctrl-C to the command itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if Path("/proc/self/smaps_rollup").exists():
         _sample_until_end(process, costs)
@@ -158,7 +156,7 @@ def measure(name: str, command: list[str]) -> int:
 
 
 def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
-    """Sample a process and write its costs until it ends."""
+    """Sample a process and write its costs regularly until it ends."""
     written_at = time.monotonic()
     while process.poll() is None:
         sampling_start = time.thread_time()
@@ -172,7 +170,7 @@ def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run the command line, and return the exit code."""
+    """Run the command line and return the exit code, which is 128 + N if signal N ended it."""
     if len(words) < 3 or words[1] != "--":
         raise UserError("usage: python -m nanochat.runtime.cost NAME -- COMMAND ...", exit_code=2)
     code = measure(words[0], words[2:])

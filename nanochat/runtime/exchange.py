@@ -1,8 +1,8 @@
-"""Whole matrices for an optimizer whose ranks hold rows: all-to-all to their owners, and back.
+"""Gives each rank some whole matrices to work on, where the ranks hold only rows of all matrices.
 
-With N shards the ranks exchange the rows of K matrices of one shape, so that each rank gets some
+The ranks exchange the rows of K matrices of one shape by all-to-all, so that each rank gets some
 matrices whole, works on them, and sends the rows of the results back. Replicas hold the same rows:
-each replica works on its share of the matrices, and all gather the results.
+each replica works on its share of the matrices, and then they gather each other's results.
 """
 
 import torch
@@ -13,7 +13,10 @@ from nanochat.runtime.parallel import Place, gathered
 
 
 class MatrixExchange:
-    """How the ranks share the work on K matrices of one shape (rows, cols)."""
+    """Divides the work on K matrices of one shape (rows, cols) among the ranks.
+
+    It collects whole matrices for each rank to work on, and distributes the results.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class MatrixExchange:
         self,
         local: Tensor,  # (K, local rows, cols)
     ) -> Tensor:  # (len(share), rows, cols)
-        """Return the matrices that this rank works on, whole."""
+        """Return the whole matrices that this rank works on, from the rows that all ranks hold."""
         matrices = local if self.place.shards == 1 else self._to_owners(local)
         return matrices[self.place.replica :: self.place.replicas]
 
@@ -52,7 +55,7 @@ class MatrixExchange:
         results: Tensor,  # (len(share), rows, cols) fp32
         dtype: torch.dtype,  # to send in
     ) -> Tensor:  # (K, local rows, cols) fp32
-        """Return the rows that this rank holds, of the results of all ranks."""
+        """Return this rank's rows of all K results, given the results that this rank computed."""
         if self.place.replicas > 1:
             results = self._from_replicas(results, dtype)
         if self.place.shards > 1:
@@ -60,7 +63,7 @@ class MatrixExchange:
         return results
 
     def _to_owners(self, local: Tensor) -> Tensor:
-        """Return the matrices that this shard owns, (owned, rows, cols), from everyone's rows."""
+        """Return the whole matrices that this shard owns, (owned, rows, cols)."""
         owned = self.owned_counts[self.place.shard]
         outgoing = local.index_select(0, self._by_owner).flatten()
         sizes_out = [count * self.local_rows * self.cols for count in self.owned_counts]
@@ -73,18 +76,18 @@ class MatrixExchange:
         return torch.cat(blocks, dim=1)
 
     def _from_replicas(self, results: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the results of all replicas, (owned, rows, cols), from those of this one."""
+        """Gather the results of all replicas, and return them in order, (owned, rows, cols)."""
         replicas = self.place.replicas
         owned = self.owned_counts[self.place.shard]
         largest_share = -(-owned // replicas)
         padded = results.new_zeros(largest_share, self.rows, self.cols, dtype=dtype)
         padded[: results.size(0)] = results
         parts = gathered(padded, replicas, self.place.replica_group)
-        # replica i % replicas had matrix i
+        # matrix i was computed by replica i % replicas
         return torch.stack(parts, dim=1).flatten(0, 1)[:owned].float()
 
     def _to_rows(self, results: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows of this shard, (K, local rows, cols), from the owners of the results."""
+        """Send the results to the ranks that hold their rows; return (K, local rows, cols)."""
         blocks = results.split(self.row_counts, dim=1)
         outgoing = torch.cat([block.to(dtype).flatten() for block in blocks])
         sizes_out = [results.size(0) * rows * self.cols for rows in self.row_counts]

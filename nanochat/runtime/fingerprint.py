@@ -1,4 +1,4 @@
-"""Refuses ranks that were started differently: they would hang, or train different models."""
+"""Refuses to run ranks that were started differently, since they would hang or diverge."""
 
 import functools
 import hashlib
@@ -17,11 +17,11 @@ from nanochat.device import Compute
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("nanochat", "scripts", "tasks")
-NAMED = 4  # number of differences that the refusal names
+NAMED = 4  # the largest number of differences that the error message lists
 
 
 def code() -> dict[str, str]:
-    """Return a hash of every Python file of this project's packages, by the file's name."""
+    """Return a hash of every Python file in this project's packages, by the file's path."""
     hashes = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -31,7 +31,10 @@ def code() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def loaded() -> dict[str, str]:
-    """Return a hash of every such file that this process has loaded, as of the first call."""
+    """Return the hashes of this project's Python files that this process had loaded.
+
+    The first call decides: later calls return the same hashes.
+    """
     folders = [ROOT / package for package in PACKAGES]
     paths = set()
     for module in list(sys.modules.values()):
@@ -48,7 +51,10 @@ def loaded() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def not_loaded() -> dict[str, str]:
-    """Return a hash of every other file of those packages, by its name, as of the first call."""
+    """Return the hashes of this project's Python files that this process had not loaded.
+
+    The first call decides: later calls return the same hashes.
+    """
     return {name: digest for name, digest in code().items() if name not in loaded()}
 
 
@@ -57,10 +63,10 @@ def _digest(path: Path) -> str:
 
 
 def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
-    """Refuse ranks whose flags, tokenizer, code, torch, number format or base folder differ.
+    """Raise UserError if the ranks' settings, code, torch, number format or base folder differ.
 
-    Every rank must call this. The code is hashed now, for checkpoints, since files may be edited
-    while the run trains.
+    Every rank must call this. It also hashes the code now, for later checkpoints, since files may
+    be edited while the run trains.
     """
     loaded()
     not_loaded()
@@ -78,7 +84,7 @@ def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
 
 
 def check(facts: Mapping[str, Any], compute: Compute) -> None:
-    """Raise a UserError on every rank that names the ranks whose facts differ from rank 0's."""
+    """Raise UserError on every rank if any rank's facts differ from those of rank 0."""
     if compute.world_size == 1:
         return
     facts_of_rank = {name: str(value) for name, value in facts.items()}
@@ -99,7 +105,7 @@ def check(facts: Mapping[str, Any], compute: Compute) -> None:
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:
-    """Return in words how the facts of each rank differ from those of rank 0."""
+    """Return a phrase for each fact in which a rank differs from rank 0."""
     differences = []
     for rank, facts in enumerate(ranks):
         for name in sorted({*facts, *ranks[0]}):
@@ -111,8 +117,10 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
 
 
 def _check_folder(compute: Compute) -> None:
-    """Raise UserError if a rank does not see the base folder of rank 0, where checkpoints are
-    written."""
+    """Raise UserError if a rank does not see the base folder of rank 0.
+
+    Checkpoints are written to that folder.
+    """
     names = [f".start-{uuid.uuid4().hex}"]
     token = base_dir() / names[0]
     if compute.main:

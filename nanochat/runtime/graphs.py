@@ -1,8 +1,8 @@
-"""--graphs: a training pass is captured once, and the device replays it as one launch.
+"""Implements --graphs: captures a training pass once, and lets the device replay it as one launch.
 
-A graph computes on the memory that it was captured with, so its inputs are copied in, and every
-pass must have the same shape. What is learned does not change. generate/graphs.py has the graphs of
-the engine.
+A graph always uses the memory that it was captured with, so inputs are copied into that memory and
+every pass must have the same shape. The trained model is the same with and without graphs.
+generate/graphs.py has the graphs that the engine uses for generation.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,10 @@ from nanochat.platforms.base import Platform
 
 
 def check(compute: Compute, compile: bool | None = None) -> None:
-    """Raise UserError if passes cannot be captured on this device, with these ranks or with
-    --compile."""
+    """Raise UserError if training passes cannot be captured.
+
+    That is so on some devices, with more than one rank, and together with --compile.
+    """
     if compile:
         raise UserError(
             tr(
@@ -42,7 +44,7 @@ def check(compute: Compute, compile: bool | None = None) -> None:
 
 
 def check_device(compute: Compute) -> None:
-    """Raise UserError if the device captures no graphs."""
+    """Raise UserError if the device cannot capture graphs."""
     why = compute.platform.graphs_missing()
     if why:
         raise UserError(
@@ -51,10 +53,11 @@ def check_device(compute: Compute) -> None:
 
 
 def for_replies(requested: bool | None, compute: Compute) -> Platform | None:
-    """Return the platform that replays the decoding steps of replies, or None: nothing is replayed.
+    """Return the platform that replays decoding steps as graphs, or None to replay nothing.
 
-    `requested` is --graphs; for None steps are replayed where that makes a single device faster.
-    Raises UserError if --graphs cannot be used.
+    `requested` is the value of --graphs. If it is None, steps are replayed if that is faster on
+    this device and there is only one rank. Raises UserError if --graphs was given but the device
+    cannot capture graphs.
     """
     if requested is None:
         is_faster = compute.platform.replays_replies and compute.world_size == 1
@@ -66,7 +69,7 @@ def for_replies(requested: bool | None, compute: Compute) -> Platform | None:
 
 
 class _Pass(nn.Module):
-    """A model's training pass with tensors as its only arguments, as graphs need it."""
+    """A model's training pass that takes only tensors, as capturing requires."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -77,16 +80,16 @@ class _Pass(nn.Module):
 
 
 class GraphedModel(nn.Module):
-    """A model for update(): called like the model, it replays a graph forward and one backward.
+    """A stand-in for a model in update() that replays captured forward and backward passes.
 
-    The gradients of a pass are in the graph's memory, which the next pass overwrites. So the first
-    gradients of a step are copied before its second pass.
+    The gradients of a pass lie in the graph's memory, which the next pass overwrites. The gradients
+    of a step's first pass are therefore copied before its second pass.
     """
 
     def __init__(self, model: nn.Module, shape: tuple[int, int], compute: Compute):
-        """Capture a pass of `shape` (B, T) after a few passes to warm up.
+        """Capture a pass of `shape` (B, T) after a few warm-up passes.
 
-        The model is left unchanged.
+        The model's parameters are left unchanged.
         """
         super().__init__()
         self.shape = shape
@@ -98,7 +101,10 @@ class GraphedModel(nn.Module):
         log(f"graphs: a pass of {shape[0]} x {shape[1]} tokens was captured, forward and backward")
 
     def forward(self, inputs: Tensor, targets: Tensor, reduction: str, **extras: Tensor) -> Tensor:
-        """Return the sum of losses, (), like model(inputs, targets, "sum")."""
+        """Return the sum of losses, (), as model(inputs, targets, "sum") does.
+
+        Raises UserError if the shape of the pass or its arguments differ from what was captured.
+        """
         shape = tuple(inputs.shape)
         if reduction != "sum" or extras or shape != self.shape:
             raise UserError(
@@ -109,7 +115,7 @@ class GraphedModel(nn.Module):
         return self._replay(inputs, targets)
 
     def _copy_gradients(self) -> None:
-        """Move gradients that are still in the graph's memory out of it."""
+        """Copy the gradients that still lie in the graph's memory to memory of their own."""
         parameters = []
         grads: list[Any] = []
         for parameter in self.parameters():
@@ -126,9 +132,9 @@ class GraphedModel(nn.Module):
 
 
 class StepGraph:
-    """A function of gradients and rates, captured once and replayed as one launch.
+    """A function of gradients and learning rates that is captured once and replayed as one launch.
 
-    Gradients and rates are copied to where the graph reads them.
+    Each call copies its gradients and rates into the memory that the graph reads.
     """
 
     def __init__(
@@ -136,7 +142,11 @@ class StepGraph:
         platform: Platform,
         function: Callable[[Sequence[Tensor], Sequence[Any]], None],
     ):
-        """The first call runs operator by operator, as captures require; the second captures."""
+        """Capture nothing yet.
+
+        The first call runs the function normally, which must come before a capture, and the second
+        call captures it.
+        """
         self._platform = platform
         self._function = function
         self._has_run = False
@@ -146,7 +156,7 @@ class StepGraph:
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-        """Call the function; from the second call on it gets the rates as tensors ()."""
+        """Run the function; from the second call on, the rates reach it as tensors of shape ()."""
         if not self._has_run:
             self._function(gradients, rates)
             self._has_run = True

@@ -1,10 +1,10 @@
-"""Starts a process for each device, with torchrun's flags, and prints last why one failed.
+"""Starts a process for each device, as torchrun does, and ends with a line that explains a failure.
 
 python -m nanochat.runtime.launch --nproc_per_node=8 -m scripts.base_train -- --depth=20
 
-Two things differ from torchrun. On one host, the port where the processes meet listens on 127.0.0.1
-only. After a failure the last line names the rank and its reason, where torchrun prints a traceback
-of its own.
+It takes torchrun's flags, and differs from torchrun in two ways. On a single host, the port where
+the processes meet listens only on 127.0.0.1. After a failure, the last line names the rank that
+failed and the reason, where torchrun would print a traceback of its own.
 """
 
 import os
@@ -40,9 +40,9 @@ OUT_OF_MEMORY = (
 
 
 class OneHost(StaticTCPRendezvous):
-    """Where the ranks of one host meet.
+    """A rendezvous for the ranks of a single host, whose store listens only on 127.0.0.1.
 
-    torchrun's own store listens on every address and unpickles what it is sent.
+    torchrun's own store listens on every address and unpickles whatever it receives.
     """
 
     def __init__(self, parameters: RendezvousParameters):
@@ -58,15 +58,15 @@ class OneHost(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """Return the name under which torchrun knows this class."""
+        """Return the name under which this class is registered with torchrun."""
         return "one-host"
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank to blame, and its failure.
+    """Return the rank that caused the failure, and its failure record.
 
-    It is the first rank that left a reason, else a rank that was killed, else a rank that the
-    launcher did not end itself (SIGTERM).
+    This is the first rank that left a reason. If none did, a rank that was killed comes first, and
+    ranks that the launcher itself ended with SIGTERM come last.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, int]:
@@ -81,7 +81,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def reason(failures: Mapping[int, ProcessFailure]) -> str:
-    """Return why the ranks failed: what the first rank said itself, or which signal ended it."""
+    """Return the error message of the rank that failed first, or else how that rank ended."""
     rank, failure = root_cause(failures)
     note: Any = failure.message  # a dict, if the rank left a note
     if isinstance(note, dict):
@@ -97,9 +97,9 @@ def reason(failures: Mapping[int, ProcessFailure]) -> str:
 
 
 def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) -> str:
-    """Return the reason that a rank noted.
+    """Return the reason that a rank noted, with the rank's number.
 
-    If the note says that another rank is gone, and that rank was killed, it adds why.
+    If it says that another rank is gone, and that rank was killed, the likely cause is added.
     """
     if "(rank " not in text:
         text = f"error: {text} (rank {rank})"
@@ -138,7 +138,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def no_meeting(failure: str) -> str:
-    """Return why the launchers of several hosts did not meet."""
+    """Return a message that explains why the launchers of several hosts did not find each other."""
     if "EADDRINUSE" in failure:
         # Not imported at the top, since it would load the accelerator's libraries.
         from nanochat.device import port_words
@@ -152,7 +152,7 @@ def no_meeting(failure: str) -> str:
 
 
 def end(message: str, code: int) -> int:
-    """Print the last line, leave it for the script that started this launcher; return the code."""
+    """Print the last line, note it for the script that started this launcher, and return `code`."""
     note_end(message)
     print(message, file=sys.stderr, flush=True)
     return code

@@ -1,7 +1,7 @@
-"""Many ranks: sharding with FSDP2, sums over ranks, and whole tensors of sharded models.
+"""Shards models over ranks with FSDP2, sums numbers over ranks, and gathers whole tensors.
 
-FSDP2 and DTensor are imported where they are used: importing them takes two seconds, which a single
-rank can save.
+FSDP2 and DTensor are imported where they are used, because the import takes two seconds, and a
+single rank does not need them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _EVERY_PASS = "reduces_in_every_pass"  # an attribute that shard() gives the mod
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's rows of a parameter are: shard `shard` of `shards`, in one of the replicas.
+    """The position of a rank among the shards and replicas of a parameter.
 
-    A rank that holds the whole parameter has shard 0 of 1.
+    It says which of the `shards` pieces of the parameter the rank holds, and in which of the
+    `replicas` copies. A rank that holds the whole parameter has shard 0 of 1.
     """
 
     shards: int = 1
@@ -47,21 +48,24 @@ class Place:
     replica_group: ProcessGroup | None = None  # the ranks that hold the same rows
 
     def row_counts(self, rows: int) -> list[int]:
-        """Return how many of `rows` rows each shard has.
+        """Return the number of rows in each shard of a parameter with `rows` rows.
 
-        FSDP2 splits as torch.chunk does: the last shards may have fewer rows, or none.
+        FSDP2 splits rows as torch.chunk does, so the last shards may have fewer rows, or none.
         """
         share = -(-rows // self.shards)
         first_rows = [min(share * shard, rows) for shard in range(self.shards)]
         return [min(share, rows - first_row) for first_row in first_rows]
 
     def first_row(self, rows: int) -> int:
-        """Return the first row that this rank holds."""
+        """Return the index of the first row that this rank holds."""
         return sum(self.row_counts(rows)[: self.shard])
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return where a parameter is: over a mesh (shards,) or (replicas, shards), or on this rank."""
+    """Return this rank's place in the mesh, (shards,) or (replicas, shards), of a parameter.
+
+    A parameter without a mesh is whole on this rank.
+    """
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return Place()
@@ -88,15 +92,18 @@ def ranks_per_host(compute: Compute) -> int:
 
 
 def ranks_in_memory(compute: Compute) -> int:
-    """Return how many ranks share the memory of a device: all of a host, or only its own."""
+    """Return how many ranks share the memory that this rank uses.
+
+    That is 1 if each device has its own memory, and otherwise the number of ranks on this host.
+    """
     return 1 if compute.platform.has_own_memory else ranks_per_host(compute)
 
 
 def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
-    """Return (replicas, shards): the copies of the parameters, and the ranks that share one copy.
+    """Return (replicas, shards): the number of copies, and the number of ranks that share a copy.
 
-    With several hosts each host holds a copy (HSDP), so that only gradients cross the network, once
-    a step. If every host has one rank, one copy is sharded over all ranks.
+    With several hosts, each host holds a copy (HSDP), so that only gradients cross the network, and
+    only once per step. If every host has a single rank, one copy is sharded over all ranks.
     """
     if mode == "none":
         return compute.world_size, 1
@@ -112,19 +119,20 @@ def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
 def shard(
     model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad"
 ) -> None:
-    """Shard a model over the ranks, in place; a single rank keeps everything.
+    """Shard a model over the ranks in place; with a single rank, do nothing.
 
-    - "none" holds everything on every rank.
-    - "grad" shards masters, gradients and optimizer state (ZeRO-2): parameters are gathered once a
-      step, and gradients are reduced once a step.
+    - "none" keeps everything on every rank.
+    - "grad" shards master weights, gradients and optimizer state (ZeRO-2). Parameters are gathered
+      once per step, and gradients are reduced once per step.
     - "full" frees gathered parameters after every use and reduces gradients in every pass (ZeRO-3),
       so that no rank ever holds all parameters or all gradients.
 
     `groups` are the modules whose parameters are gathered and reduced together, from
-    model.shard_groups(). Parameters stay fp32 masters: they are gathered in the compute dtype, and
-    gradients are reduced in fp32 while the backward pass is still running. Frozen parameters, such
-    as those below adapters, stay whole on every rank unless the mode is "full". On CPUs a table of
-    which a step reads few rows stays whole, and ranks exchange only these rows; see average_rows().
+    model.shard_groups(). The shards stay fp32 master weights; they are gathered in the compute
+    dtype, and gradients are reduced in fp32 while the backward pass is still running. Frozen
+    parameters, such as those below adapters, stay whole on every rank unless the mode is "full". On
+    CPUs, a table stays whole if a step reads only a few of its rows, and the ranks exchange only
+    those rows; see average_rows().
     """
     if compute.world_size == 1:
         return
@@ -169,11 +177,11 @@ def shard(
 
 
 def _unsharded(model: nn.Module, mode: Sharding, compute: Compute) -> set[nn.Parameter]:
-    """Return the parameters that every rank holds whole; see shard()."""
+    """Return the parameters that shard() leaves whole on every rank."""
     unsharded = set()
     for parameter in model.parameters():
-        # Frozen parameters need no gradients, so only "full" splits them. Small ones stay whole:
-        # sharding would cast them, and norms are fp32 on one device.
+        # Frozen parameters need no gradients, so only "full" shards them. One-dimensional ones
+        # always stay whole, since sharding would cast them, and norms stay fp32 on one device.
         is_small = parameter.dim() == 1
         if not parameter.requires_grad and (mode != "full" or is_small):
             unsharded.add(parameter)
@@ -189,9 +197,9 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Reduce gradients over ranks and free gathered parameters only in the last pass of a step.
+    """Delay reducing gradients and freeing gathered parameters until the last pass of a step.
 
-    With --shard=full every pass does both; see shard().
+    Call it before each pass. With --shard=full nothing is delayed: every pass does both.
     """
     if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
         model.set_requires_gradient_sync(last)
@@ -199,9 +207,9 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free the parameters that a pass without backward left gathered.
+    """Free the parameters that a forward pass without a backward pass has left gathered.
 
-    They are in the compute dtype; the masters are the shards.
+    Gathered parameters are in the compute dtype; the master weights are in the shards.
     """
     for module in model.modules():
         if _is_fsdp(module):
@@ -213,10 +221,10 @@ def _reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def average_rows(model: nn.Module, compute: Compute) -> None:
-    """Average over the ranks the gradients of tables that every rank holds whole; see shard().
+    """Average the gradients of unsharded tables over the ranks.
 
-    Only the rows that a rank met cross the network. Every rank gets the same sparse gradient, so
-    that all copies of a table stay the same.
+    Only rows with a gradient cross the network. Every rank gets the same sparse gradient, so that
+    all copies of a table stay identical.
     """
     if compute.world_size == 1:
         return
@@ -226,14 +234,14 @@ def average_rows(model: nn.Module, compute: Compute) -> None:
 
 
 def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
-    """Return the mean of a table's gradients over the ranks, sparse."""
+    """Return the mean of a table's gradient over the ranks, as a sparse tensor."""
     if table.grad is None:
         indices, values = torch.empty(0, dtype=torch.int64), table[:0]
     else:
-        indices, values = met(table.grad)
+        indices, values = nonzero_rows(table.grad)
     length = torch.tensor([len(indices)])
     lengths = [int(rank_length) for rank_length in gathered(length, ranks)]
-    # All ranks send tensors of one shape: the rows of the longest, padded.
+    # All ranks must send the same shape, so rows are padded to the largest count.
     padded_indices = torch.zeros(max(lengths), dtype=torch.int64)
     padded_values = table.new_zeros(max(lengths), *table.shape[1:])
     padded_indices[: len(indices)] = indices
@@ -247,7 +255,7 @@ def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
 
 
 def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
-    """Return the first rows of each tensor, as many as its length says, one after another."""
+    """Return the tensors without their padding, concatenated; tensor i has lengths[i] real rows."""
     pieces = []
     for tensor, length in zip(tensors, lengths, strict=True):
         pieces.append(tensor[:length])
@@ -255,29 +263,30 @@ def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of the `ranks` ranks of a group, by rank; without a group, of all ranks.
+    """Return the tensors of all ranks in a group, in the order of the ranks.
 
-    All tensors must have one shape.
+    `ranks` is the size of the group; no group means all ranks. All tensors must have the same
+    shape.
     """
     tensors = [torch.empty_like(tensor) for _ in range(ranks)]
     dist.all_gather(tensors, tensor, group=group)
     return tensors
 
 
-def met(g: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
-    """Return the indices and the values of the rows of a gradient that are not zero."""
-    if g.is_sparse:
-        g = g.coalesce()
-        return g.indices()[0], g.values()
-    rows = g.any(dim=1).nonzero()[:, 0]
-    return rows, g[rows]
+def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
+    """Return the indices and the values of the nonzero rows of a gradient, dense or sparse."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        return gradient.indices()[0], gradient.values()
+    rows = gradient.any(dim=1).nonzero()[:, 0]
+    return rows, gradient[rows]
 
 
 # --- numbers of all ranks ------------------------------------------------------------------------
 
 
 def total(values: list[float], compute: Compute) -> list[float]:
-    """Return the sum of each number over all ranks, in float64 and by the host's collectives."""
+    """Return the sum of each number over all ranks, computed in float64 on the host."""
     if compute.world_size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -286,7 +295,7 @@ def total(values: list[float], compute: Compute) -> list[float]:
 
 
 def least(value: int, compute: Compute) -> int:
-    """Return the smallest number of all ranks, on every rank."""
+    """Return the smallest value that any rank passes, on every rank."""
     if compute.world_size == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -295,7 +304,7 @@ def least(value: int, compute: Compute) -> int:
 
 
 def agree(value: int, compute: Compute) -> int:
-    """Return rank 0's number, on every rank."""
+    """Return the value that rank 0 passes, on every rank."""
     if compute.world_size == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -305,10 +314,10 @@ def agree(value: int, compute: Compute) -> int:
 
 @contextlib.contextmanager
 def together(name: str, compute: Compute) -> Iterator[None]:
-    """Raise a UserError on every rank if this block raises one on any rank.
+    """Raise UserError on every rank if this block raises it on any rank.
 
-    So all ranks skip the task `name`. Every rank must enter the block, and inside it a rank must
-    not wait for another one.
+    This makes all ranks skip the task `name` together. Every rank must enter the block, and inside
+    it no rank may wait for another.
     """
     failure: UserError | None = None
     try:
@@ -326,22 +335,19 @@ def together(name: str, compute: Compute) -> Iterator[None]:
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name and the parameter for every parameter that is not frozen.
-
-    These are the parameters that a checkpoint keeps.
-    """
+    """Yield the names and parameters that are not frozen, which are those that checkpoints keep."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor that may be sharded; every rank must call this."""
+    """Return the whole of a tensor that may be sharded; every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the whole value of every parameter, gathered one at a time.
+    """Yield the name and the whole value of every parameter, gathering one at a time.
 
     Every rank must iterate to the end.
     """
@@ -352,22 +358,22 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The rows of a parameter that a rank holds, and the owners of all rows of the same copy."""
+    """This rank's rows of a parameter, and the ranks that together hold rank 0's copy of it."""
 
-    rows: Tensor  # no rows if this rank belongs to another copy than rank 0
+    rows: Tensor  # empty if this rank does not belong to rank 0's copy
     shape: tuple[int, ...]  # of the whole parameter
     owners: tuple[tuple[int, int], ...]  # (rank, number of its rows), in the order of the rows
 
     @property
     def size(self) -> int:
-        """Bytes of the whole parameter."""
+        """The size of the whole parameter in bytes."""
         return math.prod(self.shape) * self.rows.dtype.itemsize
 
 
 def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
-    """Return this rank's shard of every trained parameter, by name; nothing is gathered.
+    """Return this rank's shard of every trained parameter, by name, without gathering anything.
 
-    Together the owners hold one copy of the model: rank 0's.
+    Together, the owners hold the copy of the model that rank 0 belongs to.
     """
     _reshard(model)
     return {name: _shard_of(parameter) for name, parameter in trained(model)}
@@ -391,7 +397,7 @@ def _shard_of(parameter: Tensor) -> ParameterShard:
 
 
 class Rows(Protocol):
-    """A tensor of which some rows can be read; a Tensor is one."""
+    """A tensor, in memory or in a file, from which a range of rows can be read."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -401,7 +407,7 @@ class Rows(Protocol):
 
 @torch.no_grad()
 def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """Copy whole tensors into a model's trained parameters, sharded or not.
+    """Copy whole tensors into a model's trained parameters, which may be sharded.
 
     Each rank reads only the rows that it holds. Raises UserError if names or shapes differ.
     """
@@ -415,8 +421,7 @@ def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
 
 
 def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """Raise UserError if the tensors and the model's trained parameters differ in names or
-    shapes."""
+    """Raise UserError if the names or shapes of tensors and trained parameters differ."""
     model_shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
     value_shapes = {name: tuple(value.shape) for name, value in values.items()}
     wrong = []
@@ -435,7 +440,7 @@ def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> None:
-    """Copy the parameters of a sharded model into an unsharded one, cast to its formats.
+    """Copy a sharded model's parameters into an unsharded replica, casting to the replica's dtypes.
 
     Every rank must call this.
     """

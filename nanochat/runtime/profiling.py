@@ -1,8 +1,8 @@
-"""--profile: where the time of a step goes, on every device.
+"""Implements --profile: measures where the time of a training step goes, on every device.
 
-Four early steps are timed part by part, and three are traced. Timing costs nothing, so its table is
-true to the run. Tracing slows a step down, and names the operators. The stage calls mark() where a
-part of a step begins; without --profile, mark() does nothing.
+Four early steps are timed part by part, and three more are traced. Timing costs almost nothing, so
+its table is true to the run. Tracing slows a step down, but shows the time of each operator. The
+training stage calls mark() at the beginning of each part of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP = "nanochat step"  # the name of a step in the trace
 
 
 class Tracer(Protocol):
-    """Traces steps: start() before the step that warms up, step() after each step."""
+    """Traces steps: call start() before the warm-up step, and step() after every step."""
 
     def start(self) -> None: ...
 
@@ -48,20 +48,20 @@ class Tracer(Protocol):
 
 
 class TorchTracer:
-    """torch's profiler, which traces the host and the devices that torch was built for."""
+    """Traces steps with torch's profiler, on the host and on devices that torch was built for."""
 
     def __init__(self, folder: Path, compute: Compute, steps: int):
         self.compute = compute
         self.steps = steps
         self.path = folder / f"trace-rank-{compute.rank}.json.gz"
-        # otherwise it complains that there is no other device
+        # otherwise the profiler warns that there is no accelerator
         if not compute.platform.runs_beside_host:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
         self._profiler = torch.profiler.profile(schedule=schedule)
 
     def start(self) -> None:
-        """Begin the step that warms up."""
+        """Begin the step in which torch's profiler warms up."""
         self._profiler.start()
 
     def step(self) -> None:
@@ -69,9 +69,9 @@ class TorchTracer:
         self._profiler.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """Return the figures of the trace, and its file.
+        """Return the figures of the trace, and the path of its file.
 
-        chrome://tracing and ui.perfetto.dev show the file.
+        The file can be opened in chrome://tracing and ui.perfetto.dev.
         """
         self._profiler.stop()
         self._profiler.export_chrome_trace(str(self.path))
@@ -88,9 +88,9 @@ class TorchTracer:
         return replace(traced, operators=operators), self.path
 
     def _span(self, event: Any) -> Span | None:
-        """Return the device time of an event.
+        """Return the time span of an event on the device.
 
-        None for a mark, and for an event of the host where the device is another one.
+        Return None for an annotation, and for an event on the host if the device is an accelerator.
         """
         platform = self.compute.platform
         if _on_host(event) == platform.runs_beside_host:
@@ -99,16 +99,16 @@ class TorchTracer:
         start, end = _microseconds(event)
         kind: Kind = "communication" if platform.communicates(name) else "computing"
         if not platform.runs_beside_host:
-            # A host communicates in the background. What is in the foreground computes.
+            # A CPU communicates in the background, so work in the foreground counts as computing.
             if event.is_async():
                 return Span(name, start, end, kind) if kind == "communication" else None
             kind = "computing"
         return None if event.is_user_annotation() else Span(name, start, end, kind)
 
     def _times(self, spans: Sequence[Span]) -> Times:
-        """Return calls and microseconds of operators.
+        """Return the number of calls and the total microseconds of each operator.
 
-        On a CPU the time of an operator does not include the operators that it calls.
+        On a CPU, the time of an operator does not include the operators that it calls.
         """
         times = timeline.total_times(spans)
         platform = self.compute.platform
@@ -126,24 +126,24 @@ class TorchTracer:
 
 
 class PlatformTracer:
-    """A vendor's own profiler."""
+    """Traces steps with the profiler of a device's vendor."""
 
     def __init__(self, tracer: base.Tracer, steps: int):
         self._tracer = tracer
         self.steps = steps
 
     def start(self) -> None:
-        """Begin the step in which the profiler settles."""
+        """Begin the step in which the profiler warms up."""
         self._tracer.start()
 
     def step(self) -> None:
-        """End a step; after the last step the profiler writes its files."""
+        """End a step; after the last step, the profiler writes its files."""
         self._tracer.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """Return the figures of the trace, and its file.
+        """Return the figures of the trace, and the path of its file.
 
-        Raises UserError if the profiler has not left its files.
+        Raises UserError if the profiler has not written its files.
         """
         trace = self._tracer.finish()
         spans = [Span(name, 0.0, microseconds) for name, microseconds in trace.operators]
@@ -159,7 +159,7 @@ class PlatformTracer:
 
 
 def tracer_of(folder: Path, compute: Compute, steps: int) -> Tracer:
-    """Return the profiler that traces this rank: the vendor's if there is one, else torch's."""
+    """Return the vendor's tracer for this rank, or torch's if the vendor has none."""
     vendor_tracer = compute.platform.tracer(folder, f"rank{compute.rank}", steps)
     if vendor_tracer is None:
         return TorchTracer(folder, compute, steps)
@@ -171,7 +171,7 @@ def _on_host(event: Any) -> bool:
 
 
 def _microseconds(event: Any) -> Interval:
-    """Return the start and the end of an event."""
+    """Return the start and the end of an event in microseconds."""
     return event.start_ns() / 1000, event.end_ns() / 1000
 
 
@@ -180,7 +180,7 @@ def _microseconds(event: Any) -> Interval:
 
 @dataclass
 class _Step:
-    """The marks of a timed step: a name, the host's clock and a device event for each part."""
+    """The marks of a timed step, each with a part's name, the host's time and a device event."""
 
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -188,12 +188,12 @@ class _Step:
 
 
 class Profile:
-    """Follows the first steps of a run, and after the last of them prints where their time went."""
+    """Times and traces the first steps of a run, then prints and writes tables of their time."""
 
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
-        """Write to the folder `profile` in the checkpoint folder of a stage.
+        """Prepare a profile that will be written to the folder `profile` inside `folder`.
 
-        Raises UserError if the run has fewer steps left than a profile takes.
+        Raises UserError (code 2) if the run has fewer steps left than a profile needs.
         """
         check(steps_left)
         self.stage = stage
@@ -206,7 +206,7 @@ class Profile:
         self._spans: list[Any] = []  # open in the trace: the step, and a part of it
 
     def begin_step(self) -> None:
-        """Begin a step, and with it the part that fetches its data."""
+        """Begin a step, and its first part, which fetches the data."""
         if self.number >= NEEDED:
             return
         warms_up = self.number == NEEDED - TRACED - 1
@@ -224,18 +224,18 @@ class Profile:
         return SETTLING <= self.number < SETTLING + TIMED
 
     def _open(self, name: str) -> None:
-        """Begin a span in the trace."""
+        """Open a span in the trace."""
         span = torch.profiler.record_function(name)
         span.__enter__()
         self._spans.append(span)
 
     def _close(self, keep: int) -> None:
-        """End all but the outermost `keep` spans in the trace."""
+        """Close all spans in the trace except the outermost `keep`."""
         while len(self._spans) > keep:
             self._spans.pop().__exit__(None, None, None)
 
     def mark(self, name: str) -> None:
-        """Begin a part of a step; the part before it ends."""
+        """End the current part of the step, and begin the part `name`."""
         if self._is_timed() and self.timed:
             step = self.timed[-1]
             step.names.append(name)
@@ -249,12 +249,12 @@ class Profile:
             self._open(name)
 
     def end_step(self) -> None:
-        """End a step; after the last profiled step the tables are printed and written."""
+        """End a step, and print and write the tables after the last profiled step."""
         if self.number >= NEEDED:
             return
         self.mark("")
         if self.tracer is not None:
-            device.synchronize(self.compute)  # so that a traced step holds all of its work
+            device.synchronize(self.compute)  # so that the traced step contains all of its work
             self._close(keep=0)
             self.tracer.step()
         self.number += 1
@@ -262,7 +262,10 @@ class Profile:
             self._report()
 
     def _step_parts(self) -> list[StepPart]:
-        """Return the mean time of each part over the timed steps, and that of the slowest rank."""
+        """Return each part's mean time over the timed steps, here and on the slowest rank.
+
+        Every rank must call this.
+        """
         device.synchronize(self.compute)
         host_ms: dict[str, float] = {}
         device_ms: dict[str, float] = {}
@@ -285,9 +288,10 @@ class Profile:
         return step_parts
 
     def _trace(self) -> tuple[Traced | None, list[str]]:
-        """Return the figures of this rank's trace, and its file.
+        """Return the figures of this rank's trace, and a list with the path of its file.
 
-        If the profiler fails, the run only warns and continues.
+        If this rank is not traced, or if the profiler fails, return (None, []); a failure is only
+        reported as a warning.
         """
         if self.tracer is None:
             return None, []
@@ -331,7 +335,7 @@ class Profile:
 
 
 def check(steps_left: int) -> None:
-    """Raise UserError (code 2) if a profile takes more steps than the run has left."""
+    """Raise UserError (code 2) if the run has fewer steps left than a profile needs."""
     if steps_left < NEEDED:
         raise UserError(
             f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the "

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, otherwise lines in a log."""
+"""Shows the progress of long work, as a bar on a terminal or as lines in a log."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ TIME_UNITS = (
 
 
 def amount(value: float, unit: str) -> str:
-    """Return a quantity for people: bytes as kB, MB or GB, anything else with its unit."""
+    """Format a quantity with its unit for people to read; bytes ("B") become kB, MB or GB."""
     if unit != "B":
         return f"{value:,.0f} {unit}"
     for factor, name in BYTE_UNITS:
@@ -29,7 +29,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for people, in at most two units: 8.3 s, 4 min 5 s, 3 h 20 min, 2 d 5 h."""
+    """Format seconds in at most two units, such as 8.3 s, 4 min 5 s, 3 h 20 min or 2 d 5 h."""
     for large_seconds, small_seconds, (large, small) in TIME_UNITS:
         small_count = round(seconds / small_seconds)
         large_count, remainder = divmod(small_count, large_seconds // small_seconds)
@@ -40,12 +40,12 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows on standard output how far a piece of work is: a bar on a terminal, else lines.
+    """Shows the progress of some work on standard output, as a bar on a terminal, else as lines.
 
-    `advance` counts work, and prints a line every few seconds; `show` says how much work is done,
-    and prints every line. Both may be called from any thread. As a context manager, a Progress ends
-    with a line that sums up the work. A Progress does not know its rank: of several processes one
-    makes it with shown=True, and only that process prints.
+    `advance` adds to the completed work, and prints a line at most every few seconds. `show` sets
+    the completed work, and prints every line. Both may be called from any thread. Used as a context
+    manager, a Progress ends with a line that sums up the work. With several processes, only the one
+    that passes shown=True prints.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class Progress:
         completed: float = 0.0,
         shown: bool = True,
     ):
-        """`total` counts units, None if unknown; `unit` is "B" for bytes, else a plural noun.
+        """Start to show progress.
 
-        `completed` counts the units of earlier runs.
+        `total` is the amount of work in units, or None if it is unknown. `unit` is "B" for bytes,
+        or else a plural noun. `completed` is the amount that earlier runs have done.
         """
         self.title = title
         self.total = total
@@ -72,7 +73,7 @@ class Progress:
         self._start = time.monotonic()
         self._printed_at = self._start
         self._bar: Bar | None = None
-        # The console asks standard output, like the next line, and TERM and TTY_INTERACTIVE.
+        # The console looks at standard output, TERM and TTY_INTERACTIVE.
         console = Console()
         if shown and sys.stdout.isatty() and console.is_interactive:
             self._bar = self._new_bar(console)
@@ -80,7 +81,7 @@ class Progress:
             self._bar.start()
 
     def _new_bar(self, console: Console) -> Bar:
-        """Return a bar with a title and a note, which get about 50 of 80 columns."""
+        """Return a new bar with a title and a note, which leaves them about 50 of 80 columns."""
         return Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -88,7 +89,7 @@ class Progress:
             console=console,
             refresh_per_second=4,
             transient=True,
-            # Errors are printed above the bar; errors that go to a file stay there.
+            # Errors on the terminal are printed above the bar; redirected ones are left alone.
             redirect_stderr=sys.stderr.isatty(),
         )
 
@@ -105,14 +106,14 @@ class Progress:
             self._print(f"{self.title}: {summary}")
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the bar from the terminal."""
         if self._bar:
             self._bar.stop()
 
     def advance(self, by: float, skipped: bool = False) -> None:
-        """Count work as done.
+        """Count `by` more units as completed.
 
-        An earlier run did the `skipped` work, so it does not count for the speed.
+        `skipped` units were done by an earlier run, so they do not count towards the speed.
         """
         with self._lock:
             self.completed += by
@@ -126,9 +127,9 @@ class Progress:
                 self._print(f"{self.title}: {self._note(now)}")
 
     def show(self, completed: float, note: str, line: str) -> None:
-        """Say how many units are done in all.
+        """Set the total number of completed units.
 
-        A terminal shows `note` beside the bar; a log gets `line`.
+        A terminal shows `note` next to the bar, and a log gets `line`.
         """
         with self._lock:
             self.completed = completed
@@ -160,7 +161,7 @@ class Progress:
         return f"{completed} of {amount(self.total, self.unit)} ({share:.0%})"
 
     def _own_work(self) -> float:
-        """Return the units that this process has done."""
+        """Return the number of units that this process itself has completed."""
         return self.completed - self._skipped
 
     def _rate(self, seconds: float) -> str:
@@ -170,7 +171,7 @@ class Progress:
         return f", {amount(own_work / seconds, self.unit)}/s"
 
     def _time_left(self, seconds: float) -> str:
-        """Return the time left at the speed until now, if the total is known and not exceeded."""
+        """Return the estimated time left as text, or "" if the total is unknown or exceeded."""
         own_work = self._own_work()
         if not self.total or own_work <= 0 or self.completed > self.total:
             return ""

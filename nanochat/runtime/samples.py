@@ -1,4 +1,4 @@
-"""Reads and writes samples.jsonl: what the checkpoints of a stage replied."""
+"""Reads and writes samples.jsonl, which holds sample replies from the checkpoints of a stage."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -8,12 +8,12 @@ from typing import Any
 from nanochat.common import check_regular, parse_json, to_json, write_atomic
 
 MAX_BYTES = 16 << 20  # a larger samples.jsonl is not read
-MAX_LETTERS = 2000  # of a prompt or a reply; the rest is cut off
+MAX_LETTERS = 2000  # the longest prompt or reply, in characters; the rest is cut off
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A reply of the checkpoint of a step. The names of the fields are the keys in the file."""
+    """A reply from the model at a given step. The names of the fields are the keys in the file."""
 
     step: int
     source: str  # the measurement, such as GSM8K
@@ -23,7 +23,7 @@ class Sample:
 
 
 def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
-    """Add samples to the file of a stage, in place of earlier ones of the same step and source."""
+    """Add samples to a stage's file, replacing earlier samples of the same step and source."""
     new = list(samples)
     replaced = {(sample.step, sample.source) for sample in new}
     samples = []
@@ -36,7 +36,7 @@ def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
 
 
 def forget_samples(folder: Path, step: int) -> None:
-    """Drop the samples of steps after `step`, which the stage runs again."""
+    """Remove the samples of all steps after `step`, because the stage will run them again."""
     samples = read_samples(folder)
     remaining = [sample for sample in samples if sample.step <= step]
     if len(remaining) < len(samples):
@@ -49,7 +49,10 @@ def _write(folder: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Return the samples of a stage, earlier steps first. Lines without a sample are skipped."""
+    """Return the samples of a stage, earlier steps first, skipping lines that hold no sample.
+
+    Return an empty list if there is no file, or if it is too large.
+    """
     path = folder / "samples.jsonl"
     try:
         check_regular(path, MAX_BYTES)

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 ask a run to save and stop, on all ranks at the same step."""
+"""Makes a run save and stop on SIGTERM, SIGINT or SIGUSR1, on all ranks at the same step."""
 
 import contextlib
 import os
@@ -17,29 +17,29 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
-    """A signal asked for the end.
+    """Raised after a signal has asked the run to stop.
 
-    Like KeyboardInterrupt, it passes edges that catch what foreign code raises.
+    Like KeyboardInterrupt, it is not caught by handlers of Exception around foreign code.
     """
 
 
 @contextlib.contextmanager
 def caught(pulse: Pulse) -> Iterator[None]:
-    """Note signals in `pulse` inside this block, for check() and agreed() to read.
+    """Record signals in `pulse` inside this block, for check() and agreed() to read.
 
-    This happens in the main thread only. Without a launcher, the process stops at once while
-    nothing has been trained yet, and at a second Ctrl-C. A launcher passes on a signal that the
-    terminal has already sent to every process, and kills processes that take too long
-    (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
+    In threads other than the main thread, this does nothing. Without a launcher, the process stops
+    at once if nothing has been trained yet, and on a second Ctrl-C. A launcher forwards signals
+    that the terminal has already sent to every process, so with a launcher a repeated signal means
+    nothing; the launcher kills processes that take too long (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     alone = not os.environ.get("RANK")
 
-    def note(number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        is_ctrl_c = number == signal.SIGINT
+    def note(signal_number: int, _: FrameType | None) -> None:
+        name = signal.Signals(signal_number).name
+        is_ctrl_c = signal_number == signal.SIGINT
         if alone and is_ctrl_c and pulse.stop_reason == "SIGINT":
             raise KeyboardInterrupt
         if not pulse.stop_reason:
@@ -49,7 +49,9 @@ def caught(pulse: Pulse) -> Iterator[None]:
         if pulse.at_once or (alone and nothing_trained):
             raise Stopped
 
-    before = {number: signal.signal(number, note) for number in CAUGHT}
+    earlier_handlers = {
+        caught_signal: signal.signal(caught_signal, note) for caught_signal in CAUGHT
+    }
     pulse.catching = True
     pulse.stop_reason = ""
     pulse.moments = 0
@@ -59,12 +61,15 @@ def caught(pulse: Pulse) -> Iterator[None]:
     finally:
         pulse.catching = False
         pulse.stop_reason = ""
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for caught_signal, handler in earlier_handlers.items():
+            signal.signal(caught_signal, handler)
 
 
 def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
-    """Print what the process does about a signal; print() is not safe in a signal handler."""
+    """Write to standard error how the process will react to a signal.
+
+    It uses os.write(), because print() is not safe in a signal handler.
+    """
     again = "; again to stop at once" if twice_stops else ""
     words = "stopping" if at_once else f"saving at the end of this step{again}"
     os.write(2, f"{name}: {words}\n".encode())
@@ -72,10 +77,10 @@ def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
 
 @contextlib.contextmanager
 def at_once(pulse: Pulse) -> Iterator[None]:
-    """Raise Stopped at once for a signal inside this block, on every rank by itself.
+    """Make a signal inside this block raise Stopped at once, on each rank independently.
 
-    This is for long work that is not worth finishing, such as compiling. A launcher gives its ranks
-    30 seconds before it kills them.
+    This is for long work that is not worth finishing, such as compiling, because a launcher gives
+    its ranks only 30 seconds before it kills them.
     """
     pulse.at_once = True
     try:
@@ -87,7 +92,7 @@ def at_once(pulse: Pulse) -> Iterator[None]:
 
 
 def agreed(compute: Compute) -> bool:
-    """Return whether any rank was asked to stop; every rank must call this."""
+    """Return whether any rank has been asked to stop; every rank must call this."""
     pulse = compute.pulse
     pulse.beat()
     asked_to_stop = bool(pulse.stop_reason)
@@ -102,15 +107,15 @@ def agreed(compute: Compute) -> bool:
 
 
 def check(compute: Compute) -> None:
-    """Raise Stopped on every rank if any rank was asked to stop; every rank must call this."""
+    """Raise Stopped on every rank if any rank has been asked to stop; every rank must call this."""
     if agreed(compute):
         raise Stopped
 
 
 def check_alone(compute: Compute) -> None:
-    """Raise Stopped if this rank was asked to stop, where ranks work at their own pace.
+    """Raise Stopped if this rank has been asked to stop, without waiting for other ranks.
 
-    Every rank must call check() afterwards.
+    Use it while ranks work at their own pace. Every rank must call check() afterwards.
     """
     compute.pulse.beat()
     if compute.pulse.stop_reason:

@@ -1,6 +1,6 @@
-"""Shows where time goes: the parts of a step, the device's work, and the slowest operators.
+"""Makes the tables of a profile: the parts of a step, the device's work, the slowest operators.
 
-The input is marks (where a part of a step begins) and spans (an operator from start to end).
+They are computed from the times of a step's parts, and from spans (an operator's start and end).
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from nanochat.common import read_json
 
-# The folder of a stage that ran with --profile, beside its checkpoints, and a file in it.
+# The folder next to a stage's checkpoints that holds its profile, and the JSON file in it.
 FOLDER = "profile"
 FILE = "profile.json"
 Kind = Literal["computing", "communication"]
@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasted from `start` to `end`, in microseconds of one clock."""
+    """An operator that ran from `start` to `end`, in microseconds of a common clock."""
 
     name: str
     start: float
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Operator:
-    """The calls and the time of an operator in an average step."""
+    """The number of calls and the time of an operator in an average step."""
 
     name: str
     calls: float
@@ -39,7 +39,10 @@ class Operator:
 
 @dataclass(frozen=True)
 class Traced:
-    """An average traced step, in ms. `exposed_ms` is communication without computing beside it."""
+    """The device's time in an average traced step, in ms.
+
+    `exposed_ms` is the time of communication that does not overlap with computing.
+    """
 
     step_ms: float
     computing_ms: float
@@ -51,16 +54,16 @@ class Traced:
 
 @dataclass(frozen=True)
 class StepPart:
-    """The time of a part of an average step, in ms, on the device and on the launching host."""
+    """The time that one part of an average step takes, on the device and on the host, in ms."""
 
     name: str
     ms: float
     host_ms: float
-    slowest_ms: float  # of all ranks
+    slowest_ms: float  # on the slowest rank
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of the intervals, as sorted intervals that do not touch."""
+    """Return the union of the intervals as sorted, disjoint intervals."""
     union: list[Interval] = []
     for start, end in sorted(intervals):
         touches = bool(union) and start <= union[-1][1]
@@ -73,12 +76,12 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of the intervals."""
+    """Return the total length of the union of the intervals."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
-    """Return the pieces of an interval that lie in the windows."""
+    """Return the parts of an interval that lie inside the windows."""
     span_start, span_end = span
     pieces = []
     for window_start, window_end in windows:
@@ -90,14 +93,14 @@ def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
 
 
 def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
-    """Return what a device did in an average step, from the spans of its operators.
+    """Return how a device spent its time in an average step, given the spans of its operators.
 
-    `operators` stays empty.
+    The field `operators` is left empty.
     """
     intervals: dict[Kind, list[Interval]] = {"computing": [], "communication": []}
     for span in spans:
         intervals[span.kind] += within((span.start, span.end), steps)
-    microseconds_to_ms = 1000 * len(steps)  # from all steps to one
+    microseconds_to_ms = 1000 * len(steps)  # also divides the sum over all steps by their number
     computing = length(intervals["computing"])
     communication = length(intervals["communication"])
     busy = length(intervals["computing"] + intervals["communication"])
@@ -112,7 +115,7 @@ def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
 
 
 def top(times: Times, steps: int, count: int = 15) -> list[Operator]:
-    """Return the `count` slowest operators of an average step; `times` are those of all steps."""
+    """Return the `count` slowest operators of an average step, given the times over all steps."""
     operators = []
     for name, (calls, microseconds) in times.items():
         if microseconds > 0:
@@ -123,7 +126,7 @@ def top(times: Times, steps: int, count: int = 15) -> list[Operator]:
 
 
 def total_times(spans: Iterable[Span]) -> Times:
-    """Return the calls and the microseconds of each name."""
+    """Return the number of calls and the total microseconds of each operator, by name."""
     times: Times = {}
     for span in spans:
         calls, microseconds = times.get(span.name, (0, 0.0))
@@ -139,9 +142,9 @@ def _percent(ms: float, total_ms: float) -> str:
 
 
 def parts_table(step_parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
-    """Return a table with a line for each part of a step.
+    """Return a table as text, with one line for each part of a step and one for the whole step.
 
-    On a CPU it has no column for the host, and with one rank no column for the slowest rank.
+    It has no column for the host on a CPU, and none for the slowest rank if there is only one rank.
     """
     step = StepPart(
         "step",
@@ -166,7 +169,7 @@ def parts_table(step_parts: Sequence[StepPart], ranks: int, on_host: bool) -> st
 
 
 def traced_table(traced: Traced, on_host: bool) -> str:
-    """Return a table of the device's work and the slowest operators."""
+    """Return a table, as text, of the device's work and the slowest operators."""
     step_ms = traced.step_ms
     rows = (
         ("operators", traced.computing_ms),
@@ -186,7 +189,7 @@ def traced_table(traced: Traced, on_host: bool) -> str:
 
 
 def as_rows(step_parts: Sequence[StepPart]) -> list[dict[str, Any]]:
-    """Return the parts of a step as rows of a table in the report."""
+    """Return the parts of a step as table rows for the report."""
     step_ms = sum(step_part.ms for step_part in step_parts)
     rows = []
     for step_part in step_parts:
@@ -196,7 +199,7 @@ def as_rows(step_parts: Sequence[StepPart]) -> list[dict[str, Any]]:
 
 
 def as_json(step_parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
-    """Return the parts of a step and the trace as JSON."""
+    """Return the parts of a step and the trace as an object that can be written as JSON."""
     return {
         "parts": [asdict(step_part) for step_part in step_parts],
         "traced": None if traced is None else asdict(traced),
@@ -204,9 +207,9 @@ def as_json(step_parts: Sequence[StepPart], traced: Traced | None) -> dict[str, 
 
 
 def report_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a stage's profile for the report; none if the stage was not profiled."""
+    """Return the table rows of a stage's profile, or an empty list if it was not profiled."""
     path = folder / FOLDER / FILE
     if not path.exists():
         return []
     content = read_json(path)
-    return as_rows([StepPart(**entry) for entry in content["parts"]])
+    return as_rows([StepPart(**fields) for fields in content["parts"]])

@@ -1,4 +1,4 @@
-"""Records the figures of a stage: in metrics.jsonl, and in the trackers of --track and --run."""
+"""Records the metrics of a stage in metrics.jsonl and in the trackers of --track and --run."""
 
 import importlib.util
 from pathlib import Path
@@ -27,8 +27,8 @@ def _is_installed(package: str) -> bool:
 def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
     """Return the trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
 
-    `run` names a wandb run, which adds wandb; "dummy" asks for none. Raises UserError (code 2) for
-    an unknown name or mode, a repeated name, or a library that is not installed.
+    A `run` other than "dummy" names a wandb run, and adds wandb. Raises UserError if a name or mode
+    is unknown, if a name is repeated (code 2), or if a tracker's library is not installed.
     """
     trackers: dict[str, str] = {}
     for word in text.split(","):
@@ -70,7 +70,7 @@ def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
 
 
 class Tracker:
-    """Hands the figures of a stage to metrics.jsonl and to other trackers; only rank 0 writes."""
+    """Passes the metrics of a stage to metrics.jsonl and to other trackers, on rank 0 only."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Tracker:
         track: str = "jsonl",
         name: str = "",
     ):
-        """Open the files after `step` updates.
+        """Open metrics.jsonl after `step` updates, and start the other trackers.
 
-        Lines of later steps, which an interrupted run left, are dropped. `track` lists trackers;
-        `name` is the name of the run that they show. `run` names a wandb run; "dummy" asks for
-        none. The attribute `last` is the step of the last line in metrics.jsonl, or -1.
+        Lines of later steps, which an interrupted run has left, are dropped. `track` lists the
+        trackers, and `name` is the run's name in them. `run` names a wandb run; "dummy" means none.
+        The attribute `last` is the step of the last line in metrics.jsonl, or -1.
         """
         self.last = -1
         self._jsonl: Jsonl | None = None
@@ -107,9 +107,9 @@ class Tracker:
                 self._refuse_if_failed(tracker, run)
 
     def _refuse_if_failed(self, tracker: Beside, run: str) -> None:
-        """End the command before training if --run is given and wandb cannot start.
+        """Raise UserError before training if wandb cannot start the run that --run names.
 
-        Otherwise the user would learn after hours that there are no curves.
+        Otherwise the user would find out only hours later that nothing was tracked.
         """
         if tracker.started():
             return
@@ -125,9 +125,9 @@ class Tracker:
         )
 
     def log(self, **figures: Any) -> None:
-        """Write one line.
+        """Record the metrics of one step.
 
-        Floats are written without rounding; a value that is not finite is read back as None.
+        Floats are written without rounding. A value that is not finite is read back as None.
         """
         if self._jsonl is not None:
             self._jsonl.log(figures)
@@ -135,7 +135,7 @@ class Tracker:
             tracker.log(figures)
 
     def close(self) -> None:
-        """Finish the files, and let the other trackers send what they have not sent yet."""
+        """Close metrics.jsonl, and let the other trackers send what they have not sent yet."""
         if self._jsonl is not None:
             self._jsonl.close()
         for tracker in self._beside:

@@ -1,4 +1,4 @@
-"""Ranks watch each other: if a rank dies or hangs, all end soon, and the error names it."""
+"""Lets ranks watch each other: if one dies or hangs, all ranks end soon and an error names it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ BEAT_SECONDS = 1.0  # between signs of life
 # Silence after which a rank counts as dead; a launcher waits as long for the other ranks to end.
 GONE_SECONDS = 30.0
 CONFIRM_SECONDS = 5.0  # the same silence, after a collective has failed
-# The description of a group whose collectives belong to another thread; calls() leaves them out.
+# The description of a group whose collectives run in another thread; calls() does not count them.
 UNCOUNTED = "saves"
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
-# What a rank writes to the store: {"beats", "calls", "step", "place"}, or {"over": True}.
+# A rank's sign of life in the store: {"beats", "calls", "step", "place"}, or {"over": True}.
 Beat = Mapping[str, Any]
 
 
 class Watch:
-    """A thread of each rank that writes to the launcher's store where the rank is.
+    """A thread on each rank that reports the rank's progress, and checks that of other ranks.
 
-    It also reads where the other ranks are. A rank moves when it calls pulse.beat(): at each step,
-    pass of a measurement and tensor of a save. If a rank has not moved for `seconds`, the ranks
-    compare how many collectives each has begun. Ranks that wait in a collective have begun it, so
-    the rank that hangs has begun the fewest.
+    Ranks exchange their progress through the launcher's store. A rank makes progress when it calls
+    pulse.beat(): at each step, each pass of a measurement and each tensor of a save. If a rank has
+    made no progress for `seconds`, it compares how many collectives each rank has begun. Ranks that
+    wait in a collective have begun it, so the rank that hangs has begun the fewest.
     """
 
     def __init__(self, compute: Compute, seconds: float):
@@ -54,11 +54,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the thread, and wait until it has ended."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -66,7 +66,7 @@ class Watch:
     # --- what this rank writes -------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Write a sign of life: how far this rank is."""
+        """Write this rank's progress to the store, as a sign of life."""
         self._beats += 1
         beat = {
             "beats": self._beats,
@@ -77,7 +77,7 @@ class Watch:
         self.store.set(str(self.compute.rank), json.dumps(beat))
 
     def _place(self) -> str:
-        """Return the innermost line of this project's code that the main thread is running."""
+        """Return the file, line and function of this project that the main thread is in."""
         innermost: FrameType | None = sys._current_frames().get(self._main_thread or 0)
         frame = innermost
         while frame is not None and not _is_ours(frame):
@@ -87,10 +87,10 @@ class Watch:
             return "unknown"
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
-    # --- what it reads of the others -------------------------------------------------------------
+    # --- what it reads from other ranks ----------------------------------------------------------
 
     def _last_beat(self, rank: int) -> Beat:
-        """Return the last beat of a rank; empty before its first."""
+        """Return the last beat of a rank, which is empty if the rank has not written one."""
         key = str(rank)
         if not self.store.check([key]):
             return {}
@@ -105,22 +105,25 @@ class Watch:
         return os.getppid() != self._parent
 
     def _run(self) -> None:
-        """Watch until the end. Runs in the thread."""
+        """Run the watch in its thread, until it is closed or the launcher has gone."""
         try:
             self._look()
-        except (RuntimeError, ValueError) as failure:  # the store went with the launcher
+        except (RuntimeError, ValueError) as failure:  # the store ends with the launcher
             if not self._over.wait(BEAT_SECONDS) and not self._launcher_is_gone():
                 print(
                     f"warning: rank {self.compute.rank} watches no longer: {failure}",
                     file=sys.stderr,
                     flush=True,
                 )
-        # Nobody would end these ranks, or start them again.
+        # Without a launcher, nobody would end these ranks or start them again.
         if not self._over.is_set() and self._launcher_is_gone():
             self.compute.pulse.ask("the launcher's end")
 
     def _look(self) -> None:
-        """Beat, and look at the neighbour and at this rank, until one of them fails."""
+        """Write beats, and check the next rank and this one, until the watch ends.
+
+        If the next rank is silent, or this rank makes no progress, end all ranks.
+        """
         pulse = self.compute.pulse
         neighbour = (self.compute.rank + 1) % self.compute.world_size
         heard_at = time.monotonic()  # when the neighbour's last beat was read
@@ -152,11 +155,11 @@ class Watch:
                 self._judge(hanging(self.last_beats(), now - moved_at))
 
     def _judge(self, words: str) -> None:
-        """End every rank, with the words of the rank that judged first."""
+        """End every rank with an error message; the first rank to call this decides the message."""
         self._end(self.store.compare_set("verdict", "", words).decode())
 
     def _end(self, words: str) -> None:
-        """Print why all ranks end, and end this rank."""
+        """Print the reason why all ranks end, and end this rank."""
         if not self._over.is_set():
             words = (
                 f"error: {words}. All ranks end; the same command, without --resume, resumes from "
@@ -167,7 +170,10 @@ class Watch:
             os._exit(1)  # the main thread waits in a collective that will never end
 
     def gone(self) -> str:
-        """Return in words which ranks are dead, after a collective has failed; "" if none is."""
+        """Return a message that names the dead ranks, or "" if all are alive.
+
+        It is called after a collective has failed, and watches for beats for a few seconds.
+        """
         before = self.last_beats()
         deadline = time.monotonic() + CONFIRM_SECONDS
         silent = {
@@ -188,18 +194,18 @@ class Watch:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Return whether a frame runs code of this project."""
+    """Return whether a frame is executing this project's code."""
     return Path(frame.f_code.co_filename).is_relative_to(PROJECT)
 
 
 def calls() -> int:
-    """Return how many collectives the main thread of this rank has begun, over all groups."""
+    """Return how many collectives this rank's main thread has begun, summed over all groups."""
     begun = 0
     for group in list(c10d._world.pg_map):
         if group.group_desc == UNCOUNTED:
             continue
-        # A group with a backend for the CPU and one for the device has no count of its own. One
-        # backend may serve several kinds of devices, and is then counted once.
+        # A group with one backend for the CPU and another for the device has no count of its own.
+        # A backend that serves several kinds of devices is counted once.
         backends: dict[int, Any] = {}
         for kind in group._device_types:  # pyright: ignore[reportAttributeAccessIssue]
             with suppress(RuntimeError):  # not all kinds have a backend
@@ -212,9 +218,10 @@ def calls() -> int:
 
 
 def hanging(beats: Mapping[int, Beat], seconds: float) -> str:
-    """Return in words which ranks hang, by the last beat of each rank that is not over.
+    """Return a message that names the ranks that hang, given the last beat of each rank.
 
-    If all ranks have begun as many collectives, they wait in the same place.
+    These are the ranks that have begun the fewest collectives. If all have begun the same number,
+    they all hang in one place.
     """
     running = {rank: beat for rank, beat in beats.items() if not beat.get("over")}
     fewest_calls = min(beat["calls"] for beat in running.values())
@@ -235,10 +242,10 @@ def _where(beat: Beat) -> str:
 
 @contextmanager
 def over(compute: Compute, seconds: float) -> Iterator[None]:
-    """Watch the ranks inside this block; with 0 seconds, or one rank, do nothing.
+    """Let the ranks watch each other inside this block; with 0 seconds or one rank, do nothing.
 
-    If a collective fails because a rank is gone, a UserError that names the rank replaces the
-    collective's error.
+    If a collective fails because a rank has died, raise a UserError that names the rank instead of
+    the collective's error.
     """
     if compute.world_size == 1 or seconds <= 0:
         yield
@@ -267,9 +274,9 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
 
 
 def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """Return a main function for a training script.
+    """Return a training script's main function that runs `work` with signals and a watch.
 
-    In it signals save and stop the run, and ranks watch each other.
+    While it runs, a signal makes the run save and stop, and the ranks watch each other.
     """
 
     def guard(cfg: Any, compute: Compute) -> None:

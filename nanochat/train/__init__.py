@@ -1,1 +1,1 @@
-"""What the training scripts share: optimizers, schedules, sizes, compilation, one stage."""
+"""Code that training scripts share: flags, sizes, setup, compilation, validation and samples."""

@@ -1,4 +1,4 @@
-"""Compiles a model where torch.compile works and pays; elsewhere the log says why it does not."""
+"""Compiles a model if torch.compile works and saves time; otherwise, the log says why not."""
 
 import contextlib
 import hashlib
@@ -23,36 +23,37 @@ from nanochat.platforms.layers import operations_of
 from nanochat.runtime import parallel, signals
 from nanochat.train.fit import memory
 
-SAVED = 0.3  # share of an uncompiled step that compiling saves at least (dev/LOG.md)
+SAVED = 0.3  # the smallest share of an uncompiled step's time that compiling saves (dev/LOG.md)
 TIMED_STEPS = 10  # fewer steps are not worth an uncompiled pass to time them
-# Seconds of a compilation that this machine has not measured yet, alone on two cores
-MODEL_SECONDS = 10.0  # of any model
-LAYER_SECONDS = 4.0  # of each layer besides
-CACHED_SHARE = 0.2  # of these seconds, where the cache holds all of it
+# Estimated seconds of a compilation that this machine has not measured yet, on two idle cores
+MODEL_SECONDS = 10.0  # for any model
+LAYER_SECONDS = 4.0  # in addition, for each layer
+CACHED_SHARE = 0.2  # the share of these seconds that remains if all code is in the cache
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """What is left to train in this run."""
+    """The training that is left in this run, which decides whether compiling is worthwhile."""
 
     steps: int
-    passes: int  # of a step, on each rank
-    least_seconds: float  # of a step, if the device computed at its peak
-    as_before: bool = False  # the steps so far were compiled, and the next must round as they did
+    passes: int  # per step, on each rank
+    least_seconds: float  # per step, if the device computed at its peak speed
+    as_before: bool = False  # earlier steps were compiled, and later ones must round as they did
 
 
-OnePass = Callable[[nn.Module], Tensor]  # the loss of one pass of a model
+OnePass = Callable[[nn.Module], Tensor]  # runs one pass of a model, and returns the loss
 
 # --- what compiling costs -------------------------------------------------------------------------
 
 
 class Costs:
-    """The seconds that compiling has taken on this machine, saved beside the compiled code."""
+    """Records how long compiling has taken on this machine, in a file next to the compiled code."""
 
     def __init__(self, key: str, parts: int):
-        """`key` names what is compiled, and `parts` is the number of layers that are compiled.
+        """Read the records of earlier compilations.
 
-        Layers count once if they are of one kind and each is compiled by itself.
+        `key` identifies what is compiled, and `parts` is the number of layers to compile. If layers
+        are compiled one by one, layers of the same kind count only once.
         """
         self.key = key
         self.parts = parts
@@ -62,7 +63,7 @@ class Costs:
             self.records = read_json(self.file)
 
     def estimate(self) -> tuple[float, str]:
-        """Return the seconds that compiling will take, and where the code comes from."""
+        """Return the seconds that compiling will take, and a phrase that says why."""
         record = self.records.get(self.key, {})
         if "again" in record:
             return record["again"], "from the cache"
@@ -73,19 +74,19 @@ class Costs:
             for other in self.records.values()
             if "first" in other
         ]
-        pace = min(paces, default=1.0)  # this machine's, when it did little else
+        pace = min(paces, default=1.0)  # the pace of this machine when it was least busy
         return pace * _usual_seconds(self.parts), "for the first time"
 
     def measured(self, seconds: float, first: bool) -> None:
-        """Save what compiling took just now, unless it was faster before.
+        """Save the seconds that compiling has just taken, unless it was faster before.
 
-        The machine may have been busy.
+        The fastest time counts, because the machine may have been busy.
         """
         name = "first" if first else "again"
         record = self.records.get(self.key, {})
         fastest = min(round(seconds, 1), record.get(name, seconds))
         record |= {"parts": self.parts, name: fastest}
-        with contextlib.suppress(OSError):  # a cache that others own serves without a record
+        with contextlib.suppress(OSError):  # a read-only cache works without a record
             write_json(self.file, {**self.records, self.key: record})
 
 
@@ -98,7 +99,8 @@ def _costs(
 ) -> Costs:
     """Return the record of compiling this model.
 
-    The key is made of its sizes, the shape of a pass, and the code and torch that compute it.
+    Its key is a hash of the model's sizes, the shape of a pass, the device, and the code and the
+    version of torch that compute the model.
     """
     classes = (*type(model).__mro__[:-2], *type(compute.operations).__mro__[:-1])
     code = [Path(inspect.getfile(kind)).read_bytes() for kind in classes]
@@ -119,10 +121,10 @@ def _costs(
 
 
 def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Compute) -> bool:
-    """Return whether the steps that are left save more time than compiling takes.
+    """Return whether compiling saves more time in the remaining steps than it takes.
 
-    Rank 0 decides for all ranks. A step takes at least as long as at the device's peak. If that
-    does not settle the question, a pass is timed.
+    Rank 0 decides for all ranks. It first estimates a step's time from the device's peak speed,
+    which is a lower bound. If that is not enough to decide, a pass is timed.
     """
     if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
         return True
@@ -133,18 +135,21 @@ def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Co
 
 
 def sum_of_losses(shape: tuple[int, int], compute: Compute) -> OnePass:
-    """Return a pass over zeros of shape (B, T).
+    """Return a function that runs a pass over zeros of shape (B, T), and returns the summed loss.
 
-    Targets are a clone, since aliased arguments would compile another graph.
+    The targets are a clone of the inputs, since aliased arguments would compile to another graph.
     """
     tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
     return lambda model: model(tokens, tokens.clone(), "sum")
 
 
 def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
-    """Return the seconds of an uncompiled pass, forward and backward; every rank must call it."""
+    """Return the seconds that an uncompiled forward and backward pass takes.
+
+    Every rank must call this.
+    """
     seconds = []
-    for _ in range(2):  # the first also sets up
+    for _ in range(2):  # the first pass includes setup
         device.synchronize(compute)
         start = time.monotonic()
         one_pass(model).backward()
@@ -158,9 +163,10 @@ def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
 
 
 def missing(requested: bool | None, compute: Compute, model: nn.Module | None = None) -> str:
-    """Return why nothing is compiled, the same on every rank; "" if all ranks can compile.
+    """Return the reason why nothing is compiled, or "" on every rank if all ranks can compile.
 
-    `requested` is --compile: UserError if it is True and cannot be done. A model is looked at too.
+    `requested` is the value of --compile. If a model is given, it must be compilable, too. Raises
+    UserError if `requested` is True but compiling is not possible.
     """
     if requested is False:
         why_not = tr("switched off")
@@ -179,7 +185,7 @@ def missing(requested: bool | None, compute: Compute, model: nn.Module | None = 
 
 
 def _untraceable(model: nn.Module | None) -> str:
-    """Return why a compiler cannot read how a model multiplies; "" if it can."""
+    """Return the reason why the compiler cannot trace a model's matrix products, or ""."""
     if model is None:
         return ""
     for module in model.modules():
@@ -190,7 +196,10 @@ def _untraceable(model: nn.Module | None) -> str:
 
 
 def _unneeded(model: nn.Module, compute: Compute) -> str:
-    """Return why an uncompiled step is as fast as a compiled one; "" on every rank if it is not."""
+    """Return the reason why compiling would not make a step faster, or "" if it would.
+
+    If it would on any rank, the result is "" on every rank.
+    """
     why = ""
     if isinstance(model, GPT):
         why = operations_of(model).needs_no_compiler(model.config.head_dim, model.dtype)
@@ -206,14 +215,19 @@ def compiled(
     ahead: Ahead | None = None,
     one_pass: OnePass | None = None,
 ) -> nn.Module:
-    """Return the model to train with: compiled if that works and pays, else the model itself.
+    """Return the model to train with, which is compiled if that works and saves time.
 
-    The log says why. `requested` None means: compile wherever the device has a compiler, an
-    uncompiled step is slower, and the steps `ahead`, if they are known, repay compiling. The first
-    pass of shape (B, T) runs here, so that a compiler fails now, before any state is touched.
-    `one_pass` gives the loss of a pass just as training will call the model, since other arguments
-    would compile another graph; by default it is the sum of losses of a (B, T) batch. With several
-    ranks each of `blocks` is compiled by itself. A signal ends the compilation at once: Stopped.
+    The log says what was decided. If `requested` is None, the model is compiled if the device has a
+    compiler, an uncompiled step is slower, and the steps in `ahead`, if known, repay the time to
+    compile.
+
+    The first pass of shape (B, T) runs here, so that a compiler fails before any state is changed.
+    `one_pass` must call the model just as training will, since other arguments would compile to
+    another graph; by default it sums the losses of a (B, T) batch. With several ranks, each of
+    `blocks` is compiled by itself.
+
+    Raises UserError if `requested` is True but compiling is not possible, and signals.Stopped as
+    soon as a signal arrives during compilation.
     """
     if why_not := missing(requested, compute, model):
         log(tr("not compiled: {why}", why=why_not))
@@ -227,7 +241,7 @@ def compiled(
         return model
     one_pass = one_pass or sum_of_losses(shape, compute)
     with signals.at_once(compute.pulse):
-        with torch.no_grad():  # tables made while tracing would be traced again
+        with torch.no_grad():  # builds tables now: if built while tracing, they would be retraced
             model(torch.zeros((1, shape[1]), dtype=torch.long, device=compute.device))
         costs = _costs(model, shape, compute, blocks)
         cost, how = costs.estimate()
@@ -272,9 +286,9 @@ def _compile(
             fast = torch.compile(model, dynamic=False)
         with compute.platform.saving_memory(shape[0] * shape[1]):
             one_pass(fast).backward()
-    # the edge to a foreign compiler, which raises anything; uncompiled passes always work
+    # A compiler is foreign code that may raise anything, and uncompiled passes always work.
     except Exception as failure:
-        if compute.pulse.stop_reason:  # the signal ended the compiler's processes, or another rank
+        if compute.pulse.stop_reason:  # the signal ended the compiler's processes or another rank
             raise signals.Stopped from failure
         if memory.ran_out(failure):
             raise memory.advice(rows, rows) from failure
@@ -300,7 +314,7 @@ def _compile(
 
 
 def is_compiled(fast: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Return whether compiled() has compiled the model that it returned."""
+    """Return whether a model that compiled() returned was actually compiled."""
     return hasattr(fast, "_orig_mod") or any(
         block._compiled_call_impl is not None for block in blocks
     )

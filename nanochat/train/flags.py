@@ -1,7 +1,7 @@
-"""Flags that training scripts share.
+"""Defines the flags that training scripts share.
 
-A flag of type Free[...] changes how a run works, not what it learns: a run may resume with another
-value.
+A flag of type Free[...] changes how a run works but not what it learns, so a run may resume with
+another value.
 """
 
 import math
@@ -22,10 +22,10 @@ from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
 
 Auto = Literal["auto"]
-FEW_STEPS = 20  # a stage with fewer gets a warning
+FEW_STEPS = 20  # a stage with fewer steps gives a warning
 
-# The least value of the flags that the training scripts count and measure with. Flags that are not here are checked
-# where they are used: shapes in sizes.py, adapters in LoraConfig, losses in PreferenceLoss and PolicyFlags.
+# The smallest values of flags with counts, times and rates. Other flags are checked where they are
+# used: shapes in sizes.py, adapters in LoraConfig, losses in PreferenceLoss and PolicyFlags.
 LEAST = {
     "num_iterations": 1,
     "stop_at": 1,
@@ -63,7 +63,7 @@ LEAST = {
     "matrix_lr": 0,
     "scalar_lr": 0,
 }
-BELOW = {"seed": 2**63}  # which torch's generators and numpy take
+BELOW = {"seed": 2**63}  # the limit of torch's generators and of numpy
 ABOVE_ZERO = (
     "num_epochs",
     "target_flops",
@@ -78,9 +78,9 @@ WHY = {
 
 
 def check_ranges(cfg: Any) -> None:
-    """Raise UserError (code 2) for the first flag with a number that is too small or too large.
+    """Raise UserError (code 2) if the number in any flag is too small or too large.
 
-    "auto", None and the like are not numbers.
+    Values that are not numbers, such as "auto" and None, are not checked.
     """
     for name, value in values_of(cfg).items():
         if isinstance(value, int | float):
@@ -109,7 +109,7 @@ def _check_range(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Flags of every training script: how it runs."""
+    """The flags of every training script, which say how it runs."""
 
     run: Free[Rare[str]] = "dummy"
     """name of the wandb run that gets the figures too; dummy: no wandb"""
@@ -155,9 +155,10 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class StageFlags:
-    """Which model a stage after pretraining starts from, and where its own checkpoints go.
+    """The flags of every stage after pretraining.
 
-    They also say how that model multiplies.
+    They say which model the stage starts from, where its checkpoints go, and in which number format
+    it multiplies matrices.
     """
 
     data: Free[str | None] = None
@@ -179,15 +180,15 @@ class StageFlags:
     def own_tag(self, parent_tag: str, file: str | None) -> str:
         """Return the tag of this stage's own checkpoints.
 
-        A model that learns from a `file` of your own is kept beside the one that learned the
-        corpus.
+        A model that learns from the user's `file` gets its own tag, so that it does not replace the
+        one that learned from the corpus.
         """
         return named_after(parent_tag, file) if self.out_tag is None else self.out_tag
 
 
 @dataclass(frozen=True)
 class BatchFlags:
-    """How the scripts that train on rows of tokens split a step."""
+    """The flags that split a step, for scripts that train on rows of tokens."""
 
     total_batch_size: int | Auto = "auto"
     """tokens per step over all devices; auto: chosen by the length of the run and the corpus"""
@@ -197,12 +198,12 @@ class BatchFlags:
     gradient_accumulation_steps: Free[int | None] = None
     """passes per step; normally left out, since it follows from total_batch_size and device_batch_size"""
 
-    smaller_steps: ClassVar[str] = "a smaller --total_batch_size"  # for a warning of few steps
+    smaller_steps: ClassVar[str] = "a smaller --total_batch_size"  # advice against too few steps
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """How long a stage trains on data that it has in full."""
+    """The flags for the length of a stage, given as passes over its data or as steps."""
 
     num_epochs: float | Auto = 1.0
     """passes over the training data; auto: 1, or up to 4 where one pass makes fewer than 100 steps"""
@@ -210,9 +211,9 @@ class Epochs:
     """number of steps; overrides num_epochs"""
 
     def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
-        """Return the number of steps that the flags ask for; warn if the data makes only a few.
+        """Return the number of steps that the flags ask for, and warn if there are only a few.
 
-        `smaller_steps` says what else makes more steps: a flag of the script.
+        `smaller_steps` is advice for the warning: a flag of the script that leads to more steps.
         """
         if self.num_iterations is not None:
             return self.num_iterations
@@ -231,7 +232,7 @@ class Epochs:
         return steps
 
     def steps_over(self, rows: Source, rows_per_step: int, name: str, smaller_steps: str) -> int:
-        """Return the number of steps on rows that are called `name`, and log it; see steps()."""
+        """Return the number of steps over `rows`, and log it with the rows' name; see steps()."""
         steps = self.steps(rows.count, rows_per_step, smaller_steps)
         log(
             tr(
@@ -247,7 +248,7 @@ class Epochs:
 
 @dataclass(frozen=True)
 class ExampleFlags:
-    """How the scripts that train on answers split a step."""
+    """The flags that split a step, for scripts that train on answers."""
 
     target_examples_per_step: int | Auto = 32
     """rows per step over all devices; a row holds several whole conversations.
@@ -261,7 +262,7 @@ class ExampleFlags:
 
 @dataclass(frozen=True)
 class ChatFlags:
-    """What a stage learns from that learns from conversations."""
+    """The flags for the data of a stage that learns from conversations."""
 
     conversations: str | None = None
     """JSONL file of your own conversations, used instead of the corpus's mixture"""
@@ -277,11 +278,11 @@ class ChatFlags:
 
     @property
     def own_file(self) -> str | None:
-        """The file of your own conversations, if there is one."""
+        """The file with the user's own conversations, or None if there is none."""
         return self.conversations or self.mix
 
     def documents_of(self, auto: int) -> int:
-        """Return what --documents_every is, where `auto` is what auto means.
+        """Return the value of --documents_every, or `auto` if it was left at auto.
 
         Raises UserError (code 2) if --documents names a corpus from which no row would be taken.
         """
@@ -299,9 +300,10 @@ class ChatFlags:
     def with_documents(
         self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer, seed: int
     ) -> tuple[Source, str]:
-        """Return rows of which one in --documents_every is from --documents, and words that say so.
+        """Return `rows` with rows of documents mixed in, and a phrase for the log that says so.
 
-        `auto` is what auto means.
+        One row in --documents_every is taken from --documents. `auto` is the meaning of auto. If no
+        documents are asked for, `rows` stay as they are, and the phrase is empty.
         """
         every = self.documents_of(auto)
         if not every:
@@ -312,9 +314,9 @@ class ChatFlags:
 
 
 def named_after(tag: str, file: str | None) -> str:
-    """Return a tag with the name of a file behind it, such as d4-mychats.
+    """Return a tag with the name of a file appended, such as d4-mychats.
 
-    A tag that ends with that name already stays as it is, and so does every tag without a file.
+    The tag is returned unchanged if it already ends with that name, or if there is no file.
     """
     if file is None:
         return tag

@@ -1,4 +1,4 @@
-"""What a model says while it trains: greedy replies to held-out prompts, and graded replies."""
+"""Saves sample replies during training: greedy replies to held-out prompts, and graded replies."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,17 +18,17 @@ from nanochat.runtime import parallel
 from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.tokenizer import Tokenizer
 
-HELD_OUT = "held_out"  # the source of these samples; the page of runs has words for it
-OPENING = 12  # tokens of a document that the model continues
-LONGEST = 48  # tokens of a reply
-ROWS = 64  # of held-out rows, at most, that are searched for prompts
+HELD_OUT = "held_out"  # the source of these samples, which the page of runs translates
+OPENING = 12  # number of tokens of a document that the model is given to continue
+LONGEST = 48  # the largest number of tokens in a reply
+ROWS = 64  # the largest number of held-out rows that are searched for prompts
 
 
 def held_out_prompts(rows: Source, count: int, tokenizer: Tokenizer) -> list[list[int]]:
     """Return at most `count` different prompts from held-out rows.
 
-    A prompt is a question, up to the mark of the answer, where the rows hold conversations, and the
-    first words of a document elsewhere.
+    If a row holds conversations, its prompt is the first question, up to the token that starts the
+    answer. Otherwise, it is the first words of the first document.
     """
     room = rows.row_tokens - 1 - LONGEST
     prompts: list[list[int]] = []
@@ -43,7 +43,7 @@ def held_out_prompts(rows: Source, count: int, tokenizer: Tokenizer) -> list[lis
 
 
 def _prompt(row: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the beginning of the first document or conversation of a row."""
+    """Return the beginning of the first document or conversation in a row, as a prompt."""
     text = row
     if tokenizer.bos in row[1:]:
         text = row[: row.index(tokenizer.bos, 1)]
@@ -61,17 +61,17 @@ def keep_replies(
     tokenizer: Tokenizer,
     compute: Compute,
 ) -> None:
-    """Write what the model of a step says to prompts to the samples in the folder of its run.
+    """Let a model reply to prompts, and save the replies as samples in the folder of its run.
 
-    Every rank must call this. Rank 0 speaks, with a whole copy of the model that is dropped again,
-    since the ranks may have shards. The model and all states of random numbers stay as they are.
+    Every rank must call this. Since the model may be sharded, rank 0 replies with a temporary whole
+    copy of it. The model and the states of all random generators stay unchanged.
     """
     if not prompts:
         return
     trained = cast(nn.Module, model)
     if not compute.main:
         for _ in parallel.whole_parameters(trained):
-            pass  # the rank takes part in gathering
+            pass  # every rank must take part in gathering
         return
     speaker = on_meta(cast(Any, model.config), compute).eval()
     cast_matrices(speaker, compute.dtype)
@@ -93,25 +93,25 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 class Graded:
-    """Keeps the replies to the first problems of a measurement, on rank 0.
+    """Collects the replies to the first problems of an evaluation on rank 0, to save as samples.
 
-    Give `hear` to evals.chat.evaluate().
+    Pass the method `hear` to evals.chat.evaluate().
     """
 
     def __init__(self, task: Task, count: int, compute: Compute):
-        """`count` is the number of problems, at most the number of problems of rank 0."""
+        """Collect replies to `count` problems, or to all problems of rank 0 if it has fewer."""
         self.task = task
         self.main = compute.main
         self._last = count * compute.world_size  # ranks take turns in the problems
         self._replies: dict[int, tuple[str, float]] = {}  # the text and its grade
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
-        """Take the reply to problem `i` and its grade."""
+        """Remember the reply to problem `i` and its grade, if it is one of those to keep."""
         if self.main and i < self._last:
             self._replies[i] = (words(parts), grade)
 
     def keep(self, folder: Path, step: int) -> None:
-        """Write the replies to the samples of a step in the folder of a run."""
+        """Save the collected replies as samples of a step in the folder of a run."""
         samples = []
         for i, (reply, grade) in sorted(self._replies.items()):
             question = self.task[i].prompt.messages[-1].text

@@ -1,4 +1,4 @@
-"""Gets a model ready to be trained: logs its size, shards it, fills it, makes its optimizers."""
+"""Prepares a model for training: logs its size, shards it, fills it and creates its optimizers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +30,10 @@ def set_up(
 ) -> Optimizers:
     """Shard the model over the ranks as --shard says, and return its optimizers.
 
-    `scale` multiplies every learning rate, and `table_momentum` is the first beta of embeddings and
-    head. A model that was built on meta gets its parameters from `fill`, after it was sharded, so
-    that no rank holds more than its share. Raises UserError if the disk cannot hold the
-    checkpoints.
+    `scale` multiplies every learning rate, and `table_momentum` is the first beta for the
+    embeddings and the head. If the model was built on meta, `fill` must set its parameters; it is
+    called after sharding, so that no rank holds more than its share. Raises UserError if the disk
+    cannot hold the checkpoints.
     """
     module = cast(nn.Module, model)
     trained = sum(parameter.numel() for _, parameter in parallel.trained(module))
@@ -54,10 +54,10 @@ def set_up(
 
 
 def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
-    """Let a model train with products in the number format of --matmul, and log the format.
+    """Make a model train with matrix products in the number format of --matmul, and log the format.
 
     Call it before set_up(), which shards the model. Raises UserError (code 2) if the device or the
-    model cannot train so.
+    model cannot train in that format.
     """
     compute.platform.use_matmul(model, matmul, compute.operations)
     dtype = dtype_name(model.dtype)
@@ -73,7 +73,7 @@ def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
 
 
 def _describe(model: Model, trained: int) -> None:
-    """Log how large a model is."""
+    """Log the shape, the number of parameters and the FLOPs per token of a model."""
     shape = model.config
     total = model.parameter_counts()["total"]
     trained_part = f" of which {trained:,} are trained," if trained < total else ""

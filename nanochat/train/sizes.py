@@ -1,6 +1,8 @@
-"""Chooses what is left at `auto`: the shape of a model and the split of a step, by depth, corpus,
-device and memory. Says before the first step what a run needs: memory, disk, time, and how often it
-reads its data."""
+"""Chooses values for sizes that are left at `auto`: the shape of a model, and the split of a step.
+
+They follow from the depth, the corpus, the device and its memory. Before the first step, this
+module also checks or reports what a run needs: memory, disk, time and passes over its data.
+"""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -22,17 +24,17 @@ from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 
 Shape = TypeVar("Shape", bound=ModelConfig)
-Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
-WINDOWS = "SSSL"  # attention windows of a GPT where none are asked for
+Kind = Literal["gpt", "qwen3"]  # families of models that can be trained from scratch
+WINDOWS = "SSSL"  # the default attention windows of a GPT
 
-STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient and one moment
-# beyond this, reading a text again teaches little (Muennighoff et al. 2023, arXiv:2305.16264)
+STATE_BYTES = 12  # at least, per parameter: an fp32 master weight, its gradient and one moment
+# Reading a text more often than this teaches little (Muennighoff et al. 2023, arXiv:2305.16264).
 MANY_EPOCHS = 4
-PAIRS = 32  # rows of bigrams for each entry of the vocabulary
-MOST_PAIRS = 2**17  # rows of bigrams in all
-# in text that is read more often, a model learns pairs by heart (dev/LOG.md)
+PAIRS = 32  # rows in the table of bigrams for each token of the vocabulary
+MOST_PAIRS = 2**17  # the largest number of rows in the table of bigrams
+# If a text is read more often than this, a model memorizes its bigrams (dev/LOG.md).
 EPOCHS_WITH_PAIRS = 2
-# held for the backward pass per token, channel and layer, by counting a layer's tensors
+# Held for the backward pass per token, channel and layer, from counting a layer's tensors.
 ACTIVATION_BYTES = 40
 
 
@@ -49,11 +51,12 @@ def model_config(
     bigram_rows: int | Auto = "auto",
     offset_layers: int | Auto = "auto",
 ) -> ModelConfig:
-    """Return the shape of a model from its depth and the sizes that override what follows from it.
+    """Return the configuration of a model, choosing all sizes that are "auto" by its depth.
 
     A GPT gets bigrams unless bigram_rows is 0 or the corpus has no use for them; keep_bigrams()
-    removes them where the text is read too often. A Qwen3 gets an MLP of 8/3 of its channels, so
-    that it has about as many parameters in its layers as a GPT.
+    later removes them if the text is read too often. The MLP of a Qwen3 has 8/3 times as many
+    channels as the model, so that its layers have about as many parameters as a GPT's. Raises
+    UserError (code 2) if the sizes are invalid or do not fit together.
     """
     sizes = {
         "depth": depth,
@@ -72,8 +75,8 @@ def model_config(
             exit_code=2,
         )
     if head_dim == "auto":
-        # 128 channels per head suit matrix units best, but below eight layers there would be too
-        # few heads
+        # 128 channels per head suit matrix units best, but models with fewer than eight layers
+        # would have too few heads.
         head_dim = 128 if depth >= 8 else 64
     if model_dim == "auto":
         model_dim = -(-depth * 64 // head_dim) * head_dim
@@ -105,7 +108,7 @@ def model_config(
 
 
 def _row_tokens(corpus: str, compute: Compute) -> int:
-    """Return the context length that suits a corpus, or the device; log it."""
+    """Return the context length that suits the corpus, or else the device, and log it."""
     length = traits(corpus).row_tokens
     why = f"the documents of {corpus} are short"
     if length is None:
@@ -127,15 +130,15 @@ def advise(kind: Kind, pattern: str) -> None:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large a model is."""
+    """The numbers of parameters of a model, and the FLOPs that it takes per token."""
 
     parameters: int
-    scaling_parameters: int  # matrices and head, which scaling laws count
+    scaling_parameters: int  # those of matrices and head, which scaling laws count
     flops_per_token: int
 
 
 def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSize:
-    """Return the size of a model of this shape, which takes no memory.
+    """Return the size of a model of this shape without allocating its parameters.
 
     Raises UserError (code 2) if the device or the family cannot train in the format of --matmul.
     """
@@ -146,16 +149,16 @@ def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSiz
 
 
 def table_rows(requested: int | Auto, vocab_size: int) -> int:
-    """Return how many rows a table of bigrams has; at auto, as many as suit the vocabulary."""
+    """Return the number of rows in the table of bigrams; auto chooses it by the vocabulary."""
     if requested != "auto":
         return requested
     return min(PAIRS * vocab_size, MOST_PAIRS)
 
 
 def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
-    """Return the shape, without bigrams if the text is read more than twice.
+    """Return the shape of a model, without bigrams if the text is read more than twice.
 
-    A number of bigrams that was not left at auto stays.
+    If `requested` is not "auto", the bigrams stay as they are.
     """
     if requested != "auto" or not isinstance(shape, GPTConfig) or not shape.bigram_rows:
         return shape
@@ -165,7 +168,7 @@ def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
-    """Raise UserError if parameters, gradients and optimizer state exceed the device's memory."""
+    """Raise UserError if parameters, gradients and optimizer state do not fit into memory."""
     _, shards = parallel.mesh_shape(mode, compute)
     ranks_in_one_memory = parallel.ranks_in_memory(compute)
     needed = STATE_BYTES * parameters / shards * ranks_in_one_memory
@@ -210,14 +213,14 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
 
 
 def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> None:
-    """Raise UserError if the disk of a folder cannot hold two checkpoints of so many bytes.
+    """Raise UserError if the disk of a folder cannot hold two checkpoints of `checkpoint` bytes.
 
     Warn if the disk cannot hold all the checkpoints that the run keeps.
     """
     disk = next(place for place in (folder, *folder.parents) if place.exists())
     free = shutil.disk_usage(disk).free
     saved = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    # the newest is whole before the oldest goes
+    # the newest checkpoint is complete before the oldest is deleted
     kept_at_once = keep + 1 if keep else 2
     needed = checkpoint * kept_at_once
     if free + saved < 2 * checkpoint:
@@ -262,7 +265,7 @@ def warn_of_time(seconds: float, compute: Compute) -> None:
 
 
 def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_step: int) -> None:
-    """Log how often a run reads its rows; warn if it is so often that it learns them by heart."""
+    """Log how many times a run reads its rows, and warn if it is likely to memorize them."""
     epochs = steps * rows_per_step / rows
     log(
         tr(
@@ -289,7 +292,7 @@ def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_st
 
 
 def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
-    """Raise UserError if a step's rows or problems cannot be split equally over the ranks."""
+    """Raise UserError (code 2) if the ranks cannot share a step's rows or problems equally."""
     ranks = compute.world_size
     if per_step % ranks:
         fitting = max(per_step // ranks, 1) * ranks
@@ -308,13 +311,13 @@ def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """How a step is split."""
+    """The split of a step into passes, with the numbers of tokens and rows."""
 
     tokens_per_step: int
     rows_per_step: int
-    device_batch_size: int  # rows of one pass on one rank
+    device_batch_size: int  # rows per pass on one rank
     passes: int
-    probe: bool = False  # no size was given, so probe.fit() may find how many rows the memory holds
+    probe: bool = False  # whether probe.fit() may find the number of rows that the memory holds
 
 
 def batch(
@@ -328,12 +331,13 @@ def batch(
     requested_passes: int | None = None,
     begun_rows: int | None = None,
 ) -> Batch:
-    """Return how a step is split: its tokens, and the rows of a pass.
+    """Return the split of a step into passes, choosing sizes that are "auto", and log it.
 
-    `tokens` is the expected horizon, or None if the number of steps is given. `requested_passes`
-    decides an automatic device_batch_size; if both are given they must agree. `begun_rows` are the
-    rows of a step of the run that resumes: an automatic step keeps them. Raises UserError if the
-    ranks cannot share them.
+    `tokens` is the expected number of training tokens, or None if the number of steps is given.
+    `requested_passes` decides an automatic device_batch_size; if both are given, they must agree.
+    If a run resumes, `begun_rows` is the number of rows in its earlier steps, which an automatic
+    total_batch_size keeps. Raises UserError (code 2) if the numbers disagree, or if the ranks
+    cannot share a step equally.
     """
     length = shape.sequence_len
     unit = length * compute.world_size
@@ -371,7 +375,10 @@ def batch(
 
 
 def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
-    """Return the tokens of a step that suit a corpus or a horizon of `tokens`, and why."""
+    """Return a number of tokens per step, and the reason for it.
+
+    It suits the corpus, or else training on `tokens` tokens in all.
+    """
     of_corpus = traits(corpus).step_tokens
     if of_corpus is not None:
         return of_corpus, f"{corpus} is small"
@@ -382,7 +389,7 @@ def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
 
 
 def _as_begun(rows: int, compute: Compute) -> int:
-    """Return the rows of a step of the run that resumes.
+    """Return `rows`, the rows per step of the run that resumes.
 
     Raises UserError (code 2) if the ranks cannot share them equally.
     """
@@ -414,11 +421,11 @@ def example_batch(
     compute: Compute,
     begun_rows: int | None = None,
 ) -> Batch:
-    """Return how a step of `examples` rows is split.
+    """Return the split of a step of `examples` rows into passes, and log it.
 
-    An automatic number follows from the `rows` that there are. `begun_rows` are the rows of a step
-    of the run that resumes: an automatic step keeps them. Raises UserError if ranks cannot share
-    the rows equally.
+    If `examples` is "auto", the number follows from the `rows` of the data or, if a run resumes,
+    from `begun_rows`, the number of rows in its earlier steps. Raises UserError (code 2) if the
+    ranks cannot share the rows equally.
     """
     if examples == "auto":
         if begun_rows is not None:
@@ -439,7 +446,7 @@ def example_batch(
 
 
 def _other_passes(passes: int, total: int, per_pass: int, unit: int, product: str) -> str:
-    """Return why a step cannot have so many passes, and a flag that would agree with them."""
+    """Return an error message for `passes` that do not fit a step, with a flag that would fit."""
     advice = "Leave it out."
     if passes > 0:
         rows = total / (unit * passes)
@@ -455,9 +462,10 @@ def _other_passes(passes: int, total: int, per_pass: int, unit: int, product: st
 
 
 def _device_rows(shape: ModelConfig, parameters: int, compute: Compute) -> tuple[int, str]:
-    """Return how many rows of a pass fit, and why.
+    """Return the number of rows per pass that suits the device, and the reason for it.
 
-    On a CPU they fit into its caches, elsewhere into memory beside 16 bytes a parameter.
+    On a CPU, a pass should fit into the caches. On other devices, it must fit into memory together
+    with 16 bytes per parameter.
     """
     pass_tokens = compute.platform.pass_tokens
     if pass_tokens:
@@ -468,11 +476,11 @@ def _device_rows(shape: ModelConfig, parameters: int, compute: Compute) -> tuple
 
 
 def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -> float:
-    """Return the bytes on one device for a pass of `rows` rows.
+    """Return the bytes that training takes on one device with passes of `rows` rows.
 
-    These are activations, and for each parameter its state: an fp32 master, a gradient and two
-    moments. With several shards each holds its share of master and moments, and between passes the
-    whole gradient and a copy to compute with.
+    They hold the activations and the state of every parameter: an fp32 master weight, a gradient
+    and two moments. With several shards, each holds its share of the master weights and moments
+    and, between passes, the whole gradient and a copy of the weights to compute with.
     """
     state_bytes = 16 if shards == 1 else 6 + 12 / shards
     channels = shape.n_layer * shape.n_embd * shape.sequence_len
@@ -480,9 +488,10 @@ def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -
 
 
 def rows_that_fit(memory: float, shape: ModelConfig, parameters: int) -> int:
-    """Return the rows of a pass, a power of two, that `memory` bytes hold.
+    """Return the largest power of two of rows per pass that fits into `memory` bytes.
 
-    Masters, gradients and optimizer state lie beside them.
+    Part of the memory is taken by master weights, gradients and optimizer state. The result is at
+    least 1.
     """
     state = memory_of(0, shape, parameters)
     of_row = memory_of(1, shape, parameters) - state

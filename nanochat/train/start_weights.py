@@ -1,4 +1,4 @@
-"""The weights that fine-tuning starts from, to mix the finished model with them."""
+"""Mixes a fine-tuned model with the weights that fine-tuning started from."""
 
 import torch
 import torch.nn as nn
@@ -8,15 +8,15 @@ from nanochat.device import local
 
 
 class StartWeights:
-    """A copy of the weights that a stage starts from: this rank's part, in memory.
+    """An in-memory copy of the weights that a stage starts from, or this rank's shard of them.
 
-    A model between start and end answers more questions in new wordings than either of them, and
-    forgets less of what the start knew (WiSE-FT, Wortsman et al. 2022, arXiv:2109.01903;
-    dev/LOG.md has the figures for TinyWorld).
+    A model between the start and the end of fine-tuning answers more questions in new wordings than
+    either of them, and forgets less of what the start model knew (WiSE-FT, Wortsman et al. 2022,
+    arXiv:2109.01903; dev/LOG.md has the figures for TinyWorld).
     """
 
     def __init__(self, model: nn.Module, share: float):
-        """`share` is the share of these weights in the finished model; 0 copies nothing.
+        """Copy the model's weights, which will make up `share` of the mix; 0 copies nothing.
 
         Raises UserError (code 2) unless the share is at least 0 and below 1.
         """
@@ -30,7 +30,7 @@ class StartWeights:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Move the model's weights towards the weights of the start by the share."""
+        """Replace the model's weights by the mix: `share` * start + (1 - `share`) * current."""
         if not self.share:
             return
         for parameter, weight in zip(self.model.parameters(), self._weights, strict=True):

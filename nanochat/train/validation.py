@@ -1,4 +1,4 @@
-"""What a run measures on held-out rows: bits per byte or another loss, and replies to prompts."""
+"""Measures a model on held-out rows during training, by a loss and by sample replies."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -20,24 +20,25 @@ from nanochat.train import samples
 
 
 class Sums(Protocol):
-    """A loss with figures, such as that of preferences."""
+    """A loss that also reports other figures, such as the loss over preferences."""
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of the figures beside the loss."""
+        """The names of the figures other than the loss."""
         ...
 
     def __call__(
         self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor
     ) -> Tensor:
-        """Return sums over the targets of a pass: of the loss and of every figure, (1 + F,)."""
+        """Return the sums of the loss and of every figure over the targets of a pass, (1 + F,)."""
         ...
 
 
 class Validation:
-    """The held-out rows of a run. Every rank makes one and calls the same methods.
+    """Measures a model on the held-out rows of a run.
 
-    Its methods raise signals.Stopped if the run is told to stop.
+    Every rank creates one, and calls the same methods. The methods that measure raise
+    signals.Stopped if the run is asked to stop.
     """
 
     def __init__(
@@ -49,7 +50,10 @@ class Validation:
         prompts: int,
         compute: Compute,
     ):
-        """Measure the first `tokens` tokens of `rows`, and let the model answer so many prompts."""
+        """Prepare to measure on the first `tokens` tokens of `rows`.
+
+        `prompts` is the number of prompts from these rows that the model will reply to.
+        """
         self.rows = rows
         self.tokens = tokens
         self.model = model
@@ -58,7 +62,7 @@ class Validation:
         self.prompts = samples.held_out_prompts(rows, prompts, tokenizer)
 
     def bits_per_byte(self, device_batch_size: int) -> float:
-        """Return the bits per byte, in passes of so many rows on each device."""
+        """Return the bits per byte, measured with at most `device_batch_size` rows per pass."""
         with _without_dropout(cast(nn.Module, self.model)):
             return loss.bits_per_byte(
                 self.model,
@@ -68,13 +72,13 @@ class Validation:
             )
 
     def means(self, sums: Sums, device_batch_size: int) -> dict[str, float]:
-        """Return the means over all targets: `loss`, and each figure of `sums` by its name."""
+        """Return the mean `loss`, and the mean of each figure of `sums`, over all targets."""
         module = cast(nn.Module, self.model)
         with _without_dropout(module):
             return mean_over(sums, module, self._steps(device_batch_size), self.compute)
 
     def keep_replies(self, folder: Path, step: int) -> None:
-        """Write the model's replies to the prompts to the samples in the folder of the run."""
+        """Let the model reply to the prompts, and save the replies as samples of this step."""
         samples.keep_replies(folder, step, self.prompts, self.model, self.tokenizer, self.compute)
 
     def _steps(self, device_batch_size: int) -> Iterator[dataloader.Step]:
@@ -83,7 +87,7 @@ class Validation:
 
 @contextlib.contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside this block, and into training mode after it."""
+    """Put a model into evaluation mode inside this block, and into training mode afterwards."""
     model.eval()
     try:
         yield
@@ -95,10 +99,10 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def mean_over(
     sums: Sums, model: nn.Module, steps: Iterable[dataloader.Step], compute: Compute
 ) -> dict[str, float]:
-    """Return the means of a loss and of its figures over all targets of `steps`, by name.
+    """Return the means of a loss and its figures over all targets of `steps`, by name.
 
-    Every rank must call it with the same number of steps, each with its own rows; all ranks get the
-    same result.
+    Every rank must call this with the same number of steps, each with its own rows; all ranks get
+    the same result. Raises signals.Stopped if the run is asked to stop.
     """
     on_device = [torch.zeros(1 + len(sums.figures), device=compute.device)]
     num_targets = 0
@@ -111,7 +115,7 @@ def mean_over(
             )
             extras = dict(zip(step.extras, extra_tensors, strict=True))
             on_device.append(sums(model, inputs, targets, **extras))
-    # to the host first, since NPUs have no float64
+    # sum on the host, since NPUs have no float64
     on_host = torch.stack(on_device).cpu().double().sum(dim=0)
     totals = parallel.total(on_host.tolist(), compute)
     means = [total / max(num_targets, 1) for total in totals]

@@ -1,9 +1,9 @@
-"""Trackers: the places that show the figures of a run, each in a process of its own.
+"""Trackers, which record or show the metrics of a run.
 
 Read the modules in this order:
-  jsonl     metrics.jsonl, the source of truth; written by the training process itself
-  start     what a tracker gets when it starts, and what it must be able to do
-  beside    starts and feeds the process of a tracker
-  __main__  that process
-  wandb, swanlab, tensorboard   the trackers
+  jsonl     writes and reads metrics.jsonl, the source of truth, in the training process itself
+  start     the data that a tracker starts with, and the interface that it implements
+  beside    starts a tracker in a process of its own, and feeds it
+  __main__  the program that runs in that process
+  wandb, swanlab, tensorboard   the trackers that run in processes of their own
 """

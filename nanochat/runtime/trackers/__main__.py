@@ -1,9 +1,9 @@
-"""The process of a tracker: reads a Start and then figures as JSON lines, and answers.
+"""Runs a tracker: reads a Start and then metrics as JSON lines, and answers on a pipe.
 
 python -m nanochat.runtime.trackers wandb
 
-tracking.py starts this process, so a tracker that fails, hangs or is killed
-does not change training.
+beside.py starts this program as a separate process, so that a tracker that fails, hangs or is
+killed does not affect training.
 """
 
 import importlib
@@ -17,15 +17,18 @@ from nanochat.runtime.trackers.start import Shown, Start
 
 
 def make(name: str, start: Start) -> Shown:
-    """Return the tracker of a name. The import of its library may fail, too."""
+    """Create the tracker with a given name.
+
+    Raises whatever the tracker's library raises, or ImportError if it cannot be imported.
+    """
     module = importlib.import_module(f"nanochat.runtime.trackers.{name}")
     return getattr(module, name.capitalize())(start)
 
 
 def serve(name: str, lines: TextIO, answers: TextIO) -> None:
-    """Start the tracker, pass it every line, and close it after the last line.
+    """Start a tracker, pass it every line, and close it after the last line.
 
-    The lines also end if training was killed.
+    The lines also end if the training process is killed.
     """
 
     def answer(**content: str) -> None:
@@ -51,7 +54,11 @@ def serve(name: str, lines: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Answer on the pipe that was standard output; the library prints to standard error instead."""
+    """Serve the tracker named on the command line.
+
+    Answers go to the pipe that was standard output, and whatever the tracker's library prints goes
+    to standard error.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.argv[1], sys.stdin, answers)

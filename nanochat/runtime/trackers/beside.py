@@ -22,10 +22,10 @@ MOST_WAITING = 10_000  # lines that wait for a slow tracker
 
 
 class Beside:
-    """A tracker in a process of its own.
+    """Runs a tracker in a process of its own, and hands it the metrics.
 
-    Training hands over lines and never waits until they are shown. A tracker that fails, does not
-    start in time, does not keep up or is killed is named in one warning and left out from then on.
+    Training hands over lines and never waits for them to be shown. If a tracker fails, starts too
+    slowly, falls too far behind or is killed, a single warning names it, and it gets no more lines.
     """
 
     def __init__(self, name: str, start: Start, start_seconds: float = START_SECONDS):
@@ -51,7 +51,7 @@ class Beside:
             threading.Thread(target=work, name=f"{name} tracker", daemon=True).start()
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Hand over the figures of one step."""
+        """Hand over the metrics of one step without waiting."""
         waited = time.monotonic() - self._started_at
         if self._state == "starting" and waited > self._start_seconds:
             self._fail(self._too_slow())
@@ -63,26 +63,26 @@ class Beside:
         return f"it did not start within {self._start_seconds:g} s"
 
     def _hand_over(self, line: str | None) -> None:
-        """Hand over a line, or None for the end."""
+        """Queue a line for the tracker, or None to mark the end."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             self._fail(f"it does not keep up: {MOST_WAITING:,} lines wait for it")
 
     def _wait_until(self, states: tuple[str, ...], seconds: float) -> bool:
-        """Wait until the tracker is in one of these states; return whether that took too long."""
+        """Wait for the tracker to reach one of `states`; return True if it took too long."""
         with self._changed:
             return not self._changed.wait_for(lambda: self._state in states, seconds)
 
     def started(self) -> bool:
-        """Wait until the tracker has started. False if it has failed; `failure` says why."""
+        """Wait for the tracker to start, and return whether it did; if not, `failure` says why."""
         too_late = self._wait_until(("ready", "done", "failed"), self._start_seconds)
         if too_late:
             self._fail(self._too_slow())
         return not self.failure
 
     def close(self, seconds: float = FINISH_SECONDS) -> None:
-        """Let the tracker send its remaining lines, for at most `seconds`, and end its process."""
+        """Give the tracker at most `seconds` to send its remaining lines, then end its process."""
         if not self.failure:
             self._hand_over(None)
             too_late = self._wait_until(("done", "failed"), seconds)
@@ -92,9 +92,9 @@ class Beside:
         self._name_failure()
 
     def abandon(self) -> None:
-        """End the process, with those that its library started.
+        """End the tracker's process, and any processes that its library has started.
 
-        A process that has said that it is done gets some seconds to end by itself.
+        A tracker that has reported that it is done gets a few seconds to exit by itself.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_SECONDS if self._state == "done" else 0)
@@ -103,7 +103,7 @@ class Beside:
         self._process.wait()
 
     def _write_lines(self) -> None:
-        """Write lines to the process. Runs in a thread."""
+        """Write the queued lines to the process; runs in a thread."""
         pipe = self._process.stdin
         assert pipe is not None
         try:
@@ -115,7 +115,7 @@ class Beside:
             pass
 
     def _read_answers(self) -> None:
-        """Read from the process what became of the lines. Runs in a thread."""
+        """Read the process's answers and update the state; runs in a thread."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)

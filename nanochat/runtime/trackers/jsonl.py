@@ -1,6 +1,6 @@
-"""metrics.jsonl: the source of truth about a run, with one JSON object per line.
+"""Writes and reads metrics.jsonl, the source of truth about a run, with one JSON object per line.
 
-run.json beside it says what is trained.
+The file run.json next to it describes the run.
 """
 
 import contextlib
@@ -14,23 +14,23 @@ from typing import Any
 
 from nanochat.common import parse_json, to_json, write_atomic, write_json
 
-# Whoever looks at the lock holds it for less than a millisecond.
+# A process that only checks the lock holds it for less than a millisecond.
 LOCK_TRIES = 100
 LOCK_SECONDS = 0.01
 
 
 class Jsonl:
-    """metrics.jsonl in the folder of a stage.
+    """An open metrics.jsonl in the folder of a stage, to which metrics are appended.
 
-    The attribute `last` is the step of the last line when the file was opened, or -1. While the
-    file is open it is locked, so that being_written() can tell a training that runs from one that
-    was killed.
+    The attribute `last` is the step of the last line when the file was opened, or -1. The file
+    stays locked while it is open, so that being_written() can tell a run that is still training
+    from one that was killed.
     """
 
     def __init__(self, folder: Path, step: int):
         """Open the file after `step` updates.
 
-        Lines of later steps, which an interrupted run left, are dropped.
+        Lines of later steps, which an interrupted run has left, are dropped.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
@@ -44,17 +44,17 @@ class Jsonl:
         _lock(self._file.fileno())
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Write one line.
+        """Write the metrics as one line.
 
-        Floats are written without rounding; a value that is not finite becomes null.
+        Floats are written without rounding. A value that is not finite becomes null.
         """
         self._file.write(to_json(figures) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Unlock and close the file."""
         if not self._file.closed:
-            # A forked worker may hold the file open, and the lock with it.
+            # A forked worker may still hold the file open, and with it the lock.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
@@ -67,14 +67,14 @@ def _lock(file: int) -> None:
             return
         except BlockingIOError:
             time.sleep(LOCK_SECONDS)
-        except OSError:  # a file system without locks: being_written() says so
+        except OSError:  # a file system without locks, for which being_written() returns None
             return
 
 
 def being_written(path: Path) -> bool | None:
-    """Return whether a training of this host writes a metrics.jsonl now.
+    """Return whether a training process on this host has a metrics.jsonl open for writing.
 
-    None if the file system has no locks.
+    Return None if the file system has no locks.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -90,15 +90,15 @@ def being_written(path: Path) -> bool | None:
 
 
 def describe_run(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write run.json: facts about the run that begins in this folder, its host, and the time."""
+    """Write run.json with facts about the run that begins in this folder, its host and the time."""
     content = {**facts, "host": socket.gethostname(), "started_at": time.time()}
     write_json(folder / "run.json", content)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in a folder, up to a line that a kill cut.
+    """Return the lines of metrics.jsonl in a folder as dictionaries, up to the first damaged line.
 
-    Values that were not finite are None.
+    A kill may have cut the last line short. Values that were not finite are None.
     """
     path = folder / "metrics.jsonl"
     if not path.exists():
@@ -107,6 +107,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     for text in path.read_bytes().splitlines():
         try:
             lines.append(parse_json(text))
-        except ValueError:  # not JSON, or a character cut in two
+        except ValueError:  # not JSON, or cut in the middle of a character
             break
     return lines

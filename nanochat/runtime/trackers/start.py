@@ -1,4 +1,4 @@
-"""What a tracker gets when it starts, and what it must be able to do."""
+"""The data that a tracker starts with, and the interface that every tracker implements."""
 
 import math
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Start:
-    """The run to show: its name, the folder of its stage, its settings, and its first step.
+    """The data that a tracker starts with: the run's name, folder, settings and first step.
 
-    `mode` is what the user wrote after the tracker's name, such as offline; if it is empty, the
-    tracker chooses.
+    `mode` is what the user wrote after the tracker's name, such as "offline". If it is empty, the
+    tracker chooses its mode.
     """
 
     name: str
@@ -22,22 +22,22 @@ class Start:
 
 
 class Shown(Protocol):
-    """A tracker in its own process, created from a Start.
+    """The interface of a tracker that runs in a process of its own, created from a Start.
 
-    Each method may raise anything that the tracker's library raises.
+    Each method may raise whatever the tracker's library raises.
     """
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Show the figures of one step; the figure `step` is its number."""
+        """Show the metrics of one step, whose number is under the key `step`."""
         ...
 
     def close(self) -> None:
-        """Send what has not been sent yet, and end."""
+        """Send everything that has not been sent yet, and end the run."""
         ...
 
 
 def numbers(figures: dict[str, Any]) -> dict[str, float]:
-    """Return the figures that are finite numbers, without the step itself; True counts as 1."""
+    """Return the metrics that are finite numbers, except the step itself; True counts as 1."""
     finite = {}
     for name, value in figures.items():
         is_number = isinstance(value, bool | int | float) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""SwanLab, on its server with a key or in local files; runs in the tracker's own process."""
+"""Records a run with SwanLab, on its server or in local files, in the tracker's own process."""
 
 import importlib.util
 import os
@@ -10,18 +10,22 @@ from nanochat.runtime.trackers.start import Start, numbers
 
 
 def _mode() -> str:
-    """Return the mode that works here: online with a key, else local, or offline without a page."""
+    """Return the best mode that works on this machine.
+
+    That is online if there is an API key, else local if SwanLab's dashboard is installed, else
+    offline.
+    """
     if swanlab.Settings().api_key:
         return "online"
-    has_page = importlib.util.find_spec("swanboard")  # of `pip install swanlab[dashboard]`
-    return "local" if has_page else "offline"
+    has_dashboard = importlib.util.find_spec("swanboard")  # from `pip install swanlab[dashboard]`
+    return "local" if has_dashboard else "offline"
 
 
 class Swanlab:
-    """A SwanLab run, with its files in the folder swanlab of the stage.
+    """A SwanLab run, whose files are in the folder `swanlab` of the stage.
 
-    `swanlab watch` or `swanlab sync` reads them. The mode is the user's, else SWANLAB_MODE, else
-    the mode that works here.
+    `swanlab watch` and `swanlab sync` read the files. The mode is the one that the user gave, else
+    SWANLAB_MODE, else the best that works on this machine.
     """
 
     def __init__(self, start: Start):
@@ -37,9 +41,9 @@ class Swanlab:
         )
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Send the numbers of one step; SwanLab takes no other values and no missing ones."""
+        """Send the finite numbers of one step, since SwanLab accepts no other values."""
         swanlab.log(numbers(figures), step=figures.get("step"))
 
     def close(self) -> None:
-        """Finish the run, which sends the figures that have not been sent yet."""
+        """Finish the run, which sends the metrics that have not been sent yet."""
         swanlab.finish()

@@ -1,7 +1,7 @@
-"""TensorBoard event files; runs in the tracker's own process."""
+"""Writes TensorBoard event files, in the tracker's own process."""
 
 # pyright: reportAttributeAccessIssue=false
-# Protocol buffers make their classes when they are imported, so a type checker cannot see them.
+# The classes of protocol buffers are created on import, so a type checker cannot see them.
 
 import json
 import time
@@ -14,20 +14,24 @@ from nanochat.runtime.trackers.start import Start, numbers
 
 
 class Tensorboard:
-    """Event files in the folder tensorboard of the stage, written without TensorFlow.
+    """Writes event files to the folder `tensorboard` of the stage, without needing TensorFlow.
 
-    `tensorboard --logdir` reads them.
+    `tensorboard --logdir` reads the files.
     """
 
     def __init__(self, start: Start):
-        """Hide the figures that an interrupted run wrote after `start.step`, like metrics.jsonl."""
+        """Open a new event file, and write the settings to it.
+
+        TensorBoard then hides metrics of steps after `start.step`, which an interrupted run has
+        left, just as metrics.jsonl drops them.
+        """
         self._writer = EventFileWriter(str(start.folder / "tensorboard"))
         session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(session_log=session), start.step + 1)
         self._add_summary([self._settings(start.settings)], start.step)
 
     def _settings(self, settings: dict[str, Any]) -> Any:
-        """Return the settings as a value that TensorBoard shows as text."""
+        """Return the settings as a summary value that TensorBoard shows as text."""
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
         lines = [f"    {name}: {json.dumps(value)}" for name, value in settings.items()]
         text = "\n".join(lines).encode()
@@ -49,7 +53,7 @@ class Tensorboard:
         self._add(event_pb2.Event(summary=summary), step)
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Write the numbers of one step."""
+        """Write the finite numbers of one step."""
         values = [
             summary_pb2.Summary.Value(tag=name, simple_value=value)
             for name, value in numbers(figures).items()
@@ -58,5 +62,5 @@ class Tensorboard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline; runs in the tracker's own process."""
+"""Records a run with Weights & Biases, online or offline, in the tracker's own process."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from nanochat.runtime.trackers.start import Start
 
 
 class Wandb:
-    """A wandb run. WANDB_MODE and the other variables of wandb work as wandb documents them."""
+    """A wandb run, which WANDB_MODE and wandb's other environment variables affect as usual."""
 
     def __init__(self, start: Start):
         mode: Any = start.mode or None
@@ -17,9 +17,9 @@ class Wandb:
         )
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Send the figures of one step."""
+        """Send the metrics of one step."""
         self._run.log(figures, step=figures.get("step"))
 
     def close(self) -> None:
-        """Finish the run, which sends the figures that have not been sent yet."""
+        """Finish the run, which sends the metrics that have not been sent yet."""
         self._run.finish()

@@ -1,1 +1,1 @@
-"""How much of a step fits into the memory of a device, and how much disk a run takes."""
+"""Finds how large a pass fits into a device's memory, and how much disk space a run takes."""

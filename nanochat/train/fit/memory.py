@@ -1,4 +1,4 @@
-"""Memory of an accelerator: what is left, what a pass took, and advice where it ran out."""
+"""Measures the memory of a device, and turns running out of memory into advice for the user."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,28 +10,31 @@ SHARE = 0.9  # of the reachable memory; the rest is for the optimizer's step and
 
 
 def reachable(compute: Compute) -> int:
-    """Bytes that this process holds or may still take. On an accelerator other processes make this
-    less than its total; on a CPU it is all physical memory."""
+    """Return the bytes that this process holds or may still take.
+
+    On an accelerator, this is the memory that other processes have not taken. On a CPU, it is all
+    physical memory.
+    """
     return compute.platform.memory_reachable()
 
 
 def budget(compute: Compute) -> int:
-    """Bytes that this process may hold during passes, including what it already holds."""
+    """Return the bytes that this process may hold during passes, including those it holds now."""
     return int(SHARE * reachable(compute))
 
 
 def start_watch(compute: Compute) -> None:
-    """Give cached memory back to the device; peak() counts from here."""
+    """Return cached memory to the device, and start a new measurement for peak()."""
     compute.platform.start_memory_watch()
 
 
 def peak(compute: Compute) -> int:
-    """The most bytes that this process has taken from the device since start_watch()."""
+    """Return the most bytes that this process has taken from the device since start_watch()."""
     return compute.platform.memory_taken()
 
 
 def ran_out(failure: BaseException) -> bool:
-    """Return whether a failure means that the device or the host has no memory left."""
+    """Return whether an exception means that the device or the host has run out of memory."""
     message = str(failure).lower()
     return isinstance(failure, RuntimeError) and (
         "out of memory" in message or "can't allocate memory" in message
@@ -39,9 +42,9 @@ def ran_out(failure: BaseException) -> bool:
 
 
 def advice(rows: int, rows_of_rank: int) -> UserError:
-    """The error for a pass of `rows` rows that ran out of memory, with the next value to try.
+    """Return the error for a pass of `rows` rows that ran out of memory, with a value to try next.
 
-    `rows_of_rank` is how many rows of a step each rank has.
+    `rows_of_rank` is the number of rows that each rank has in a step.
     """
     smaller = [size for size in range(1, rows) if rows_of_rank % size == 0]
     if smaller:
@@ -65,7 +68,7 @@ def advice(rows: int, rows_of_rank: int) -> UserError:
 
 @contextlib.contextmanager
 def advising(rows: int, rows_of_rank: int) -> Iterator[None]:
-    """Turn running out of memory into a UserError with the next value to try."""
+    """Raise UserError with a value to try next if this block runs out of memory."""
     try:
         yield
     except RuntimeError as failure:

@@ -1,4 +1,4 @@
-"""`--device_batch_size=auto` on an accelerator: tries growing passes until the memory is full."""
+"""Implements --device_batch_size=auto on accelerators: tries larger passes until memory is full."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,19 +17,22 @@ from nanochat.train.sizes import Batch
 
 
 def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
-    """Split a step into the largest passes that the memory of every rank holds.
+    """Return the split of a step into the largest passes that fit into the memory of every rank.
 
-    Every rank must call this. Nothing is probed if the user gave a size, or on a CPU, where larger
-    passes are no faster. The model is left unchanged.
+    Every rank must call this. If the user gave a size, or on a CPU, where larger passes are no
+    faster, `batch` is returned unchanged. The model is left unchanged.
     """
     if not batch.probe or compute.platform.pass_tokens is not None:
         return batch
     module = cast(nn.Module, model)
     rows_of_rank = batch.rows_per_step // compute.world_size
-    optimizers.state()  # makes AdamW's moments, whose memory must be taken before passes are tried
+    optimizers.state()  # allocates AdamW's moments, so that their memory is taken before the trials
 
     def attempt(rows: int) -> int:
-        """Run a pass, or two if a step has several, so that gradients add up; return its bytes."""
+        """Return the peak memory of a pass of `rows` rows, in bytes.
+
+        If a step has several passes, run two of them, because their gradients add up.
+        """
         memory.start_watch(compute)
         passes = min(rows_of_rank // rows, 2)
         tokens = torch.zeros((rows, length), dtype=torch.long, device=compute.device)
@@ -49,7 +52,7 @@ def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute
 
 
 def doublings(rows: int) -> list[int]:
-    """Return the divisors of a rank's rows to try, each at least twice the one before."""
+    """Return divisors of `rows` to try as pass sizes, each at least twice the one before."""
     sizes = [1]
     for size in range(2, rows + 1):
         if rows % size == 0 and size >= 2 * sizes[-1]:
@@ -60,14 +63,15 @@ def doublings(rows: int) -> list[int]:
 def largest(
     sizes: Sequence[int], attempt: Callable[[int], int], budget: int, compute: Compute
 ) -> tuple[int, str]:
-    """Return the largest size whose attempt stays within the budget on every rank, and why.
+    """Return the largest size whose attempt fits the budget on every rank, and the reason.
 
-    Ranks decide together before every attempt. From the third attempt on, a size is skipped if a
-    line through the last two attempts says that it would not fit: no rank may run out of memory
-    alone while the others wait for it.
+    The ranks decide together before every attempt. From the third attempt on, the search stops if
+    extrapolating the last two attempts shows that the next size would not fit, because no rank may
+    run out of memory alone while the others wait for it. Raises UserError if not even the smallest
+    size fits.
     """
     budget = parallel.least(budget, compute)
-    tried: list[tuple[int, int]] = []  # size, the most bytes that a rank took
+    tried: list[tuple[int, int]] = []  # (size, the most bytes that any rank took)
     for size in sizes:
         if len(tried) >= 2:
             expected = _expected(tried, size)
@@ -99,7 +103,7 @@ def largest(
 
 
 def _expected(tried: Sequence[tuple[int, int]], size: int) -> float:
-    """Return the bytes of a pass of this size by a line through the last two attempts."""
+    """Return the bytes that a pass of this size should take, extrapolated from the last two."""
     (small, small_bytes), (large, large_bytes) = tried[-2:]
     slope = (large_bytes - small_bytes) / (large - small)
     return large_bytes + slope * (size - large)
