@@ -1,7 +1,8 @@
-"""The package: model, optimizers, data, engine, server."""
+"""The nanochat package: models, optimizers, training data, text generation and a chat server."""
 
 import os
 
-# A torch_npu that is installed without CANN makes `import torch` itself raise. device.py imports it
-# explicitly instead and keeps the reason if it fails, so it must not load by itself.
+# If torch_npu is installed without CANN, loading it automatically would make `import torch` raise.
+# So automatic loading is off: the Ascend platform imports torch_npu itself, and keeps the reason if
+# that fails.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

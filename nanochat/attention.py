@@ -1,6 +1,6 @@
-"""Attention in torch's own operators, and the masks that attention needs.
+"""Attention built from torch's own operators, and the masks that it needs.
 
-A model has one PlainAttention, or a platform's subclass that replaces what its device computes
+A model has one PlainAttention, or a platform's subclass that overrides what its device computes
 faster, and every Context (context.py) calls it. Shapes: B batch, T time, H heads, Hkv heads of keys
 and values, D head dimension, K keys.
 """
@@ -15,9 +15,9 @@ from torch.compiler import is_compiling
 
 
 class TensorCache:
-    """The tensors that were used last, by key, such as masks that all layers share.
+    """Keeps the most recently used tensors by key, such as masks that all layers share.
 
-    A cache holds at most `size` tensors, and evicts the one that was unused for longest.
+    It holds at most `size` tensors, and evicts the one that has been unused for longest.
     """
 
     def __init__(self, size: int):
@@ -28,9 +28,10 @@ class TensorCache:
         return len(self._tensors)
 
     def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor of a key, and make it if the cache does not hold it.
+        """Return the tensor for a key, calling `make` if the cache does not hold it.
 
-        While a model is compiled nothing is stored: the tensor becomes part of the compiled code.
+        While a model is being compiled nothing is stored, because the tensor becomes part of the
+        compiled code.
         """
         if is_compiling():
             return make()
@@ -49,7 +50,8 @@ class PlainAttention:
     """Causal attention by torch's scaled_dot_product_attention, which runs on every device."""
 
     name = "torch's own"
-    grain = 1  # lengths are rounded up to a multiple of this where a new shape costs a compilation
+    # On devices where a new shape costs a compilation, lengths are rounded up to a multiple of this.
+    grain = 1
 
     def __init__(self) -> None:
         self.bands = TensorCache(16)
@@ -60,9 +62,9 @@ class PlainAttention:
         k: Tensor,  # (B, T, Hkv, D)
         v: Tensor,  # (B, T, Hkv, D)
         window: int,
-        scale: float | None = None,  # factor of the scores, default 1/sqrt(D)
+        scale: float | None = None,  # multiplies the scores; default 1/sqrt(D)
     ) -> Tensor:  # (B, T, H, D)
-        """Attend causally; a query sees its own key and at most `window` keys before it.
+        """Attend causally, where a query sees its own key and at most `window` keys before it.
 
         A short window is computed in blocks of W queries against 2W keys, so that neither the time
         nor any mask grows with T squared. All blocks and layers share one (W, 2W) mask.
@@ -78,10 +80,10 @@ class PlainAttention:
             q, k, v = (F.pad(x, (0, 0, 0, padding)) for x in (q, k, v))
         first = self.causal(q[:, :, :W], k[:, :, :W], v[:, :, :W], scale)
 
-        def later(x: Tensor) -> Tensor:  # blocks 1.. as a batch: (B * (blocks - 1), H, W, D)
+        def later(x: Tensor) -> Tensor:  # all blocks but the first: (B * (blocks - 1), H, W, D)
             return x[:, :, W:].unflatten(2, (blocks - 1, W)).transpose(1, 2).flatten(0, 1)
 
-        def pairs(x: Tensor) -> Tensor:  # each of them behind the block before: (..., H, 2W, D)
+        def pairs(x: Tensor) -> Tensor:  # each of these after its predecessor: (..., H, 2W, D)
             x = x.unflatten(2, (blocks, W))
             return torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
 
@@ -106,7 +108,7 @@ class PlainAttention:
         visible: Tensor,  # (B, 1, T, K) bool, True where a query sees a key
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """Attend to the keys that each query sees."""
+        """Attend to the keys that the mask lets each query see."""
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -122,30 +124,31 @@ class PlainAttention:
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, T, Hkv, D)
         v: Tensor,  # (B, T, Hkv, D)
-        cached_k: Tensor,  # (B, K, Hkv, D) of the cache, overwritten at `positions`
+        cached_k: Tensor,  # (B, K, Hkv, D) rows of the cache, overwritten at `positions`
         cached_v: Tensor,  # (B, K, Hkv, D)
-        positions: Tensor,  # (B, T) where in its row each new token goes, one after the other
+        positions: Tensor,  # (B, T) consecutive positions of the new tokens in their row
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
         """Write new keys and values into a cache and attend to it, in one operator.
 
-        None, and nothing is written, where the device has no such operator.
+        Returns None, with nothing written, if the device has no such operator.
         """
         return None
 
     def by_lengths(
         self,
         q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, K, Hkv, D) of the cache, the new keys included
+        k: Tensor,  # (B, K, Hkv, D) rows of the cache, including the new keys
         v: Tensor,  # (B, K, Hkv, D)
-        new: Sequence[int],  # of each row, how many of the T tokens are real
-        ends: Sequence[int],  # of each row, how many keys it holds
-        recent: Callable[[], Tensor],  # for one query a row: (B, W + 1) positions of its last keys
+        new: Sequence[int],  # for each row, how many of the T tokens are real
+        ends: Sequence[int],  # for each row, how many keys it holds
+        # with one query per row: the positions (B, W + 1) of the last keys of each row
+        recent: Callable[[], Tensor],
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Attend to a cache by the lengths of its rows; None where the device needs a mask."""
+        """Attend to a cache by the lengths of its rows; return None if the device needs a mask."""
         return None
 
     def causal(
@@ -155,20 +158,23 @@ class PlainAttention:
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:  # (B, H, T, D)
-        """Attend to all keys up to each query's own."""
+        """Attend to every key up to and including the query's own."""
         grouped = k.size(1) != q.size(1)
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
         )
 
     def mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the mask that torch's operator reads, from what queries of a format see."""
+        """Convert a boolean visibility mask to the form that torch's operator reads.
+
+        `dtype` is the format of the queries. In plain torch the mask needs no conversion.
+        """
         return visible
 
     def _band(self, window: int, device: torch.device) -> Tensor:
-        """Return which keys of its own block and the one before each query sees, (W, 2W) bool.
+        """Return a mask (W, 2W) of the keys that a query sees in its own block and the one before.
 
-        Query r sees keys r .. r + W, W + 1 keys.
+        Query r sees the W + 1 keys r .. r + W.
         """
 
         def make() -> Tensor:
@@ -182,12 +188,12 @@ class PlainAttention:
 
 def cache_mask(
     positions: Tensor,  # (B, T) position of each query in its sequence
-    keys: int,  # K, how many positions of the cache attention reads
+    keys: int,  # K, the number of cache positions that attention reads
     window: int,
 ) -> Tensor:  # (B, 1, T, K) bool
-    """Return which cached keys each query sees.
+    """Return a mask of the cached keys that each query sees.
 
-    A query sees no key after its own position, and at most `window` before it.
+    A query sees its own key and at most `window` keys before it, but none after it.
     """
     distance = positions[:, :, None] - torch.arange(keys, device=positions.device)
     return ((distance >= 0) & (distance <= window))[:, None]

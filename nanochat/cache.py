@@ -1,4 +1,4 @@
-"""The key-value cache: keys and values of the sequences that a model is generating."""
+"""The key-value cache: the keys and values of the sequences that a model is generating."""
 
 import math
 import mmap
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Cache:
-    """Keys, values and lengths of the sequences in flight, one sequence in each slot.
+    """Holds the keys, values and lengths of the sequences in flight, one sequence per slot.
 
-    k and v are (layers, slots, T, Hkv, D). `positions` (slots,) counts the tokens in a slot, and
-    `last` (slots,) is the id of the slot's last token, 0 for an empty slot. `states` lists every
-    tensor that has one row per slot and changes with each token, whatever the slot's length; a
-    family of models may add its own. A forward pass reads and writes a contiguous range of slots.
-    With `extra_keys` 1 a slot with n tokens has n + 1 keys: its last token has begun the key of the
-    next one.
+    k and v are (layers, slots, T, Hkv, D). `positions` (slots,) counts the tokens in each slot, and
+    `last` (slots,) is the id of its last token, 0 for an empty slot. `states` lists the tensors
+    that have one row per slot, of the same size whatever the slot's length, and that change with
+    each token; a model family may add its own. A forward pass reads and writes a contiguous range
+    of slots. If `extra_keys` is 1, a slot with n tokens has n + 1 keys: half of the next token's
+    key is that of the last token, and is stored in advance.
     """
 
     def __init__(
@@ -42,35 +42,38 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """The size of the whole cache."""
+        """The size of the whole cache in bytes."""
         return sum(tensor.nbytes for tensor in (self.k, self.v, *self.states))
 
     @property
     def cuts_anywhere(self) -> bool:
-        """Whether cut() can shorten a slot: its states follow from length and last token alone."""
+        """True if cut() can shorten a slot to any length.
+
+        This holds if the states of a slot follow from its length and its last token alone.
+        """
         return len(self.states) == 2
 
     def cut(self, slot: int, tokens: int, last: int) -> None:
-        """Shorten a slot to its first `tokens` tokens, of which `last` is the last one."""
+        """Shorten a slot to its first `tokens` tokens, the last of which has the id `last`."""
         assert self.cuts_anywhere
         self.positions[slot] = tokens
         self.last[slot] = last
 
     def add_state(self, name: str, state: Tensor) -> None:
-        """Add a tensor with one row per slot that changes with each token.
+        """Register a tensor with one row per slot that changes with each token.
 
-        `named_states[name]` finds it.
+        It is then found as `named_states[name]`.
         """
         self.named_states[name] = state
         self.states.append(state)
 
     def clear(self, slots: slice) -> None:
-        """Empty slots."""
+        """Empty a range of slots."""
         for state in self.states:
             state[slots] = 0
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy a slot of `tokens` tokens to another slot."""
+        """Copy a slot that holds `tokens` tokens to another slot."""
         keys = tokens + self.extra_keys
         for entries in (self.k, self.v):
             entries[:, target, :keys] = entries[:, source, :keys]
@@ -78,7 +81,10 @@ class Cache:
             state[target] = state[source]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` tokens of each source slot, as they were, to its target slot."""
+        """Copy the first `tokens` tokens of each source slot to its target slot, all at once.
+
+        A slot may be both a source and a target: targets receive what sources held before the call.
+        """
         device = self.positions.device
         source_slots = torch.tensor(sources).to(device, non_blocking=True)
         target_slots = torch.tensor(targets).to(device, non_blocking=True)
@@ -89,14 +95,14 @@ class Cache:
             state.index_copy_(0, target_slots, state.index_select(0, source_slots))
 
     def take(self, slot: int, tokens: int) -> list[Tensor]:
-        """Return a copy of a slot of `tokens` tokens, for put()."""
+        """Return a copy of the contents of a slot that holds `tokens` tokens, for put()."""
         keys = tokens + self.extra_keys
         entries = [self.k[:, slot, :keys].clone(), self.v[:, slot, :keys].clone()]
         states = [state[slot].clone() for state in self.states]
         return entries + states
 
     def put(self, slot: int, contents: list[Tensor]) -> None:
-        """Fill a slot with what take() returned."""
+        """Fill a slot with the contents that take() returned."""
         k, v, *states = contents
         self.k[:, slot, : k.size(1)] = k
         self.v[:, slot, : v.size(1)] = v
@@ -104,19 +110,19 @@ class Cache:
             state[slot] = values
 
     def copy_states(self, slots: slice) -> list[Tensor]:
-        """Return copies of the slots' states, for restore()."""
+        """Return copies of the states of a range of slots, for restore()."""
         return [state[slots].clone() for state in self.states]
 
     def restore(self, slots: slice, saved_states: list[Tensor]) -> None:
-        """Give the slots the states that copy_states() returned."""
+        """Set the states of a range of slots to those that copy_states() returned."""
         for state, values in zip(self.states, saved_states, strict=True):
             state[slots] = values
 
 
 def zeros_on_demand(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros. On a CPU its pages take memory only once they are written.
+    """Return a tensor of zeros that, on a CPU, takes up memory only page by page as it is written.
 
-    torch.zeros() writes every page, and most slots of a cache never grow to their full length.
+    torch.zeros() writes every page, but most slots of a cache never grow to their full length.
     """
     size = math.prod(shape) * dtype.itemsize
     is_cpu = torch.empty(0, device=device).is_cpu

@@ -1,11 +1,12 @@
-"""What a forward pass knows beside its tokens.
+"""The context of a forward pass: which sequences its tokens belong to, and what came before them.
 
-A pass reads whole rows, packed rows, trees of replies, or new tokens of a cache.
+There is one class for each kind of pass: Rows for whole rows, Packed for rows of several documents,
+Tree for replies that share a prompt, and Cached for new tokens of the sequences in a cache.
 
-The caller makes one context for a pass, and every layer asks the same context: for the token before
-each token, for attention, and for the state that a recurrent layer keeps. Nothing else in a model
-depends on the kind of the pass. Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and
-values, D head dimension.
+The caller creates one context per pass, and every layer asks it for the token before each token,
+for attention, and for the state that a recurrent layer keeps. Nothing else in a model depends on
+the kind of pass. Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and values, D head
+dimension.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,11 @@ from nanochat.cache import Cache
 
 
 class Embeds(Protocol):
-    """What a context asks of the model that a pass runs through."""
+    """The part of a model that a context uses (Protocol)."""
 
     @property
     def attention(self) -> PlainAttention:
-        """How the device attends."""
+        """The attention operators of the model's device."""
         ...
 
     def embed(self, idx: Tensor) -> Tensor:
@@ -33,73 +34,77 @@ class Embeds(Protocol):
 
 
 class Context(Protocol):
-    """The members of every context."""
+    """Tells a model about the tokens of one forward pass, and computes attention for it (Protocol).
+
+    It knows the positions of the tokens, the borders of documents, the padding, and what came
+    before.
+    """
 
     @property
     def positions(self) -> Tensor | None:
-        """(B, T) position of each token in its sequence; None: 0 .. T-1 in every row."""
+        """(B, T) the position of each token in its sequence; None if every row has 0 .. T-1."""
         ...
 
     @property
     def documents(self) -> Tensor | None:
-        """(B, T) number of each token's document, where a row holds several."""
+        """(B, T) the number of each token's document; None if every row is one document."""
         ...
 
     @property
     def lengths(self) -> Tensor | None:
-        """(B,) how many of the T tokens are real, where rows end with padding."""
+        """(B,) how many of the T tokens of each row are real; None if no row ends with padding."""
         ...
 
     @property
     def targets_at(self) -> Tensor | None:
-        """(N,) indices in all rows of the tokens that predict targets; None: all."""
+        """(N,) indices over all rows of the tokens that predict targets; None if all tokens do."""
         ...
 
     @property
     def longest(self) -> int | None:
-        """A bound for all positions; None where the number of tokens of a row is the bound."""
+        """An upper bound on the length of every sequence; None if it is the length of a row."""
         ...
 
     def bind(self, model: Embeds) -> None:
-        """Take what the pass needs of the model that it runs through.
+        """Take the attention operators, and anything else the pass needs, from a model.
 
-        The model calls this first.
+        The model calls this before its first layer.
         """
         ...
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return x of the token before each token: token ids (B, T), or embeddings (B, T, C).
+        """Return the entry of x for the token before each token.
 
-        Zeros stand where a sequence begins.
+        x holds token ids (B, T) or embeddings (B, T, C). The result is 0 where a sequence begins.
         """
         ...
 
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
         """Return the key (B, T, Hkv, D) of the token before each token.
 
-        It is zero where a sequence begins.
+        The key is zero where a sequence begins.
         """
         ...
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:  # (B, T, H, D)
-        """Return the attended values. Shapes and scale are those of Operations.attend."""
+        """Return the attended values; shapes and scale are those of PlainAttention.attend()."""
         ...
 
     def read(self, name: str, layer: int) -> Tensor | None:
-        """Return the state of a recurrent layer before the first token.
+        """Return the named state of a recurrent layer before the first token of the pass.
 
-        None where every sequence begins here.
+        Returns None if every sequence begins with this pass.
         """
         ...
 
     def write(self, name: str, layer: int, state: Tensor) -> None:
-        """Store the state of a recurrent layer after the last real token."""
+        """Store the named state of a recurrent layer after the last real token of the pass."""
         ...
 
     def finish(self) -> None:
-        """Count the tokens that the sequences of a cache have gained.
+        """Record in the cache, if there is one, the tokens that its sequences have gained.
 
         The model calls this after its last layer.
         """
@@ -107,7 +112,7 @@ class Context(Protocol):
 
 
 class Rows:
-    """Whole sequences: every row begins at position 0."""
+    """The context of whole sequences: every row begins at position 0."""
 
     positions: Tensor | None = None
     documents: Tensor | None = None
@@ -116,15 +121,15 @@ class Rows:
     longest: int | None = None
 
     def bind(self, model: Embeds) -> None:
-        """Take the model's attention."""
+        """Take the model's attention operators."""
         self.attention = model.attention
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return x shifted by one token."""
+        """Return x shifted right by one token."""
         return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
 
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Return the keys shifted by one token."""
+        """Return the keys shifted right by one token."""
         return self.previous(k)
 
     def attend(
@@ -134,22 +139,23 @@ class Rows:
         return self.attention.attend(q, k, v, window, scale)
 
     def read(self, name: str, layer: int) -> Tensor | None:
-        """Return None: every sequence begins here."""
+        """Return None, because every sequence begins here."""
         return None
 
     def write(self, name: str, layer: int, state: Tensor) -> None:
-        """Drop the state: the next pass begins new sequences."""
+        """Discard the state, because the next pass begins new sequences."""
 
     def finish(self) -> None:
-        """Do nothing: no cache has gained tokens."""
+        """Do nothing, because there is no cache."""
 
 
 class Packed(Rows):
-    """Rows that hold several documents, none of which sees another."""
+    """The context of rows that hold several documents, none of which sees another."""
 
     def __init__(
-        self, documents: Tensor
-    ):  # (B, T) the number of each token's document, rising along a row
+        self,
+        documents: Tensor,  # (B, T) the number of each token's document, rising along a row
+    ):
         T = documents.size(1)
         index = torch.arange(T, device=documents.device).expand_as(documents)
         begins = torch.ones_like(documents, dtype=torch.bool)
@@ -158,52 +164,52 @@ class Packed(Rows):
         same = (documents[:, :, None] == documents[:, None, :])[:, None]
         self.documents = documents
         self.positions: Tensor = index - starts
-        self.seen = same & cache_mask(index, T, T)  # (B, 1, T, T) which keys each query sees
+        self.seen = same & cache_mask(index, T, T)  # (B, 1, T, T) True where a query sees a key
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return x shifted by one token, with zeros where a document begins."""
+        """Return x shifted right by one token, with zeros where a document begins."""
         begins = self.positions == 0
         return super().previous(x).masked_fill(_trailing(begins, x), 0)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend causally within each document; the window is that of the whole row."""
+        """Attend causally within each document, however long; `window` is not used."""
         return self.attention.masked(q, k, v, self.seen, scale)
 
 
 class Tree(Rows):
-    """Rows whose tokens form trees: sequences share the tokens of a common beginning.
+    """The context of rows whose tokens form trees, where sequences share a common beginning.
 
-    A row may hold several trees, and padding: tokens that see themselves only.
+    A row may hold several trees, and padding tokens that see only themselves.
     """
 
     def __init__(
         self,
-        parents: Tensor,  # (B, T) index in the row of the token before each token; its own where a sequence begins
-        visible: Tensor,  # (B, T, T) bool, True where a token (dim 1) sees another one: itself and those before it
-        targets_at: Tensor,  # (N,) index in all rows, one after the other, of the token that predicts each target
+        parents: Tensor,  # (B, T) index in its row of each token's parent; a root is its own parent
+        visible: Tensor,  # (B, T, T) bool, True where a token (dim 1) sees another (dim 2)
+        targets_at: Tensor,  # (N,) index in the flattened rows of the token that predicts a target
     ):
         self.parents = parents
         self.seen = visible
         self.targets_at = targets_at
         self.positions: Tensor = visible.sum(dim=2) - 1
-        self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, T) which keys each query sees
+        self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, T) True where a query sees a key
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return what the parent of each token has in x."""
+        """Return the entry of x for the parent of each token, and 0 for a root."""
         begins = self.parents == torch.arange(self.parents.size(1), device=self.parents.device)
         parents = _trailing(self.parents, x).expand_as(x)
         return x.gather(1, parents).masked_fill(_trailing(begins, x), 0)
 
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Return the key of each token's parent."""
+        """Return the key of each token's parent, and 0 for a root."""
         return self.previous(k.flatten(2)).view_as(k)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend to the tokens on the way from the root to each token."""
+        """Attend to the tokens on the path from the root to each token, within the window."""
         if window not in self._masks:
             near = self.positions[:, :, None] - self.positions[:, None] <= window
             self._masks[window] = (self.seen & near)[:, None]
@@ -211,7 +217,7 @@ class Tree(Rows):
 
 
 class Cached:
-    """New tokens of the sequences in a cache: a pass over B contiguous slots."""
+    """The context of new tokens in B contiguous slots of a cache."""
 
     documents: Tensor | None = None
     targets_at: Tensor | None = None
@@ -220,14 +226,16 @@ class Cached:
         self,
         cache: Cache,
         idx: Tensor,  # (B, T) the new tokens
-        slots: slice | None = None,  # B slots of the cache; None: the first ones
-        lengths: Tensor
-        | None = None,  # (B,) how many of the T tokens are real; the rest is padding. None: all
-        cached: Sequence[int]
-        | None = None,  # tokens that each row held before. None: the host must ask the device
-        new: Sequence[int] | None = None,  # real tokens of each row, where `cached` is known too
-        keys: int
-        | None = None,  # positions that attention reads by mask, whatever the rows hold: for graphs
+        # B slots of the cache; None: the first B
+        slots: slice | None = None,
+        # (B,) how many of the T tokens are real, the rest being padding; None: all
+        lengths: Tensor | None = None,
+        # how many tokens each row held before; None: the host must ask the device
+        cached: Sequence[int] | None = None,
+        # how many real tokens each row has; needed if `cached` is given
+        new: Sequence[int] | None = None,
+        # for graphs: how many cache positions attention reads, by mask, whatever the rows hold
+        keys: int | None = None,
     ):
         self.cache = cache
         self.slots = slots or slice(0, idx.size(0))
@@ -240,16 +248,15 @@ class Cached:
         self.new = new
         self.keys = keys
         self._idx = idx
-        self._keeps_last = False  # whether the model asks for the token before each token
+        self._keeps_last = False  # whether the model has asked for the token before each token
         self._by_lengths = keys is None and cached is not None
         self._row = torch.arange(idx.size(0), device=idx.device)[:, None]
-        self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, K) which keys each query sees
-        self._recent: dict[
-            int, Tensor
-        ] = {}  # window -> (B, W + 1) positions of each row's last keys
+        self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, K) True where a query sees a key
+        # window -> (B, W + 1) positions of the last keys of each row
+        self._recent: dict[int, Tensor] = {}
 
     def bind(self, model: Embeds) -> None:
-        """Take the model's attention, and choose how much of the cache it reads."""
+        """Take the model's attention operators, and choose how many cache positions they read."""
         self.attention = model.attention
         self._embed = model.embed
         if self.keys is None:
@@ -262,7 +269,7 @@ class Cached:
             )
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return x shifted by one token, the last token of a slot first."""
+        """Return x shifted right by one token, with the last cached token of each slot in front."""
         self._keeps_last = True
         first = self.cache.last[self.slots, None]
         if x.is_floating_point():
@@ -270,22 +277,22 @@ class Cached:
         return torch.cat((first, x[:, :-1]), dim=1)
 
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Return the keys shifted by one token.
+        """Return the keys shifted right by one token.
 
-        Only the half of a key that offset_keys() takes can be relied on in the first new token's:
-        the cache holds it in the place of the next key, which the last new token begins.
+        For the first new token, only the half of the key that offset_keys() takes is reliable. It
+        comes from the cache, where every pass stores its last key once more, one position further
+        on.
         """
         keys = self.cache.k[layer, self.slots]
-        first = keys[
-            self._row, self.positions[:, :1]
-        ]  # nothing begins the key at position 0, so it is zero there
+        # Nothing is ever stored in advance at position 0, so an empty slot has a zero there.
+        first = keys[self._row, self.positions[:, :1]]
         keys[self._row, self.positions[:, -1:] + 1] = k[:, -1:].to(keys.dtype)
         return torch.cat((first.to(k.dtype), k[:, :-1]), dim=1)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Write the new keys and values, and attend to all that the slots then hold."""
+        """Write the new keys and values to the cache, and attend to everything in the slots."""
         cached_k, cached_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         y = self.attention.extend(q, k, v, cached_k, cached_v, self.positions, window, scale)
         if y is not None:
@@ -308,7 +315,7 @@ class Cached:
         return self.attention.masked(q, k, v, self._masks[window], scale)
 
     def _recent_keys(self, window: int, length: int) -> Tensor:  # (B, W + 1)
-        """Return the positions of the last keys of each row."""
+        """Return the positions of the last W + 1 keys of each row."""
         if window not in self._recent:
             first = (self.positions - window).clamp_min(0)
             recent = torch.arange(min(window + 1, length), device=first.device)
@@ -316,15 +323,15 @@ class Cached:
         return self._recent[window]
 
     def read(self, name: str, layer: int) -> Tensor | None:
-        """Return the slots' state of a recurrent layer."""
+        """Return the state of a recurrent layer for the slots of this pass."""
         return self.cache.named_states[name][self.slots, layer]
 
     def write(self, name: str, layer: int, state: Tensor) -> None:
-        """Store the slots' state of a recurrent layer."""
+        """Store the state of a recurrent layer for the slots of this pass."""
         self.cache.named_states[name][self.slots, layer] = state
 
     def finish(self) -> None:
-        """Count the tokens that each slot has gained, and store the last one if need be."""
+        """Advance the length of each slot, and store its last token if the model reads it."""
         if self._keeps_last:
             last = (
                 self._idx[:, -1]
@@ -342,14 +349,15 @@ def _trailing(x: Tensor, like: Tensor) -> Tensor:
     return x.view(*x.shape, *[1] * (like.dim() - 2))
 
 
-TREE = ("parents", "seen", "targets_at")  # the tensors of a Tree, in its order
+# the names in a micro-batch of the tensors of a Tree, in the order of its arguments
+TREE = ("parents", "seen", "targets_at")
 
 
 def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the further arguments of a model from the named tensors of a micro-batch.
+    """Return the keyword arguments of a model that the named tensors of a micro-batch stand for.
 
-    `documents` become a Packed context, the tensors of TREE a Tree, and `weights` stay what they
-    are.
+    `documents` become a Packed context, and the tensors named in TREE a Tree. Others, such as
+    `weights`, are passed on unchanged.
     """
     arguments: dict[str, Any] = {
         name: extras[name] for name in extras if name not in ("documents", *TREE)
@@ -362,5 +370,5 @@ def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def whole_rows(context: Context) -> bool:
-    """Whether every row is one sequence, for which devices have faster operators."""
+    """Return whether every row is one sequence, for which devices have faster operators."""
     return type(context) is Rows

@@ -1,8 +1,8 @@
 """The GPT: rotary attention with sliding windows, value embeddings, squared-ReLU MLPs, untied head.
 
-The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp32 masters, and every
-use casts them to the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension,
-V vocabulary.
+The architecture follows upstream nanochat as of July 2026. Parameters are fp32 masters, and every
+use casts them to the compute dtype. Shapes: B batch, T time, C channels, H heads, Hkv heads of keys
+and values, D head dimension, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -22,31 +22,30 @@ from nanochat.context import Context, Rows
 from nanochat.linear import Embedding, Linear
 from nanochat.loss import chunked_loss, softcap, token_losses
 
-SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
-VALUE_GATE_CHANNELS = 12  # of a layer's input, which the gates of the value embeddings read
+SMEAR_CHANNELS = 24  # leading channels of the embedding that the smear gate reads
+VALUE_GATE_CHANNELS = 12  # leading channels of a layer's input that the value gates read
 QK_SCALE = 1.2  # sharpens attention: multiplies q and k after their norm
-BIGRAM_FACTORS = (
-    2654435,
-    40503,
-)  # of the token before and of the token: odd, so that every row is used
+# The hash of a pair multiplies the token before by the first factor and the token by the second.
+# Both are odd, so that every row is used.
+BIGRAM_FACTORS = (2654435, 40503)
 
 Role = Literal["matrix", "embedding", "value_embedding", "bigram", "head", "resid", "x0", "smear"]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model: all that a checkpoint needs to rebuild the model."""
+    """The sizes and options of a model, from which a checkpoint's model can be rebuilt."""
 
-    sequence_len: int = 2048  # T in training, and the longest context in inference
+    sequence_len: int = 2048  # row length T in training, and the longest context in inference
     vocab_size: int = 32768
     n_layer: int = 12
     n_head: int = 6
     n_kv_head: int = 6
     n_embd: int = 768
-    # repeated over the layers: L sees everything, S a quarter; the last is always L
+    # repeated over the layers: L sees the whole context, S a quarter; the last layer is always L
     window_pattern: str = "SSSL"
-    bigram_rows: int = 0  # of the table of hashed pairs of tokens; 0: the model has none
-    # of the first layers, where half of each key is that of the token before
+    bigram_rows: int = 0  # rows of the table of hashed token pairs; 0: no table
+    # the number of first layers in which half of each key is that of the token before
     offset_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -80,14 +79,17 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of embedding and head: the vocabulary rounded up to a multiple of 64."""
+        """The number of rows of the embedding and the head.
+
+        It is the vocabulary size, rounded up to a multiple of 64.
+        """
         return -(-self.vocab_size // 64) * 64
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """For each layer, how many keys before its own a query sees.
+        """The attention window of each layer: how many keys before its own a query sees.
 
-        S is a quarter of the sequence, rounded up to a multiple of 128.
+        A layer marked S sees a quarter of the sequence, rounded up to a multiple of 128.
         """
         short = -(-self.sequence_len // 4 // 128) * 128
         sizes = {"L": self.sequence_len, "S": min(short, self.sequence_len)}
@@ -96,19 +98,28 @@ class GPTConfig:
         return (*tiled[:-1], self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Whether a layer has one: every other layer, the last too (arXiv 2410.17897)."""
+        """Return whether a layer has a value embedding (arXiv 2410.17897).
+
+        Every other layer has one, and so does the last layer.
+        """
         return layer % 2 == (self.n_layer - 1) % 2
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Norm over the last dimension, without parameters (arXiv 1910.07467)."""
+    """Return x with root mean square 1 along its last dimension, without learned weights.
+
+    Source: arXiv 1910.07467.
+    """
     return F.rms_norm(x, (x.size(-1),))
 
 
 def rotary_tables(
     length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
 ) -> tuple[Tensor, Tensor]:  # (length, D/2) each
-    """Return the cosines and sines of the rotary embedding (RoFormer, arXiv 2104.09864)."""
+    """Return the cosines and sines of the rotary embedding at positions 0 .. length - 1.
+
+    Source: RoFormer, arXiv 2104.09864.
+    """
     channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequency = base ** (-channels / head_dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
@@ -116,7 +127,7 @@ def rotary_tables(
 
 
 class RotaryCache:
-    """The rotary tables of a model, made again only for another device or longer passes."""
+    """Keeps a model's rotary tables, and rebuilds them only for another device or longer passes."""
 
     def __init__(self) -> None:
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -126,10 +137,10 @@ class RotaryCache:
         context: Context,
         length: int,  # tokens of the pass
         device: torch.device,
-        make: Callable[[int], tuple[Tensor, Tensor]],  # makes tables of so many rows
-        min_rows: int = 0,  # rows that new tables have at least
+        make: Callable[[int], tuple[Tensor, Tensor]],  # makes tables with that many rows
+        min_rows: int = 0,  # the least number of rows of new tables
     ) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
-        """Return the cosines and sines at the positions of a pass."""
+        """Return the cosines and sines at the positions of a forward pass."""
         needed = context.longest or length
         tables = self._tables
         if tables is None or tables[0].device != device or tables[0].size(0) < needed:
@@ -143,16 +154,16 @@ class RotaryCache:
 
 
 def logits_or_loss(
-    head: Callable[..., Tensor],  # Head, or another module that is called as Head is
+    head: Callable[..., Tensor],  # a Head, or another module with the same call signature
     x: Tensor,  # (B, T, C) normed activations
     targets: Tensor | None,  # (B, T), -1 = ignored
     reduction: Literal["mean", "sum", "none"],
     weights: Tensor | None,  # (B, T) weight of each token's loss, with reduction "sum"
-    context: Context | None,  # with targets_at, targets and weights are (N,)
+    context: Context | None,  # if it has targets_at, targets and weights are (N,)
 ) -> Tensor:
-    """Return logits (B, T, V), or with targets the loss in nats.
+    """Return logits (B, T, V) or, given targets, the cross-entropy loss in nats.
 
-    The loss is a scalar; with reduction "none" every target has one.
+    The loss is a scalar, or one value per target with reduction "none".
     """
     if context is not None and context.targets_at is not None:
         x = x.flatten(0, 1)[context.targets_at]
@@ -171,21 +182,21 @@ def rotate(
     cos: Tensor,  # (1 or B, T, 1, D/2)
     sin: Tensor,  # (1 or B, T, 1, D/2)
 ) -> Tensor:
-    """Rotate pairs (i, i + D/2) of channels by -angle, as upstream does.
+    """Rotate the channel pairs (i, i + D/2) of x by -angle, as upstream does.
 
-    Only relative angles matter.
+    The sign makes no difference, because attention depends only on relative angles.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
 def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
-    """Take the slowly turning half of every key from the key of the token before it.
+    """Replace the slowly rotating half of every key by that of the token before it.
 
-    So half of a key tells what the token before was. A query finds the places where its own token
-    stood before in one layer, and reads there what followed; without the offset that takes two
-    layers (induction heads, arXiv 2209.11895). The idea is modded-nanogpt's partial key offset.
-    Channels i and i + D/2 turn together, the slower the larger i is.
+    So half of a key tells what the token before was. A query can then find the earlier occurrences
+    of its own token and read what followed them, in a single layer; without the offset this takes
+    two layers (induction heads, arXiv 2209.11895). The idea is modded-nanogpt's partial key offset.
+    Channels i and i + D/2 rotate together, more slowly the larger i is.
     """
     fast = k.unflatten(-1, (2, 2, -1))[..., 0, :]
     slow = previous.unflatten(-1, (2, 2, -1))[..., 1, :]
@@ -193,14 +204,14 @@ def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
 
 
 class Bigrams(Embedding):
-    """Embeddings of pairs of neighbouring tokens, which share the rows of a table by a hash.
+    """Embeddings of pairs of neighbouring tokens, hashed into the rows of one shared table.
 
-    They cost a look-up and no FLOPs. The idea is the hashed bigrams of modded-nanogpt's record of
-    January 2026, which adds them in every layer; here they join the token's embedding once, which
-    learned as much (dev/LOG.md).
+    They cost a look-up and no FLOPs. The idea is modded-nanogpt's hashed bigrams of January 2026,
+    which are added in every layer. Here they are added once, to the token embedding, which learned
+    as much (dev/LOG.md).
     """
 
-    # a step reads few rows, so ranks need not exchange the others; see parallel.shard()
+    # A step reads few rows, so ranks need not exchange the others; see parallel.shard().
     few_rows = True
 
     def __init__(self, rows: int, channels: int):
@@ -211,13 +222,13 @@ class Bigrams(Embedding):
         super().__init__(rows, channels)
 
     def forward(self, before: Tensor, input: Tensor) -> Tensor:  # (B, T) each -> (B, T, C)
-        """Return the embedding of every token with the token before it; 0 stands for no token."""
+        """Return the embedding of each token paired with the token before it; 0 means no token."""
         rows = (before * BIGRAM_FACTORS[0] + input * BIGRAM_FACTORS[1]) % self.num_embeddings
         return F.embedding(rows, self.weight, sparse=self.sparse and not is_compiling())
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention with normed queries and keys, and value embeddings on some layers."""
+    """Causal attention with normed queries and keys, and with value embeddings in some layers."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -237,17 +248,17 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, T, C)
-        value: Tensor | None,  # (B, T, Hkv * D) value embedding of each token
+        value_embedding: Tensor | None,  # (B, T, Hkv * D) value embedding of each token
         rotary: tuple[Tensor, Tensor],  # cosines and sines, (1 or B, T, 1, D/2) each
         context: Context,
     ) -> Tensor:  # (B, T, C)
         q = self.c_q(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.c_k(x).unflatten(-1, (-1, self.head_dim))  # (B, T, Hkv, D)
         v = self.c_v(x).unflatten(-1, (-1, self.head_dim))
-        if value is not None and self.ve_gate is not None:
-            # Value residual, gated for each head (arXiv 2410.17897)
+        if value_embedding is not None and self.ve_gate is not None:
+            # the value residual, gated per head (arXiv 2410.17897)
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))  # (B, T, Hkv)
-            v = v + gate.unsqueeze(-1) * value.view_as(v)
+            v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
         q = rms_norm(rotate(q, *rotary)) * QK_SCALE
         k = rms_norm(rotate(k, *rotary)) * QK_SCALE
         if self.has_offset:
@@ -269,7 +280,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each on the normed residual stream."""
+    """One layer: attention, then an MLP, each applied to the normed residual stream."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -279,24 +290,23 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, T, C)
-        value: Tensor | None,  # (B, T, Hkv * D)
+        value_embedding: Tensor | None,  # (B, T, Hkv * D)
         rotary: tuple[Tensor, Tensor],
         context: Context,
     ) -> Tensor:  # (B, T, C)
-        x = x + self.attn(rms_norm(x), value, rotary, context)
+        x = x + self.attn(rms_norm(x), value_embedding, rotary, context)
         return x + self.mlp(rms_norm(x))
 
 
 class Head(Linear):
-    """The matrix that makes logits.
+    """The matrix that turns activations into logits.
 
-    It computes the loss too, so that sharding hooks see every use of the weight.
+    It also computes the loss, so that every use of its weight passes through forward(), where the
+    hooks of a sharded model see it.
     """
 
-    loss_tokens = 1024  # tokens whose logits exist at the same time in a loss
-    capped_logits = (
-        1 << 27
-    )  # logits that exist at the same time where the loss of each token is wanted
+    loss_tokens = 1024  # tokens per chunk: the logits of one chunk are in memory at a time
+    capped_logits = 1 << 27  # most logits in memory at a time when each token's loss is wanted
 
     def __init__(self, config: GPTConfig):
         super().__init__(config.n_embd, config.padded_vocab)
@@ -309,9 +319,10 @@ class Head(Linear):
         weights: Tensor | None = None,  # (...) weight of each token's loss, with reduction "sum"
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Return softcapped fp32 logits (..., V).
+        """Return softcapped fp32 logits (..., V) or, given targets, losses.
 
-        With targets: the weighted sum of losses, or every token's loss.
+        With reduction "sum" the result is the weighted sum of the losses, with "none" the loss of
+        each token.
         """
         if targets is None:
             return self.logits(input)
@@ -325,7 +336,7 @@ class Head(Linear):
         return softcap(self.scores(x))
 
     def scores(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V)
-        """Return logits before the softcap, without those of the rows that stand for no token."""
+        """Return logits before the softcap, without the padding rows of the head."""
         return super().forward(x)[..., : self.vocab]
 
     def loss(
@@ -341,13 +352,14 @@ class Head(Linear):
 
 
 class GPT(nn.Module):
-    """The model.
+    """The language model: token embedding, layers and head.
 
-    Build it, also under `torch.device("meta")`, then call init_weights() or load a checkpoint.
+    Construct it, possibly under `torch.device("meta")`, then call init_weights() or load a
+    checkpoint.
 
-    The model computes in `dtype`, to which it casts the fp32 masters: one checkpoint serves every
-    device. A platform may replace `attention`, and the classes of the modules by faster ones with
-    the same parameters.
+    The model computes in `dtype` and casts its fp32 masters to it, so one checkpoint serves every
+    device. A platform may replace `attention`, and may swap the classes of modules for faster ones
+    that have the same parameters.
     """
 
     takes_trees = True
@@ -375,16 +387,15 @@ class GPT(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers, in order."""
+        """The layers, from first to last."""
         return cast(list[Block], list(self.h))
 
     @torch.no_grad()
     def init_weights(self, seed: int = 42) -> None:
-        """Fill every parameter, with the same values on every device and number of ranks."""
+        """Initialise every parameter to the same values on every device and number of ranks."""
         generator = torch.Generator().manual_seed(seed)
-        bound = (
-            3 / self.config.n_embd
-        ) ** 0.5  # uniform in +-bound has standard deviation 1/sqrt(C)
+        # a uniform distribution in +-bound has standard deviation 1/sqrt(C)
+        bound = (3 / self.config.n_embd) ** 0.5
 
         def uniform(weight: Tensor, low: float, high: float) -> None:
             weight.copy_(torch.empty(weight.shape).uniform_(low, high, generator=generator))
@@ -398,7 +409,7 @@ class GPT(nn.Module):
             for matrix in (block.attn.c_q, block.attn.c_k, block.attn.c_v):
                 uniform(matrix.weight, -bound, bound)
             uniform(block.mlp.c_fc.weight, -0.4 * bound, 0.4 * bound)
-            block.attn.c_proj.weight.zero_()  # a layer starts as the identity
+            block.attn.c_proj.weight.zero_()  # every layer starts as the identity
             block.mlp.c_proj.weight.zero_()
             if block.attn.ve_gate is not None:
                 uniform(block.attn.ve_gate.weight, 0.0, 0.02)
@@ -424,10 +435,7 @@ class GPT(nn.Module):
         ]
 
     def compile_groups(self) -> list[nn.Module]:
-        """Return the modules of a sharded model that are compiled one by one.
-
-        See compile.compiled().
-        """
+        """Return the modules of a sharded model that are compiled separately; see compiled()."""
         return [*self.blocks, self.lm_head]
 
     @property
@@ -437,7 +445,7 @@ class GPT(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache for `slots` sequences of at most `length` tokens.
 
-        By default it has the compute dtype.
+        Without `dtype` it holds numbers in the compute dtype.
         """
         c = self.config
         return Cache(
@@ -452,7 +460,7 @@ class GPT(nn.Module):
         )
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:  # (length, D/2) each
-        """Return the rotary tables of positions 0 .. length - 1."""
+        """Return the cosines and sines of positions 0 .. length - 1."""
         return rotary_tables(length, self.config.head_dim, self.device, self.dtype)
 
     def rotary(self, context: Context, length: int) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2)
@@ -465,28 +473,28 @@ class GPT(nn.Module):
         return rms_norm(self.wte(idx).to(self.dtype))
 
     def smear(self, x: Tensor, context: Context) -> Tensor:  # (B, T, C)
-        """Add a gated part of the token before to every token."""
+        """Add to each token's embedding a gated share of the embedding before it."""
         gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
         return x + self.smear_lambda.to(x.dtype) * gate * context.previous(x)
 
     def mix(
         self,
         x: Tensor,  # (B, T, C)
-        x0: Tensor,  # (B, T, C) what the first layer read
+        x0: Tensor,  # (B, T, C) the embeddings, before the first layer
         resid_lambda: Tensor,  # ()
         x0_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """Return what a layer reads, x with a share of x0, and the x0 to give to the next layer."""
+        """Return a layer's input, a weighted sum of x and x0, and the x0 for the next layer."""
         return resid_lambda * x + x0_lambda * x0, x0
 
     def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
-        """Return the normed stream without a share of what it was in the middle of the network."""
+        """Subtract a share of the stream halfway through the network and return the normed rest."""
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
         """Return the normed activations that the head reads.
 
-        By default the rows are whole sequences.
+        Without a context, every row is one whole sequence.
         """
         context = context or Rows()
         context.bind(self)
@@ -499,10 +507,10 @@ class GPT(nn.Module):
         x0_lambdas = self.x0_lambdas.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
             x, x0 = self.mix(x, x0, resid_lambdas[i], x0_lambdas[i])
-            value = None
+            value_embedding = None
             if str(i) in self.value_embeds:
-                value = self.value_embeds[str(i)](idx).to(x.dtype)
-            x = block(x, value, rotary, context)
+                value_embedding = self.value_embeds[str(i)](idx).to(x.dtype)
+            x = block(x, value_embedding, rotary, context)
             if i == self.config.n_layer // 2:
                 middle = x
         context.finish()
@@ -513,7 +521,7 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
-        """Return None: log_softmax costs less. See model.py."""
+        """Return None, because log_softmax costs less for this model; see model.py."""
         return None
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (..., C), (...) -> (...)
@@ -526,17 +534,17 @@ class GPT(nn.Module):
         targets: Tensor | None = None,  # (B, T), -1 = ignored
         reduction: Literal["mean", "sum", "none"] = "mean",
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
-        context: Context | None = None,  # with targets_at, targets and weights are (N,)
+        context: Context | None = None,  # if it has targets_at, targets and weights are (N,)
     ) -> Tensor:
-        """Return logits (B, T, V), or with targets the loss in nats.
+        """Return logits (B, T, V) or, given targets, the cross-entropy loss in nats.
 
-        The loss is a scalar; with reduction "none" every target has one.
+        The loss is a scalar, or one value per target with reduction "none".
         """
         x = self.hidden(idx, context)
         return logits_or_loss(self.lm_head, x, targets, reduction, weights, context)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The role of each parameter; optim.py has settings for every role."""
+        """Return the role of each parameter, by name; optim.py has settings for every role."""
         return {name: self._role(name) for name, _ in self.named_parameters()}
 
     @staticmethod
@@ -555,9 +563,9 @@ class GPT(nn.Module):
         return next(role for prefix, role in prefixes if name.startswith(prefix))
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return how many parameters each role has, `total`, and `scaling`.
+        """Return the number of parameters of each role, and the sums `total` and `scaling`.
 
-        `scaling` is matrices and head, which scaling laws count.
+        `scaling` is the sum over the matrices and the head, which scaling laws count.
         """
         counts: dict[str, int] = {}
         for role, parameter in zip(self.parameter_roles().values(), self.parameters(), strict=True):
@@ -567,8 +575,10 @@ class GPT(nn.Module):
         return counts
 
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward for one token: 6 for each entry of a matrix, and 12 C for each key that a query
-        sees in each layer (PaLM, appendix B)."""
+        """Return the FLOPs of the forward and backward pass for one token (PaLM, appendix B).
+
+        Each entry of a matrix takes 6, and each key that a query sees takes 12 C in every layer.
+        """
         matrices = sum(
             module.weight.numel() for module in self.modules() if isinstance(module, Linear)
         )

@@ -1,9 +1,9 @@
-"""Matrices and tables of embeddings.
+"""Linear layers and embedding tables that keep fp32 masters.
 
-Parameters are fp32 masters, and every use casts them to the activations' format.
+Every use casts the parameters to the format of the activations.
 
-How a matrix multiplies, and what an adapter adds, are two slots of one class: a device, a number
-format or a LoRA fills a slot, and the layers of the models stay as they are.
+A Linear has two hooks: `multiply` replaces the matrix product, and `adapter` adds to its result. A
+device, a number format or a LoRA sets a hook, and the layers of the models stay as they are.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ AddAdapter = Callable[[Tensor, Tensor], Tensor]  # x (..., inputs), W x (..., ou
 
 
 class Linear(nn.Linear):
-    """A matrix whose fp32 master is cast at every use."""
+    """A linear layer whose fp32 weight is cast to the format of its input at every use."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)
         self.multiply: Multiply | None = None  # replaces the product with the weight
-        self.adapter: AddAdapter | None = None  # adds to what the matrix gives
+        self.adapter: AddAdapter | None = None  # adds to the product with the weight
 
     def forward(self, input: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -37,11 +37,11 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of embeddings that init_weights() or a checkpoint fills.
+    """An embedding table that starts uninitialised, for init_weights() or a checkpoint to fill.
 
-    torch would draw values in vain. For a model on the meta device drawing imports torch's
-    compiler, which takes 1.6 seconds.
+    Values drawn by torch would be overwritten. For a model on the meta device, drawing them would
+    also import torch's compiler, which takes 1.6 seconds.
     """
 
     def reset_parameters(self) -> None:
-        """Leave the table as it is."""
+        """Leave the table uninitialised."""

@@ -1,9 +1,9 @@
-"""Logits, softcapped or not, and their cross-entropy in chunks.
+"""Softcapped logits, and the cross-entropy loss computed in chunks.
 
-The logits of a batch never exist at the same time.
+The logits of a whole batch are never in memory at the same time.
 
 Shapes: N tokens, n tokens of a chunk, C channels, V vocabulary, V' >= V rows of the head, of which
-V stand for tokens.
+the first V stand for tokens.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SOFTCAP = 15.0  # 15 tanh(l / 15) squashes a logit l to (-15, 15)
-HIDDEN = -1e30  # the score of a row that stands for no token; some chips have no inf
+HIDDEN = -1e30  # the logit of a row that stands for no token, since some chips have no inf
 
-# From a chunk of activations (n, C), the head (V', C) in their format, targets (n,) and the weight of each token's loss
-# (n,) fp32, 0 where it is ignored: the weighted sum of the losses, (), and its gradient with respect to the logits, (n, V').
+# Takes a chunk of activations (n, C), the head (V', C) in their format, targets (n,), and the fp32
+# weight of each token's loss (n,), which is 0 for ignored tokens. Returns the weighted sum of the
+# losses (), and its gradient with respect to the logits (n, V').
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def softcap(logits: Tensor) -> Tensor:  # (..., V) -> (..., V) fp32
-    """Squash logits to (-15, 15).
+    """Squash logits smoothly to the range (-SOFTCAP, SOFTCAP).
 
-    tanh(l) = 2 sigmoid(2 l) - 1, for which CPUs take a tenth of the time that they take for tanh.
+    It uses tanh(l) = 2 sigmoid(2 l) - 1, because CPUs compute a sigmoid in a tenth of the time of a
+    tanh.
     """
     return (torch.sigmoid(logits.float() * (2 / SOFTCAP)) - 0.5) * (2 * SOFTCAP)
 
@@ -36,12 +38,12 @@ def chunked_loss(
     vocab: int,
     weights: Tensor | None = None,  # (N,) weight of each token's loss, default 1
     chunk: int = 1024,  # tokens at a time
-    capped: bool = True,  # whether the logits are softcapped; if not, every row of the head is a token
+    capped: bool = True,  # whether logits are softcapped; if not, every row of the head is a token
 ) -> Tensor:  # () fp32
-    """Return the sum over tokens of weight times cross-entropy in nats, with gradients.
+    """Return the sum over all tokens of weight times cross-entropy in nats, with gradients.
 
-    The forward pass computes the gradients too, chunk by chunk. So a pass takes memory for n x V
-    logits, not N x V.
+    The forward pass also computes the gradients, chunk by chunk, so it needs memory for n x V
+    logits rather than N x V.
     """
 
     scale = token_weights(targets, weights)
@@ -56,10 +58,10 @@ def token_losses(
     chunk: int = 2048,  # tokens at a time
     capped: bool = True,  # whether the logits are softcapped
 ) -> Tensor:  # (N,) fp32 nats, 0 where ignored
-    """Return the cross-entropy of each token; only a chunk's logits exist at one time.
+    """Return the cross-entropy of each token, with only one chunk of logits in memory at a time.
 
-    Where gradients are on, the backward pass computes every chunk's logits again. So a loss may be
-    any function of the losses of tokens, at the price of one more pass through the head than
+    If gradients are enabled, the backward pass computes the logits of every chunk again. So the
+    result may be any function of the losses, at the price of one more pass through the head than
     chunked_loss() takes.
     """
     if torch.is_grad_enabled():
@@ -79,7 +81,7 @@ def softcapped_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted loss of a chunk, (), and the gradient of its logits, (n, V').
 
-    No softcapped logit is above SOFTCAP or below -SOFTCAP, so the softmax needs no search for the
+    No softcapped logit is above SOFTCAP or below -SOFTCAP, so the softmax need not search for the
     largest logit: nothing overflows, and no sum is 0.
     """
     raw = F.linear(x, head).float()
@@ -88,15 +90,14 @@ def softcapped_loss(
     rows = torch.arange(head.size(0), device=x.device)
     if vocab < head.size(0):
         logits = logits.masked_fill(rows >= vocab, HIDDEN)
-    exponent = torch.exp(logits - SOFTCAP)
-    total = exponent.sum(dim=1, keepdim=True)
+    exponentials = torch.exp(logits - SOFTCAP)
+    total = exponentials.sum(dim=1, keepdim=True)
     index = targets.clamp_min(0)[:, None]
     nll = (total.log() + SOFTCAP - logits.gather(1, index)).squeeze(1)
-    one_hot = (rows[None] == index).to(exponent.dtype)
-    slope = (1 - squashed * squashed) * scale[
-        :, None
-    ]  # derivative of the softcap, times the weight
-    gradient = (exponent / total - one_hot) * slope
+    one_hot = (rows[None] == index).to(exponentials.dtype)
+    # the derivative of the softcap, times the weight
+    slope = (1 - squashed * squashed) * scale[:, None]
+    gradient = (exponentials / total - one_hot) * slope
     return (nll * scale).sum(), gradient.to(x.dtype)
 
 
@@ -106,19 +107,20 @@ def uncapped_loss(
     targets: Tensor,  # (n,)
     scale: Tensor,  # (n,) fp32 weight of each token, 0 = ignored
 ) -> tuple[Tensor, Tensor]:
-    """Return what softcapped_loss() returns, of logits that are not softcapped.
+    """Return what softcapped_loss() returns, but for logits without a softcap.
 
-    One fp32 copy of the logits becomes their gradient: vocabularies of published models are large.
+    The fp32 copy of the logits is overwritten by their gradient, because the vocabularies of
+    published models are large.
     """
     raw = F.linear(x, head)
     index = targets.clamp_min(0)[:, None]
     top = raw.amax(dim=1, keepdim=True).float()
     target_logits = raw.gather(1, index).float()
-    exponent = raw.float().sub_(top).exp_()
-    total = exponent.sum(dim=1, keepdim=True)
+    exponentials = raw.float().sub_(top).exp_()
+    total = exponentials.sum(dim=1, keepdim=True)
     nll = (total.log() + top - target_logits).squeeze(1)
-    exponent.mul_(scale[:, None] / total).scatter_add_(1, index, -scale[:, None])
-    return (nll * scale).sum(), exponent.to(x.dtype)
+    exponentials.mul_(scale[:, None] / total).scatter_add_(1, index, -scale[:, None])
+    return (nll * scale).sum(), exponentials.to(x.dtype)
 
 
 def _token_losses(
@@ -138,7 +140,7 @@ def _token_losses(
 
 
 def token_weights(targets: Tensor, weights: Tensor | None) -> Tensor:  # (N,) fp32
-    """Return the weight of each token's loss: 0 where the token is ignored."""
+    """Return the weight of each token's loss, which is 0 for ignored tokens."""
     scale = (targets >= 0).float()
     return scale if weights is None else scale * weights.float()
 
@@ -159,29 +161,30 @@ def loss_and_gradients(
     chunk_loss: ChunkLoss,
     frozen: bool,  # whether the head needs no gradient
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the weighted loss, (), and the gradients of x, and of the head unless frozen."""
+    """Return the weighted loss () and the gradients of x and, unless it is frozen, the head."""
     cast_head = head.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
-    head_grad = (
-        None if frozen else torch.zeros_like(head, dtype=torch.float32)
-    )  # a sum of many chunks
+    # in fp32, since it is a sum over many chunks
+    head_grad = None if frozen else torch.zeros_like(head, dtype=torch.float32)
     x_grads = []
     for i in range(0, x.size(0), chunk):
-        rows = x[i : i + chunk]
-        shares = scale[i : i + chunk]
-        part_loss, logits_grad = chunk_loss(rows, cast_head, targets[i : i + chunk], shares)
-        loss = loss + part_loss
+        chunk_x = x[i : i + chunk]
+        chunk_scale = scale[i : i + chunk]
+        chunk_targets = targets[i : i + chunk]
+        loss_of_chunk, logits_grad = chunk_loss(chunk_x, cast_head, chunk_targets, chunk_scale)
+        loss = loss + loss_of_chunk
         x_grads.append(logits_grad @ cast_head)
         if head_grad is not None:
             if logits_grad.dtype == head_grad.dtype:
-                head_grad.addmm_(logits_grad.mT, rows)  # without a second tensor of the head's size
+                # needs no second tensor of the size of the head
+                head_grad.addmm_(logits_grad.mT, chunk_x)
             else:
-                head_grad += logits_grad.mT @ rows
+                head_grad += logits_grad.mT @ chunk_x
     return loss, torch.cat(x_grads), None if head_grad is None else head_grad.to(head.dtype)
 
 
 class _Loss(torch.autograd.Function):
-    """The loss and both gradients in one pass over chunks of tokens."""
+    """Computes the loss and both gradients in one pass over chunks of tokens."""
 
     @staticmethod
     def forward(
@@ -209,14 +212,14 @@ class _Loss(torch.autograd.Function):
 def scaled_gradients(
     x_grad: Tensor, head_grad: Tensor | None, upstream: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return both gradients times the gradient () of the loss."""
+    """Return both gradients, multiplied by the gradient () that reaches the loss from above."""
     if head_grad is not None:
         head_grad = head_grad * upstream.to(head_grad.dtype)
     return x_grad * upstream.to(x_grad.dtype), head_grad
 
 
 class _TokenLosses(torch.autograd.Function):
-    """token_losses() with gradients."""
+    """Computes token_losses() with gradients."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What the engine, the evaluations and the training loop ask of a model, whatever its family."""
+"""The interface that the engine, evaluations and training use for a model of any family."""
 
 from typing import Any, Literal, Protocol
 
@@ -14,11 +14,11 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class ModelConfig(Protocol):
-    """The sizes of a model that other code may read."""
+    """The sizes of a model that other code may read (Protocol)."""
 
     @property
     def sequence_len(self) -> int:
-        """The longest context in tokens, and the length of a row in training."""
+        """The longest context in tokens, which is also the length of a row in training."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class ModelConfig(Protocol):
 
 
 class Model(Protocol):
-    """A language model that can be trained, evaluated and sampled from.
+    """A language model that can be trained, evaluated and sampled from (Protocol).
 
     Shapes: B batch, T time, C channels, V vocabulary.
     """
@@ -42,12 +42,12 @@ class Model(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether the context of a pass may be a Tree; targets and weights are then (N,)."""
+        """True if the context of a pass may be a Tree, whose targets and weights are (N,)."""
         ...
 
     @property
     def attention(self) -> PlainAttention:
-        """How the device attends."""
+        """The attention operators of the model's device."""
         ...
 
     @property
@@ -66,45 +66,54 @@ class Model(Protocol):
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
         context: Context | None = None,
     ) -> Any:
-        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) for "none"."""
+        """Return logits (B, T, V) or, given targets, the cross-entropy loss in nats.
+
+        The loss is a scalar, or (B, T) with reduction "none".
+        """
         ...
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
-        """The activations that the head reads. By default the rows are whole sequences."""
+        """Return the activations that the head reads.
+
+        Without a context, every row is one whole sequence.
+        """
         ...
 
     def logits(self, x: Tensor) -> Tensor:
-        """fp32 logits (..., V) of activations (..., C)."""
+        """Return the fp32 logits (..., V) of activations (..., C)."""
         ...
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
-        """Return the log of the sum of each row's exponentials; None if log_softmax costs less."""
+        """Return the log-sum-exp of each row of logits, or None if log_softmax costs less."""
         ...
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss (...) in nats of every target (...), from activations (..., C)."""
+        """Return the loss (...) in nats of every target (...), from activations (..., C)."""
         ...
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for `slots` sequences of at most `length` tokens."""
+        """Return an empty cache for `slots` sequences of at most `length` tokens."""
         ...
 
     def parameter_roles(self) -> dict[str, Any]:
-        """What each parameter is; optim.py gives every role its settings."""
+        """Return the role of each parameter, by name; optim.py has settings for every role."""
         ...
 
     def shard_groups(self) -> list[nn.Module]:
-        """The modules whose parameters a rank gathers together when the model is sharded."""
+        """Return the modules whose parameters a rank gathers together when the model is sharded."""
         ...
 
     def compile_groups(self) -> list[nn.Module]:
-        """The modules that are compiled each by itself when the model is sharded."""
+        """Return the modules that are compiled separately when the model is sharded."""
         ...
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters of each role, `total`, and `scaling`: those that scaling laws count."""
+        """Return the number of parameters of each role, and the sums `total` and `scaling`.
+
+        `scaling` is the sum over the parameters that scaling laws count.
+        """
         ...
 
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward for a token."""
+        """Return the FLOPs of the forward and backward pass for one token."""
         ...

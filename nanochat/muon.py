@@ -1,9 +1,9 @@
-"""The arithmetic of Muon: momentum, then the nearest orthogonal matrix, for the matrices in layers.
+"""The arithmetic of Muon, which steps matrices by momentum and the nearest orthogonal matrix.
 
-Jordan 2024 (kellerjordan.github.io/posts/muon), with row equilibration (arXiv 2603.28254),
-Polar-Express coefficients (2505.16932), Frobenius renormalisation (2602.21545), per-neuron variance
-(NorMuon, 2510.05491) and cautious decay. The arithmetic is upstream nanochat's HEAD. optim.py has
-the optimizer: its state, and how ranks share the work.
+Muon is by Jordan 2024 (kellerjordan.github.io/posts/muon). Added to it are row equilibration (arXiv
+2603.28254), Polar-Express coefficients (2505.16932), Frobenius renormalisation (2602.21545),
+per-neuron variance (NorMuon, 2510.05491) and cautious decay. The arithmetic is that of upstream
+nanochat. optim.py has the optimizer: its state, and how ranks share the work.
 
 Shapes: K matrices of one shape (rows, cols).
 """
@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-# (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T, for a safety factor of 2e-2 and
-# a cushion of 2.
+# The coefficients (a, b, c) of five steps X <- a X + (b A + c A A) X, where A = X X^T, for a safety
+# factor of 2e-2 and a cushion of 2.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -30,7 +30,7 @@ def polar_express(
 ) -> Tensor:  # (K, rows, cols)
     """Return matrices whose singular values are close to 1, by polynomials in the Gram matrix."""
     is_tall = x.size(-2) > x.size(-1)
-    if is_tall:  # the Gram matrix of the shorter side is the smaller one
+    if is_tall:  # so that the Gram matrix is the smaller of the two
         x = x.mT
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
@@ -43,27 +43,28 @@ def orthogonalize(
     g: Tensor,  # (K, rows, cols) in the dtype to multiply in
 ) -> Tensor:  # (K, rows, cols) fp32, Frobenius norm sqrt(min(rows, cols))
     """Return each matrix's approximate orthogonal factor, after scaling its rows to equal norms."""
-    wide = g.float()
-    row_norm = wide.norm(dim=-1, keepdim=True)
-    mean_norm = wide.norm(dim=(-2, -1), keepdim=True) / g.size(-2) ** 0.5
+    g_fp32 = g.float()
+    row_norm = g_fp32.norm(dim=-1, keepdim=True)
+    mean_norm = g_fp32.norm(dim=(-2, -1), keepdim=True) / g.size(-2) ** 0.5
     x = g * (mean_norm / row_norm.clamp_min(1e-6)).to(g.dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-6)
     x = polar_express(x).float()
-    size = min(g.size(-2), g.size(-1)) ** 0.5
-    return x * (size / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6))
+    target_norm = min(g.size(-2), g.size(-1)) ** 0.5
+    return x * (target_norm / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6))
 
 
 def equalize(
     g: Tensor,  # (K, rows, cols) fp32
-    variance: Tensor,  # (K, rows, 1) or (K, 1, cols) fp32, running; updated in place
+    variance: Tensor,  # (K, rows, 1) or (K, 1, cols) fp32 running mean squares; updated in place
     beta: float,
 ) -> Tensor:  # (K, rows, cols)
-    """Return each neuron divided by the root of its running mean square (NorMuon).
+    """Divide each neuron by the root of its running mean square (NorMuon).
 
-    The mean is taken along the longer side. Each matrix keeps its norm.
+    A neuron is a row of a tall or square matrix, and a column of a wide one. Every matrix keeps its
+    norm.
     """
-    longer = -1 if variance.size(-1) == 1 else -2
-    mean_square = g.square().mean(dim=longer, keepdim=True)
+    shorter = -1 if variance.size(-1) == 1 else -2
+    mean_square = g.square().mean(dim=shorter, keepdim=True)
     variance.lerp_(mean_square, 1 - beta)
     scale = variance.clamp_min(1e-10).rsqrt()
     norm_before = mean_square.sum(dim=(-2, -1), keepdim=True).sqrt()
@@ -74,22 +75,22 @@ def equalize(
 def variance_shape(rows: int, cols: int) -> tuple[int, int]:
     """Return the shape of a matrix's running mean squares.
 
-    A tall matrix has one number for each row, any other one for each column.
+    There is one for each row of a tall or square matrix, and one for each column of a wide one.
     """
     return (rows, 1) if rows >= cols else (1, cols)
 
 
 class MuonArithmetic:
-    """What a step of Muon computes. This is the specification; a device may have a faster one."""
+    """Computes one step of Muon, as the specification that a device's faster version must match."""
 
     stacks: bool  # whether all matrices of one shape are stepped together
-    is_capturable = False  # whether a step can be captured as a graph: then its rates are tensors
+    is_capturable = False  # whether a step, with tensors as its rates, can be captured as a graph
 
     def __init__(self, stacks: bool = True):
         self.stacks = stacks
 
     def place(self, matrices: Sequence[nn.Parameter]) -> None:
-        """Move matrices to where they are stepped fastest. The Parameter objects stay."""
+        """Move matrices to where they can be stepped fastest, keeping the Parameter objects."""
 
     def update(
         self,
@@ -98,7 +99,7 @@ class MuonArithmetic:
         beta: float,
         lr: float | Tensor,
     ) -> Tensor:  # (K, rows, cols) fp32
-        """Return the updates of matrices. subtract() multiplies them with the learning rate."""
+        """Return the updates of K matrices, which subtract() will multiply by the learning rate."""
         del lr
         return equalize(orthogonalize(g), variance, beta)
 

@@ -1,7 +1,7 @@
-"""The optimizers: AdamW for tables, head and scalars; Muon for the matrices in layers.
+"""The optimizers: AdamW for tables, head and scalars, and Muon for the matrices inside layers.
 
-RowAdam steps the table of bigrams on a CPU. muon.py has the arithmetic of Muon, and schedule.py
-says how rates change during a run.
+On a CPU, RowAdam steps the table of bigrams. muon.py has the arithmetic of Muon, and schedule.py
+says how the rates change during a run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +23,10 @@ from nanochat.runtime.exchange import MatrixExchange
 from nanochat.runtime.graphs import StepGraph
 from nanochat.runtime.parallel import nonzero_rows, place_of, trained
 
-# name -> (the tensor that this rank has, the shape of the whole, the first row that this rank has)
+# name -> (this rank's part of a tensor, the shape of the whole tensor, the first row of the part)
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]
 
-# Share of matrix_lr that AdamW takes for matrices of 768 channels; dev/LOG.md has the fit.
+# AdamW's learning rate for matrices, as a share of matrix_lr at 768 channels; fitted in dev/LOG.md.
 ADAMW_SHARE = 0.1
 
 
@@ -35,7 +35,7 @@ ADAMW_SHARE = 0.1
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """What AdamW takes for the parameters of a role."""
+    """The AdamW settings of the parameters of one role."""
 
     lr: float
     betas: tuple[float, float]
@@ -45,7 +45,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of the parameters' roles, before schedules, and the decay of the matrices.
+    """The unscheduled learning rates of all parameter roles, and the weight decay of matrices.
 
     The defaults are upstream's.
     """
@@ -68,7 +68,10 @@ class Rates:
     """weight decay of the matrices inside layers, before it is scaled to the length of the run"""
 
     def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
-        """Return rates and decay for pretraining; schedule.rate_scale is a factor on all rates."""
+        """Return the rates and the decay for pretraining.
+
+        They do not include schedule.rate_scale(), by which all rates are multiplied later.
+        """
         decay = schedule.weight_decay(
             self.weight_decay,
             tokens_per_step,
@@ -85,13 +88,16 @@ class Rates:
         )
 
     def for_batch(self, tokens_per_step: int) -> "Rates":
-        """Return rates for a later stage; schedule.rate_scale is a factor on all rates."""
+        """Return the rates for a later stage.
+
+        They do not include schedule.rate_scale(), by which all rates are multiplied later.
+        """
         return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
     def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
-        """Return what AdamW takes for the parameters of every role.
+        """Return the AdamW settings of every role.
 
-        `table_momentum` is the first beta of tables and head.
+        `table_momentum` is the first beta of the tables and the head.
         """
         width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
         table = self.embedding_lr * width
@@ -104,16 +110,16 @@ class Rates:
                 0.5 * table, (table_momentum, 0.995), decay=0.01, eps=1e-10
             ),
             "bigram": AdamWSettings(0.1 * table, (0.0, 0.995), decay=0.0, eps=1e-10),  # see RowAdam
-            # While the projections are near zero, these scalars only scale the stream, which the
-            # last norm undoes. Their first gradients are rounding errors of 1e-11, which upstream's
-            # eps of 1e-10 would make full steps.
+            # While the output projections are near zero, these scalars only scale the residual
+            # stream, and the last norm undoes that. Their first gradients are rounding errors of
+            # 1e-11, which upstream's eps of 1e-10 would turn into full steps.
             "resid": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), decay=0.05, eps=1e-6),
             "x0": AdamWSettings(self.scalar_lr, (0.96, 0.95), decay=0.0, eps=1e-6),
             # weights of norms, and biases
             "scalar": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), decay=0.0, eps=1e-8),
-            # 0.2 at the default, as upstream has it. Small batches need less, as x0 does: otherwise
-            # the backout runs away to 1, where the middle of the network cancels its end
-            # (dev/LOG.md).
+            # The default gives 0.2, as upstream has it. Small batches need less here, as they do
+            # for x0: otherwise the backout grows to 1, where the middle of the network cancels its
+            # end (dev/LOG.md).
             "smear": AdamWSettings(0.4 * self.scalar_lr, (0.8, 0.95), decay=0.0, eps=1e-6),
         }
         if self.matrix_optimizer == "adamw":
@@ -124,15 +130,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class OneRate:
-    """AdamW with one learning rate for all parameters, as published models are fine-tuned."""
+    """One AdamW learning rate for all parameters, which is how published models are fine-tuned."""
 
     learning_rate: float
-    weight_decay: float = 0.0  # of matrices and adapters
+    weight_decay: float = 0.0  # for matrices and adapters only
     matrix_optimizer: Literal["muon", "adamw"] = "adamw"
-    matrix_lr = 0.0  # of Muon, which has no parameters here
+    matrix_lr = 0.0  # Muon's, which steps no parameters here
 
     def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
-        """Return what AdamW takes for the parameters of every role."""
+        """Return the AdamW settings of every role."""
         plain = AdamWSettings(self.learning_rate, (0.9, 0.95), decay=0.0, eps=1e-8)
         decayed = replace(plain, decay=self.weight_decay)
         return {
@@ -148,12 +154,12 @@ class OneRate:
 
 
 class RowAdam(torch.optim.Optimizer):
-    """AdamW without momentum and decay, for tables of which a step reads few rows.
+    """AdamW without momentum and decay, for tables of which each step reads few rows.
 
-    Only the rows that have a gradient are touched. Without momentum any other row stays where it
-    is, and its mean squares only decay, which is made up for when the row has a gradient again. The
-    numbers are those of torch.optim.AdamW with a first beta of 0, up to rounding, and the time does
-    not depend on the size of the table.
+    A step touches only the rows that have a gradient. Without momentum, any other row stays as it
+    is, and its mean square only decays; that decay is made up for when the row next has a gradient.
+    Up to rounding, the numbers are those of torch.optim.AdamW with a first beta of 0, and the time
+    does not depend on the size of the table.
     """
 
     @torch.no_grad()
@@ -169,7 +175,7 @@ class RowAdam(torch.optim.Optimizer):
     def _step(
         self,
         table: Tensor,  # (R, C)
-        rows: Tensor,  # (n,) that have a gradient
+        rows: Tensor,  # (n,) indices of the rows that have a gradient
         g: Tensor,  # (n, C) their gradients
         lr: float,
         beta: float,
@@ -184,14 +190,14 @@ class RowAdam(torch.optim.Optimizer):
         state["exp_avg_sq"][rows] = mean_square
         state["age"][rows] = 0.0
         correction = 1 - beta ** float(state["step"])
-        size = mean_square.div_(correction).sqrt_().add_(eps)
-        table.index_add_(0, rows, g.div(size), alpha=-lr)
+        denominator = mean_square.div_(correction).sqrt_().add_(eps)
+        table.index_add_(0, rows, g.div(denominator), alpha=-lr)
 
     def state_of(self, table: Tensor) -> dict[str, Tensor]:
-        """Return the state of a table; zeros if no step has been taken yet.
+        """Return the state of a table, which is all zeros before its first step.
 
-        It has `step`, the mean squares `exp_avg_sq` (R, C), and `age` (R,): for how many steps the
-        mean squares of each row have yet to decay.
+        It consists of `step`, the mean squares `exp_avg_sq` (R, C), and `age` (R,), which counts
+        for each row the steps whose decay its mean squares have yet to take.
         """
         if not self.state[table]:
             self.state[table] = {
@@ -204,7 +210,7 @@ class RowAdam(torch.optim.Optimizer):
 
 @dataclass
 class _Stack:
-    """Matrices of one shape that are stepped together: the rows that this rank has, and state."""
+    """Matrices of one shape that are stepped together, with this rank's part of their state."""
 
     names: list[str]
     matrices: list[Tensor]
@@ -214,7 +220,7 @@ class _Stack:
 
     @property
     def rate_factor(self) -> float:
-        """The factor on the learning rate: tall matrices take larger steps."""
+        """The factor on the learning rate, which gives tall matrices larger steps."""
         return max(1.0, self.exchange.rows / self.exchange.cols) ** 0.5
 
 
@@ -234,29 +240,32 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype = torch.float32,
         arithmetic: MuonArithmetic | None = None,
     ):
-        """`dtype` is the compute dtype; `arithmetic` is the device's, the plain one by default."""
+        """Create the optimizer; `arithmetic` is the device's, or the plain one by default.
+
+        `dtype` is the compute dtype of the model.
+        """
         named = list(named_matrices)
         self.arithmetic = arithmetic or MuonArithmetic()
         super().__init__(
             [matrix for _, matrix in named],
             {"lr": lr, "momentum": momentum, "beta2": beta2, "weight_decay": weight_decay},
         )
-        # fp16 has too few exponent bits for the Gram matrices' powers
+        # fp16 has too few exponent bits for powers of the Gram matrices
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self.place = place_of(named[0][1])
-        # FSDP2 has its own references to the parameters of several ranks, replicated ones too
+        # On several ranks FSDP2 holds references to the parameters, so their storage must not move.
         self.is_alone = self.place.shards == self.place.replicas == 1
         if self.is_alone:
             self.arithmetic.place([cast(nn.Parameter, matrix) for _, matrix in named])
         self._graph: StepGraph | None = None
         self.stacks: list[_Stack] = []
-        first_owner = 0  # goes on across stacks, so that no rank gets all the remainders
+        first_owner = 0  # continues across stacks, so that no rank gets all the remainders
         for members in self._by_shape(named):
             self.stacks.append(self._stack(members, first_owner))
             first_owner += len(members)
 
     def _by_shape(self, named: Sequence[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
-        """Return the matrices of each shape; each matrix alone where the device wants no stacks."""
+        """Group the matrices by shape, or return each alone if the device steps them one by one."""
         groups: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name, matrix in named:
             groups.setdefault(tuple(matrix.shape), []).append((name, matrix))
@@ -280,19 +289,21 @@ class Muon(torch.optim.Optimizer):
         )
 
     def capture(self, platform: Platform) -> None:
-        """Replay steps as one launch each, from the second on, where the arithmetic allows it."""
+        """From the second step on, replay each step as one launch, if the arithmetic allows it."""
         if self.arithmetic.is_capturable and self.is_alone:
             self._graph = StepGraph(platform, self._step_all)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every matrix from its gradient; a matrix without gradient is the model's error."""
+        """Update every matrix from its gradient, which every matrix must have."""
         settings = self.param_groups[0]
         rates = (settings["lr"], settings["momentum"], settings["weight_decay"])
         gradients = []
         for stack in self.stacks:
-            of_stack = [local(matrix.grad) for matrix in stack.matrices if matrix.grad is not None]
-            gradients.append(as_stack(of_stack))
+            stack_gradients = [
+                local(matrix.grad) for matrix in stack.matrices if matrix.grad is not None
+            ]
+            gradients.append(as_stack(stack_gradients))
         take_step = self._graph or self._step_all
         take_step(gradients, rates)
 
@@ -315,8 +326,8 @@ class Muon(torch.optim.Optimizer):
         if g.size(0):
             g = self.arithmetic.update(g, stack.variance, self.param_groups[0]["beta2"], lr)
         updates = stack.exchange.distribute(g, self.dtype)
-        rows = [local(matrix) for matrix in stack.matrices]
-        self.arithmetic.subtract(rows, updates, lr, weight_decay)
+        local_matrices = [local(matrix) for matrix in stack.matrices]
+        self.arithmetic.subtract(local_matrices, updates, lr, weight_decay)
 
     def named_state(self) -> State:
         """Return the state that a checkpoint keeps."""
@@ -335,7 +346,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """AdamW and Muon side by side, stepped and scheduled together."""
+    """All optimizers of a model, stepped and scheduled together."""
 
     def __init__(
         self,
@@ -347,11 +358,11 @@ class Optimizers:
         dtype: torch.dtype,
         table_momentum: float = 0.8,
     ):
-        """Make optimizers for the parameters that are not frozen.
+        """Create the optimizers for the parameters that are not frozen.
 
         `roles` come from model.parameter_roles(). `scale` multiplies every learning rate
         (schedule.rate_scale), Muon may multiply in `dtype`, and `table_momentum` is the first beta
-        of embeddings and head (see schedule).
+        of the embeddings and the head (see schedule).
         """
         by_role: dict[str, list[tuple[str, Tensor]]] = {}
         self.names: dict[Tensor, str] = {}
@@ -395,8 +406,8 @@ class Optimizers:
     def schedule(self, lr: float, momentum: float, decay: float) -> None:
         """Set the rates of a step.
 
-        `lr` is a factor on the learning rates, `momentum` is Muon's, and `decay` is a factor on the
-        decay of the matrices.
+        `lr` is a factor on the learning rates, `momentum` is Muon's momentum, and `decay` is a
+        factor on the weight decay of the matrices.
         """
         groups = list(self.adamw.param_groups)
         if self.rows is not None:
@@ -419,12 +430,12 @@ class Optimizers:
             optimizer.step()
 
     def capture(self, platform: Platform) -> None:
-        """Let Muon's steps replay as one launch each, from the second on."""
+        """From the second step on, replay each of Muon's steps as one launch, if possible."""
         if self.muon is not None:
             self.muon.capture(platform)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Discard all gradients."""
         for optimizer in self._all():
             optimizer.zero_grad(set_to_none=True)
 
@@ -433,7 +444,7 @@ class Optimizers:
         return [optimizer for optimizer in optimizers if optimizer is not None]
 
     def state(self) -> State:
-        """Return everything that a resume needs of this rank, by name."""
+        """Return everything that this rank needs to resume, by name."""
         state = {} if self.muon is None else self.muon.named_state()
         for parameter, moments in self._adamw_state().items():
             name = self.names[parameter]
@@ -447,28 +458,28 @@ class Optimizers:
         return state
 
     def saved(self) -> State:
-        """Return the part of state() that this rank writes.
+        """Return the part of state() that this rank writes to a checkpoint.
 
-        Replicas, which have the same tensors, share the work.
+        Replicas hold the same tensors, so they share the writing.
         """
         state = self.state()
-        replicated = [name for name in state if not name.endswith(".variance")]
-        share = set(replicated[self.place.replica :: self.place.replicas])
-        if self.place.shard:  # the first shard writes what every rank has whole
-            unsharded = tuple(
+        replicated_names = [name for name in state if not name.endswith(".variance")]
+        own_names = set(replicated_names[self.place.replica :: self.place.replicas])
+        if self.place.shard:  # only the first shard writes tensors that every rank holds whole
+            unsharded_prefixes = tuple(
                 f"{name}." for parameter, name in self.names.items() if not is_sharded(parameter)
             )
-            share = {name for name in share if not name.startswith(unsharded)}
+            own_names = {name for name in own_names if not name.startswith(unsharded_prefixes)}
         return {
-            name: entry
-            for name, entry in state.items()
-            if name in share or name.endswith(".variance")
+            name: tensor_state
+            for name, tensor_state in state.items()
+            if name in own_names or name.endswith(".variance")
         }
 
     def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the state of AdamW and RowAdam; zeros if no step has been taken yet.
+        """Return the state of AdamW and RowAdam, which is all zeros before the first step.
 
-        That of a table of bigrams is the same for both.
+        Both keep the same state for a table of bigrams.
         """
         states: dict[Tensor, dict[str, Tensor]] = {}
         for group in self.adamw.param_groups:
@@ -492,7 +503,7 @@ class Optimizers:
 
     @torch.no_grad()
     def restored(self) -> None:
-        """Make up for the decay that RowAdam left undone, once state() has what it saved."""
+        """Apply the decay that RowAdam had postponed, after AdamW has loaded a saved state."""
         for group in self.adamw.param_groups:
             if group["role"] != "bigram":
                 continue
@@ -505,7 +516,7 @@ class Optimizers:
 
 
 def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
-    """Return the bytes of the tensors in a checkpoint: every trained parameter and its optimizer state.
+    """Return the size in bytes of the tensors in a checkpoint: parameters and optimizer state.
 
     AdamW saves two moments of each parameter. Muon saves one, and so does the table of bigrams,
     whose first beta is 0.
@@ -519,9 +530,9 @@ def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
 
 
 def _make_sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
-    """Make embeddings give sparse gradients where RowAdam can step them; False where it cannot.
+    """Switch the embeddings to sparse gradients if RowAdam can step them; return whether it can.
 
-    It can where this rank, a CPU, has the tables whole.
+    It can if this rank, on a CPU, holds the whole tables.
     """
     place = place_of(tables[0])
     if place.shards * place.replicas > 1 or not tables[0].is_cpu:
