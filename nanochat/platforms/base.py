@@ -409,7 +409,10 @@ class Platform:
         return ""
 
     def prepare_compiling(self) -> None:
-        """Make torch's compiler use its cache, and make compiled training reproducible."""
+        """Make torch's compiler use its cache.
+
+        Platforms also do here what makes compiled training repeat bit for bit.
+        """
         host.prepare_compiling()
 
     @contextlib.contextmanager
