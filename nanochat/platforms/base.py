@@ -1,6 +1,6 @@
-"""What the rest of the project asks of a device.
+"""The interface between the rest of the project and a device.
 
-Each vendor's folder has one subclass of Platform, and device.py has their table. The
+Each vendor's folder has one subclass of Platform, and device.py lists them in a table. The
 defaults suit an accelerator whose module in torch has the functions of torch.cuda.
 """
 
@@ -30,7 +30,7 @@ class Chip(Protocol):
     def trains(self) -> bool: ...
 
     @property
-    def tflops(self) -> float: ...  # 0 where no peak is known
+    def tflops(self) -> float: ...  # 0 if the peak is unknown
 
     @property
     def memory_gib(self) -> float: ...
@@ -38,18 +38,22 @@ class Chip(Protocol):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a vendor's own profiler measured: mean milliseconds of a step, and every operator."""
+    """The measurements of a vendor's profiler: mean milliseconds per step, and every operator."""
 
     computing_ms: float
     communication_ms: float
-    exposed_ms: float  # communication that nothing was computed beside
+    exposed_ms: float  # communication that overlapped with no computation
     idle_ms: float
-    operators: list[tuple[str, float]]  # name and microseconds of every call, over all traced steps
+    operators: list[tuple[str, float]]  # name and microseconds of each call in all traced steps
     path: Path  # of the trace, for a viewer
 
 
 class Tracer(Protocol):
-    """A vendor's own profiler: start() before the step in which it settles, step() after each step."""
+    """Drives a vendor's profiler.
+
+    Call start() before the step in which the profiler warms up, step() after each step, and finish()
+    at the end.
+    """
 
     def start(self) -> None: ...
 
@@ -64,7 +68,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def requested_kernels(flag: str) -> KernelChoice:
-    """Return what --kernels says, or NANOCHAT_KERNELS where the flag says auto."""
+    """Return the choice in --kernels, or the one in NANOCHAT_KERNELS if the flag is auto.
+
+    Raises UserError (code 2) if the variable holds no valid choice.
+    """
     name = flag
     if flag == "auto":
         name = os.environ.get("NANOCHAT_KERNELS") or "auto"
@@ -79,42 +86,42 @@ class Platform:
 
     name = ""  # of the device type, as torch and --device_type call it
     backend = ""  # of the collectives
-    # Whether it has memory of its own, which host tensors are copied to. Otherwise it uses the
-    # host's, and all ranks of a host share that.
+    # Whether the device has its own memory, to which host tensors are copied. Otherwise it uses
+    # host memory, which all ranks on a host share.
     has_own_memory = True
-    # Whether it computes while the host does something else: operators are queued, and a checkpoint
-    # is written beside training.
+    # Whether the device computes while the host does something else: operators are queued, and
+    # checkpoints are written during training.
     runs_beside_host = True
-    # Tokens of a row unless the user says otherwise, and why.
+    # Default number of tokens in a row, and the reason for it.
     context: tuple[int, str] = (2048, "the default")
-    # Tokens of a pass that suit the device; None: as many as its memory holds.
+    # Tokens in a pass that suit the device, or None for as many as its memory holds.
     pass_tokens: int | None = None
-    split_tokens = 10 << 20  # tokens of a split to measure bits per byte on
-    evaluation_rows = 32  # rows of a pass without gradients
-    # Whether decoding steps are replayed as captured graphs unless the user says otherwise.
+    split_tokens = 10 << 20  # tokens of a split on which bits per byte are measured
+    evaluation_rows = 32  # rows in a pass without gradients
+    # Whether decoding steps are replayed as captured graphs by default.
     replays_replies = False
-    # Whether reinforcement learning trains on trees of replies unless the user says otherwise.
+    # Whether reinforcement learning trains on trees of replies by default.
     prefers_trees = False
-    shards_sparse_tables = True  # whether FSDP2 splits tables of which a step uses few rows
+    shards_sparse_tables = True  # whether FSDP2 shards tables of which a step uses few rows
     long_run_seconds = math.inf  # a run that takes longer gets a warning
 
     def __init__(self, index: int = 0):
-        """Name the device by its number among those that this process sees; open nothing."""
+        """Set the device's index among those that this process sees, without opening the device."""
         self.index = index
 
     @property
     def module(self) -> Any:
-        """The part of torch that drives the device, such as torch.cuda; None for the host."""
+        """The torch module that drives the device, such as torch.cuda, or None for the host."""
         return getattr(torch, self.name)
 
     # --- choosing --------------------------------------------------------------------------------
 
     def unavailable(self) -> str:
-        """Return why no such device can be used in this process; "" if one can."""
+        """Return why this process cannot use such a device, or "" if it can."""
         raise NotImplementedError
 
     def idle_cards(self) -> str:
-        """Return what to do about cards that cannot be used; "" if this host has no such cards."""
+        """Return advice about cards that cannot be used, or "" if this host has no such cards."""
         return ""
 
     def count(self) -> int:
@@ -122,7 +129,7 @@ class Platform:
         return int(self.module.device_count())
 
     def is_slow(self) -> bool:
-        """Return whether it is several times slower than others of its kind: a speedrun is small then."""
+        """Return whether the device is so slow for its kind that a speedrun should be small."""
         return False
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
@@ -130,16 +137,16 @@ class Platform:
         raise NotImplementedError
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Return why the device cannot compute in the format of NANOCHAT_DTYPE; "" if it can."""
+        """Return why the device cannot compute in the format of NANOCHAT_DTYPE, or "" if it can."""
         return ""
 
     # --- the number format of matrices ------------------------------------------------------------
 
     def use_matmul(self, model: Model, matmul: Matmul, operations: Operations) -> None:
-        """Let the large matrices of a model multiply in a number format in training.
+        """Make a model's large matrices multiply in the requested number format during training.
 
-        `operations` are those of the model. auto multiplies in the format that the model computes
-        in. Raises UserError (code 2) if the device or the model cannot multiply as requested.
+        `operations` are the model's own. "auto" means the format in which the model computes.
+        Raises UserError (code 2) if the device or the model cannot multiply as requested.
         """
         if matmul == "bf16" and model.dtype != torch.bfloat16:
             raise UserError(
@@ -153,9 +160,9 @@ class Platform:
             self.use_int8(model, operations)
 
     def use_fp8(self, model: Model) -> None:
-        """Let the large matrices of a model multiply in FP8 in training.
+        """Make a model's large matrices multiply in FP8 during training.
 
-        Raises UserError (code 2) if that cannot be done.
+        Raises UserError (code 2) if the device or the model cannot do so.
         """
         raise UserError(
             "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), "
@@ -164,9 +171,9 @@ class Platform:
         )
 
     def use_int8(self, model: Model, operations: Operations) -> None:
-        """Let the large matrices of a model multiply in integers of 8 bits in training.
+        """Make a model's large matrices multiply in 8-bit integers during training.
 
-        Raises UserError (code 2) if that cannot be done.
+        Raises UserError (code 2) if the device or the model cannot do so.
         """
         raise UserError(
             "--matmul int8 needs the C++ kernels for CPUs, but the device is "
@@ -175,16 +182,16 @@ class Platform:
         )
 
     def preset_matmul(self, dtype: torch.dtype) -> Matmul:
-        """Return the number format that presets of a GPT in `dtype` ask for on this device.
+        """Return the matrix format that presets choose on this device for a GPT in `dtype`.
 
-        It is coarser than `dtype` only where such training is faster and learns nearly as well.
+        It is coarser than `dtype` only if training is then faster and learns nearly as well.
         """
         return "auto"
 
     # --- opening ---------------------------------------------------------------------------------
 
     def open(self) -> torch.device:
-        """Take the device for this process; warn if it is in use.
+        """Open the device for this process, with a warning if it is in use.
 
         Raises UserError if the device cannot be opened.
         """
@@ -206,56 +213,59 @@ class Platform:
         return torch.device(self.name, self.index)
 
     def cannot_open(self, failure: str) -> str:
-        """Return why the device could not be opened, and what may help."""
+        """Return a message that says why the device could not be opened, and what may help."""
         raise NotImplementedError
 
     def in_use(self, free: int, total: int) -> str:
-        """Return a warning about memory that other processes hold; "" if nearly all is free."""
+        """Return a warning if other processes hold memory, or "" if nearly all of it is free."""
         return ""
 
     def describe(self) -> str:
-        """Return the device in words."""
+        """Return a description of the device for the user."""
         return f"{self.name} {self.module.get_device_name(self.index)}"
 
     # --- ranks -----------------------------------------------------------------------------------
 
     @property
     def collectives(self) -> str:
-        """The backends of the process group; CPU tensors always go over gloo."""
+        """The backends of the process group, where CPU tensors always use gloo."""
         return f"cpu:gloo,{self.name}:{self.backend}"
 
     def prepare_collectives(self) -> int:
-        """Set the collectives' environment where the user has not; return their time-out in seconds."""
+        """Set environment variables for the collectives, and return their time-out in seconds.
+
+        Variables that the user has set are kept.
+        """
         return 2400
 
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
-        """Do what needs all ranks before their first collective on the device.
+        """Prepare the ranks for their first collective on the device.
 
-        They have joined the process group.
+        Called once all ranks have joined the process group.
         """
 
     def prepare_sharding(self) -> None:
-        """Make FSDP2 work on this device, before a model is sharded."""
+        """Make FSDP2 work on this device. Call this before a model is sharded."""
 
     def communicates(self, operator: str) -> bool:
-        """Return whether an operator of a trace, by its name, is a collective."""
+        """Return whether the operator with this name in a trace is a collective."""
         return self.backend in operator.lower()
 
     # --- work ------------------------------------------------------------------------------------
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return how models compute on this device; log the choice.
+        """Return the operations that models use on this device, and log the choice.
 
-        Raises UserError if what was asked for cannot be had.
+        Raises UserError if the requested kernels are not available.
         """
         raise NotImplementedError
 
     def cannot_train(self) -> str:
-        """Return why models cannot be trained on this device; "" if they can."""
+        """Return why models cannot be trained on this device, or "" if they can."""
         return ""
 
     def refuse_fused(self, choice: KernelChoice) -> None:
-        """Raise UserError if fused kernels were asked for on a platform that has none."""
+        """Raise UserError if fused kernels were requested on a platform that has none."""
         if choice == "fused":
             raise UserError(
                 f"--kernels fused was asked for, but the device is {self.name}, which has no fused kernels of its own; "
@@ -263,14 +273,14 @@ class Platform:
             )
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything that it was given."""
+        """Wait until the device has finished all queued work."""
         self.module.synchronize()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Let copies inside this block run beside what other threads let the device compute.
+        """Let copies inside this block overlap with the computations of other threads.
 
-        They are done at the end of the block.
+        The copies are complete when the block ends.
         """
         stream = self.module.Stream(device=self.index)
         with self.module.stream(stream):
@@ -278,82 +288,85 @@ class Platform:
         stream.synchronize()
 
     def clear_overflow(self) -> None:
-        """Forget earlier overflows, on a chip that saturates where others give inf."""
+        """Clear the overflow flag of a chip that saturates where others give inf."""
 
     def overflows(self) -> list[torch.Tensor]:
-        """Return (1,), not 0 if anything overflowed since clear_overflow(), on a chip that saturates."""
+        """Return overflow flags of shape (1,), not 0 if anything overflowed since clear_overflow().
+
+        The list is empty for a chip that gives inf instead of saturating.
+        """
         return []
 
     def explain(self, failure: RuntimeError) -> str:
-        """Return what a known error means and what the user can do; "" for an unknown error."""
+        """Return what a known error means and what the user can do, or "" for an unknown error."""
         if isinstance(failure, torch.OutOfMemoryError):
             return "out of memory. Free the device, or take a smaller --depth, --device_batch_size or --max_seq_len"
         return ""
 
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer | None:
-        """Return the vendor's own profiler, which writes into a folder under a name.
+        """Return the vendor's own profiler, which writes into `folder` under `name`.
 
-        None where torch's profiler serves.
+        Returns None if torch's profiler is used instead.
         """
         return None
 
     def int8_missing(self, dtype: torch.dtype) -> str:
-        """Return why matrices in 8 bits would not make a served model in `dtype` faster here.
+        """Return why 8-bit matrices would not speed up serving a model in `dtype` on this device.
 
-        "" if they would.
+        Returns "" if they would.
         """
         return f"8-bit matrices are for CPUs, and this device is {self.name}"
 
     # --- memory and speed ------------------------------------------------------------------------
 
     def memory_total(self) -> int:
-        """Return the bytes of the device's memory."""
+        """Return the size of the device's memory in bytes."""
         return int(self.module.mem_get_info()[1])
 
     def memory_reachable(self) -> int:
-        """Return the bytes that this process holds or may still take."""
+        """Return the bytes of memory that this process holds or can still allocate."""
         free, _ = self.module.mem_get_info()
         return int(free + self.module.memory_reserved())
 
     def memory_free(self) -> int:
-        """Return the bytes of the device's memory that nobody holds."""
+        """Return the bytes of device memory that no process holds."""
         return int(self.module.mem_get_info()[0])
 
     def memory_peak(self) -> int:
-        """Return the most bytes that this process has had allocated."""
+        """Return the peak number of bytes that this process has had allocated."""
         return int(self.module.max_memory_allocated())
 
     def start_memory_watch(self) -> None:
-        """Give cached memory back to the device; memory_taken() counts from here."""
+        """Give cached memory back to the device, and restart the count of memory_taken()."""
         self.module.empty_cache()
         self.module.reset_peak_memory_stats()
 
     def memory_taken(self) -> int:
-        """Return the most bytes that this process took since start_memory_watch()."""
+        """Return the peak number of bytes that this process reserved since start_memory_watch()."""
         self.synchronize()
         return int(self.module.max_memory_reserved())
 
     def usual_mfu(self) -> float:
-        """Return the share of the peak that training usually reaches, before a step was measured."""
+        """Return the share of peak FLOP/s to assume for training before a step is measured."""
         return 0.4
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """Return FLOP/s by the data sheet, and their source; None where no data sheet is known."""
+        """Return the peak FLOP/s from the data sheet and its source, or None if none is known."""
         return None
 
     def chips(self) -> Sequence[Chip]:
-        """Return the kinds of cards that nanochat.planner can plan for, also those of other hosts."""
+        """Return the kinds of cards that nanochat.planner can plan for, on this host or others."""
         return ()
 
     @property
     def chip(self) -> Chip | None:
-        """The kind of the card that this process uses; None where it is not known."""
+        """The kind of card that this process uses, or None if it is unknown."""
         return None
 
     # --- graphs ----------------------------------------------------------------------------------
 
     def graphs_missing(self) -> str:
-        """Return why sequences of operators cannot be captured and replayed here; "" if they can."""
+        """Return why operators cannot be captured and replayed as a graph, or "" if they can."""
         return ""
 
     def graphed(
@@ -361,20 +374,20 @@ class Platform:
         call: torch.nn.Module,
         samples: tuple[torch.Tensor, ...],
     ) -> Callable[..., Any]:
-        """Return a call whose forward and backward pass each replay as one launch.
+        """Return a version of a module whose forward and backward pass are each a single launch.
 
-        Its inputs have the samples' shapes. The module runs a few times, and gradients of its
-        parameters may be left behind. Its arguments and results are tensors, and it must not wait
-        for the device.
+        Inputs must have the shapes of the samples. Capturing runs the module a few times and may
+        leave gradients in its parameters. The module's arguments and results must be tensors, and
+        it must not wait for the device.
         """
         return self.module.make_graphed_callables(call, samples)
 
     def captured(self, work: Callable[[], None], pool: Any = None) -> Callable[[], None]:
         """Return a function that repeats `work` as one launch, on the same tensors.
 
-        `work` must have run once before. What it computes now is undefined until the first replay,
-        and tensors that it makes live as long as the function. With a `pool`, they share memory
-        with those of other functions, and a replay overwrites the results of others.
+        `work` must have run once before. Its results are undefined until the first replay, and the
+        tensors that it creates live as long as the returned function. Functions with the same
+        `pool` share memory, so a replay of one overwrites the results of the others.
         """
         graph = self.new_graph()
         with self.module.graph(graph, pool=pool):
@@ -382,7 +395,7 @@ class Platform:
         return graph.replay
 
     def graph_pool(self) -> Any:
-        """Return memory for captured() that graphs share whose results are used at once."""
+        """Return a memory pool for captured(), for graphs whose results are used immediately."""
         return self.module.graph_pool_handle()
 
     def new_graph(self) -> Any:
@@ -392,18 +405,21 @@ class Platform:
     # --- the compiler ----------------------------------------------------------------------------
 
     def compiler_missing(self) -> str:
-        """Return why torch.compile cannot be used; "" if it can."""
+        """Return why torch.compile cannot be used, or "" if it can."""
         return ""
 
     def prepare_compiling(self) -> None:
-        """Let torch's compiler use its cache, and repeat compiled training bit for bit."""
+        """Make torch's compiler use its cache.
+
+        Platforms also do here what makes compiled training repeat bit for bit.
+        """
         host.prepare_compiling()
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Let a model compiled here, for passes of `tokens`, keep less for its backward pass."""
+        """Make models compiled in this block keep less for backward passes of `tokens` tokens."""
         yield
 
     def finish_compiling(self) -> None:
-        """Give back the memory that the compiler has used."""
+        """Return the compiler's freed memory to the system."""
         host.give_freed_memory_back()

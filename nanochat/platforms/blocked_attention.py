@@ -1,7 +1,7 @@
-"""Attention made of matmuls over a few blocks of queries.
+"""Attention computed with matmuls over a few blocks of queries.
 
-It is for devices on which that is the fastest or the only way. Shapes: N heads of all rows of a
-batch, T time, D head dimension.
+This is for devices on which it is the fastest or the only method. Shapes: N heads over all rows of
+a batch, T time, D head dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-# Bytes of the fp32 attention weights of a block of queries, for the heads computed together.
+# Bytes of fp32 attention weights for one block of queries, over the heads computed together.
 GROUP_BYTES = 2**23
 
 
 class Block(NamedTuple):
-    """Queries that are computed together, and the keys that any of them sees."""
+    """A range of queries that are computed together, and the keys that any of them can see."""
 
     queries: slice
     keys: slice
 
 
 def _block_size(T: int) -> int:
-    """Return how many queries a block has: a quarter of all, in multiples of 128."""
+    """Return the number of queries in a block: a quarter of T, rounded up to 128s."""
     return max(-(-T // 512) * 128, 128)
 
 
 def _query_blocks(T: int, window: int) -> list[Block]:
-    """Return about four blocks: few, since each block is compiled by itself."""
+    """Return up to four blocks. They are few because each is compiled separately."""
     size = _block_size(T)
     blocks = []
     for start in range(0, T, size):
@@ -46,7 +46,7 @@ def _block_scores(
     window: int,
     hidden: float,
 ) -> Tensor:  # (N, queries, keys) fp32
-    """Return scaled products of a block's queries and keys, `hidden` where no query sees a key."""
+    """Return the scaled scores of a block, with `hidden` where a query must not see a key."""
     queries, keys = block
     query_positions = torch.arange(queries.start, queries.stop, device=q.device)
     key_positions = torch.arange(keys.start, keys.stop, device=q.device)
@@ -64,7 +64,7 @@ def _forward(
     window: int,
     hidden: float,
 ) -> tuple[Tensor, Tensor]:  # (N, T, D), (N, T, 1) fp32
-    """Return the attended values, and the log of the sum of each query's exponentials."""
+    """Return the attention output, and the log-sum-exp of each query's scores."""
     outs = []
     log_sums = []
     for block in _query_blocks(q.size(1), window):
@@ -86,7 +86,7 @@ def _backward(
     window: int,
     hidden: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. The attention weights are recomputed."""
+    """Return the gradients of q, k and v, recomputing the attention weights."""
     scale = q.size(-1) ** -0.5
     weighted_grad = out_grad.float() * out.float()
     row_sums = weighted_grad.sum(dim=-1, keepdim=True)  # (N, T, 1)
@@ -112,7 +112,7 @@ def _backward(
 
 @lru_cache(maxsize=2)
 def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled by itself, once for every shape."""
+    """Return a function that is compiled separately from its caller, once for each shape."""
     return torch.compile(work, dynamic=False)
 
 
@@ -122,7 +122,7 @@ def _grouped(
     window: int,
     hidden: float,
 ) -> list[Tensor]:
-    """Return what `work` does on a few heads at a time: their weights stay in a CPU's caches."""
+    """Apply `work` to a few heads at a time, so that their weights stay in a CPU's caches."""
     N, T = tensors[0].shape[:2]
     head_bytes = 4 * T * _block_size(T)
     size = max(GROUP_BYTES // head_bytes, 1)
@@ -196,7 +196,9 @@ def _(
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Attention as matmuls over a few blocks of queries; the backward pass recomputes the weights.
+    """Computes attention with matmuls over a few blocks of queries.
+
+    The backward pass recomputes the weights.
 
     On accelerators without fused attention this avoids holding the T x T weights of every layer. In
     compiled bf16 models on CPUs the softmax between the matmuls is fused, and a layer takes less
@@ -204,9 +206,9 @@ class BlockedAttention(torch.autograd.Function):
     (4,096 tokens, T 512, one thread: 42 against 96 ms forward and backward). Uncompiled, blocked
     attention is no faster on CPUs.
 
-    Within a compiled model blocked attention is an operator of its own. Otherwise the compiler
-    would see that the weights are computed twice and keep the forward pass's weights, which are
-    most of a step's memory at T 2,048. `hidden` is the score of a key that a query must not see.
+    In a compiled model, blocked attention is an opaque operator. Otherwise the compiler would see
+    that the weights are computed twice and keep those of the forward pass, which take most of a
+    step's memory at T 2,048. `hidden` is the score of a key that a query must not see.
     """
 
     @staticmethod
@@ -247,7 +249,7 @@ def ungrouped(
     k: Tensor,  # (B, T, Hkv, D)
     v: Tensor,  # (B, T, Hkv, D)
 ) -> tuple[Tensor, Tensor]:  # (B, T, H, D) twice
-    """Return a key head and a value head for every query head."""
+    """Return keys and values repeated so that every query head has its own."""
     group = q.size(2) // k.size(2)
     if group == 1:
         return k, v

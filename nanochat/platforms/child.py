@@ -1,7 +1,7 @@
-"""Runs someone else's program in a process of its own, with limits of time and memory.
+"""Runs untrusted programs in a process of their own, with limits on time and memory.
 
-Such programs are templates and JSON schemas. The parent and the child talk in lines of JSON. The
-child runs this same file, which therefore imports nothing of the package.
+Such programs are chat templates and JSON schemas. Parent and child exchange lines of JSON. The
+child runs this same file, which therefore imports nothing else from the package.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BYTES = 1 << 29  # memory of a child
-START_SECONDS = 60.0  # that a child may take to start on a busy machine
+BYTES = 1 << 29  # of memory for a child
+START_SECONDS = 60.0  # for a child to start, even on a busy machine
 
 
 # --- the parent ----------------------------------------------------------------------------------
@@ -25,8 +25,8 @@ START_SECONDS = 60.0  # that a child may take to start on a busy machine
 class Child:
     """Answers questions with a script that runs in a child process.
 
-    The script has a function begin(setup), which returns a function that answers one question. The
-    process starts with the first question, and it ends when this object or this process does.
+    The script defines begin(setup), which returns a function that answers one question. The child
+    starts with the first question and ends when this object or the parent process does.
     """
 
     def __init__(self, script: Path, setup: Any):
@@ -37,8 +37,8 @@ class Child:
     def ask(self, question: Any, seconds: float) -> Any:
         """Return the answer to a question, or {"error": reason} if the script raises an exception.
 
-        None if the answer takes more than `seconds` or too much memory: the process has then been
-        ended, and the next question starts another.
+        Returns None if the answer takes more than `seconds` or the process ends without one, such as
+        for lack of memory. The next question then starts another process.
         """
         process = self._process or self._start()
         assert process.stdin is not None
@@ -53,8 +53,8 @@ class Child:
         return json.loads(line)
 
     def _start(self) -> "subprocess.Popen[str]":
-        # -I: neither the current folder nor the environment can put modules in the place of those
-        # that the script uses.
+        # -I: neither the current folder nor the environment can replace modules that the script
+        # uses.
         command = [sys.executable, "-I", __file__, str(self._script)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -69,7 +69,7 @@ class Child:
         return self._process
 
     def close(self) -> None:
-        """End the process; the next question starts another."""
+        """End the child process. The next question starts another."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -80,7 +80,7 @@ class Child:
 
 
 def _line(process: "subprocess.Popen[str]", seconds: float) -> str:
-    """Return the next line of a process; empty if it ends or does not write one in time."""
+    """Return the next line that a process writes, or "" if it ends or does not write in time."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return process.stdout.readline() if ready else ""
@@ -90,9 +90,9 @@ def _line(process: "subprocess.Popen[str]", seconds: float) -> str:
 
 
 def limit_time(seconds: float) -> None:
-    """Let this process use so many more seconds of a processor, beside those that it has used.
+    """Limit this process to about `seconds` more seconds of processor time.
 
-    The parent may have been killed, and then nobody else ends a question without an end.
+    If the parent has been killed, nothing else would end a computation that never finishes.
     """
     import resource
 
@@ -105,10 +105,10 @@ def limit_time(seconds: float) -> None:
 
 
 def main() -> None:
-    """Answer questions with the script that the command line names, until standard input ends."""
+    """Answer questions with the script named on the command line until standard input ends."""
     import resource
 
-    # Ctrl-C goes to the parent, whose end ends this process.
+    # Ctrl-C is for the parent: when it exits, this process ends too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     spec = importlib.util.spec_from_file_location("script", sys.argv[1])
@@ -127,7 +127,7 @@ def main() -> None:
         except (
             Exception,
             RecursionError,
-        ) as failure:  # the edge of a process: the parent hears of it
+        ) as failure:  # a process boundary: report the error to the parent
             reply = {"error": f"{type(failure).__name__}: {failure}"[:500]}
         print(json.dumps(reply), flush=True)
 

@@ -1,7 +1,7 @@
-"""The arithmetic of a layer and of the loss in few operators that move few bytes.
+"""The arithmetic of layers and of the loss, in as few operators and memory accesses as possible.
 
-Each function has its own backward pass. They are for devices on which every operator costs a launch
-and reads and writes memory; plain torch, which runs everywhere. The values are those of
+Each function has its own backward pass. They suit devices on which every operator costs a launch and
+memory traffic. They are plain torch, which runs everywhere, and their results equal those of
 operations.py and loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head
 dimension, N tokens, V vocabulary.
 """
@@ -22,7 +22,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _SquaredRelu(torch.autograd.Function):
-    """relu(x)^2: where x < 0, the root of the output is 0 already."""
+    """Computes relu(x)^2, and keeps relu(x) for the backward pass."""
 
     @staticmethod
     def forward(
@@ -43,14 +43,14 @@ class _SquaredRelu(torch.autograd.Function):
 
 def squared_relu(
     x: Tensor,
-    zero: Tensor,  # (), of x's dtype and device; the caller makes it once
+    zero: Tensor,  # (), of x's dtype and device, made once by the caller
 ) -> Tensor:
-    """Return relu(x)^2 with two operators forward and one backward."""
+    """Return relu(x)^2, with two operators in the forward pass and one in the backward pass."""
     return _SquaredRelu.apply(x, zero)  # type: ignore[no-any-return]
 
 
 class _Narrow(torch.autograd.Function):
-    """A matrix on the first channels of x. Its gradient is added in place to that of all."""
+    """Applies a matrix to the first channels of x, and adds its gradient in place to that of x."""
 
     @staticmethod
     def forward(
@@ -81,15 +81,15 @@ def narrow(
     x: Tensor,  # (B, T, C) contiguous
     weight: Tensor,  # (H, R) in x's dtype; reads the first R channels
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, T, H)
-    """Return x, and the product of a small matrix and x's first channels, without any copies.
+    """Return x, and the product of a small matrix and x's first channels, without copying x.
 
-    One operator must use the x that is returned, instead of the x that was given.
+    Exactly one operator must use the returned x, and none may use the x that was passed in.
     """
     return _Narrow.apply(x, weight)  # type: ignore[no-any-return]
 
 
 class _AddValues(torch.autograd.Function):
-    """v + 3 sigmoid(logits) * value."""
+    """Computes v + 3 sigmoid(logits) * value."""
 
     @staticmethod
     def forward(
@@ -117,15 +117,16 @@ def add_values(
     value: Tensor,  # (B, T, H, D)
     logits: Tensor,  # (B, T, H)
 ) -> Tensor:  # (B, T, H, D)
-    """Return v + 3 sigmoid(logits) * value with two operators forward and six backward.
+    """Return v + 3 sigmoid(logits) * value.
 
-    Three of the six read large tensors.
+    This takes two operators in the forward pass and six in the backward pass, of which three read
+    large tensors.
     """
     return _AddValues.apply(v, value, logits)  # type: ignore[no-any-return]
 
 
 class _OffsetKeys(torch.autograd.Function):
-    """gpt.offset_keys() on whole sequences. Its gradient is the same, with the token after."""
+    """Computes gpt.offset_keys() for whole sequences; its gradient moves the other way in time."""
 
     @staticmethod
     def forward(
@@ -154,9 +155,9 @@ class _OffsetKeys(torch.autograd.Function):
 
 def offset_keys(
     k: Tensor,  # (B, T, H, D)
-    zeros: Tensor,  # (B, 1, H, 2, D / 4) of k's dtype and device; the caller makes it once
+    zeros: Tensor,  # (B, 1, H, 2, D / 4) of k's dtype and device, made once by the caller
 ) -> Tensor:  # (B, T, H, D)
-    """Return keys, half of each from the token before, with two operators in either direction."""
+    """Return keys of which half comes from the token before, with two operators in each pass."""
     return _OffsetKeys.apply(k, zeros)  # type: ignore[no-any-return]
 
 
@@ -164,7 +165,10 @@ def offset_keys(
 
 
 class _Mix(torch.autograd.Function):
-    """a x + b x0. x0 passes through, so that each layer adds to its gradient by one operator."""
+    """Computes a x + b x0.
+
+    x0 passes through, so that each layer adds to the gradient of x0 with one operator.
+    """
 
     @staticmethod
     def forward(
@@ -201,7 +205,10 @@ def mix(
     a: Tensor,  # ()
     b: Tensor,  # ()
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), and x0 to give to the next layer
-    """Return a x + b x0 with two operators forward and four backward."""
+    """Return a x + b x0, and x0.
+
+    This takes two operators in the forward pass and four in the backward pass.
+    """
     return _Mix.apply(x, x0, a, b)  # type: ignore[no-any-return]
 
 
@@ -218,8 +225,8 @@ def _chunk_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (), (n, C), (V', C)
     """Return the weighted loss of a chunk, and its gradients with respect to x and the head.
 
-    A softcapped logit lies within 15 of 0: no token's probability underflows, and its logarithm is
-    exact enough. The weights of the tokens multiply matrices of C columns, not of V'.
+    A softcapped logit lies between -15 and 15, so no token's probability underflows, and its
+    logarithm is accurate enough. Token weights multiply matrices with C columns, not V'.
     """
     raw = F.linear(x, head)
     factor = torch.full((1,), 1 / SOFTCAP, device=x.device)
@@ -241,9 +248,9 @@ def _chunk_loss(
 
 
 class _Loss(torch.autograd.Function):
-    """The loss and both gradients in one pass over chunks of tokens.
+    """Computes the loss and both gradients in one pass over chunks of tokens.
 
-    Only a chunk's logits exist at one time.
+    The logits of only one chunk exist at a time.
     """
 
     @staticmethod
@@ -299,10 +306,10 @@ def chunked_loss(
     targets: Tensor,  # (N,) token ids, -1 = ignored
     vocab: int,
     weights: Tensor | None,  # (N,) weight of each token's loss, default 1
-    chunk: int,  # tokens at a time
+    chunk: int,  # tokens in a chunk
     hidden: float,  # the score of the padded rows of the head
 ) -> Tensor:  # () fp32
-    """See loss.chunked_loss; every operator on the logits that can be left out is left out."""
+    """Return the result of loss.chunked_loss with the fewest possible operators on logits."""
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
@@ -311,7 +318,7 @@ def chunked_loss(
 
 
 def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-    """Return the sum of squares of each tensor, with one operator for all."""
+    """Return the sum of squares of each tensor, with one norm operator for all tensors."""
     tensors = [gradient.float() for gradient in gradients]
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square()

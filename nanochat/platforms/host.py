@@ -1,7 +1,7 @@
-"""The host, which every device has beside it.
+"""Functions for the host, which every device depends on.
 
-Its processor, the C library's memory, the compiler's cache, and the launcher's variables, by which
-this process knows its place in a job.
+They cover its processor and memory, the compiler's cache, and the environment variables of the
+launcher that tell this process its place in a job.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from nanochat.common import UserError, warn
 
 MEMORY = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
-PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # which process this is
-MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where the processes meet
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # identify this process
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # tell where the processes meet
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the processor's features, as Linux lists them; empty elsewhere."""
+    """Return the processor's features as Linux lists them, or an empty set on other systems."""
     return frozenset(_cpuinfo("flags").split())
 
 
 def bf16_unit() -> tuple[bool, str]:
-    """Return whether a unit of the processor multiplies bf16 faster than fp32, and why or why not.
+    """Return whether the processor multiplies bf16 faster than fp32, and the reason.
 
-    Intel's AVX512-BF16 starts one instruction a cycle where fp32 starts two: a matmul of bf16
-    reaches 79 GFLOP/s on one thread and one of fp32 140 (dev/LOG.md). AMD's reaches twice the speed
-    of fp32. AMX is far above both.
+    Intel's AVX512-BF16 starts one instruction per cycle, while fp32 starts two: on one thread, a
+    bf16 matmul reaches 79 GFLOP/s and an fp32 matmul 140 (dev/LOG.md). AMD's is twice as fast as
+    fp32. AMX is far faster than both.
     """
     flags = cpu_flags()
     if "amx_bf16" in flags:
@@ -48,24 +48,24 @@ def bf16_unit() -> tuple[bool, str]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name, or "CPU" if the system does not tell."""
+    """Return the processor's name, or "CPU" if the system does not report it."""
     return _cpuinfo("model name") or "CPU"
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler: $CXX, g++ or clang++; None if there is none."""
+    """Return the path of the C++ compiler ($CXX, g++ or clang++), or None if there is none."""
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
 def memory_free() -> int:
-    """Return the bytes of memory that a process may still take without others having to swap.
+    """Return the bytes of memory that a process can still take without making others swap.
 
-    The limit of a container counts.
+    This respects a container's memory limit.
     """
     try:
         free = 1024 * _number(MEMORY, "MemAvailable:")
     except (OSError, StopIteration):
-        # Not Linux: pages that are only cached cannot be told from used ones.
+        # Not Linux: cached pages cannot be distinguished from used ones.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         limit = int((CONTAINER / "memory.max").read_text())
@@ -78,9 +78,9 @@ def memory_free() -> int:
 
 
 def _number(path: Path, key: str) -> int:
-    """Return the number behind a key at the beginning of a line of a file.
+    """Return the number that follows a key at the start of a line in a file.
 
-    StopIteration if no line has the key.
+    Raises StopIteration if no line starts with the key.
     """
     with open(path, encoding="utf-8") as file:
         line = next(line for line in file if line.startswith(key))
@@ -88,7 +88,7 @@ def _number(path: Path, key: str) -> int:
 
 
 def _cpuinfo(key: str) -> str:
-    """Return the first value of a key; "" if there is none."""
+    """Return the first value of a key in /proc/cpuinfo, or "" if there is none."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
@@ -103,14 +103,15 @@ def _cpuinfo(key: str) -> str:
 
 
 def use_compile_cache(base: Path) -> Path:
-    """Return the folder of compiled kernels, where all stages and runs find what others compiled.
+    """Return the folder for compiled kernels, which all stages and runs share.
 
-    It is TORCHINDUCTOR_CACHE_DIR; else ~/.cache/nanochat/compile_cache, whatever the base folder, so
-    that two base folders compile once; else `base`/compile_cache; else a private folder among the
-    temporary files. What the folder holds is loaded and run, so a folder that another user could
-    write to is passed over, and one line says so. The compiler's command line is not quoted, so a
-    path with a space or a quote is passed over too, unless it was asked for. Call this early: the
-    first optimizer imports torch's compiler, which then settles on a folder of its own.
+    It is the first usable one of TORCHINDUCTOR_CACHE_DIR, ~/.cache/nanochat/compile_cache (shared by
+    all base folders), `base`/compile_cache and a private folder among the temporary files.
+
+    Code in the folder is loaded and run, so a folder that another user could write to is skipped,
+    with a warning. The compiler does not quote its command line, so a path with a space or a quote
+    is skipped too, unless the user named it. Call this early: creating the first optimizer imports
+    torch's compiler, which then chooses a folder of its own.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if named and _is_usable(Path(named), is_named=True):
@@ -131,7 +132,7 @@ def _first_usable_folder(base: Path) -> Path | None:
 
 
 def plain_path(path: Path) -> bool:
-    """Return whether a path is one word of an unquoted command line."""
+    """Return whether a path is a single word in an unquoted command line."""
     try:
         return shlex.split(str(path)) == [str(path)]
     except ValueError:  # a quote without an end
@@ -141,7 +142,7 @@ def plain_path(path: Path) -> bool:
 def _is_usable(folder: Path, is_named: bool = False) -> bool:
     """Return whether this user can write to a folder and no other user can.
 
-    The folder is made if it is missing. A folder that the user has named may be read-only.
+    The folder is created if it is missing. A folder that the user has named may be read-only.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ def _is_usable(folder: Path, is_named: bool = False) -> bool:
 
 
 def not_private(folder: Path) -> str:
-    """Return why another user could put files into a folder, or replace it; "" if none could."""
+    """Return why another user could write into a folder or replace it, or "" if none could."""
     about = folder.stat()
     if about.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {about.st_uid}, and must belong to user {os.geteuid()}, who runs this command"
@@ -173,9 +174,9 @@ def not_private(folder: Path) -> str:
 
 
 def _others_write(about: os.stat_result) -> bool:
-    """Return whether users may write who are not the owner.
+    """Return whether users other than the owner may write.
 
-    A group with the owner's number holds nobody else.
+    A group whose number equals the owner's is taken to have no other members.
     """
     if about.st_mode & stat.S_IWOTH:
         return True
@@ -193,22 +194,22 @@ def _private_folder() -> Path:
 
 
 def prepare_compiling() -> None:
-    """Let torch's compiler find what an earlier process compiled, also one of another checkout.
+    """Make torch's compiler reuse what earlier processes compiled, even in other checkouts.
 
-    The names of compiled files are hashes of the compiler's command line, which names the folder of
-    torch. That folder gets a name in the cache that is the same for all checkouts, and that has no
+    Compiled files are named by a hash of the compiler's command line, which contains the path of
+    torch. A link in the cache gives torch a path that is the same for all checkouts, and that has no
     space or quote.
     """
     from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.utils import cpp_extension
 
-    # The loss and attention are functions with gradients of their own, which the cache leaves out
-    # unless it is told to take them: their code is part of the key.
+    # The loss and attention are autograd functions of our own, which the cache leaves out by
+    # default. Including them is safe because their code is part of the key.
     if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):  # from torch 2.9 on
         config.autograd_cache_allow_custom_autograd_functions = True
     link = Path(cache_dir()) / f"torch-{torch.__version__}"
-    if not link.exists():  # not there, or its checkout is gone
+    if not link.exists():  # missing, or its checkout is gone
         fresh = link.with_name(f".{link.name}-{os.getpid()}")
         with contextlib.suppress(OSError):
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -220,11 +221,11 @@ def prepare_compiling() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep memory that one step frees for the next step.
+    """Make glibc's malloc keep the memory that one step frees for the next step.
 
-    It keeps blocks of up to 32 MB, its maximum. Otherwise malloc maps larger tensors from fresh,
-    zeroed pages each time and gives the pages back, which costs a tenth of a training step's CPU
-    seconds (dev/LOG.md). Other C libraries have no such option and are left alone.
+    It keeps blocks of up to 32 MB, the most that glibc allows. Otherwise malloc maps larger tensors
+    to fresh, zeroed pages each time and returns the pages, which costs a tenth of a training step's
+    CPU time (dev/LOG.md). Other C libraries have no such option and are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
@@ -234,9 +235,9 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Return freed memory from the C library to the system, if the library can (glibc).
+    """Return freed memory to the system, if the C library can do so (glibc can).
 
-    After compiling that is 0.5 GB.
+    After compiling, this is 0.5 GB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -248,7 +249,7 @@ def give_freed_memory_back() -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which process of a job this is; by default the only one."""
+    """The place of this process in a job, of which it is the only process by default."""
 
     rank: int = 0
     local_rank: int = 0
@@ -257,11 +258,11 @@ class Ranks:
 
 
 def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Return this process's place in its job. A variable that is empty counts as not set.
+    """Return this process's place in its job, as the launcher's environment variables give it.
 
-    `met`: the processes have met already, so that no variable needs to say where. Raises UserError
-    (code 2) if variables are missing or out of range: a process that guessed would wait for the
-    others forever, or train without them.
+    An empty variable counts as unset. If `met`, the processes have already met, so no variable needs
+    to say where. Raises UserError (code 2) if variables are missing or out of range, because a
+    process that guessed would wait for the others forever, or train without them.
     """
     variables = {
         "RANK": environ.get("RANK", ""),
@@ -307,9 +308,9 @@ def _number_in(
     smallest: int,
     largest: int | None = None,
 ) -> int:
-    """Return the number in a variable, 0 if the variable is not set.
+    """Return the number in a variable, or 0 if the variable is unset.
 
-    Raises UserError (code 2) if the number is out of range.
+    Raises UserError (code 2) if the value is not a number or out of range.
     """
     word = variables[name]
     if not word:

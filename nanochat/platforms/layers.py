@@ -1,8 +1,8 @@
-"""The layers of the GPT by the operators of a platform.
+"""GPT layers that compute with the operators of a platform.
 
-They have the parameters of the plain layers under the same names, and accelerate() swaps them into
-a model. Each layer calls the Operations of its device for what that device fuses; the formulas are
-those of gpt.py, and a test compares the two.
+Their parameters have the same names as those of the plain layers, and accelerate() swaps them into
+a model. Each layer calls the Operations of its device for everything that the device may fuse. The
+formulas are those of gpt.py, and a test compares the two.
 """
 
 from collections import Counter
@@ -20,24 +20,24 @@ from nanochat.model import Model
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Layer, Pack, Product, joined
 
-NOT_CAST = (None, None)  # every use casts its own matrix
+NOT_CAST = (None, None)  # each use casts its own matrix
 
 
 class OperatorAttention(CausalSelfAttention):
-    """Attention whose heads are made, normed and rotated by the platform."""
+    """Attention whose heads the platform computes, normalizes and rotates."""
 
     operations: Operations
     cast_weights: Sequence[Tensor | None] = NOT_CAST  # of q, k and v; of the output; of the gate
-    joined: Product | None = None  # multiplies with the matrices of q, k and v at once
+    joined: Product | None = None  # multiplies with the q, k and v matrices at once
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Multiply with the matrices of queries, keys and values at once, if they can be joined."""
+        """Join the query, key and value matrices into one product, if they can be joined."""
         if self.joined is None:
             matrices = (self.c_q, self.c_k, self.c_v)
             self.joined = joined(matrices, pack, dtype)
 
     def release(self) -> None:
-        """Multiply with each matrix by itself again, see Operations.release()."""
+        """Multiply with each matrix separately again (see Operations.release)."""
         self.joined = None
 
     def forward(
@@ -114,9 +114,9 @@ class OperatorBlock(Block):
     operations: Operations
 
     def units(self) -> Layer:
-        """Return the matrices as they are multiplied.
+        """Return the layer's matrices, grouped as they are multiplied.
 
-        They are MLP in and out, queries with keys and values, attention out, and the gate.
+        The order is MLP in, MLP out, queries with keys and values, attention out, and any gate.
         """
         attn = self.attn
         mlp = self.mlp
@@ -131,9 +131,9 @@ class OperatorBlock(Block):
         return units
 
     def use(self, cast_weights: Sequence[Tensor] | None) -> None:
-        """Multiply with these units(), which have the compute dtype.
+        """Multiply with these copies of the units() in the compute dtype.
 
-        None: every use casts its own matrix.
+        With None, each use casts its own matrix.
         """
         mlp = cast(OperatorMLP, self.mlp)
         attention = cast(OperatorAttention, self.attn)
@@ -158,7 +158,7 @@ class OperatorBlock(Block):
 
 
 class OperatorHead(Head):
-    """The head, whose softcap and loss the platform computes."""
+    """An output head whose softcap and loss the platform computes."""
 
     operations: Operations
 
@@ -184,12 +184,12 @@ class OperatorHead(Head):
 
 
 class OperatorGPT(GPT):
-    """The GPT, whose operators outside of the layers the platform computes."""
+    """A GPT whose computations outside the layers are done by the platform."""
 
     operations: Operations
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """See GPT.rotary_tables; each row is as the platform reads it."""
+        """See GPT.rotary_tables. The tables have the layout that the platform reads."""
         D = self.config.head_dim
         return self.operations.rotary_tables(length, D, self.device, self.dtype)
 
@@ -227,10 +227,10 @@ class OperatorGPT(GPT):
         return self.operations.log_totals(logits)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:
-        """See GPT.hidden. The matrices of all layers are cast together, if the platform does so.
+        """See GPT.hidden. The matrices of all layers are cast together if the platform supports it.
 
-        The layers of a sharded model cast their own: fully_shard gives them a class of its own,
-        which sees only gradients that a layer itself makes.
+        The layers of a sharded model cast their own matrices: fully_shard changes the class of a
+        layer, and sees only gradients that the layer itself produces.
         """
         blocks = self.blocks
         if any(type(block) is not OperatorBlock for block in blocks):
@@ -258,9 +258,9 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def operations_of(model: nn.Module) -> Operations:
-    """Return the operations that a model computes with.
+    """Return the operations with which a model computes.
 
-    They are those of plain torch unless accelerate() gave the model others.
+    They are plain torch unless accelerate() gave the model others.
     """
     attention = getattr(model, "attention", None)
     if isinstance(attention, Operations):
@@ -269,9 +269,9 @@ def operations_of(model: nn.Module) -> Operations:
 
 
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
-    """Let a model compute with the operators of a device.
+    """Make a model compute with a device's operators, and return the swap count of each class.
 
-    Returns how many modules of each class were swapped. Call it before the model is sharded or
+    Call this before the model is sharded or
     compiled.
     """
     module = cast(Any, model)
@@ -293,7 +293,7 @@ def accelerate(model: Model, operations: Operations) -> Counter[str]:
 
 
 def _set_chunks(model: nn.Module, operations: Operations) -> None:
-    """Tell the head of a model how many logits suit the device at one time."""
+    """Set how many logits the head of a model computes at a time on this device."""
     for module in model.modules():
         if isinstance(module, Head):
             module.loss_tokens = operations.loss_chunk

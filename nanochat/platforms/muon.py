@@ -1,6 +1,6 @@
 """Muon's arithmetic for devices on which every operator costs a launch.
 
-Shapes: K matrices of one shape (rows, cols).
+Each function works on K matrices of one shape (rows, cols).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from nanochat.platforms.together import as_stack, place_together
 
 
 class ForeachMuon(MuonArithmetic):
-    """The same arithmetic, with one launch for all matrices of a shape. The bits are the same."""
+    """Does Muon's arithmetic with one launch for all matrices of a shape, and the same bits."""
 
     def subtract(
         self,
@@ -36,15 +36,15 @@ class ForeachMuon(MuonArithmetic):
 
 
 class FusedMuon(MuonArithmetic):
-    """The same steps up to rounding, in the fewest operators that move the fewest bytes.
+    """Does Muon's arithmetic, up to rounding, with few operators and little memory traffic.
 
-    The learning rate is part of the updates, and a step can be captured as a graph.
+    Updates include the learning rate, and a step can be captured as a graph.
     """
 
     is_capturable = True
 
     def place(self, matrices: Sequence[nn.Parameter]) -> None:
-        """Move matrices of one shape side by side."""
+        """Move matrices of one shape into one block of memory."""
         place_together(matrices)
 
     def update(
@@ -54,9 +54,9 @@ class FusedMuon(MuonArithmetic):
         beta: float,
         lr: float | Tensor,
     ) -> Tensor:
-        """Return the updates, the learning rate included.
+        """Return the updates, including the learning rate.
 
-        Norms and factors come from norms of rows, and each large tensor is read once.
+        All norms and factors are derived from row norms, to read large tensors rarely.
         """
         x = polar_express(_equilibrated(g))
         size = min(g.size(-2), g.size(-1)) ** 0.5  # the Frobenius norm of an update
@@ -83,7 +83,7 @@ class FusedMuon(MuonArithmetic):
         lr: float | Tensor,
         weight_decay: float | Tensor,
     ) -> None:
-        """Subtract updates that include the learning rate, in place where matrices lie together."""
+        """Subtract updates that already include the learning rate from the matrices, in place."""
         decay = lr * weight_decay
         stack = as_stack(matrices)
         agrees = (updates * stack >= 0) * decay
@@ -99,7 +99,7 @@ class FusedMuon(MuonArithmetic):
 
 
 def _equilibrated(g: Tensor) -> Tensor:  # (K, rows, cols)
-    """Return matrices whose rows have equal norms, and whose singular values are at most 1."""
+    """Return the matrices scaled to equal row norms, with singular values of at most 1."""
     row_norms = _norms(g, dim=-1)
     norm = _norms(row_norms, dim=-2)
     factor = norm / row_norms.clamp_min(1e-6)
@@ -111,5 +111,5 @@ def _equilibrated(g: Tensor) -> Tensor:  # (K, rows, cols)
 
 
 def _norms(x: Tensor, dim: int | tuple[int, int]) -> Tensor:
-    """Return the fp32 norms over dimensions, which stay with size 1."""
+    """Return fp32 norms over the given dimensions, which are kept with size 1."""
     return torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)

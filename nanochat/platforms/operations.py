@@ -1,7 +1,7 @@
-"""The operators that a device may compute its own way, in plain torch, which runs on every device.
+"""Plain-torch versions of the operators that a device may implement in its own way.
 
-Each platform returns a subclass with the device's own operators. The layers in layers.py call them;
-models that are not accelerated know nothing of them. Shapes: B batch, T time, H heads, D head
+Each platform returns a subclass with the device's own operators. The layers in layers.py call them,
+and models that are not accelerated never use them. Shapes: B batch, T time, H heads, D head
 dimension, C channels, V vocabulary.
 """
 
@@ -22,20 +22,20 @@ from nanochat.linear import Linear
 from nanochat.muon import MuonArithmetic
 from nanochat.platforms.together import HasUnits, restore
 
-ROW_GRAIN = 256  # tokens: a loss that skips tokens reads a multiple of this
-# A score that no fp16 softmax sees, and that stays finite when another is added to it.
+ROW_GRAIN = 256  # a loss that skips tokens reads a multiple of this many
+# A score that vanishes in a softmax, even in fp16, and that stays finite when another is added.
 HIDDEN = -3e4
 KernelChoice = Literal["auto", "fused", "plain"]  # which operators a user may ask for
-Matmul = Literal["auto", "bf16", "fp8", "int8"]  # in which number format matrices multiply
-# Three modules that multiply with the matrices of queries, keys and values, or one function that
-# multiplies with all.
+Matmul = Literal["auto", "bf16", "fp8", "int8"]  # the number format of matrix products
+# Three modules with the query, key and value matrices, or one function that multiplies with all
+# three.
 Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
 
 
 def finite_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what to add to scores: 0 for visible keys, a large negative number for hidden ones.
+    """Return a mask to add to scores, with 0 for visible keys and HIDDEN for the others.
 
-    The number is never -inf.
+    HIDDEN is a large negative number, so scores never become -inf.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, HIDDEN)
@@ -44,9 +44,9 @@ def finite_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def times(
     matrix: nn.Module,
     x: Tensor,
-    cast_weight: Tensor | None,  # the weight of the matrix, if it was cast before
+    cast_weight: Tensor | None,  # the weight in the compute dtype, if it was already cast
 ) -> Tensor:
-    """Return x times a matrix."""
+    """Return the product of x and a matrix, using the weight that was already cast, if any."""
     if cast_weight is None:
         return matrix(x)
     return F.linear(x, cast_weight)
@@ -54,10 +54,10 @@ def times(
 
 def multiplied(
     x: Tensor,  # (B, T, C)
-    matrices: Matrices,  # queries have C channels
+    matrices: Matrices,  # queries have C channels in total
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-    """Return queries, keys and values."""
+    """Return queries, keys and values, split into heads."""
     if callable(matrices):
         heads = matrices(x).unflatten(-1, (-1, head_dim))
         query_heads = x.size(-1) // head_dim
@@ -69,37 +69,36 @@ def multiplied(
 
 
 class Operations(PlainAttention):
-    """Plain torch, for every device: attention, and the operators that layers.py calls."""
+    """Attention, and the operators that layers.py calls, in plain torch for every device."""
 
-    fuses_layers = False  # whether accelerate() swaps layers that call these operators into models
+    fuses_layers = False  # whether accelerate() swaps in layers that call these operators
     loss_chunk = 1024  # tokens whose logits exist at the same time
-    # Logits that exist at the same time where a vocabulary is large; 128 MB in fp32.
+    # Logits that exist at the same time with a large vocabulary, which is 128 MB in fp32.
     loss_logits = 1 << 25
-    # Logits that are softcapped at the same time where each token has its loss.
+    # Logits that are softcapped at the same time if each token's own loss is wanted.
     capped_logits = 1 << 27
-    # Whether the loss leaves out tokens without a target, for whose count the host waits.
+    # Whether the loss skips tokens without a target, which makes the host wait for their count.
     skips_masked = False
     muon_class: type[MuonArithmetic] = MuonArithmetic
 
     def __init__(self, stacks_matrices: bool = True):
-        """`stacks_matrices`: Muon steps all matrices of one shape together."""
+        """With `stacks_matrices`, Muon updates all matrices of one shape together."""
         super().__init__()
         self.muon = self.muon_class(stacks_matrices)
 
     # --- serving ---------------------------------------------------------------------------------
 
     def serve(self, model: nn.Module) -> None:
-        """Let a model multiply as the device does fastest, for inference.
+        """Prepare a model to multiply in the device's fastest way, for inference.
 
-        Weights must not change before release(), and those that nothing else reads are empty
-        afterwards.
+        Weights must not change until release(). Weights that nothing else reads become empty.
         """
 
     def release(self, model: nn.Module) -> None:
-        """Undo serve(), so that a model can take other weights: every weight has its shape again.
+        """Undo serve() by giving every weight its shape again, so that a model can load others.
 
-        The weights that were empty hold no numbers yet, so load all parameters, and then serve()
-        the model again.
+        Weights that serve() emptied are not initialized: load all parameters, and then call serve()
+        again.
         """
         for module in model.modules():
             if hasattr(module, "multiply"):
@@ -113,20 +112,20 @@ class Operations(PlainAttention):
     # --- what a user is told ---------------------------------------------------------------------
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
-        """Return why a training step of the GPT is as fast uncompiled as compiled.
+        """Return why a GPT training step is as fast uncompiled as compiled.
 
-        "" where compiling pays.
+        Returns "" if compiling is worthwhile.
         """
         return ""
 
     # --- norms -----------------------------------------------------------------------------------
 
     def norm(self, x: Tensor) -> Tensor:
-        """Return the RMS norm over the last dimension, without parameters."""
+        """Return x normalized to an RMS of 1 over the last dimension, without parameters."""
         return rms_norm(x)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
-        """Return norm(x), and the x to use from there on."""
+        """Return norm(x), and the x that the caller must use from then on."""
         return self.norm(x), x
 
     def add_norm(
@@ -144,7 +143,7 @@ class Operations(PlainAttention):
         weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
         epsilon: float,
     ) -> Tensor:
-        """Return the RMS norm over the last dimension, times a weight for each channel."""
+        """Return x, RMS-normalized over the last dimension, times a weight for each channel."""
         from nanochat.models.qwen.functions import weighted_norm
 
         return weighted_norm(x, weight, epsilon)
@@ -170,7 +169,7 @@ class Operations(PlainAttention):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:  # (length, D/2) each
-        """Return cosines and sines of the rotary embedding, as rotary() reads them.
+        """Return the cosines and sines of the rotary embedding, in the layout of rotary().
 
         See RoFormer, arXiv 2104.09864.
         """
@@ -182,9 +181,9 @@ class Operations(PlainAttention):
         cos: Tensor,  # (1 or B, T, 1, D/2), from rotary_tables
         sin: Tensor,  # (1 or B, T, 1, D/2)
     ) -> Tensor:
-        """Rotate pairs (i, i + D/2) of channels by -theta, as upstream does.
+        """Return x with channel pairs (i, i + D/2) rotated by -theta, as upstream does.
 
-        Only relative angles matter.
+        Only relative angles matter, so the sign has no effect on attention.
         """
         return rotate(x, cos, sin)
 
@@ -196,7 +195,7 @@ class Operations(PlainAttention):
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
     ) -> Tensor:  # (B, T, H, D)
-        """Return weighted_norm() of each head, then rotated."""
+        """Return each head after weighted_norm() and then rotary()."""
         normed = self.weighted_norm(x, weight, epsilon)
         return self.rotary(normed, cos, sin)
 
@@ -210,10 +209,10 @@ class Operations(PlainAttention):
         sharpen: float,
         joined_weight: Tensor | None = None,  # the matrices as one, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """Return queries and keys, rotated, normed and multiplied by `sharpen`, and values.
+        """Return values, and queries and keys rotated, normalized and multiplied by `sharpen`.
 
-        A device that multiplies the scores instead leaves `sharpen` out here and puts it into
-        softmax_scale().
+        The order is queries, keys, values. A device may skip the factor `sharpen` here and include
+        it in softmax_scale() instead.
         """
         q, k, v = multiplied(x, matrices, head_dim)
         q = self.norm(self.rotary(q, cos, sin)) * sharpen
@@ -233,18 +232,21 @@ class Operations(PlainAttention):
         # The matrices as one, and the gate's, from cast_together().
         cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """Return heads(), where each head of a value gains 3 sigmoid(gate) times its embedding."""
+        """Return heads(), with 3 sigmoid(gate) times the value embedding added to the values."""
         q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen)
         logits = gate(_first_channels(x, gate))
         opened = 3 * torch.sigmoid(logits)
         return q, k, v + opened.unsqueeze(-1) * value.view_as(v)
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
-        """Return keys of whole sequences, half of each from the token before: gpt.offset_keys."""
+        """Return keys of whole sequences with half of each taken from the token before.
+
+        See gpt.offset_keys.
+        """
         return offset_keys(k, Rows().previous(k))
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor of the scores for attend() after heads(); None means 1/sqrt(D)."""
+        """Return the factor for the scores of attend() after heads(), or None for 1/sqrt(D)."""
         return None
 
     def project(
@@ -253,7 +255,7 @@ class Operations(PlainAttention):
         matrix: nn.Module,
         cast_weight: Tensor | None,  # the matrix in the compute dtype, from cast_together()
     ) -> Tensor:  # (..., outputs)
-        """Return x times a matrix, such as the one that joins the heads of attention."""
+        """Return the product of x and a matrix, such as the output matrix of attention."""
         return times(matrix, x, cast_weight)
 
     # --- the rest of a layer ---------------------------------------------------------------------
@@ -265,7 +267,7 @@ class Operations(PlainAttention):
     ) -> list[list[Tensor]] | None:
         """Return the matrices of all layers in the compute dtype, one for each of their units().
 
-        None: every use casts its own matrix.
+        Returns None if each use casts its own matrix.
         """
         return None
 
@@ -277,7 +279,7 @@ class Operations(PlainAttention):
         # Both matrices in the compute dtype, from cast_together().
         cast_weights: Sequence[Tensor | None],
     ) -> Tensor:  # (..., C)
-        """Return x through two matrices with a squared ReLU between them."""
+        """Return x after two matrices with a squared ReLU between them."""
         into_weight, out_weight = cast_weights
         inner = self.squared_relu(times(into, x, into_weight))
         return times(out, inner, out_weight)
@@ -287,7 +289,7 @@ class Operations(PlainAttention):
         return F.relu(x).square()
 
     def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
-        """Return silu of the first half of the channels times the second, without gradients."""
+        """Return silu(first half of the channels) times the second half, without gradients."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -296,12 +298,12 @@ class Operations(PlainAttention):
     def smear(
         self,
         x: Tensor,  # (B, T, C)
-        # (B, T, C) x of the token before each token; None: the rows of x are whole sequences.
+        # (B, T, C) x of the token before each token, or None if the rows of x are whole sequences.
         previous: Tensor | None,
         gate: nn.Module,  # from the first channels of x to (B, T, 1)
         smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
-        """Return x plus a gated part of the token before: smear_lambda sigmoid(gate) times it."""
+        """Return x plus smear_lambda sigmoid(gate) times the x of the token before."""
         if previous is None:
             previous = Rows().previous(x)
         opened = torch.sigmoid(gate(_first_channels(x, gate)))
@@ -323,7 +325,7 @@ class Operations(PlainAttention):
         middle: Tensor,  # (B, T, C)
         share: Tensor,  # (1,) fp32
     ) -> Tensor:
-        """Return x without a share of what it was in the middle of the network."""
+        """Return x minus a share of the activations from the middle of the network."""
         return x - share.to(x.dtype) * middle
 
     # --- logits and loss -------------------------------------------------------------------------
@@ -333,10 +335,7 @@ class Operations(PlainAttention):
         return loss.softcap(logits)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
-        """Return the logarithm of the sum of each row's exponentials.
-
-        None where a log_softmax costs less.
-        """
+        """Return the log-sum-exp of each row, or None if log_softmax is cheaper on this device."""
         return None
 
     def loss(
@@ -359,10 +358,10 @@ class Operations(PlainAttention):
         targets: Tensor,  # (N,) token ids, -1 = ignored
         weights: Tensor | None,  # (N,)
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
-        """Return the arguments of a loss without most tokens that have no target.
+        """Return the arguments of a loss without most of the tokens that have no target.
 
-        Only a device that skips them drops any. As many tokens stay as fill a multiple of
-        ROW_GRAIN, since memory of ever new sizes is used again less often.
+        Tokens are dropped only if skips_masked is set. The number that remains is a multiple of
+        ROW_GRAIN, because tensors of many different sizes reuse memory less often.
         """
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights

@@ -1,4 +1,4 @@
-"""The host as a device, in plain torch: what remains where the appendix of CPUs is torn out."""
+"""The host as a device, in plain torch, for when the optional CPU kernels are removed."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from nanochat.platforms import host
 from nanochat.platforms.base import Platform
 from nanochat.platforms.operations import KernelChoice, Operations
 
-PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the caches
+PASS_TOKENS = 4096  # tokens in a pass: larger passes do not fit the caches
 
 
 class Host(Platform):
@@ -40,7 +40,7 @@ class Host(Platform):
         return None
 
     def unavailable(self) -> str:
-        """Return "": every machine has a CPU."""
+        """Return "", because every machine has a CPU."""
         return ""
 
     def count(self) -> int:
@@ -48,54 +48,57 @@ class Host(Platform):
         return 1
 
     def is_slow(self) -> bool:
-        """Return whether the processor has no registers of 512 bits.
+        """Return whether the processor lacks 512-bit registers.
 
-        They double or triple the speed of a step.
+        Such registers make a step two to three times as fast.
         """
         return "avx512f" not in host.cpu_flags()
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """Return bf16 where the processor multiplies it faster than fp32, else fp32.
+        """Return bf16 if the processor multiplies it faster than fp32, or else fp32, and why.
 
-        Elsewhere bf16 is emulated, or no faster.
+        On other processors bf16 is emulated, or no faster.
         """
         faster, reason = host.bf16_unit()
         return (torch.bfloat16 if faster else torch.float32), reason
 
     def open(self) -> torch.device:
-        """Keep freed memory for the next step; nothing can fail."""
+        """Return the CPU device, and make malloc keep freed memory for the next step."""
         host.keep_freed_memory()
         return torch.device("cpu")
 
     def describe(self) -> str:
-        """Return the processor's name, and how many threads torch uses."""
+        """Return the processor's name and the number of threads that torch uses."""
         return f"{host.cpu_model()}, {torch.get_num_threads()} thread(s)"
 
     @property
     def collectives(self) -> str:
-        """gloo alone."""
+        """The only backend, gloo."""
         return self.backend
 
     def prepare_sharding(self) -> None:
-        """Fix FSDP2 of torch 2.7, which cannot train on CPUs."""
+        """Fix FSDP2 if it cannot train on CPUs, as in torch 2.7."""
         if not _has_averages():
             _fix_fsdp()
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return plain torch; refuse fused kernels."""
+        """Return the plain-torch operations.
+
+        Raises UserError if fused kernels were requested.
+        """
         self.refuse_fused(choice)
         return Operations(stacks_matrices=choice != "plain")
 
     def default_operations(self) -> Operations:
-        """Return the operations of a Compute that no launcher made, such as a test's."""
+        """Return the operations for a Compute that no launcher created, such as a test's."""
         return Operations()
 
     def synchronize(self) -> None:
-        """Return at once: the host is always done."""
+        """Do nothing, because the host queues no work."""
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Do nothing: copies are made by the thread that asks for them."""
+        """Do nothing, because each thread makes its own copies."""
         yield
 
     def int8_missing(self, dtype: torch.dtype) -> str:
@@ -109,38 +112,38 @@ class Host(Platform):
         )
 
     def memory_total(self) -> int:
-        """Return the bytes of physical memory."""
+        """Return the size of physical memory in bytes."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def memory_reachable(self) -> int:
-        """Return all physical memory: the system can take pages back from other processes."""
+        """Return the size of physical memory, because other processes' pages can be reclaimed."""
         return self.memory_total()
 
     def memory_free(self) -> int:
-        """Return the bytes that this process may still take without others having to swap.
+        """Return the bytes that this process can still take without making others swap.
 
-        The limit of a container counts.
+        This respects a container's memory limit.
         """
         return host.memory_free()
 
     def memory_peak(self) -> int:
-        """Return the most bytes of this process that were resident."""
+        """Return this process's peak resident memory in bytes."""
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def start_memory_watch(self) -> None:
-        """Do nothing: the host has nothing to reset."""
+        """Do nothing, because the host has nothing to reset."""
 
     def memory_taken(self) -> int:
-        """Refuse: passes are not probed on the host."""
+        """Raise NotImplementedError, because passes are not probed on the host."""
         raise NotImplementedError("passes are not probed on the host")
 
     def graphs_missing(self) -> str:
-        """Return that the host launches nothing."""
+        """Return that a CPU launches no operators that a graph could hold."""
         return tr("the device is a CPU, which launches no operators that a graph could hold")
 
     def compiler_missing(self) -> str:
-        """Return what torch.compile lacks on the host."""
+        """Return what torch.compile needs but the host lacks, or "" if nothing is missing."""
         if host.compiler() is None:
             return "no C++ compiler (g++) was found"
         headers = sysconfig.get_paths()["include"]
@@ -149,28 +152,30 @@ class Host(Platform):
         return ""
 
     def prepare_compiling(self) -> None:
-        """Do what every device does, and let compiled threads add to rows of tables in one order."""
+        """Prepare compiling, with a fixed order in which threads add to the rows of tables."""
         super().prepare_compiling()
-        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs alone
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # these processes only compile for GPUs
         if torch.get_num_threads() > 1:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            # Filling new memory is for debugging, and slow.
+            # Filling new memory is slow and only for debugging.
             deterministic: Any = torch.utils.deterministic
             deterministic.fill_uninitialized_memory = False
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """In passes too large for the caches, recompute in the backward pass what costs no matmul.
+        """Recompute all but matmuls in the backward pass, if passes are too large for the caches.
 
-        That is norms, rotations and squares: half the memory of activations, and 5 % less time at
-        16,384 tokens. At 4,096 tokens recomputing would take 5 % more time.
+        This affects norms, rotations and squares. It saves half the memory of activations, and 5 %
+        of the time at 16,384 tokens. At 4,096 tokens it would cost 5 % more time.
         """
         if tokens <= PASS_TOKENS:
             yield
             return
-        from torch._functorch import config  # of the part of the compiler that decides what is kept
+        from torch._functorch import (
+            config,
+        )  # for the part of the compiler that decides what to keep
 
-        # The reasons for which the compiler keeps values that are cheap to recompute.
+        # Reasons for which the compiler would keep values that are cheap to recompute.
         reasons = ("materialized_backward", "used_far_apart", "long_fusible_chains", "reductions")
         settings = {f"ban_recompute_{reason}": False for reason in reasons}
         with config.patch(settings):
@@ -178,7 +183,7 @@ class Host(Platform):
 
 
 def _has_averages() -> bool:
-    """Return whether gloo can average, which FSDP2 asks for; gloo of torch 2.7 cannot."""
+    """Return whether gloo can average, as FSDP2 requires. In torch 2.7 it cannot."""
     try:
         dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
     except RuntimeError:
@@ -187,11 +192,11 @@ def _has_averages() -> bool:
 
 
 def _fix_fsdp() -> None:
-    """Give FSDP2 of torch 2.7 the two things that it lacks on CPUs.
+    """Add the two features that FSDP2 of torch 2.7 lacks on CPUs.
 
-    FSDP2 asks for averages: gloo's all-reduce raises, and its reduce-scatter gives the sum without a
-    word. FSDP2 is told to sum and divide instead, as it does for fp16. And with replicas FSDP2 waits
-    for an event that a host's stream never gave.
+    FSDP2 requests averages, for which gloo's all-reduce raises an error and its reduce-scatter
+    silently returns the sum. This makes FSDP2 sum and divide instead, as it does for fp16. With
+    replicas, FSDP2 also waits for an event that a CPU stream never records.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 

@@ -1,6 +1,6 @@
-"""The layers of Qwen by the operators of a platform.
+"""Qwen layers that compute with the operators of a platform.
 
-They have the parameters of the plain layers under the same names, see layers.py; the formulas are
+As in layers.py, their parameters have the same names as those of the plain layers. The formulas are
 those of models/qwen/layers.py.
 """
 
@@ -21,15 +21,16 @@ from nanochat.platforms.together import Pack, Product, joined
 
 
 class Joined:
-    """Matrices with the same inputs and without biases as one, for inference.
+    """Multiplies with several matrices at once, for inference.
 
-    Their own weights are empty from then on, and their adapters still add to what they give.
+    The matrices have the same inputs and no biases. Their own weights become empty, and their
+    adapters still add to their outputs.
     """
 
     def __init__(
         self,
         matrices: Sequence[Linear],
-        multiply: Product,  # with all of them, as joined() makes it
+        multiply: Product,  # with all of them, from joined()
     ):
         self.multiply = multiply
         self._matrices = matrices
@@ -41,7 +42,7 @@ class Joined:
         pack: Pack,
         dtype: torch.dtype,
     ) -> "Joined | None":
-        """Return the matrices as one, or None if joined() cannot join them."""
+        """Return the joined matrices, or None if joined() cannot join them."""
         multiply = joined(matrices, pack, dtype)
         if multiply is None:
             return None
@@ -49,7 +50,7 @@ class Joined:
 
     @property
     def plain(self) -> bool:
-        """Return whether no matrix has an adapter."""
+        """Whether no matrix has an adapter."""
         return all(matrix.adapter is None for matrix in self._matrices)
 
     def __call__(self, x: Tensor) -> list[Tensor]:  # (..., inputs) -> (..., outputs) of each matrix
@@ -64,7 +65,7 @@ class Joined:
 
 
 class OperatorVocabulary(Vocabulary):
-    """The vocabulary, whose loss the platform computes."""
+    """A vocabulary whose loss the platform computes."""
 
     operations: Operations
 
@@ -87,10 +88,10 @@ class OperatorVocabulary(Vocabulary):
 
 
 class OperatorNorm(Norm):
-    """The weighted norm of a platform."""
+    """A norm that the platform computes."""
 
     operations: Operations
-    settled: Tensor | None = None  # the scale, once the weights do not change again
+    settled: Tensor | None = None  # the scale, while the weights do not change
 
     @property
     def scale(self) -> Tensor:  # (C,) fp32
@@ -100,11 +101,11 @@ class OperatorNorm(Norm):
         return self.weight.float() + self.one
 
     def settle(self) -> None:
-        """Keep the scale from here on: the weights do not change again."""
+        """Compute the scale once, for inference with weights that do not change until release()."""
         self.settled = self.scale.detach()
 
     def release(self) -> None:
-        """Follow the weights again, see Operations.release()."""
+        """Compute the scale from the weights each time again (see Operations.release)."""
         self.settled = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,14 +121,14 @@ class OperatorNorm(Norm):
 
 
 class OperatorAttention(Attention):
-    """Attention whose matrices may be joined, and whose heads the platform norms and rotates."""
+    """Attention whose matrices can be joined, with heads that the platform norms and rotates."""
 
     operations: Operations
     joined: Joined | None = None
-    norm_weights: Tensor | None = None  # (H + Hkv, D) of both norms for each head, once joined
+    norm_weights: Tensor | None = None  # (H + Hkv, D), the norm weight of each head, once joined
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Multiply with the matrices of queries, keys and values at once, as Joined does."""
+        """Join the query, key and value matrices, if they can be joined."""
         matrices = (self.q_proj, self.k_proj, self.v_proj)
         all_matrices = Joined.of(matrices, pack, dtype)
         if all_matrices is None:
@@ -140,7 +141,7 @@ class OperatorAttention(Attention):
             self.norm_weights = torch.cat((q_weights, k_weights))
 
     def release(self) -> None:
-        """Multiply with each matrix by itself again, see Operations.release()."""
+        """Multiply with each matrix separately again (see Operations.release)."""
         self.joined = None
 
     def heads(
@@ -176,7 +177,7 @@ class OperatorAttention(Attention):
         qk: Tensor,  # (B, T, H + Hkv, D)
         rotary: tuple[Tensor, Tensor],
     ) -> Tensor:  # (B, T, H + Hkv, D)
-        """Norm and rotate all queries and keys."""
+        """Return all queries and keys, normalized and rotated."""
         assert self.norm_weights is not None
         epsilon = self.q_norm.epsilon
         c = self.config
@@ -195,19 +196,19 @@ def _norm_weight(norm: Norm) -> Tensor:  # (D,) fp32
 
 
 class OperatorMLP(MLP):
-    """The MLP, whose first two matrices may be joined."""
+    """An MLP whose first two matrices can be joined."""
 
     operations: Operations
     joined: Joined | None = None
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Multiply with the first two matrices at once from here on, as Joined does."""
+        """Join the first two matrices, if they can be joined."""
         if self.joined is None:
             matrices = (self.gate_proj, self.up_proj)
             self.joined = Joined.of(matrices, pack, dtype)
 
     def release(self) -> None:
-        """Multiply with each matrix by itself again, see Operations.release()."""
+        """Multiply with each matrix separately again (see Operations.release)."""
         self.joined = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -239,7 +240,7 @@ class OperatorBlock(Block):
 
 
 class OperatorQwen(Qwen):
-    """The model, with rotary tables as the platform reads them."""
+    """A Qwen model whose rotary tables have the layout that the platform reads."""
 
     operations: Operations
 

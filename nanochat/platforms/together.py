@@ -1,7 +1,7 @@
-"""Several matrices handled together: cast, stepped or multiplied with at once.
+"""Functions that cast, place or multiply with several matrices at once.
 
-Matrices of one shape lie side by side in memory, for devices on which every operator costs a
-launch. Nothing here changes a value: tensors that do not lie side by side are copied instead.
+They are for devices on which every operator costs a launch, and expect matrices of one shape to be
+adjacent in memory. Values never depend on that: tensors that are not adjacent are copied.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanochat.linear import Linear
 
-Unit = tuple[nn.Parameter, ...]  # parameters used as one matrix, with their rows below one another
+Unit = tuple[nn.Parameter, ...]  # parameters used as one matrix, stacked by rows
 Layer = Sequence[Unit]
 Product = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
 # Makes the function that multiplies with a weight (outputs, inputs).
@@ -23,19 +23,19 @@ Pack = Callable[[Tensor], Product]
 
 
 class HasUnits(Protocol):
-    """A layer that tells how its matrices are multiplied."""
+    """A layer that reports which of its matrices are multiplied as one."""
 
     def units(self) -> Layer: ...
 
 
 def empty_weight(matrix: nn.Linear) -> None:
-    """Free the numbers of a matrix that another function multiplies with from now on."""
+    """Free the weight of a matrix whose product another function computes from then on."""
     nothing = matrix.weight.new_empty(0)
     matrix.weight = nn.Parameter(nothing, requires_grad=False)
 
 
 def restore(matrix: nn.Linear) -> None:
-    """Give a matrix whose weight is empty a weight of its shape, without numbers yet."""
+    """Give a matrix whose weight is empty an uninitialized weight of the right shape."""
     if matrix.weight.numel():
         return
     shape = (matrix.out_features, matrix.in_features)
@@ -50,8 +50,8 @@ def joined(
 ) -> Product | None:
     """Return a function that multiplies with all matrices at once, for inference.
 
-    Their own weights are empty from then on. None, and nothing is done, unless all have the number
-    format and no bias, and none multiplies another way.
+    Their own weights become empty. Returns None and changes nothing if any matrix has a bias,
+    another dtype or an empty weight, or already multiplies in another way.
     """
     for matrix in matrices:
         if not _can_join(matrix, dtype):
@@ -74,7 +74,7 @@ def _can_join(matrix: Linear, dtype: torch.dtype) -> bool:
 
 
 def as_stack(tensors: Sequence[Tensor]) -> Tensor:  # (K, *shape)
-    """Return tensors of one shape as one: a view where they lie side by side, else a copy."""
+    """Return tensors of one shape as one tensor, without a copy if they are adjacent."""
     if not _are_side_by_side(tensors):
         return torch.stack(list(tensors))
     first = tensors[0]
@@ -85,7 +85,7 @@ def as_stack(tensors: Sequence[Tensor]) -> Tensor:  # (K, *shape)
 
 
 def _are_side_by_side(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors follow one another in one block of memory."""
+    """Return whether tensors are adjacent, in order, in one block of memory."""
     storage = tensors[0].untyped_storage().data_ptr()
     size = tensors[0].numel()
     offset = tensors[0].storage_offset()
@@ -101,9 +101,9 @@ def _are_side_by_side(tensors: Sequence[Tensor]) -> bool:
 
 
 def place_together(parameters: Sequence[nn.Parameter]) -> None:
-    """Move parameters of one shape to one block of memory, in their order.
+    """Move the parameters of each shape to one block of memory, keeping their order.
 
-    The Parameter objects stay.
+    The Parameter objects stay the same.
     """
     for group in _by_shape(parameters):
         tensors = [parameter.detach() for parameter in group]
@@ -113,7 +113,7 @@ def place_together(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _by_shape(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return groups of parameters of one shape, in the order of their first parameters."""
+    """Return the parameters grouped by shape, in the order in which the shapes first occur."""
     groups = defaultdict(list)
     for parameter in parameters:
         groups[parameter.shape].append(parameter)
@@ -127,9 +127,9 @@ def cast_together(
     layers: Sequence[Layer],
     dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """Return every unit of every layer as one matrix of a format, differentiably.
+    """Return each unit of each layer as one matrix in `dtype`, with gradients.
 
-    A pass calls this once, instead of casting each matrix wherever it is used.
+    A forward pass calls this once, instead of casting each matrix wherever it is used.
     """
     units = list(chain.from_iterable(layers))
     parameters = chain.from_iterable(units)
@@ -139,9 +139,9 @@ def cast_together(
 
 
 class _Cast(torch.autograd.Function):
-    """Casts all parameters, and all gradients back, by one operator for each shape and direction.
+    """Casts all parameters, and all gradients back, with one cast for each shape.
 
-    The parameters are arguments of their own beside the units, because autograd must see them.
+    The parameters are arguments in addition to the units, because autograd must see them.
     """
 
     @staticmethod
@@ -185,7 +185,7 @@ class _Cast(torch.autograd.Function):
 
 
 def _below_one_another(matrices: Sequence[Tensor]) -> Tensor:
-    """Return matrices of one width as one matrix."""
+    """Return matrices of one width as one matrix, stacked by rows."""
     if len(matrices) == 1:
         return matrices[0]
     shapes = {matrix.shape for matrix in matrices}
