@@ -193,8 +193,8 @@ class PolicyLoss:
         )
         shift = moved.exp() - 1 - moved
         if self.kind == "gspo":
-            # The ratio of a reply is the geometric mean of its tokens' ratios. Each token's gradient
-            # has its own weight (the paper's GSPO-token), since --kl pulls tokens differently.
+            # The ratio of a reply is the geometric mean of its tokens' ratios. Each token's
+            # gradient has its own weight (GSPO-token), since --kl pulls tokens differently.
             mean = _mean_of_reply(moved, trained, extras.get("replies")).detach()
             moved = mean + (moved - moved.detach())
         ratio = moved.exp()

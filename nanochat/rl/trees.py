@@ -123,7 +123,7 @@ class GrowingTree:
         return path
 
     def _bucket(self, weight: float, apart: Apart) -> int:
-        """Return a number that keeps apart targets of one place and token that must not be summed."""
+        """Return a number that keeps apart equal targets that must not be summed."""
         if apart == "replies":
             return self.replies
         return int(weight > 0) if apart == "signs" else 0
