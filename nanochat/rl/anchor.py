@@ -33,9 +33,9 @@ def anchored(
 
     The divergence is an estimate of the KL divergence between both models, summed over all tokens,
     in nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html). With
-    r = reference(token) / sampler(token), the gradient of that estimate is (1 - r) times the gradient of the token's
-    log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1 - r) is subtracted from
-    its weight. With `trees`, the reference reads the replies as trees.
+    r = reference(token) / sampler(token), the gradient of that estimate is (1 - r) times the
+    gradient of the token's log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1
+    - r) is subtracted from its weight. With `trees`, the reference reads the replies as trees.
     """
     row_logprobs = logprobs if trees else _row_logprobs
     divergence = 0.0
