@@ -1,12 +1,12 @@
-"""Published families of models, which are fine-tuned, served and exported.
+"""Published model families that can be fine-tuned, served and exported.
 
-What it gives: Qwen1.5 to 3.5 (dense), Qwen3 also trained from nothing, and low-rank adapters. To
-read, in this order:
+The package holds the dense Qwen models from 1.5 to 3.5 (Qwen3 can also be trained from scratch) and
+low-rank adapters. Read the files in this order:
 
-qwen/config.py     the shapes of all versions
-qwen/layers.py     vocabulary, norm, attention, MLP, block; functions.py has their arithmetic
-qwen/model.py      the model, with the members that model.py asks of every family
+qwen/config.py     the model shapes of all versions
+qwen/layers.py     vocabulary, norm, attention, MLP and block, with their arithmetic in functions.py
+qwen/model.py      the model, with the members that model.py requires of every family
 qwen/deltanet.py   Gated DeltaNet, the recurrent layers of Qwen3.5
-qwen/int8.py       matrices in 8 bits for CPUs
-lora.py            adapters
+qwen/int8.py       8-bit matrices for CPUs
+lora.py            low-rank adapters
 """

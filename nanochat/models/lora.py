@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685), trained while the matrices of a model are frozen."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685), which are trained while the model stays frozen."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from nanochat.linear import Linear
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The shape of an adapter: which matrices it changes, and by how much."""
+    """The settings of an adapter: which matrices it changes, its rank, scaling and dropout."""
 
     rank: int = 8
     alpha: float = 16.0
-    dropout: float = 0.0  # the share of a matrix's inputs that the adapter does not see in training
+    dropout: float = 0.0  # share of a matrix's inputs that the adapter drops in training
     targets: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -46,16 +46,16 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of what the adapter adds."""
+        """The factor by which the adapter's contribution is multiplied."""
         divisor = self.rank**0.5 if self.stabilised else self.rank
         return self.alpha / divisor
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter apart from its model: its shape, and its values by the names of parameters.
+    """An adapter stored separately from its model: its settings, and its values by parameter name.
 
-    The names are MATRIX.lora_A.weight and MATRIX.lora_B.weight.
+    The parameter names are MATRIX.lora_A.weight and MATRIX.lora_B.weight.
     """
 
     config: LoraConfig
@@ -63,14 +63,15 @@ class Adapter:
 
 
 class LowRank:
-    """The adapter of a matrix, in its slot `adapter`: adds scale * B A x to the product.
+    """The adapter of one matrix, which adds scale * B A x to the matrix's product with x.
 
-    The two halves are modules of the matrix, so that their parameters have the names that peft
-    gives them: `lora_A.weight` is (rank, inputs) and `lora_B.weight` is (outputs, rank).
+    It is stored in the matrix's `adapter` attribute. A and B are submodules of the matrix, so that
+    their parameters have peft's names: `lora_A.weight` is (rank, inputs) and `lora_B.weight` is
+    (outputs, rank).
     """
 
     def __init__(self, matrix: Linear, config: LoraConfig):
-        """Give the matrix two halves in fp32 on its device. init_adapters() fills them."""
+        """Add A and B to the matrix in fp32, on its device; init_adapters() fills them."""
         self.matrix = matrix
         self.config = config
         options = {"bias": False, "device": matrix.weight.device, "dtype": torch.float32}
@@ -81,7 +82,7 @@ class LowRank:
         matrix.adapter = self
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:  # (..., inputs), (..., outputs) -> as y
-        """Return y, the product of the matrix and x, with what the adapter adds."""
+        """Return y, the product of the matrix and x, plus the adapter's contribution."""
         inputs = x
         if self.config.dropout:
             inputs = F.dropout(x, self.config.dropout, self.matrix.training)
@@ -92,25 +93,25 @@ class LowRank:
         return out.view(y.shape)
 
     def remove(self) -> None:
-        """Take the adapter out of its matrix."""
+        """Remove the adapter from its matrix."""
         self.matrix.adapter = None
         del self.matrix.lora_A, self.matrix.lora_B
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """Yield the name of every matrix that has an adapter, and the adapter."""
+    """Yield the name and the adapter of every matrix that has one."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and isinstance(module.adapter, LowRank):
             yield name, module.adapter
 
 
 def matches(name: str, targets: Sequence[str]) -> bool:
-    """Whether a matrix is a target: a target names the last part, or parts, of its dotted name."""
+    """Return whether a matrix's dotted name equals a target or ends with its dotted parts."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze the model and give every target an adapter without values.
+    """Freeze the model and add an uninitialised adapter to every target matrix.
 
     Raises UserError if a target matches no matrix.
     """
@@ -135,10 +136,10 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def first_values(model: nn.Module, seed: int = 42) -> dict[str, Tensor]:
-    """Return the unsharded first values of every adapter, by the names of its parameters.
+    """Return the unsharded initial values of all adapters, by parameter name.
 
-    A is uniform in +-1/sqrt(inputs) as in peft, and B is zero, so that training starts from the
-    model itself. The values are the same on every device.
+    A is uniform in +-1/sqrt(inputs), as in peft. B is zero, so that training starts from the
+    unchanged model. The values are the same on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     values = {}
@@ -151,7 +152,7 @@ def first_values(model: nn.Module, seed: int = 42) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 42) -> None:
-    """Fill every adapter of an unsharded model with its first values."""
+    """Fill every adapter of an unsharded model with its initial values."""
     values = first_values(model, seed)
     for name, adapter in adapted(model):
         adapter.first.weight.copy_(values[f"{name}.lora_A.weight"])
@@ -160,7 +161,7 @@ def init_adapters(model: nn.Module, seed: int = 42) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add every adapter to its matrix, in fp32, and remove the adapter."""
+    """Merge every adapter into its matrix, computing in fp32, and remove it."""
     for _, adapter in list(adapted(model)):
         A = adapter.first.weight.float()
         B = adapter.second.weight.float()

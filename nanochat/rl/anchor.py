@@ -1,8 +1,8 @@
-"""Holds RL near the model that it started from: GRPO's KL term, as a weight of every sampled token.
+"""Keeps RL close to its starting model, with GRPO's KL term as a weight on every sampled token.
 
-Optimizers that normalise the size of a step drift as far on noise as on a signal. Without a pull
-back, a rate that teaches anything within a few hundred steps also lets the model forget what no
-reward speaks for.
+Optimizers that normalise the size of a step drift as far on noise as on a signal. Without this
+pull, a learning rate that teaches anything within a few hundred steps also makes the model forget
+whatever no reward measures.
 """
 
 import math
@@ -16,7 +16,7 @@ from nanochat.model import Model
 from nanochat.rl.trees import PASS_TOKENS, Sample, logprobs
 
 GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur
-# nats: a token that the reference finds likelier by more than this is pulled as if by so much
+# in nats: the limit of how much likelier the reference finds a token, for the pull on that token
 LARGEST = 5.0
 
 Reply = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a prompt and of a reply
@@ -29,13 +29,13 @@ def anchored(
     compute: Compute,
     trees: bool = False,
 ) -> tuple[list[Sample], float]:
-    """Return samples whose weights also pull the model towards the reference, and their divergence.
+    """Return samples whose weights also pull the model towards the reference, and the divergence.
 
-    The divergence is the sum over all tokens of an estimate of the KL divergence between both, in
-    nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html). With r = reference(token) /
-    sampler(token), the gradient of that estimate is (1 - r) times the gradient of the token's
-    log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1 - r) is taken from its
-    weight. The reference reads the replies as `trees`, if it can.
+    The divergence is an estimate of the KL divergence between both models, summed over all tokens,
+    in nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html). With
+    r = reference(token) / sampler(token), the gradient of that estimate is (1 - r) times the
+    gradient of the token's log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1
+    - r) is subtracted from its weight. With `trees`, the reference reads the replies as trees.
     """
     row_logprobs = logprobs if trees else _row_logprobs
     divergence = 0.0
@@ -70,7 +70,7 @@ def _length(reply: Reply) -> int:
 def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
     """Return the model's log-probability of each token of each sample's reply.
 
-    Each distinct reply is read once, as a row.
+    Each distinct reply is read only once, as a row of its own.
     """
     logprobs_of: dict[Reply, list[float]] = {}
     distinct = {_key(sample) for sample in samples}
@@ -89,10 +89,10 @@ def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> 
 def _pass_logprobs(
     replies: Sequence[Reply], row_tokens: int, model: Model, compute: Compute
 ) -> list[list[float]]:
-    """Return the log-probabilities of the tokens of each reply, read in one pass."""
+    """Return the log-probability of every reply token, reading all replies in one pass."""
     height = -(-len(replies) // GRAIN) * GRAIN
     tokens = torch.zeros((height, row_tokens + 1), dtype=torch.long)
-    # The positions that predict a token of a reply: only these need the head, which costs much.
+    # The positions that predict a reply token. Only these go through the head, which is expensive.
     places: list[int] = []
     for number, (prompt, reply) in enumerate(replies):
         tokens[number, : len(prompt) + len(reply)] = torch.tensor([*prompt, *reply])

@@ -1,9 +1,9 @@
-"""Samples several replies to each prompt as a tree: what replies have in common is computed once.
+"""Samples several replies to each prompt as a tree, computing shared beginnings only once.
 
-Replies to one prompt begin alike. Each distinct beginning takes one slot of the cache, whatever the
-number of replies that share it, and takes another slot only where its replies choose different
-tokens. All prompts run together, and every pass adds one token to every reply that has not ended.
-The replies equal those of Engine.generate(), up to rounding.
+Replies to the same prompt begin alike. Each distinct beginning takes one cache slot, however many
+replies share it, and is split over more slots only when its replies choose different tokens. All
+prompts run together, and every pass adds one token to every reply that has not ended. The replies
+equal those of Engine.generate(), up to rounding.
 """
 
 import random
@@ -22,16 +22,16 @@ from nanochat.model import Model
 from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 4096  # prompt tokens of a prefill pass, padding included
-GRAIN = 16  # a pass has a multiple of so many rows: libraries prepare something for every shape
+GRAIN = 16  # passes have multiples of this many rows, as libraries prepare kernels for each shape
 
 Done = Callable[[int, Completion], None]
 
 
 @dataclass
 class _Branch:
-    """A beginning of replies, which takes one slot of the cache."""
+    """The beginning that some replies share, which takes one cache slot."""
 
-    members: list[int]  # the replies that begin so
+    members: list[int]  # numbers of the replies that share this beginning
     reply: Completion
     calls: Calls
     length: int  # tokens of prompt and reply
@@ -39,7 +39,7 @@ class _Branch:
     pending: list[int] = field(default_factory=list)  # tokens of the reply that are not cached yet
 
     def copy(self) -> "_Branch":
-        """Return a branch with the same tokens and without members."""
+        """Return a branch with the same tokens but no members."""
         reply = self.reply
         copied = Completion(list(reply.tokens), list(reply.forced), list(reply.logprobs))
         return _Branch([], copied, self.calls.copy(), self.length, self.cached)
@@ -47,7 +47,7 @@ class _Branch:
 
 @dataclass
 class _Option:
-    """A token that some replies of a branch have chosen."""
+    """A next token that some replies of a branch have chosen, and the numbers of those replies."""
 
     logprob: float
     members: list[int] = field(default_factory=list)
@@ -58,7 +58,10 @@ def _round_up(count: int) -> int:
 
 
 class Groups:
-    """Samples from a model whose weights change from step to step, and reuses its cache."""
+    """Samples groups of replies from a model whose weights may change between calls.
+
+    The cache is kept from call to call.
+    """
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
         self.model = model
@@ -74,12 +77,11 @@ class Groups:
         samples: int = 1,
         on_done: Done | None = None,
     ) -> list[Completion]:
-        """Complete every prompt `samples` times: all replies to the first prompt, then the
-        second's.
+        """Return `samples` replies to every prompt, ordered by prompt.
 
-        Only temperature, top_k, max_tokens and seed of `sampling` are followed. Equal replies to a
-        prompt are one object. `done` is called with the number of each finished reply, and with the
-        reply. Raises UserError as Engine.submit() raises it.
+        Of `sampling`, only temperature, top_k, max_tokens and seed are used. Equal replies to a
+        prompt are the same object. `on_done` is called with the number of each finished reply and
+        the reply itself. Raises UserError under the same conditions as Engine.submit().
         """
         longest = max(map(len, prompts), default=1)
         room = min(longest + sampling.max_tokens, self.model.config.sequence_len)
@@ -109,7 +111,7 @@ class Groups:
         return self._replies
 
     def _cache_for(self, slots: int, length: int) -> Cache:
-        """Return the cache of earlier calls, or a larger one."""
+        """Return the cache of earlier calls if it is large enough, else a new, larger one."""
         cache = self._cache
         if cache is None:
             old_slots = 0
@@ -119,13 +121,13 @@ class Groups:
             old_length = cache.length
             if old_slots >= slots and old_length >= length:
                 return cache
-        cache = self._cache = None  # its memory is free before the new one is taken
+        cache = self._cache = None  # frees its memory before the new one is allocated
         length = min(_round_up(max(length, old_length)), self.model.config.sequence_len)
         self._cache = self.model.new_cache(max(slots, old_slots), length)
         return self._cache
 
     def _prefill(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:  # (prompts, V)
-        """Read the prompts into the first slots; return the logits after their last tokens."""
+        """Read the prompts into the first slots, and return the logits after their last tokens."""
         cache.clear(slice(0, len(prompts)))
         widest = max(map(len, prompts))
         rows = max(PASS_TOKENS // widest, 1)
@@ -145,7 +147,7 @@ class Groups:
         return self.model.logits(torch.cat(last_hidden))
 
     def _feed(self, branches: Sequence[_Branch], cache: Cache) -> Tensor:  # (branches, V)
-        """Feed the next token of each branch; return the logits after the tokens."""
+        """Feed the next token of each branch to the model, and return the logits that follow."""
         rows = _round_up(len(branches))
         padding = [0] * (rows - len(branches))
         cache.clear(slice(len(branches), rows))
@@ -159,9 +161,9 @@ class Groups:
         return self.model.logits(hidden[:, 0])[: len(branches)]
 
     def _grow(self, branches: list[_Branch], logits: Tensor, cache: Cache) -> list[_Branch]:
-        """Choose the next token of every reply, split branches whose replies differ, end replies.
+        """Choose the next token of every reply, and return the branches that continue.
 
-        Returns the branches in flight, branch i in slot i.
+        Branches whose replies differ are split, and finished replies end. Branch i is in slot i.
         """
         ready = [slot for slot, branch in enumerate(branches) if not branch.pending]
         if len(ready) < len(branches) and ready:
@@ -184,7 +186,7 @@ class Groups:
         return self._settle(stays, new, cache)
 
     def _choose(self, groups: Sequence[Sequence[int]], logits: Tensor) -> list[dict[int, _Option]]:
-        """Let every member of every group choose a token; return for each group token -> option."""
+        """Choose a token for every member, and return the options of each group by token."""
         rows = [row for row, members in enumerate(groups) for _ in members]
         members = [member for group in groups for member in group]
         chosen: list[dict[int, _Option]] = [{} for _ in groups]
@@ -199,9 +201,9 @@ class Groups:
         return chosen
 
     def _follow(self, branch: _Branch, token: int, logprob: float) -> bool:
-        """Add a chosen token, and the calculator's answer if the token closes a call.
+        """Add a chosen token, and return whether the reply has ended.
 
-        Returns whether the reply has ended.
+        If the token closes a calculator call, the answer is added too.
         """
         if self._append(branch, token, logprob, forced=False):
             return True
@@ -209,7 +211,7 @@ class Groups:
         return any(self._append(branch, answered, 0.0, forced=True) for answered in answer)
 
     def _append(self, branch: _Branch, token: int, logprob: float, forced: bool) -> bool:
-        """Add a token to a branch; return whether the reply has ended."""
+        """Add a token to a branch, and return whether the reply has ended."""
         reply = branch.reply
         reply.tokens.append(token)
         reply.logprobs.append(logprob)
@@ -220,7 +222,7 @@ class Groups:
         return reply.finish is not None
 
     def _finish(self, branch: _Branch, token: int) -> Finish | None:
-        """Return why a reply ends with its last token; None if it goes on."""
+        """Return why a reply ends with this token, or None if it continues."""
         if token in self.tokenizer.stops:
             return "stop"
         if len(branch.reply.tokens) == self._sampling.max_tokens or branch.length == self._room:
@@ -237,9 +239,9 @@ class Groups:
     def _settle(
         stays: dict[int, _Branch], new: list[tuple[_Branch, int]], cache: Cache
     ) -> list[_Branch]:
-        """Bring all branches to the first slots.
+        """Move all branches to the first slots of the cache, and return them by slot.
 
-        New branches, and branches from behind, fill the slots that are free.
+        Free slots are filled with branches from higher slots, then with new branches.
         """
         count = len(stays) + len(new)
         behind = [(branch, slot) for slot, branch in stays.items() if slot >= count]

@@ -1,6 +1,6 @@
-"""What RL learns from rewards: advantages, the weight of every token, and the loss of a policy.
+"""Turns rewards into advantages, token weights and a policy loss.
 
-The flags below spell the published methods:
+These flags select the published methods:
 
     Dr. GRPO (arXiv:2503.20783)  --loss=ppo --average=limit --clip_high=0.2
     GRPO (arXiv:2402.03300)      --loss=ppo --average=reply --clip_high=0.2 --advantage=normalized --kl=0.04
@@ -30,7 +30,7 @@ LARGEST_LOG_RATIO = 20.0  # keeps the exponential of a ratio finite
 
 @dataclass(frozen=True)
 class PolicyFlags:
-    """How RL turns rewards into updates."""
+    """The flags that say how RL turns rewards into updates."""
 
     loss: Literal["reinforce", "ppo", "cispo", "gspo"] = "reinforce"
     """reinforce: log-likelihood times advantage, for one update per rollout; ppo: clipped ratio of each token.
@@ -59,7 +59,7 @@ class PolicyFlags:
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far a ratio may fall below 1 and rise above 1 before its gradient ends."""
+        """How far a ratio may fall below 1, and rise above 1, before its gradient is cut off."""
         low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.28)
         return (
             low if self.clip_low is None else self.clip_low,
@@ -67,7 +67,7 @@ class PolicyFlags:
         )
 
     def check(self, max_new_tokens: int) -> None:
-        """Raise UserError (code 2) if the flags do not go together."""
+        """Raise UserError (exit code 2) if a flag is out of range or flags conflict."""
         (low, high), updates = self.clip, self.updates_per_rollout
         rules = (
             (updates >= 1, f"--updates_per_rollout must be at least 1, got {updates}"),
@@ -93,7 +93,7 @@ class PolicyFlags:
 
     @property
     def ratio_loss(self) -> "PolicyLoss | None":
-        """The loss of --loss; None for reinforce, whose losses the model weighs and sums."""
+        """The loss that --loss names, or None for reinforce, whose losses the model sums itself."""
         return None if self.loss == "reinforce" else PolicyLoss(self.loss, *self.clip)
 
 
@@ -101,13 +101,16 @@ class PolicyFlags:
 
 
 def shaped(reward: float, length: int, limit: int, overlong: int) -> float:
-    """The reward of a reply of `length` tokens, minus what it loses in the last `overlong` tokens below the limit: a
-    share that grows from 0 to 1 (DAPO's soft punishment)."""
+    """Return the reward of a reply, less a penalty if it comes close to the token limit.
+
+    The penalty grows from 0 to 1 over the last `overlong` tokens below `limit` (DAPO's soft
+    punishment). `length` is the number of tokens of the reply.
+    """
     return reward - max(length - (limit - overlong), 0) / overlong if overlong else reward
 
 
 def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
-    """The same rewards in random order: a control from which nothing can be learned."""
+    """Return the rewards in random order, as a control from which nothing can be learned."""
     dealt = list(rewards)
     random.Random(seed).shuffle(dealt)
     return dealt
@@ -118,7 +121,7 @@ def advantages(
 ) -> tuple[float, ...]:
     """Return the advantage of every reply to one problem.
 
-    All are 0 where all rewards are equal: nothing can be learned from them.
+    All are 0 if all rewards are equal, because nothing can be learned from them.
     """
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
         return (0.0,) * len(rewards)
@@ -130,10 +133,10 @@ def advantages(
 def token_weights(
     advantage: float, forced: Sequence[bool], skipped: bool
 ) -> list[float]:  # one for each token of the reply
-    """The weight of each token's loss: the advantage of its reply.
+    """Return the weight of each token's loss, which is the advantage of its reply.
 
-    Tokens that the model did not choose weigh 0. So do all tokens of a reply that is `skipped`,
-    such as one that was cut off: its reward says nothing about its beginning.
+    Tokens that the model did not choose weigh 0. So do all tokens of a `skipped` reply, such as one
+    that was cut off, because its reward says nothing about its beginning.
     """
     return [0.0 if chosen_for_it or skipped else advantage for chosen_for_it in forced]
 
@@ -141,9 +144,10 @@ def token_weights(
 def averaged(
     weights: Sequence[float], average: Average, tokens: float, replies: float, limit: int
 ) -> list[float]:
-    """The weights of one reply for an update that divides the sum of all losses by `tokens`.
+    """Return the weights of one reply, rescaled so that the step averages as --average says.
 
-    `tokens` and `replies` are those that the whole step trains, `limit` the most tokens of a reply.
+    The update divides the sum of all losses by `tokens`. `tokens` and `replies` count what the
+    whole step trains on, and `limit` is the maximum number of tokens of a reply.
     """
     own_targets = sum(weight != 0 for weight in weights)
     if average == "token" or not own_targets:
@@ -159,10 +163,10 @@ def averaged(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Losses of the ratio between the model's probability of a sampled token and the probability it was sampled with.
+    """A clipped loss of the ratio between a token's probability now and when it was sampled.
 
-    The figures are the share of tokens whose gradient the clipping ended, and how far the policy has moved from the
-    sampler: an estimate of their KL divergence in nats a token, which is never negative.
+    The figures are the share of tokens whose gradient was clipped away, and an estimate of the KL
+    divergence between policy and sampler in nats per token, which is never negative.
     """
 
     kind: Literal["ppo", "cispo", "gspo"]
@@ -179,8 +183,7 @@ class PolicyLoss:
         # copies, for how many replies each target is trained, by default for one;
         # gspo over trees: replies, the number of each target's reply, below N; and the tensors of a Tree
     ) -> tuple[Tensor, Tensor]:  # (), (2,)
-        """Return the sum of the loss over all targets, and the sums of both figures over all of
-        their copies."""
+        """Return the loss summed over all targets, and both figures summed over all copies."""
         weights, sampled, copies = extras["weights"], extras["sampled"], extras.get("copies", 1.0)
         tree = model_arguments({name: extras[name] for name in TREE if name in extras})
         trained = targets >= 0
@@ -190,8 +193,8 @@ class PolicyLoss:
         )
         shift = moved.exp() - 1 - moved
         if self.kind == "gspo":
-            # The ratio of a reply is the geometric mean of its tokens' ratios. The gradient goes to each token by its
-            # own weight (the paper's GSPO-token), since --kl pulls the tokens of a reply differently.
+            # The ratio of a reply is the geometric mean of its tokens' ratios. Each token's
+            # gradient has its own weight (GSPO-token), since --kl pulls tokens differently.
             mean = _mean_of_reply(moved, trained, extras.get("replies")).detach()
             moved = mean + (moved - moved.detach())
         ratio = moved.exp()
@@ -209,9 +212,9 @@ class PolicyLoss:
 
 
 def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:
-    """Return for each target the mean over the trained targets of its reply.
+    """Return, for each target, the mean over the trained targets of its reply.
 
-    Replies are rows, or their numbers tell them apart.
+    `replies` gives the reply number of each target; if it is None, every row is a reply.
     """
     if replies is None:
         return (

@@ -30,16 +30,16 @@ from nanochat.rl.trees import APART, Sample, pack
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
-ENGINE_ROWS = 64  # replies that the engine decodes at once, at most
-IGNORED = -1  # a target that is not trained
+ROUND = 32  # rows are padded to a multiple of this many tokens, to keep the number of shapes small
+ENGINE_ROWS = 64  # maximum number of replies that the engine decodes at once
+IGNORED = -1  # target that is not trained
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step's replies, over all ranks."""
+    """Statistics of the replies of a step, over all ranks."""
 
     reward: float  # mean over all samples
     length: float  # mean tokens of a reply
@@ -53,7 +53,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A step's samples of one rank, and figures over all ranks."""
+    """One rank's training batches of a step, with statistics over all ranks."""
 
     # inputs, targets, weights and, for a ratio, sampled and copies, (b, T) each; over trees as
     # trees.pack() makes them
@@ -76,13 +76,13 @@ class Rollouts:
         return " | ".join(parts)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures for metrics.jsonl."""
+        """Return the statistics for metrics.jsonl, without those that were not measured."""
         figures = asdict(self.measured)
         return {name: value for name, value in figures.items() if value is not None}
 
 
 def task_key(task: Task) -> str:
-    """Return a name for the problems of a task: other problems have another name."""
+    """Return a key for the content of a task, which changes if any of its problems changes."""
     digest = hashlib.sha256()
     for number in range(len(task)):
         digest.update(repr(task[number]).encode())
@@ -90,9 +90,9 @@ def task_key(task: Task) -> str:
 
 
 def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
-    """Return the problems of a task that a context of so many tokens holds, with room for a reply.
+    """Return the numbers of the problems whose prompts fit the context and leave room for a reply.
 
-    Warns if some problems are left out. Raises UserError if all are.
+    Warns if some problems do not fit. Raises UserError if none does.
     """
     numbers = [i for i in range(len(task)) if len(tokenizer.render_prompt(task[i])) < context]
     if not numbers:
@@ -134,14 +134,15 @@ def roll_out(
     groups: Groups | None = None,
     reference: Model | None = None,
 ) -> tuple[Rollouts, list[Sample]]:
-    """Sample replies to this rank's share of the problems `numbers`, and weigh their tokens.
+    """Sample replies to this rank's share of the problems, and return batches and samples.
 
-    One in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all these
-    replies at random, as a control. Shuffling within each group would not be a fair control: in a
-    group with 15 right replies, most orders lower a right reply a little and few raise it a lot,
-    and optimizers that normalise the size of a step let the frequent changes win. With `groups`,
-    which samples from `model`, replies are sampled and trained as trees. `policy.kl` above 0 needs
-    the `reference` that tokens are pulled back to.
+    At most one in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all
+    these replies at random, as a control. Shuffling within each group would not be a fair control:
+    in a group with 15 right replies, most orders lower a right reply a little and few raise it a
+    lot, and optimizers that normalise the size of a step let the frequent changes win.
+
+    With `groups`, which samples from `model`, replies are sampled and trained as trees. `policy.kl`
+    above 0 needs `reference`, the model that tokens are pulled back to.
     """
     own_numbers = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]
@@ -204,7 +205,7 @@ def _engine_for(
     model: Model,
     tokenizer: Tokenizer,
 ) -> Engine:
-    """Return an engine with room for the replies to these prompts."""
+    """Return an engine that has room for all replies to these prompts."""
     longest = max(map(len, prompts), default=1)
     room = min(longest + sampling.max_tokens, model.config.sequence_len)
     rows = min(ENGINE_ROWS, max(len(prompts) * samples, 1))
@@ -213,7 +214,7 @@ def _engine_for(
 
 @dataclass(frozen=True)
 class _Totals:
-    """Sums over all ranks."""
+    """The sums over all ranks from which the statistics of a step are computed."""
 
     reward: float
     replies: float
@@ -228,7 +229,7 @@ class _Totals:
     divergence: float
 
     def figures(self, with_kl: bool) -> Figures:
-        """Return the means."""
+        """Return the statistics as means and shares."""
         return Figures(
             self.reward / self.replies,
             self.tokens / self.replies,
@@ -247,7 +248,7 @@ def _totals(
     divergence: float,
     compute: Compute,
 ) -> _Totals:
-    """Sum over the replies of all ranks, and over the samples that are trained."""
+    """Return the sums over all ranks' replies and over the samples that are trained."""
     surprise = 0.0
     chosen = 0
     for reply in replies:
@@ -277,7 +278,7 @@ def _totals(
 def _shuffled(
     worth: Sequence[float], problems: int, samples: int, seed: str, compute: Compute
 ) -> list[float]:
-    """Return this rank's share of the rewards of all ranks' replies, shuffled as one list."""
+    """Return this rank's share of the rewards, after shuffling those of all ranks together."""
     rewards = [0.0] * (problems * samples)
     own_places = [
         problem * samples + reply
@@ -293,8 +294,8 @@ def _shuffled(
 def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute) -> list[int]:
     """Return which of this rank's problems are trained on.
 
-    Of all ranks' problems in their order, these are the first ones that are not flat, up to one in
-    `oversample` of the `total`.
+    Over all ranks, these are the first problems whose replies differ in reward, and at most
+    `total` // `oversample` of them.
     """
     marks = [0.0] * total
     marks[compute.rank :: compute.world_size] = [float(not is_flat) for is_flat in flat]
@@ -329,9 +330,10 @@ def _batches(
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:
-    """Merge equal samples whose tokens have weights of equal sign: weights and copies add up.
+    """Return the samples with equal ones merged, adding up their weights and copies.
 
-    Short replies are often the same. The gradient is linear in the weights, and the gradient of a
+    Samples are merged only if the weights of their tokens have the same signs. Short replies are
+    often the same. The gradient is linear in the weights, and the gradient of a
     clipped ratio is linear as long as the weights keep their sign.
     """
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], Sample] = {}
@@ -391,7 +393,7 @@ def _pass(samples: Sequence[Sample], height: int, row_tokens: int, pad: int) -> 
 
 @torch.no_grad()
 def sampler_gap(samples: Sequence[Sample], model: torch.nn.Module, compute: Compute) -> float:
-    """Return the largest gap between the sampler's and the trainer's log-probability of a token.
+    """Return the largest gap between sampler and trainer in the log-probability of a token.
 
     Each rank compares its first sample. If the model is sharded, every rank must call it.
     """

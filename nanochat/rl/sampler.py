@@ -1,4 +1,4 @@
-"""The model that RL samples from: a whole copy of the trained model, in the device's fastest layout."""
+"""The unsharded copy of the trained model that RL samples from, in the device's fastest layout."""
 
 import copy
 from dataclasses import replace
@@ -13,14 +13,14 @@ from nanochat.runtime import parallel
 
 
 class Sampler:
-    """A copy of a model in the compute dtype, for inference; the trained model may be sharded.
+    """An inference copy of a model, in the compute dtype.
 
-    The copy holds no numbers before renew().
+    The trained model may be sharded. The weights of the copy are uninitialised until renew().
     """
 
     def __init__(self, trained: Model, compute: Compute):
-        # The copy gets operations of its own: what serving changes in them must not change how the
-        # trained model rounds.
+        # The copy gets its own operations, so that what serving changes in them does not change how
+        # the trained model rounds.
         self.operations = copy.copy(compute.operations)
         own_compute = replace(compute, operations=self.operations)
         self.model = on_meta(cast(Any, trained.config), own_compute).eval()
@@ -28,7 +28,7 @@ class Sampler:
         self.model.to_empty(device=compute.device)
 
     def renew(self, trained: Model) -> None:
-        """Take over the weights of the trained model; every rank must call this after each update."""
+        """Copy the weights of the trained model. Every rank must call this after each update."""
         module = cast(nn.Module, self.model)
         self.operations.release(module)
         parallel.refresh(self.model, cast(nn.Module, trained))

@@ -1,7 +1,7 @@
-"""Trains on replies as trees: what the replies to one prompt have in common is one run of tokens.
+"""Trains on replies as trees, in which replies to the same prompt share their common tokens.
 
-The gradient equals the gradient of separate rows, up to rounding. A tree predicts only tokens that
-are trained, and a token that better and worse replies share with opposite weights drops out.
+The gradient equals that of separate rows, up to rounding. A tree predicts only tokens that are
+trained. A token drops out if better and worse replies share it and their weights cancel.
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ from nanochat.engine import Completion
 from nanochat.model import Model
 from nanochat.runtime import parallel
 
-LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups become several trees
-PASS_TOKENS = 4096  # of a pass that only reads, padding included
-ROW = 128  # tokens of a row, if no tree is larger
+LARGEST = 384  # maximum tokens of a tree; larger groups are split, as attention cost is quadratic
+PASS_TOKENS = 4096  # tokens of a pass that only reads, padding included
+ROW = 128  # minimum tokens of a row
 ROW_GRAIN = 32  # a row has a multiple of this many tokens
-# passes have multiples of so many rows and targets, so that few shapes occur
+# passes have multiples of this many rows and targets, to keep the number of shapes small
 GRAIN = 4
 TARGETS = 64
-NOTHING = 1e-9  # a sum of weights below this is what rounding has left
+NOTHING = 1e-9  # a sum of weights up to this is a rounding error
 IGNORED = -1  # a target that is not trained
 
-# Which targets of a place are not summed: targets of weights that differ in sign, or of two
-# replies.
+# Which targets of the same place are kept apart instead of summed: those whose weights differ in
+# sign, or those of different replies.
 Apart = Literal["none", "signs", "replies"]
 # the place that predicts the target, its token, and what keeps it apart: a sign or a reply's number
 Target = tuple[int, int, int]
-# Losses with ratios have figures, which count targets whose weights would cancel each other
+# Losses with ratios have figures that count targets even if their weights would cancel out
 APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
 
 
@@ -52,22 +52,22 @@ class Sample:
 
     @property
     def copies(self) -> list[int]:
-        """For how many replies each token of the reply is trained."""
+        """The number of replies for which each token of the reply is trained."""
         if self.counted is not None:
             return self.counted
         return [int(weight != 0) for weight in self.weights]
 
     @property
     def length(self) -> int:
-        """The tokens of prompt and reply."""
+        """The number of tokens of prompt and reply together."""
         return len(self.prompt) + len(self.completion.tokens)
 
 
 def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
     """Return whether replies are sampled and trained as trees.
 
-    `requested` None means: on CPUs, where the model can read trees. Raises UserError (code 2) if
-    trees are requested and the model cannot read them.
+    If `requested` is None, the platform decides, provided that the model can read trees. Raises
+    UserError (exit code 2) if trees are requested and the model cannot read them.
     """
     if requested and not model.takes_trees:
         raise UserError(
@@ -84,7 +84,7 @@ def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
 
 @dataclass
 class TargetSums:
-    """What the replies that share a target add up to."""
+    """The sums over all replies that share a target."""
 
     weight: float
     logprob: float  # of the sampler
@@ -93,7 +93,7 @@ class TargetSums:
 
 @dataclass
 class GrowingTree:
-    """A tree: its tokens, and the targets that places of the tree predict."""
+    """A token tree of replies to one prompt, with the targets that each place predicts."""
 
     tokens: list[int]
     parents: list[int]
@@ -103,7 +103,10 @@ class GrowingTree:
     replies: int = 0  # number of replies that were added
 
     def add(self, sample: Sample, apart: Apart) -> list[Target]:
-        """Add a reply and return the targets of its tokens; `targets` gets those with a weight."""
+        """Add a reply, and return the targets of its tokens.
+
+        Only targets with a nonzero weight are added to `targets`.
+        """
         path = []
         place = len(sample.prompt) - 1
         reply = sample.completion
@@ -120,13 +123,13 @@ class GrowingTree:
         return path
 
     def _bucket(self, weight: float, apart: Apart) -> int:
-        """Return the number that keeps a target apart from others of the same place and token."""
+        """Return a number that keeps apart equal targets that must not be summed."""
         if apart == "replies":
             return self.replies
         return int(weight > 0) if apart == "signs" else 0
 
     def _child(self, place: int, token: int) -> int:
-        """Return the place of a token that follows a place; a new one if there is none."""
+        """Return the place of a token that follows `place`, which is added if it does not exist."""
         child = self.children.get((place, token))
         if child is None:
             child = len(self.tokens)
@@ -136,7 +139,7 @@ class GrowingTree:
         return child
 
     def pruned(self) -> "GrowingTree":
-        """Return the tree without targets that weigh nothing and tokens that no target needs."""
+        """Return the tree without targets of zero weight and tokens that no target needs."""
         targets = {
             target: sums for target, sums in self.targets.items() if abs(sums.weight) > NOTHING
         }
@@ -160,9 +163,9 @@ class GrowingTree:
 
 
 def _plant(samples: Sequence[Sample], apart: Apart) -> list[tuple[GrowingTree, list[Target]]]:
-    """Return the tree of each sample, and the targets of the sample's tokens in that tree.
+    """Return, for each sample, its tree and the targets of its tokens in that tree.
 
-    A tree has one prompt.
+    All replies in a tree have the same prompt.
     """
     planted = []
     latest: dict[tuple[int, ...], GrowingTree] = {}
@@ -182,7 +185,7 @@ def _distinct(planted: Sequence[tuple[GrowingTree, list[Target]]]) -> list[Growi
 
 
 def grow(samples: Sequence[Sample], apart: Apart) -> list[GrowingTree]:
-    """Return the trees of all samples; trees that train nothing are left out."""
+    """Return the pruned trees of all samples, except trees without a target to train."""
     trained = [sample for sample in samples if any(sample.weights)]
     trees = [tree.pruned() for tree in _distinct(_plant(trained, apart))]
     return [tree for tree in trees if tree.targets]
@@ -208,7 +211,7 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
         module = cast(nn.Module, model)
         pass_losses = module(inputs, targets, "none", context=Tree(*shape)).tolist()
         keys = [(id(tree), target) for row in pass_rows for tree in row for target in tree.targets]
-        losses |= zip(keys, pass_losses, strict=False)  # targets behind them only fill up the pass
+        losses |= zip(keys, pass_losses, strict=False)  # the remaining targets are padding
     return [[-losses[id(tree), target] for target in path] for tree, path in planted]
 
 
@@ -218,12 +221,15 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
 def pack(
     samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: Apart, sampled: bool
 ) -> list[tuple[Tensor, ...]]:
-    """Return samples as passes: inputs, targets, weights, and the tensors of a Tree.
+    """Return the samples as passes over trees, each a tuple of tensors.
 
-    With `sampled` the sampler's log-probabilities, and for how many replies each target is trained,
-    come before the Tree. `apart` keeps weights apart in which the loss is not linear; for "replies"
-    the number of each target's reply comes before the Tree too. A pass has at most as many tokens
-    as `replies` rows of the longest sample. Every rank gets the same number of passes.
+    A pass holds inputs, targets, weights, and finally the tensors of a Tree. With `sampled`, the
+    sampler's log-probabilities and the copies of each target come before the Tree. `apart` says
+    which weights must not be summed because the loss is not linear in them; for "replies", each
+    target's reply number comes before the Tree too.
+
+    A pass has at most as many tokens as `replies` rows of the longest sample, or a single row.
+    Every rank gets the same number of passes.
     """
     rows, row_tokens = _pack_rows(grow(samples, apart))
     longest = max((sample.length for sample in samples), default=1)
@@ -240,7 +246,10 @@ def pack(
 
 
 def _pack_rows(trees: Sequence[GrowingTree]) -> tuple[list[list[GrowingTree]], int]:
-    """Put trees, the largest first, into rows, the first that has room; return a row's tokens."""
+    """Return rows of trees and the tokens of a row, placing the largest trees first.
+
+    Every tree goes into the first row that has room for it.
+    """
     trees = sorted(trees, key=lambda tree: -len(tree.tokens))
     row_tokens = max(len(trees[0].tokens) if trees else 0, ROW)
     row_tokens = -(-row_tokens // ROW_GRAIN) * ROW_GRAIN
@@ -266,7 +275,7 @@ def _pass_tensors(
     apart: Apart,
     sampled: bool,
 ) -> list[Tensor]:
-    """Return the tensors of one pass, as pack() orders them."""
+    """Return the tensors of one pass, in the order that pack() describes."""
     height = min(max(-(-len(rows) // GRAIN), 1) * GRAIN, most_rows)
     inputs = np.full((height, row_tokens), pad, dtype=np.int64)
     parents = np.tile(np.arange(row_tokens), (height, 1))
@@ -302,7 +311,7 @@ def _pass_tensors(
 
 
 def _see_ancestors(visible: np.ndarray, parents: Sequence[int], start: int) -> None:
-    """Let every place of a tree see what its parent sees; `seen` (T, T) is of a row."""
+    """Mark the ancestors of every place of a tree as visible, in the mask (T, T) of its row."""
     for place, parent in enumerate(parents[1:], 1):
         row = start + place
         visible[row, start:row] = visible[start + parent, start:row]

@@ -1,1 +1,1 @@
-"""The Qwen models: their shapes, layers and the model that joins them."""
+"""The Qwen models: their shapes, their layers, and the model built from them."""

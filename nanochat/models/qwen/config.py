@@ -7,10 +7,10 @@ from nanochat.common import UserError
 
 @dataclass(frozen=True)
 class QwenConfig:
-    """All that is needed to rebuild a model.
+    """The shape of a model: everything that is needed to rebuild it without its weights.
 
-    Qwen2 has biases on queries, keys and values; Qwen3 norms queries and keys instead; three of
-    four layers of Qwen3.5 are Gated DeltaNets, and its attention has an output gate.
+    Qwen2 has biases on queries, keys and values; Qwen3 normalizes queries and keys instead. In
+    Qwen3.5, three of every four layers are Gated DeltaNets, and attention has an output gate.
     """
 
     sequence_len: int = 2048  # the longest context, and T in training
@@ -25,11 +25,11 @@ class QwenConfig:
     norm_eps: float = 1e-6
     tied: int = 1  # whether the head is the embedding
     qkv_bias: int = 0
-    qk_norm: int = 1  # whether queries and keys are normed
-    layers: str = "A"  # repeated over the layers: A is attention, D is a Gated DeltaNet
+    qk_norm: int = 1  # whether queries and keys are normalized
+    layers: str = "A"  # layer pattern, repeated: A is attention, D is a Gated DeltaNet
     rotary_dim: int = 0  # channels of a head that are rotated; 0 = all
     zero_centred: int = 0  # whether norms multiply by 1 + weight
-    output_gate: int = 0  # whether attention has a gate for its output
+    output_gate: int = 0  # whether the output of attention is gated
     delta_key_heads: int = 16
     delta_value_heads: int = 16
     delta_key_dim: int = 128
@@ -66,21 +66,21 @@ class QwenConfig:
 
     @property
     def rotated(self) -> int:
-        """Channels of a head that are rotated."""
+        """The number of channels of a head that are rotated."""
         return self.rotary_dim or self.head_dim
 
     @property
     def kinds(self) -> str:
-        """A or D for each layer."""
+        """The kind of each layer, in order: A for attention, D for a Gated DeltaNet."""
         return "".join(self.layers[i % len(self.layers)] for i in range(self.n_layer))
 
     def index_of_kind(self, layer: int) -> int:
-        """Return the number of a layer among the layers of its kind, as in the cache."""
+        """Return the index of a layer among the layers of its kind, which the cache uses too."""
         return self.kinds[:layer].count(self.kinds[layer])
 
     @property
     def delta_channels(self) -> int:
-        """Channels of the convolution of a DeltaNet: queries, keys and values."""
+        """The number of channels that a DeltaNet convolves: its queries, keys and values."""
         return (
             2 * self.delta_key_heads * self.delta_key_dim
             + self.delta_value_heads * self.delta_value_dim

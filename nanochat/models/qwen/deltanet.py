@@ -1,13 +1,13 @@
-"""Gated DeltaNet (arXiv 2412.06464): a layer whose memory is one matrix for each head.
+"""Gated DeltaNet (arXiv 2412.06464), a layer that keeps one memory matrix for each head.
 
 Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory
 S (Dk, Dv) to
     S <- a S + b k (v - a S^T k)^T
 and reads
     o = S^T q.
-Training and prefill do this for chunks of tokens at a time with matmuls alone; decoding does it
-token by token. Keys and queries have norm 1. Memory, decays and the system of equations within a
-chunk are fp32; the other matmuls have the dtype of the activations.
+Training and prefill do this for a chunk of tokens at a time, using only matmuls. Decoding does it
+token by token. Keys and queries are scaled to norm 1. The memory, the decays and the system of
+equations within a chunk are in fp32; the other matmuls use the dtype of the activations.
 
 Shapes: B batch, T time, N chunks, C tokens of a chunk, H heads of keys, G heads of values for each
 of them, Dk and Dv their dimensions.
@@ -36,15 +36,15 @@ NEVER = -1e4  # the log of a decay that leaves nothing in fp32; some chips have 
 
 
 class _Inverse(torch.autograd.Function):
-    """The inverse of I + M, where M is the strictly lower triangle of a matrix (..., C, C).
+    """Computes the inverse of I + M, where M is the strict lower triangle of (..., C, C).
 
-    C is a power of two. The inverses of the blocks on the diagonal are joined two by two, from
-    1 x 1 to C x C: as exact as substitution, with 2 log C batched matmuls instead of C steps.
+    C is a power of two. The inverses of the diagonal blocks are joined in pairs, from 1 x 1 up to
+    C x C. This is as exact as substitution, with 2 log C batched matmuls instead of C steps.
     """
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        C = matrix.size(-1)  # what stands on and above the diagonal is never read
+        C = matrix.size(-1)  # entries on and above the diagonal are never read
         inverses = matrix.new_ones(*matrix.shape[:-2], C, 1, 1)  # (..., C / s, s, s) of the blocks
         s = 1
         while s < C:
@@ -71,11 +71,11 @@ class _Inverse(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """The memory before each chunk, chunk after chunk, and what each chunk's tokens write.
+    """Computes the memory before each chunk in turn, and what the tokens of each chunk write.
 
     Matrices are batched over (B, H, G). The backward pass is written by hand, so that only two
-    matmuls a chunk wait for the chunk after it, and every gradient has the layout of what it is the
-    gradient of.
+    matmuls per chunk depend on the next chunk, and every gradient has the same layout as its
+    tensor.
     """
 
     @staticmethod
@@ -87,8 +87,11 @@ class _Scan(torch.autograd.Function):
         decays: Tensor,  # (N, ..., 1, 1) fp32 of the memory over a chunk
         memory: Tensor,  # (..., Dk, Dv) fp32 before the first chunk
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the memories before the chunks, (N, ..., Dk, Dv) in the dtype of `values`, what
-        the tokens write, (N, ..., C, Dv), and the last memory, (..., Dk, Dv) fp32."""
+        """Return the memory before each chunk, what each token writes, and the final memory.
+
+        The memories are (N, ..., Dk, Dv) in the dtype of `values`, the writes (N, ..., C, Dv), and
+        the final memory (..., Dk, Dv) in fp32.
+        """
         memories = []
         writes = []
         S = memory
@@ -138,23 +141,23 @@ class _Scan(torch.autograd.Function):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return fp32 vectors of norm 1 along the last dimension."""
+    """Return x in fp32, scaled to norm 1 along the last dimension."""
     x = x.float()
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
 
 
 def _in_chunks(x: Tensor, chunks: int, size: int) -> Tensor:
-    """Return (B, T, H, ...) as (N, B, H, C, ...), with zeros behind the last token."""
+    """Return x (B, T, H, ...) as chunks (N, B, H, C, ...), padded with zeros at the end."""
     padding = chunks * size - x.size(1)
     x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
     return x.unflatten(1, (chunks, size)).movedim(1, 0).transpose(2, 3).contiguous()
 
 
 def _visibility(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return what tokens see where a row holds several documents; `documents` is (B, T).
+    """Return two masks that keep tokens from seeing other documents in their row.
 
-    Which tokens of its chunk each token sees, (N, B, 1, 1, C, C), and which tokens see the chunks
-    before their own, (N, B, 1, 1, C).
+    The first says which tokens of its chunk each token sees, (N, B, 1, 1, C, C). The second says
+    which tokens see the chunks before their own, (N, B, 1, 1, C). `documents` is (B, T).
     """
     padding = chunks * size - documents.size(1)
     padded = F.pad(documents[None].float(), (0, padding), mode="replicate")[0]
@@ -175,7 +178,7 @@ def chunked(
     documents: Tensor | None = None,  # (B, T) the document of each token, if a row holds several
     size: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) in the dtype of v, (B, H * G, Dk, Dv) fp32
-    """Return what every token reads, and the memory after the last token.
+    """Return what every token reads from the memory, and the memory after the last token.
 
     No token reads what another document wrote.
     """
@@ -226,7 +229,7 @@ def step(
     strength: Tensor,  # (B, 1, H * G)
     memory: Tensor,  # (B, H * G, Dk, Dv) fp32
 ) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
-    """Return what chunked() returns, for one token."""
+    """Return the same as chunked(), for a single token."""
     G = v.size(2) // k.size(2)
     q = unit(q) * q.size(3) ** -0.5
     q = q.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
@@ -245,7 +248,7 @@ def convolve(
     before: Tensor | None = None,  # (B, W - 1, C) the tokens before the first; None: zeros
     positions: Tensor | None = None,  # (B, T) place in its document, if a row holds several
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, W - 1 + T, C)
-    """Return each channel's causal convolution, and the tokens with those before them."""
+    """Return the causal convolution of each channel, and its inputs with those before them."""
     W = weight.size(2)
     T = x.size(1)
     # contiguous, since strided ones would be multiplied one by one
@@ -268,17 +271,17 @@ def convolve(
 
 
 class GatedDeltaNet(nn.Module):
-    """The layer: projections, convolution, memory, and a gated norm of what the memory gives.
+    """The DeltaNet layer: projections, a convolution, the memory, and a gated norm of its output.
 
-    The parameters have the names that they have in Qwen3.5's checkpoints.
+    The parameters are named as in the checkpoints of Qwen3.5.
     """
 
     def __init__(self, config: QwenConfig, index: int):
-        """`index` is the number of the layer among the DeltaNets, as in the cache."""
+        """`index` is the index of this layer among the DeltaNets, as in the cache."""
         super().__init__()
         self.index = index
         self.config = config
-        self.recomputes = True  # whether training computes all but the matrices again
+        self.recomputes = True  # whether training recomputes all but the projections
         value_channels = config.delta_value_heads * config.delta_value_dim
         self.in_proj_qkv = Linear(config.n_embd, config.delta_channels)
         self.in_proj_z = Linear(config.n_embd, value_channels)
@@ -318,7 +321,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self._remember(mixed, z, b, a, context))
 
     def _must_recompute(self) -> bool:
-        """Whether the backward pass computes _remember() again."""
+        """Return whether the backward pass recomputes _remember() instead of saving its results."""
         # Below adapters a compiler chooses better by itself; where matrices are trained it would
         # keep a fifth more.
         compiler_chooses = is_compiling() and not self.in_proj_qkv.weight.requires_grad
@@ -332,10 +335,10 @@ class GatedDeltaNet(nn.Module):
         a: Tensor,  # (B, T, H * G) before the decay
         context: Context,
     ) -> Tensor:  # (B, T, H * G * Dv)
-        """Return what the memory gives, normed and gated.
+        """Return what each token reads from the memory, normalized and gated.
 
-        The intermediate results take several times as much memory as the arguments, and little time
-        beside the matrices.
+        Intermediate results take up several times as much device memory as the arguments, but are
+        quick to compute compared with the projections.
         """
         c = self.config
         T = mixed.size(1)
@@ -368,7 +371,7 @@ def _last(
     count: int,  # W
     lengths: Tensor | None,  # (B,) how many of the T tokens are real
 ) -> Tensor:  # (B, W, C)
-    """Return the last real tokens of each row, and those before the row where it has too few."""
+    """Return the last `count` inputs of each row that are not padding."""
     if lengths is None:
         return inputs[:, -count:]
     index = lengths[:, None] + torch.arange(count, device=inputs.device)
@@ -382,9 +385,9 @@ def add_states(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Give a cache the states of a model's DeltaNets for each sequence.
+    """Add the states of a model's DeltaNets to a cache, for every sequence slot.
 
-    These are the memories, fp32, and the last inputs of the convolutions.
+    These are the memories, in fp32, and the last inputs of the convolutions.
     """
     layers = config.kinds.count("D")
     shape = (slots, layers, config.delta_value_heads, config.delta_key_dim, config.delta_value_dim)

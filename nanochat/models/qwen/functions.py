@@ -1,4 +1,4 @@
-"""Functions that save no fp32 copies and no intermediate results for their backward pass."""
+"""Functions that keep neither fp32 copies nor intermediate results for the backward pass."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. The backward pass computes silu(gate) again, which autograd would keep."""
+    """Computes silu(gate) * up, and recomputes silu(gate) for the backward pass to save memory."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -29,7 +29,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _WeightedNorm(torch.autograd.Function):
-    """RMS norm times a weight, computed in fp32. It saves its input and one number for each row."""
+    """Computes RMS norm times a weight in fp32.
+
+    For the backward pass it saves x, the weight and one number for each row.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -57,5 +60,5 @@ def weighted_norm(
     weight: Tensor,  # (C,) fp32
     epsilon: float,
 ) -> Tensor:
-    """Return the RMS norm over the last dimension, times a weight for each channel."""
+    """Return x after RMS norm over its last dimension, times a weight for each channel."""
     return _WeightedNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""Matrices in 8 bits, for decoding on a CPU.
+"""8-bit matrices for decoding on a CPU.
 
-A decoding step reads every matrix once, so half the bytes take less time. Every output channel of a
-matrix has a scale, the largest weight over 127. A few rows are multiplied by torch's operator for
-8-bit weights, which computes in the rows' dtype; more rows, as in a prompt, by the matrix that
-integers and scales stand for.
+A decoding step reads every matrix once, so halving its bytes saves time. Every output channel of a
+matrix has a scale, which is its largest absolute weight divided by 127. For a few rows, torch's
+operator for 8-bit weights computes the product in the dtype of the rows. For more rows, as in a
+prompt, the matrix is dequantized first.
 """
 
 import torch
@@ -20,10 +20,10 @@ UNIT = 16
 
 
 class Int8:
-    """The product with a matrix in 8 bits. The inputs of the matrix are a multiple of UNIT."""
+    """Multiplies by an 8-bit matrix, whose number of inputs must be a multiple of UNIT."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):  # (outputs, inputs)
-        """`dtype` is that of the activations."""
+        """Quantize a weight; `dtype` is the dtype of the activations."""
         weight = weight.detach().float()
         scales = (weight.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         self.scales = scales.to(dtype)  # (outputs,)
@@ -31,13 +31,13 @@ class Int8:
         self.integers = scaled.round().clamp(-127, 127).to(torch.int8)
 
     def dequantized(self) -> Tensor:
-        """Return the matrix that is multiplied with, in the dtype of the activations."""
+        """Return the quantized matrix, in the dtype of the activations."""
         return self.integers.to(self.scales.dtype) * self.scales[:, None]
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the product (..., outputs) with x (..., inputs).
+        """Return the product of the matrix and x (..., inputs), as (..., outputs).
 
-        This fills the slot `multiply` of a matrix, whose weight is not needed.
+        The signature is that of Linear.multiply; `weight` is ignored.
         """
         rows = x.flatten(0, -2)
         if rows.size(0) > MAX_ROWS:
@@ -48,10 +48,9 @@ class Int8:
 
 @torch.no_grad()
 def hold_in_int8(model: Qwen) -> None:
-    """Turn the matrices of a model to 8 bits, for inference, where their inputs allow it.
+    """Quantize the model's matrices to 8 bits for inference, if their input sizes allow it.
 
-    The tables of the vocabulary keep their dtype, with the values that 8 bits leave, and the head
-    multiplies in 8 bits.
+    The head multiplies in 8 bits too. Its table keeps its dtype but takes the dequantized values.
     """
     for module in model.modules():
         if isinstance(module, Linear) and not module.in_features % UNIT:

@@ -1,4 +1,4 @@
-"""The layers of a Qwen model: vocabulary, norm, attention, MLP, block.
+"""The layers of a Qwen model: vocabulary, norm, attention, MLP and block.
 
 Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and values, D head dimension, V
 vocabulary.
@@ -21,9 +21,9 @@ from nanochat.models.qwen.functions import swiglu, weighted_norm
 
 
 class Vocabulary(nn.Module):
-    """A row of channels for each token, as embedding, as head, or as both where they are tied.
+    """The vocabulary table, used as the embedding, as the head, or as both if they are tied.
 
-    Every use is a call of this module, so that sharding hooks see it.
+    Every use goes through a call of this module, so that sharding hooks see it.
     """
 
     loss_tokens = 1024  # tokens whose logits exist at the same time in a loss
@@ -36,7 +36,7 @@ class Vocabulary(nn.Module):
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk of a loss."""
+        """The number of tokens whose loss is computed in one chunk."""
         return min(self.loss_tokens, max(self.loss_logits // self.weight.size(0), 64))
 
     def forward(
@@ -46,9 +46,10 @@ class Vocabulary(nn.Module):
         weights: Tensor | None = None,  # (...) weight of each token's loss
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Return the rows (..., C) of token ids. Of activations: fp32 logits (..., V).
+        """Return embeddings (..., C) for token ids, or logits or a loss for activations.
 
-        With targets: the weighted sum of losses, or every token's loss (...).
+        Activations without targets give fp32 logits (..., V). With targets they give the weighted
+        sum of the losses, or with reduction "none" the loss of each token (...).
         """
         if not input.is_floating_point():
             return F.embedding(input, self.weight)
@@ -62,7 +63,7 @@ class Vocabulary(nn.Module):
         return self.loss(x, targets.flatten(), flat_weights)
 
     def logits(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V) fp32
-        """Return the scores of all tokens."""
+        """Return the logits of all tokens in the vocabulary."""
         if self.multiply is not None:
             return self.multiply(x, self.weight).float()
         return F.linear(x, self.weight.to(x.dtype)).float()
@@ -84,7 +85,7 @@ class Vocabulary(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMS norm times a weight for each channel, or times 1 + weight (zero-centred)."""
+    """Applies RMS norm, times a weight for each channel, or times 1 + weight if zero-centred."""
 
     def __init__(self, channels: int, config: QwenConfig):
         super().__init__()
@@ -94,7 +95,7 @@ class Norm(nn.Module):
 
     @property
     def scale(self) -> Tensor:  # (C,) fp32
-        """What every channel is multiplied with."""
+        """The factor of each channel."""
         return self.weight.float() + self.one
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,10 +103,10 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, with the biases, norms and output gate of a family."""
+    """Causal self-attention, with the biases, norms and output gate that the config asks for."""
 
     def __init__(self, config: QwenConfig, index: int):
-        """`index` counts the attention layers; the keys of this one have it in the cache."""
+        """`index` is the index of this layer among the attention layers, as in the cache."""
         super().__init__()
         self.index = index
         self.config = config
@@ -138,9 +139,10 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries and keys, normed and rotated, values, and the gate of the output.
+        """Return the normalized and rotated queries and keys, the values, and the output gate.
 
-        Queries and gate are (B, T, H, D), keys and values (B, T, Hkv, D).
+        Queries and gate are (B, T, H, D), keys and values (B, T, Hkv, D). Queries and keys are
+        normalized only if the config says so, and the gate is None without an output gate.
         """
         c = self.config
         q = self.q_proj(x).unflatten(2, (c.n_head, -1))
@@ -155,19 +157,19 @@ class Attention(nn.Module):
         return self.rotated(q, rotary), self.rotated(k, rotary), v, gate
 
     def rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:  # (B, T, H, D)
-        """Rotate the first channels of every head."""
+        """Return x with the first channels of every head rotated, as many as the config gives."""
         channels = self.config.rotated
         if x.size(3) == channels:
             return self.rotate(x, *rotary)
         return torch.cat((self.rotate(x[..., :channels], *rotary), x[..., channels:]), dim=3)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, T, H, D)
-        """Rotate all channels of every head; see gpt.rotate()."""
+        """Return x with all channels of every head rotated; see gpt.rotate()."""
         return rotate(x, cos, sin)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), SwiGLU (arXiv 2002.05202)."""
+    """Computes down(silu(gate(x)) * up(x)), a SwiGLU MLP (arXiv 2002.05202)."""
 
     def __init__(self, config: QwenConfig):
         super().__init__()
@@ -180,7 +182,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention or Gated DeltaNet, then MLP, each on the normed residual stream."""
+    """One layer: attention or a Gated DeltaNet, then an MLP, each with pre-norm and a residual."""
 
     def __init__(self, config: QwenConfig, layer: int):
         super().__init__()
@@ -200,7 +202,7 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def mixed(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
-        """Return what attention, or the DeltaNet, gives for the normed x (B, T, C)."""
+        """Return the output of attention or of the DeltaNet for the normalized x (B, T, C)."""
         if self.linear_attn is not None:
             return self.linear_attn(x, context)
         assert self.self_attn is not None

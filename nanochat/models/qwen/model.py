@@ -21,11 +21,11 @@ from nanochat.models.qwen.deltanet import CHUNK, add_states
 from nanochat.models.qwen.layers import Block, Norm, Vocabulary
 
 Role = Literal["matrix", "embedding", "head", "scalar", "adapter"]
-DEVIATION = 0.02  # of new matrices
+DEVIATION = 0.02  # standard deviation of new matrices
 
 
 class Trunk(nn.Module):
-    """Embedding, layers and the last norm."""
+    """The model without its head: the embedding, the layers and the final norm."""
 
     def __init__(self, config: QwenConfig):
         super().__init__()
@@ -35,10 +35,10 @@ class Trunk(nn.Module):
 
 
 class Qwen(nn.Module):
-    """A model with the members of model.py.
+    """A Qwen model, with the members that model.py requires of every family.
 
-    Build it, also under `torch.device("meta")`, then call init_weights() or load a checkpoint. The
-    model computes in `dtype`, to which every use casts the parameters.
+    Build it, optionally under `torch.device("meta")`, then call init_weights() or load a
+    checkpoint. The model computes in `dtype`, to which the parameters are cast at every use.
     """
 
     def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32):
@@ -50,18 +50,18 @@ class Qwen(nn.Module):
         if not config.tied:
             self.lm_head = Vocabulary(config)
         self._checkpoints = False
-        self.offloads = False  # with `checkpoints`, the inputs of layers wait in the host's memory
+        self.offloads = False  # with `checkpoints`, the layers' inputs are kept in host memory
         self.offload_tensor = offload_tensor
         self._rotary = RotaryCache()
 
     @property
     def takes_trees(self) -> bool:
-        """Whether the context of a pass may be a Tree; a DeltaNet's memory follows one sequence."""
+        """Whether a pass may read a Tree. A DeltaNet cannot: its memory follows one sequence."""
         return "D" not in self.config.kinds
 
     @property
     def checkpoints(self) -> bool:
-        """Whether training saves only the inputs of layers, and computes each layer again."""
+        """Whether training saves only the layers' inputs and recomputes each layer when needed."""
         return self._checkpoints
 
     @checkpoints.setter
@@ -69,12 +69,12 @@ class Qwen(nn.Module):
         self._checkpoints = enabled
         for block in self.blocks:
             if block.linear_attn is not None:
-                # otherwise a part of the layer would be computed a third time
+                # otherwise part of the layer would be computed a third time
                 block.linear_attn.recomputes = not enabled
 
     @property
     def head(self) -> Vocabulary:
-        """The module that scores tokens: the embedding itself where both are tied."""
+        """The module that computes logits, which is the embedding itself if both are tied."""
         return self.model.embed_tokens if self.config.tied else self.lm_head
 
     @property
@@ -88,7 +88,7 @@ class Qwen(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 42) -> None:
-        """Fill every parameter as Qwen's pretraining does, with the same values everywhere."""
+        """Initialise every parameter as in Qwen's pretraining, with the same values everywhere."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             short_name = name.rpartition(".")[2]
@@ -106,7 +106,7 @@ class Qwen(nn.Module):
             parameter.copy_(values)
 
     def shard_groups(self) -> list[nn.Module]:
-        """Return the modules whose parameters a rank gathers together; see parallel.shard()."""
+        """Return the modules whose parameters are gathered as a group; see parallel.shard()."""
         return [self.model.embed_tokens, *self.compile_groups()]
 
     def compile_groups(self) -> list[nn.Module]:
@@ -121,7 +121,7 @@ class Qwen(nn.Module):
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:  # (length, rotated / 2) each
         """Return the rotary tables of positions 0 .. length - 1.
 
-        Qwen rotates against the direction of our GPT.
+        The sines are negated, because Qwen rotates in the opposite direction to our GPT.
         """
         c = self.config
         cos, sin = rotary_tables(length, c.rotated, self.device, self.dtype, c.rope_theta)
@@ -137,7 +137,7 @@ class Qwen(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache for `slots` sequences of at most `length` tokens.
 
-        By default it has the compute dtype.
+        The default dtype is the one that the model computes in.
         """
         c = self.config
         dtype = dtype or self.dtype
@@ -152,9 +152,9 @@ class Qwen(nn.Module):
         return self.model.embed_tokens(idx).to(self.dtype)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
-        """Return the normed activations that the head reads.
+        """Return the final normalized activations, which are the input of the head.
 
-        By default the rows are whole sequences.
+        Without a context, every row is a whole sequence.
         """
         context = context or Rows()
         context.bind(self)
@@ -172,9 +172,9 @@ class Qwen(nn.Module):
         return self.model.norm(x)
 
     def _offload(self, shape: torch.Size) -> saved_tensors_hooks:
-        """Return a context that moves tensors saved for the backward pass to the host's memory.
+        """Return a context manager that keeps tensors for the backward pass in host memory.
 
-        It moves the tensors of this shape.
+        Only tensors of the given shape are moved.
         """
 
         def pack(tensor: Tensor) -> Any:
@@ -186,15 +186,15 @@ class Qwen(nn.Module):
         return saved_tensors_hooks(pack, unpack)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the fp32 logits (..., V) of normed activations (..., C)."""
+        """Return the fp32 logits (..., V) for normalized activations (..., C)."""
         return self.head(x)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
-        """Return None: log_softmax costs less. See model.py."""
+        """Return None, because log_softmax is cheaper for this family; see model.py."""
         return None
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss (...) in nats of every target (...), from normed activations (..., C)."""
+        """Return each target's loss (...) in nats, given normalized activations (..., C)."""
         return self.head(x, targets, reduction="none")
 
     def forward(
@@ -205,21 +205,21 @@ class Qwen(nn.Module):
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
         context: Context | None = None,  # with targets_at, targets and weights are (N,)
     ) -> Tensor:
-        """Return logits (B, T, V), or with targets the loss in nats.
+        """Return logits (B, T, V), or the loss in nats if there are targets.
 
-        The loss is a scalar; with reduction "none" every target has one.
+        The loss is a scalar, or one number for each target with reduction "none".
         """
         x = self.hidden(idx, context)
         return logits_or_loss(self.head, x, targets, reduction, weights, context)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """Return the role of each parameter; optim.py has settings for every role."""
+        """Return the role of each parameter, by name; optim.py has settings for every role."""
         return {name: _role(name, parameter) for name, parameter in self.named_parameters()}
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return how many parameters each role has, `total`, and `scaling`.
+        """Return the number of parameters by role, with two sums: `total` and `scaling`.
 
-        `scaling` is matrices and head, which scaling laws count.
+        `scaling` counts the matrices and the head, as scaling laws do.
         """
         counts: dict[str, int] = {}
         for name, parameter in self.named_parameters():
@@ -230,12 +230,11 @@ class Qwen(nn.Module):
         return counts
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of forward and backward for one token (PaLM, appendix B).
+        """Return the FLOPs of a forward and backward pass for one token (PaLM, appendix B).
 
-        That is 6 for each entry of a matrix, 4 if it is frozen and needs no gradient, and in each
-        layer of attention 12 for each channel of a key that a query sees. A DeltaNet reads its
-        memory twice and writes it once for each token, and multiplies four times with the tokens of
-        its chunk.
+        Each matrix entry costs 6, or 4 if it is frozen and needs no gradient. Each attention layer
+        costs 12 for each key channel that a query sees. For each token, a DeltaNet reads its memory
+        twice, writes it once, and does four multiplications with the tokens of its chunk.
         """
         c = self.config
         weights = [module.weight for module in self.modules() if isinstance(module, Linear)]
@@ -263,11 +262,11 @@ def _role(name: str, parameter: Tensor) -> Role:
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Move a tensor to the host's memory, and return a function that brings it back."""
+    """Copy a tensor to host memory, and return a function that copies it back to its device."""
     if x.is_cpu:
         return lambda: x
     device = x.device
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    # nothing waits: the copy back comes later in the same stream
+    # no need to wait: the copy back is queued later in the same stream
     host.copy_(x.detach(), non_blocking=True)
     return lambda: host.to(device, non_blocking=True)
