@@ -31,7 +31,7 @@ def run(compute: Compute, folder: Path) -> None:
     model.to(compute.device)
     parallel.shard(model, model.shard_groups(), compute)
     optimizers = Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)
-    profiled = profiling.begin(True, "base", folder, NEEDED, compute)
+    profiled = profiling.Profile("base", folder, NEEDED, compute)
     for step in range(NEEDED):
         profiled.begin_step()
         update(model, optimizers, Batches(step, compute), LossScale(), compute, mark=profiled.mark)
