@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nanochat import dataloader, schedule
 from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import log
-from nanochat.data.corpora import told_of_dropped
+from nanochat.data.corpora import dropped_summary
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.optim import Rates
@@ -156,7 +156,7 @@ def train(cfg: Config, compute: Compute) -> None:
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
     rows_read = steps * batch.rows_per_step
     table = dataloader.mixture_table(corpus, rows, rows_read)
-    facts = table | told_of_dropped(corpus.corpora)
+    facts = table | dropped_summary(corpus.corpora)
     sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
     shape = sizes.keep_bigrams(shape, cfg.shape.bigram_rows, rows_read / rows.count)
     warn_of_missing(corpus.name)

@@ -1,5 +1,7 @@
-"""ARC: science questions of American schools, with choices (Clark et al. 2018,
-arXiv:1803.05457)."""
+"""ARC: multiple-choice science questions from American schools.
+
+Clark et al. 2018, arXiv:1803.05457.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""C-Eval: Chinese examinations in 52 subjects, with four choices (Huang et al. 2023,
-arXiv:2305.08322)."""
+"""C-Eval: Chinese examinations in 52 subjects, with four choices.
+
+Huang et al. 2023, arXiv:2305.08322.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,8 +86,10 @@ def intro(subject: str) -> str:
 
 
 class CEval(ChoiceTask):
-    """split: val or dev; the answers of the split test are not published. Questions of dev are the
-    examples."""
+    """The problems of C-Eval, from the split val or dev.
+
+    The answers of the split test are not published. Questions of dev are the examples.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Questions with choices: how a chat asks them, and how a text poses them to a model that continues
-it."""
+"""Multiple-choice questions, for chat models and for models that only continue a text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +38,10 @@ def render_choices(question: str, choices: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Plain:
-    """How a text poses the questions of a task; the wordings are those of lm-evaluation-harness.
+    """The wording of a task's questions in a text that a model continues.
 
-    With `lettered`, the choices are listed and the model continues with a letter; otherwise it
-    continues with a choice.
+    The wordings are those of lm-evaluation-harness. With `lettered`, the choices are listed and the
+    model continues with a letter; otherwise it continues with a choice.
     """
 
     intro: Callable[[str], str] = lambda subject: ""  # before the first example, of the subject
@@ -51,7 +50,7 @@ class Plain:
     lettered: bool = True
 
     def pose(self, problem: ChoiceProblem) -> str:
-        """Return the question up to where the answer follows."""
+        """Return the text of a question, up to the point where the answer follows."""
         if not self.lettered:
             return f"{self.opening}{problem.question}{self.cue}"
         lines = [problem.question.strip()]
@@ -61,15 +60,15 @@ class Plain:
         return f"{self.opening}{question}{self.cue}"
 
     def answers(self, problem: ChoiceProblem) -> tuple[str, ...]:
-        """Return what the model may continue with, one text for each choice."""
+        """Return the possible continuations, one text for each choice."""
         return _letters(problem) if self.lettered else problem.choices
 
 
 class ChoiceTask:
-    """A task of questions with choices, made from a table and a function `read` that reads one row.
+    """A task of multiple-choice questions, made from a table and a function that reads one row.
 
-    `examples` is a table of questions with answers; before each question, the first `shots` of the
-    same subject are shown.
+    The function is `to_problem`. `examples` is a table of questions with answers; before each
+    question, the first `shots` examples of the same subject are shown.
     """
 
     kind: Literal["choice", "generative"] = "choice"
@@ -86,7 +85,7 @@ class ChoiceTask:
         self.name = name
         self.shots = shots
         self._table = table
-        self._read = to_problem
+        self._to_problem = to_problem
         self._plain = plain or Plain()
         self._examples: dict[str, list[ChoiceProblem]] = {}
         if examples is not None and shots:
@@ -96,17 +95,20 @@ class ChoiceTask:
         return len(self._table)
 
     def problem(self, i: int) -> ChoiceProblem:
-        """Return problem i, checked: at least two choices, and the answer among them."""
-        return _checked(self._read(self._table[i]), self._table.source)
+        """Return problem i.
+
+        Raises UserError unless there are 2 to 26 choices and the answer is one of them.
+        """
+        return _checked(self._to_problem(self._table[i]), self._table.source)
 
     def identify(self, i: int) -> str:
-        """Return the name of problem i in records: its subject and number, as published."""
+        """Return the name of problem i in records: its subject, and its number as published."""
         problem = self.problem(i)
         number = problem.id or str(self._table.number(i))
         return f"{problem.subject}/{number}" if problem.subject else number
 
     def group(self, i: int) -> str:
-        """Return the subject of problem i; reports give figures per subject."""
+        """Return the subject of problem i, by which reports group their scores."""
         return self.problem(i).subject or self.name
 
     def _examples_for(self, problem: ChoiceProblem) -> list[ChoiceProblem]:
@@ -174,8 +176,10 @@ def letter_columns(
     answer: str,
     letters: str = "ABCD",
 ) -> ChoiceProblem:
-    """Read a row that has a column for the question, one for each choice, and one for the letter of
-    the answer."""
+    """Return the problem in a row that has a column for each choice.
+
+    The row also has a column for the question, and one for the letter of the answer.
+    """
     answer_letter = str(row[answer]).strip()
     return ChoiceProblem(
         question=row[question],

@@ -1,5 +1,8 @@
-"""Shared by the tasks: checks of arguments, numbers in texts, conversations from records, and
-slices and mixtures of tasks."""
+"""Functions and classes that the tasks share.
+
+They check arguments, read numbers in texts and conversations in records, and form subsets and
+mixtures of tasks.
+"""
 
 import re
 import unicodedata
@@ -19,8 +22,10 @@ def one_of(
     value: str,
     allowed: Sequence[str],
 ) -> str:
-    """Return `value` if it is allowed; otherwise raise a UserError that lists the allowed
-    values."""
+    """Return `value` if it is allowed.
+
+    Raises UserError with the allowed values if it is not.
+    """
     if value not in allowed:
         raise UserError(f"{label} must be one of {', '.join(allowed)}, got {value!r}")
     return value
@@ -32,8 +37,11 @@ _NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?(?:\d|\.\d+)")
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the number that a text ends with: the first number after the last `####`, or without
-    `####` the last number. None if there is no number."""
+    """Return the number that a text ends with, or None if there is none.
+
+    This is the first number after the last `####`, or the last number of a text without `####`.
+    Returns None also if the number is longer than 64 characters.
+    """
     text = unicodedata.normalize("NFKC", text)
     _, marker, after = text.rpartition("####")
     numbers = _NUMBER.findall(after)
@@ -44,12 +52,12 @@ def final_number(text: str) -> Fraction | None:
 
 
 def read_messages(messages: Any) -> Conversation:
-    """Return a conversation from a list of {"role", "content"}. ValueError names the rule that the
-    list breaks.
+    """Return a conversation from a list of {"role", "content"}.
 
-    The rules: after an optional system message, user and assistant take turns, and the assistant
-    speaks last. Every content is a text that is not empty. An assistant message with "weight": 0 or
-    "loss": false is not trained, and at least one assistant message is.
+    Raises ValueError with the broken rule if the list breaks one of these rules: after an optional
+    system message, user and assistant take turns, and the assistant speaks last. Every content is a
+    text that is not empty. An assistant message with "weight": 0 or "loss": false is not trained,
+    and at least one assistant message is.
     """
     if not isinstance(messages, list):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -75,7 +83,10 @@ def _read_message(
     n: int,
     expected_role: str,
 ) -> Message:
-    """Return message `n` of a conversation as a turn. ValueError names the rule that it breaks."""
+    """Return message `n` of a conversation as a turn.
+
+    Raises ValueError with the broken rule if the message breaks one.
+    """
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise ValueError(f'message {n} must be an object with "role" and "content"')
     check_message(message, n)
@@ -95,7 +106,7 @@ def _read_message(
 
 
 class Ungraded:
-    """Base of tasks that are only for training: they have no letters and cannot be graded."""
+    """Base class of tasks that only train a model: they have no letters and cannot be graded."""
 
     kind: Literal["choice", "generative"] = "generative"
     name: str
@@ -113,7 +124,7 @@ class Ungraded:
 
 
 class Subset:
-    """Every `step`-th problem of a task from `start` to `stop`, or those that `numbers` lists."""
+    """Every `step`-th problem of a task from `start` to `stop`, or the problems in `numbers`."""
 
     def __init__(
         self,
@@ -142,14 +153,16 @@ class Subset:
 
 
 def first_places(numbers: np.ndarray) -> np.ndarray:  # (N,) int64, both
-    """Return for each position of a list of numbers the first position that has the same number."""
+    """Return, for each position in an array, the first position that holds the same number."""
     _, first_positions, number_index = np.unique(numbers, return_index=True, return_inverse=True)
     return first_positions[number_index]
 
 
 class TaskMixture:
-    """Several tasks shuffled into one. A task that is listed twice counts twice. The order depends
-    only on the seed."""
+    """Several tasks shuffled into one, in an order that depends only on the seed.
+
+    A task that is listed twice counts twice.
+    """
 
     kind: Literal["choice", "generative"] = "generative"
 
@@ -163,14 +176,16 @@ class TaskMixture:
         return len(self._order)
 
     def locate(self, i: int) -> tuple[Task, int]:
-        """Return the task that problem i comes from, and its number there."""
+        """Return the task that problem i comes from, and the number of the problem in that task."""
         number = self._order[i]
         task_number = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self.tasks[task_number], int(number - self._starts[task_number])
 
     def originals(self) -> np.ndarray:  # (problems,) int64
-        """Return for each problem the position of its first copy: its own position, unless its task
-        is listed twice."""
+        """Return the position of the first copy of each problem.
+
+        This is the problem's own position, unless its task is listed twice.
+        """
         task_numbers = np.searchsorted(self._starts, self._order, side="right") - 1
         numbers_in_task = self._order - self._starts[task_numbers]
         first_listed = np.array([self._first_listed(task) for task in self.tasks])

@@ -112,8 +112,10 @@ def with_system(value: Mapping[str, Any], messages: Any) -> Any:
 
 
 def plain_turns(turns: Any) -> Iterator[Any]:
-    """Yield turns of {"from", "value"} as messages; turns in another form stay as they are, and
-    read_messages() checks them."""
+    """Yield turns of {"from", "value"} as messages.
+
+    Turns in another form stay as they are, and read_messages() checks them.
+    """
     if not isinstance(turns, list):
         raise ValueError(f"a conversation is a list of messages, got {type(turns).__name__}")
     for n, turn in enumerate(turns, start=1):
@@ -157,11 +159,11 @@ def read_file(
     label: str,
     shape: str,
 ) -> list[Record]:
-    """Return what `read` makes of every JSON value of a file, one value per line or in one list;
-    `what` and `shape` name and show such a value.
+    """Return the records that `to_record` makes of the JSON values of a file.
 
-    The complete file is checked at once: UserError names the file, the line and the rule of the
-    first mistake.
+    The file holds one value per line, or one list of values. In error messages, `label` names such
+    a value and `shape` shows one. The complete file is checked at once. Raises UserError with the
+    file, the line and the rule of the first mistake.
     """
     path = Path(filepath).expanduser()
     if not path.is_file():
@@ -216,8 +218,10 @@ def records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _list_of_records(path: Path) -> list[Any] | None:
-    """Return the values of a file that is one JSON list of records; None if its first line is a
-    value by itself."""
+    """Return the values of a file that is one JSON list of records.
+
+    Returns None if its first line is a value by itself.
+    """
     with open(path, "rb") as file:
         beginning = file.read(64)
     if not beginning.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
@@ -241,8 +245,11 @@ def _is_conversation(values: list[Any]) -> bool:
 
 
 def _over_lines(data: bytes) -> list[Any] | None:
-    """Return a list over several lines. ValueError names the line of a mistake; None if the first
-    line is wrong by itself."""
+    """Return the values of a JSON list that spans several lines.
+
+    Returns None if the first line is wrong by itself. Raises ValueError with the line if a later
+    line is wrong.
+    """
     try:
         return parse_json(data)
     except json.JSONDecodeError as broken:

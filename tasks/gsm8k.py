@@ -1,5 +1,7 @@
-"""GSM8K: grade school math word problems, solved with a calculator (Cobbe et al. 2021,
-arXiv:2110.14168)."""
+"""GSM8K: grade school math word problems, solved with a calculator.
+
+Cobbe et al. 2021, arXiv:2110.14168.
+"""
 
 import re
 from pathlib import Path
@@ -20,11 +22,10 @@ def source(split: str, subset: str = "main") -> Published:
 
 
 def read_solution(solution: str) -> list[Part]:
-    """Return a published solution as parts: each `<<48/2=24>>` becomes a call of the calculator and
-    its output.
+    """Return a published solution as parts, with its calculations as calculator calls.
 
-    The output comes from our calculator, as it does in a chat. An expression that our calculator
-    refuses is dropped.
+    Each `<<48/2=24>>` becomes a call and its output. The output comes from our calculator, as it
+    does in a chat. An expression that our calculator refuses is dropped.
     """
     parts: list[Part] = []
     end = 0

@@ -1,5 +1,7 @@
-"""HumanEval: write Python functions, graded by running their tests (Chen et al. 2021,
-arXiv:2107.03374)."""
+"""HumanEval: write Python functions, graded by running their tests.
+
+Chen et al. 2021, arXiv:2107.03374.
+"""
 
 import ast
 import re
@@ -17,8 +19,11 @@ def _defines(code: str, function: str) -> bool:
 
 
 def extract_code(reply: str, function: str) -> str:
-    """Return the code in a reply: the first fenced block that defines the function, else the first
-    block, else the complete reply."""
+    """Return the code in a reply.
+
+    This is the first fenced block that defines the function, or else the first block, or else the
+    complete reply.
+    """
     blocks = _BLOCK.findall(reply) or [reply]
     for block in blocks:
         if _defines(block, function):
@@ -32,11 +37,11 @@ def build_program(
     test: str,
     function: str,
 ) -> str:
-    """Return the program that grades a reply: the prompt, the code of the reply, the tests, and the
-    call of the tests.
+    """Return the program that grades a reply.
 
-    A reply may repeat the head of the function or continue the prompt. In both cases the program
-    includes the imports and helper functions of the prompt.
+    It consists of the prompt, the code of the reply, the tests, and the call of the tests. A reply
+    may repeat the head of the function or continue the prompt. In both cases the program includes
+    the imports and helper functions of the prompt.
     """
     code = extract_code(reply, function)
     if not _defines(code, function):
@@ -70,8 +75,11 @@ def source() -> Published:
 
 
 class HumanEval:
-    """The only split is test. Grading runs the replies as programs, so UserError at once if this
-    machine cannot isolate them (nanochat/evals/sandbox.py)."""
+    """The problems of HumanEval, whose only split is test.
+
+    Grading runs the replies as programs, so UserError is raised at once if this machine cannot
+    isolate them (nanochat/evals/sandbox.py).
+    """
 
     name = "HumanEval"
     kind: Literal["choice", "generative"] = "generative"

@@ -1,5 +1,7 @@
-"""MGSM in Chinese: 250 problems of GSM8K's test split, translated by people (Shi et al. 2022,
-arXiv:2210.03057)."""
+"""MGSM in Chinese: 250 problems of GSM8K's test split, translated by people.
+
+Shi et al. 2022, arXiv:2210.03057.
+"""
 
 import re
 from pathlib import Path

@@ -49,7 +49,7 @@ Item = TypeVar("Item", covariant=True)
 
 
 class Records(Protocol[Item]):
-    """What can be counted and indexed: a task or a list."""
+    """A task or a list: anything that can be counted and indexed."""
 
     def __len__(self) -> int: ...
 
@@ -61,11 +61,13 @@ Conversations = Records[Conversation]
 
 @runtime_checkable
 class WithCopies(Protocol):
-    """Items of which some may be there several times."""
+    """Items of which some may occur several times."""
 
     def originals(self) -> np.ndarray:  # (items,) int64
-        """Return for each position a number that only copies of the same item share. Items are held
-        out by these numbers."""
+        """Return a number for each position, which only copies of the same item share.
+
+        Items are held out by these numbers.
+        """
         ...
 
 
@@ -75,7 +77,7 @@ def _originals(items: Records[Item]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Numbered(Generic[Item]):
-    """Items and what WithCopies.originals() says of them."""
+    """Items with the numbers that WithCopies.originals() gives them."""
 
     items: Sequence[Item]
     numbers: np.ndarray  # (items,) int64
@@ -93,11 +95,10 @@ class Numbered(Generic[Item]):
 
 @dataclass(frozen=True)
 class Mix:
-    """The conversations of a stage. `key` names their content; `load` is called only if their
-    tokens are not saved.
+    """The conversations of a stage.
 
-    All copies of a conversation are held out or none, so that validation never reads what was
-    trained.
+    `key` identifies their content. `load` is called only if their tokens are not saved. All copies
+    of a conversation are held out or none, so that validation never reads what was trained.
     """
 
     name: str
@@ -217,9 +218,9 @@ class WithYours:
 def own_conversations(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """Return the conversations of your own files, one file after the other.
 
-    FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. UserError names the
-    file that cannot be read, the line and the rule. One conversation in `held_out_every` is held
-    out; None: as suits their number.
+    FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. One conversation in
+    `held_out_every` is held out; None chooses this by their number. Raises UserError with the file,
+    the line and the rule if a file cannot be read.
     """
     name, key, conversations = _read_weighted(files, CustomJSON, "conversations", held_out_every)
     digest = sha256(key.encode()).hexdigest()
@@ -228,10 +229,10 @@ def own_conversations(files: Sequence[str], held_out_every: int | None = None) -
 
 
 def own_pairs(files: Sequence[str], held_out_every: int | None = None) -> Mix:
-    """Return the pairs of answers of your own files as conversations: the preferred one of a pair,
-    then the rejected one.
+    """Return the pairs of answers in your own files as conversations.
 
-    Weights and errors are as in own_conversations().
+    The preferred one of each pair comes first, then the rejected one. Weights and errors are as in
+    own_conversations().
     """
     name, key, pairs = _read_weighted(files, read_pairs, "pairs", held_out_every)
     digest = sha256(f"pairs {key}".encode()).hexdigest()
@@ -292,8 +293,10 @@ def _read_weighted(
 
 
 def _split_weight(file: str) -> tuple[str, float]:
-    """Split FILE:WEIGHT into a path and its weight. Raises UserError if the weight is not above
-    0."""
+    """Split FILE:WEIGHT into a path and its weight.
+
+    Raises UserError if the weight is not above 0.
+    """
     path, colon, weight = file.rpartition(":")
     if not colon or Path(file).expanduser().exists():
         return file, 1.0
@@ -343,7 +346,7 @@ def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What the stages after pretraining learn from, and what their models are measured on."""
+    """The data of the stages after pretraining, and the evaluations of their models."""
 
     title: str
     conversations: Mapping[Stage, Callable[[int], Conversations]]  # of a seed

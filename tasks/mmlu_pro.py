@@ -39,8 +39,10 @@ def _read(row: Mapping[str, Any]) -> ChoiceProblem:
 
 
 class MMLUPro(ChoiceTask):
-    """split: test or validation. Questions of the split validation are the examples, without their
-    reasoning."""
+    """The problems of MMLU-Pro, from the split test or validation.
+
+    Questions of the split validation are the examples, without their reasoning.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Which data sets the stages and evaluations of a corpus read, and whether this machine can get
-them."""
+"""Find which data sets a corpus needs in later stages, and whether this machine can get them."""
 
 import urllib.error
 import urllib.request
@@ -15,10 +14,10 @@ HUB_SECONDS = 10  # how long to wait for an answer of the hub
 
 
 def whereabouts(sources: Iterable[Published]) -> dict[Published, str]:
-    """Return where each data set is: "NANOCHAT_TASK_DIR", "cache", "hub", or "" if this machine
-    cannot get it.
+    """Return the place from which this machine gets each data set.
 
-    The hub is asked once for each repository, and not again after it could not be reached at all.
+    The place is "NANOCHAT_TASK_DIR", "cache", "hub", or "" if this machine cannot get the data set.
+    The hub is asked once for each repository, and not again if it could not be reached.
     """
     places: dict[Published, str] = {}
     on_hub: dict[str, bool] = {}  # by repository
@@ -50,8 +49,10 @@ def _is_cached(source: Published) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server has a page; OSError if the server cannot be reached, or if
-    HF_HUB_OFFLINE forbids to ask."""
+    """Return whether a server has a page at this address.
+
+    Raises OSError if the server cannot be reached, or if HF_HUB_OFFLINE forbids the request.
+    """
     from datasets import config
 
     if config.HF_HUB_OFFLINE:
@@ -65,8 +66,10 @@ def answers(url: str) -> bool:
 
 
 def repos(corpus: str | None) -> dict[str, str]:
-    """Return where this machine gets each repository that the curriculum of a corpus reads; "" if
-    it cannot get all of it."""
+    """Return the place of each repository that the curriculum of a corpus reads.
+
+    The place is "" if this machine cannot get all of the repository.
+    """
     places: dict[str, str] = {}
     for source, place in whereabouts(curriculum(corpus).needs()).items():
         if places.get(source.repo) != "":  # "" if a part of the repository is missing
@@ -75,7 +78,7 @@ def repos(corpus: str | None) -> dict[str, str]:
 
 
 def warn_of_missing(corpus: str) -> None:
-    """Warn on rank 0, at the start of a long stage, if later stages will lack data."""
+    """Warn on rank 0, at the start of a long stage, if data for later stages is missing."""
     if rank() > 0:
         return
     missing = [repo for repo, place in repos(corpus).items() if not place]

@@ -61,8 +61,11 @@ def _read(name: str, messages: Any) -> Conversation:
 
 
 def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
-    """Return the conversations with the turns that both share as their prompt. Raises ValueError if
-    they do not answer the same question, or if one of the answers is not to be trained."""
+    """Return two conversations whose common first turns are marked as their prompt.
+
+    Raises ValueError if they do not answer the same question, or if one of the answers is not to be
+    trained.
+    """
     if not (chosen.messages[-1].trained and rejected.messages[-1].trained):
         raise ValueError(
             "both answers of a pair are compared, so neither may have weight 0 or loss false"
@@ -106,12 +109,15 @@ def _chosen_and_rejected(value: Mapping[str, Any]) -> tuple[list[Any], list[Any]
 
 
 def _continue(before: list[Any], answer: list[Any]) -> list[Any]:
-    """Return an answer after the messages before it, unless it brings its own."""
+    """Return the messages before an answer, then the answer.
+
+    If the answer brings its own earlier messages, it is returned alone.
+    """
     return [*before, *answer] if _first_role(answer) in (None, "assistant") else answer
 
 
 def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the messages before the answers, and those of both answers."""
+    """Return the messages before the answers, the chosen answer, and the rejected answer."""
     chosen = value["chosen"]
     rejected = value["rejected"]
     before = _messages_before(value)
@@ -134,8 +140,10 @@ def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
-    """Return the messages that a record has under a key of their own; None if it has no such
-    key."""
+    """Return the messages that a record has under a key of their own.
+
+    Returns None if the record has no such key.
+    """
     if "prompt" in value:
         return _messages(value["prompt"], "user")
     for name in _TURNS:
@@ -150,23 +158,30 @@ def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _messages(content: Any, role: str = "assistant") -> list[Any]:
-    """Return messages from a text, which has the given role, from one message, or from a list of
-    messages."""
+    """Return messages from a text, from one message, or from a list of messages.
+
+    A text becomes one message with the given role.
+    """
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     return list(plain_turns([content] if isinstance(content, Mapping) else content))
 
 
 def _transcript(text: str) -> list[dict[str, str]]:
-    """Return the turns of a text in which every turn follows "Human:" or "Assistant:" on a line of
-    its own."""
+    """Return the turns of a text in which "Human:" or "Assistant:" begins each turn.
+
+    Each of these words begins the text or follows a blank line.
+    """
     _, *pieces = re.split(r"(?:^|\n\n)(Human|Assistant):", text.lstrip())
     turns = zip(pieces[::2], pieces[1::2], strict=True)
     return [{"role": _SPEAKERS[speaker], "content": words.strip()} for speaker, words in turns]
 
 
 def _first_role(messages: list[Any]) -> Any:
-    """Return who speaks first: None for what is no message, which read_messages() refuses."""
+    """Return the role of the first message.
+
+    Returns None if it is not a message, which read_messages() then refuses.
+    """
     if messages and isinstance(messages[0], Mapping):
         return messages[0].get("role")
     return None

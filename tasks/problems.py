@@ -1,5 +1,4 @@
-"""Your own problems with answers that can be checked, from JSON files in the layouts that people
-have."""
+"""Your own problems with answers that can be checked, from JSON files in common layouts."""
 
 import re
 import unicodedata
@@ -30,8 +29,10 @@ class Problem:
 
 
 class Problems:
-    """The problems of a file. UserError names the file, the line and the rule of the first
-    mistake."""
+    """The problems of a file.
+
+    Raises UserError with the file, the line and the rule if a record breaks a rule.
+    """
 
     kind: Literal["choice", "generative"] = "generative"
 
@@ -57,8 +58,11 @@ class Problems:
 
 
 def final_answer(text: str) -> str:
-    """Return what a text says its answer is: the last \\boxed{...}; else what follows the last
-    `####`, "answer is", "Answer:" or 答案; else its last line that is not empty."""
+    """Return the final answer that a text gives.
+
+    This is the content of the last \\boxed{...}, or else what follows the last `####`, "answer is",
+    "Answer:" or 答案, or else the last line that is not empty.
+    """
     boxed = _BOXED.findall(text)
     if boxed:
         return str(boxed[-1])
@@ -71,8 +75,10 @@ def final_answer(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text without differences that do not matter: case, width, spaces, and marks around
-    it."""
+    """Return a text without differences that do not matter.
+
+    These are case, width, spaces, and marks around the text.
+    """
     folded = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return folded.strip(_AROUND)
 
@@ -139,7 +145,7 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of the names that a record has, or None."""
+    """Return the value of the first of these names that a record has, or None."""
     for name in names:
         if record.get(name) is not None:
             return record[name]

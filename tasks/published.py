@@ -61,8 +61,10 @@ class Published:
         return folder if folder.is_dir() else None
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the files of the split below a folder, all of the best type that exists; [] if
-        there are none."""
+        """Return the files of the split below a folder, or [] if there are none.
+
+        All are of the best type that exists there.
+        """
         for name in self.inside:
             for ending, builder in _BUILDERS.items():
                 if builder:
@@ -151,8 +153,10 @@ def load_subjects(
     columns: Sequence[str],
     folder: str | Path | None = None,
 ) -> Table:
-    """Load the rows of all subjects of a data set, like load_table; each row names its subject in
-    `subject`."""
+    """Load the rows of all subjects of a data set, like load_table.
+
+    Each row names its subject in `subject`.
+    """
     rows_by_subject, where = _open(sources, columns, folder)
     rows = _Joined({subject: rows_by_subject[subject] for subject in sources})
     first = next(iter(sources.values()))
@@ -320,8 +324,10 @@ def _load_dataset(where: str, *arguments: Any, advice: str, **options: Any) -> A
 
 
 class _Cells(list[dict[str, Any]]):
-    """The rows of csv or tsv files. Every cell is the text that stands there: 1.50, 01 and None
-    stay what they are."""
+    """The rows of csv or tsv files.
+
+    Every cell stays the text that stands there, such as 1.50, 01 and None.
+    """
 
     def __init__(self, files: Sequence[Path], header: Sequence[str]):
         super().__init__()

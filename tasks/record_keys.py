@@ -1,5 +1,7 @@
-"""The keys of training records: which are honoured, which are notes, and which ask for what cannot
-be trained."""
+"""The keys of training records.
+
+Some are honoured, some are notes, and some ask for what cannot be trained.
+"""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -71,8 +73,10 @@ def check_record(record: Mapping[str, Any], layout: Container[str]) -> None:
 
 
 def check_message(message: Mapping[str, Any], n: int) -> None:
-    """Raise ValueError if message `n` of a record has a key that would change what is learned and
-    that is not read."""
+    """Raise ValueError if message `n` of a record has a key that is wrongly ignored.
+
+    Such a key would change what is learned, but is not read.
+    """
     for key, value in message.items():
         if key not in ("role", "content", *_WEIGHTS):
             _check(key, value, f" of message {n}")

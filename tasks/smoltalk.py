@@ -1,5 +1,7 @@
-"""SmolTalk: general conversations, the selection for small models (Allal et al. 2025,
-arXiv:2502.02737)."""
+"""SmolTalk: general conversations, in the selection for small models.
+
+Allal et al. 2025, arXiv:2502.02737.
+"""
 
 from pathlib import Path
 
@@ -15,8 +17,10 @@ def source(split: str) -> Published:
 
 
 class SmolTalk(Ungraded):
-    """split: train (460 K conversations) or test (24 K). A last question without an answer is
-    dropped."""
+    """The conversations of SmolTalk, from the split train (460 K) or test (24 K).
+
+    A last question without an answer is dropped.
+    """
 
     name = "SmolTalk"
 

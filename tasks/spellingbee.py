@@ -1,8 +1,9 @@
-"""Spelling words, and counting a letter in a word, first by hand and then with the tool.
+"""Tasks about letters: spelling a word, and counting a letter in it.
 
-Models read tokens, not letters, so they must learn the letters of each token. SimpleSpelling
-teaches the letters, and SpellingBee needs them. The words and sentences were written for this
-project; each problem depends only on its number.
+A letter is counted first by hand and then with the tool. Models read tokens, not letters, so they
+must learn the letters of each token. SimpleSpelling teaches the letters, and SpellingBee needs
+them. The words and sentences were written for this project. Each problem depends only on its number
+and its split.
 """
 
 import random
@@ -50,8 +51,10 @@ def words() -> tuple[str, ...]:
 
 @lru_cache(maxsize=2)
 def words_of(split: str) -> tuple[str, ...]:
-    """Return the words of a split. A checksum assigns one word in ten to the test split, the others
-    to the train split."""
+    """Return the words of a split.
+
+    A checksum assigns about one word in ten to the test split, and the others to the train split.
+    """
     return tuple(word for word in words() if _is_for_test(word) == (split == "test"))
 
 
@@ -68,8 +71,11 @@ def _solution(
     letter: str,
     chinese: bool,
 ) -> list[str | Part]:
-    """Spell the word, go through its letters with a running count, check with the tool, and answer
-    after ####."""
+    """Return a worked solution that counts a letter in a word.
+
+    It spells the word, goes through its letters with a running count, checks the count with the
+    tool, and answers after ####.
+    """
     count = 0
     lines = []
     for character in word:
@@ -95,8 +101,10 @@ def _solution(
 
 
 class SpellingBee:
-    """Asks how often a letter occurs in a word. split: train or test; the two splits use different
-    words."""
+    """Asks how often a letter occurs in a word.
+
+    The splits train and test use different words.
+    """
 
     name = "SpellingBee"
     kind: Literal["choice", "generative"] = "generative"
@@ -109,7 +117,7 @@ class SpellingBee:
         return self._size
 
     def _draw(self, i: int) -> tuple[random.Random, str, str]:
-        """Return the random numbers of problem i, its word and its letter."""
+        """Return the random generator of problem i, its word and its letter."""
         if not 0 <= i < self._size:
             raise IndexError(i)
         rng = random.Random(f"spelling bee {self.split} {i}")
@@ -135,8 +143,10 @@ class SpellingBee:
 
 
 class SimpleSpelling(Ungraded):
-    """Asks for the spelling of a word. Both splits use all words, since a model cannot know a
-    spelling it never saw."""
+    """Asks for the spelling of a word.
+
+    Both splits use all words, since a model cannot know the spelling of a word that it never saw.
+    """
 
     name = "SimpleSpelling"
 

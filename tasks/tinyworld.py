@@ -1,5 +1,7 @@
-"""TinyWorld's measures as tasks: open questions in both languages, the calculator, and mental
-sums."""
+"""TinyWorld's measures as tasks.
+
+They are open questions in both languages, the calculator, and mental sums.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,10 @@ Problems = Sequence[tinyworld.Problem]
 
 @dataclass(frozen=True)
 class TinyWorld:
-    """A named list of TinyWorld's problems. A reply is right if it gives the right value and no
-    other value."""
+    """A named list of TinyWorld's problems.
+
+    A reply is right if it gives the right value and no other value.
+    """
 
     name: str
     problems: Problems
@@ -23,8 +27,10 @@ class TinyWorld:
 
     @property
     def drawn(self) -> bool:
-        """Whether replies are to be sampled as a chat samples them: the likeliest words tell the
-        same story each time."""
+        """Whether replies are sampled as in a chat.
+
+        Stories need this, because the most likely words tell the same story each time.
+        """
         return any(problem.tale for problem in self.problems)
 
     def __len__(self) -> int:
@@ -42,17 +48,23 @@ class TinyWorld:
         return self.problems[i].relation
 
     def grade(self, i: int, reply: str | Sequence[Part]) -> float:
-        """Return 1 if the value is right, else 0. For problems of the calculator, pass the parts of
-        the reply, since a right reply has called the calculator."""
+        """Return 1 if the value is right, else 0.
+
+        For problems of the calculator, pass the parts of the reply, since a right reply has called
+        the calculator.
+        """
         return float(tinyworld.grade(self.problems[i], reply))
 
     grade_parts = grade
 
 
 def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
-    """Return functions that make the measures, by name: held-out wordings, the calculator, held-out
-    combinations, unknown things, questions about stories, follow-up questions, stories on request,
-    questions about nanochat itself, and the mental sums of RL."""
+    """Return the functions that make the measures, by name.
+
+    They are held-out wordings, the calculator, held-out combinations, unknown things, questions
+    about stories, follow-up questions, stories on request, questions about nanochat itself, and the
+    mental sums of RL.
+    """
     problems: dict[str, Callable[[], Problems]] = {}
     for language in tinyworld.LANGUAGES:
         problems[f"tinyworld_{language}"] = partial(tinyworld.evaluation, language, seed)
@@ -81,7 +93,9 @@ def mental(
     difficulty: tinyworld.Mental | None = None,
     unseen: bool = False,
 ) -> TinyWorld:
-    """Return mental sums in held-out wordings, which measure RL. With `unseen`, no training ever
-    adds the same terms."""
+    """Return mental sums in held-out wordings, which measure RL.
+
+    With `unseen`, no training ever adds the same terms.
+    """
     name = "mental_unseen" if unseen else "mental"
     return TinyWorld(name, tinyworld.rl_evaluation(seed, mental=difficulty, unseen=unseen))

@@ -1,8 +1,7 @@
-"""Byte pair encoding with whichever rustbpe is installed, and vocabularies in the formats of other
-libraries.
+"""Byte pair encoding with the installed rustbpe, and vocabularies in other libraries' formats.
 
-This repository's rustbpe both trains and encodes. The published rustbpe only trains; then tiktoken
-encodes. Both give the same tokens.
+This repository's rustbpe both trains and encodes. The published rustbpe only trains, and tiktoken
+then encodes. Both give the same tokens.
 """
 
 import base64
@@ -22,14 +21,18 @@ BYTES = 256
 
 
 class Encoder(Protocol):
-    """Turns text into tokens. A special token that is spelled out in a text is encoded as ordinary
-    text."""
+    """Turns text into tokens.
+
+    A special token that is spelled out in a text is encoded as ordinary text.
+    """
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]: ...
     def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return all tokens in one array of an unsigned type, text after text, and the number of
-        tokens of each text, int64 (texts,)."""
+        """Return the tokens of all texts in one array, and the number of tokens of each text.
+
+        The tokens have an unsigned integer type. The counts are int64 (texts,).
+        """
         ...
 
 
@@ -68,8 +71,10 @@ def train(
     regex: str,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[bytes]:
-    """Learn up to `tokens` tokens, including the 256 single bytes, and return their bytes in the
-    order learned."""
+    """Learn up to `tokens` tokens, and return their bytes in the order learned.
+
+    The 256 single bytes count as tokens.
+    """
     trainer = installed_rustbpe().Tokenizer()
     options: dict[str, Any] = {}
     if encoding_rustbpe() is None:  # logged once in a run, not by every stage that encodes
@@ -87,8 +92,10 @@ def train(
 
 
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
-    """Return an encoder for a vocabulary: `ranks[i]` holds the bytes of token i. Raises ValueError
-    if merging pairs of bytes cannot produce these tokens."""
+    """Return an encoder for a vocabulary in which `ranks[i]` holds the bytes of token i.
+
+    Raises ValueError if merging pairs of bytes cannot produce these tokens.
+    """
     module = encoding_rustbpe()
     if module is None:
         return TiktokenEncoder(ranks, regex)
@@ -174,8 +181,10 @@ def tiktoken_arguments(
 
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
-    """Return the content of a tiktoken file: one line per token, with its bytes in base64 and its
-    number."""
+    """Return the content of a tiktoken file for a vocabulary.
+
+    The file has one line per token, with the bytes in base64 and the number of the token.
+    """
     lines = []
     for rank, token in enumerate(ranks):
         lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
@@ -183,8 +192,10 @@ def tiktoken_file(ranks: Sequence[bytes]) -> str:
 
 
 def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the pair of tokens that was merged into each token after the first 256. Raises
-    ValueError if there is no such pair."""
+    """Return the pair of tokens that was merged into each token after the first 256.
+
+    Raises ValueError if there is no such pair.
+    """
     numbers = {token: rank for rank, token in enumerate(ranks)}
     pairs = []
     for rank, token in enumerate(ranks[BYTES:], start=BYTES):
@@ -216,8 +227,10 @@ def _apply_merges_before(
 
 
 def letters_for_bytes() -> list[str]:
-    """Return the letter for each byte in Hugging Face's byte-level vocabularies: printable bytes
-    stand for themselves, other bytes get letters from U+0100 on."""
+    """Return the letter for each byte in Hugging Face's byte-level vocabularies.
+
+    Printable bytes stand for themselves, and other bytes get letters from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare_letters = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(spare_letters)) for byte in range(BYTES)]
@@ -228,8 +241,10 @@ def huggingface_json(
     regex: str,
     specials: dict[str, int],
 ) -> str:
-    """Return the content of a tokenizer.json for the tokenizers library; `specials` maps spellings
-    to token numbers."""
+    """Return the content of a tokenizer.json for the tokenizers library.
+
+    `specials` maps the spellings of special tokens to their numbers.
+    """
     letters = letters_for_bytes()
 
     def spelled(token: bytes) -> str:

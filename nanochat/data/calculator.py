@@ -1,5 +1,7 @@
-"""The calculator of chats: exact arithmetic and letter counting, by a walk over a syntax tree,
-without eval."""
+"""The calculator of chats: exact arithmetic and letter counting.
+
+It walks over a syntax tree and never calls eval.
+"""
 
 import ast
 import re
@@ -27,8 +29,9 @@ class _Refused(Exception):
 
 
 def calculate(expression: str) -> str | None:
-    """Return the value of a calculation as text; None if the expression is not a calculation or
-    exceeds a limit.
+    """Return the value of a calculation as text.
+
+    Returns None if the expression is not a calculation or exceeds a limit.
 
     An expression may use + - * / // % with Python's precedence, signs, parentheses, whole and
     decimal numbers with or without thousands commas, and 'text'.count('t'). Fractions are exact:
@@ -44,8 +47,10 @@ def calculate(expression: str) -> str | None:
 
 
 def _tidy(expression: str) -> str:
-    """Rewrite numbers such as 1,000 and 007 in Python's spelling, and refuse every word that is not
-    allowed."""
+    """Rewrite numbers such as 1,000 and 007 in Python's spelling.
+
+    Every word that is not allowed is refused.
+    """
     if len(expression) > MAX_LENGTH:
         raise _Refused
     expression = expression.strip()
@@ -138,8 +143,10 @@ def _binary(
 
 
 def _show(value: Fraction) -> str:
-    """Return a value without an exponent: exact if it is whole, else with ten significant digits
-    and at least two decimals."""
+    """Return a value as text without an exponent.
+
+    A whole number is exact. Any other number has ten significant digits and at least two decimals.
+    """
     if value.denominator == 1:
         return str(value.numerator)
     sign = "-" if value < 0 else ""

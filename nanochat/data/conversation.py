@@ -18,8 +18,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. User and system turns hold one text part; assistant turns may also hold tool calls
-    and their outputs."""
+    """One turn of a conversation.
+
+    User and system turns hold one text part; assistant turns may also hold tool calls and their
+    outputs.
+    """
 
     role: Role
     parts: tuple[Part, ...]
@@ -43,8 +46,10 @@ class Conversation:
 
     @property
     def prompt(self) -> "Conversation":
-        """What a model is asked: the conversation without its last turn, if the assistant speaks
-        last."""
+        """The messages that a model replies to.
+
+        These are all messages, without the last one if it is the assistant's.
+        """
         if self.messages[-1].role == "assistant":
             return Conversation(self.messages[:-1])
         return self
@@ -81,8 +86,9 @@ def words(parts: Sequence[Part]) -> str:
 class Cloze:
     """A multiple-choice question for a model that only continues text.
 
-    The text is `intro`, then `examples`, then `question`. The likeliest of `choices`, after a
-    space, is the model's answer. If the text is too long, examples are dropped from the first on.
+    The text is `intro`, then `examples`, then `question`. The model's answer is the most likely of
+    `choices`, each after a space. If the text is too long, examples are dropped, beginning with the
+    first.
     """
 
     intro: str
@@ -93,9 +99,9 @@ class Cloze:
 
 
 class Task(Protocol):
-    """A set of conversations. The last turn of each conversation is the reference answer.
+    """A set of conversations, each of which ends with the reference answer.
 
-    A problem of a `choice` task has one right letter, and the model answers with the likeliest of
+    A problem of a `choice` task has one right letter, and the model answers with the most likely of
     `letters(i)`. A problem of a `generative` task is answered in words, which `grade` grades.
     """
 
@@ -106,7 +112,7 @@ class Task(Protocol):
 
     @property
     def kind(self) -> Literal["choice", "generative"]:
-        """How a model answers the problems: with a letter, or in words."""
+        """The form of an answer: a letter (choice) or words (generative)."""
         ...
 
     def __len__(self) -> int: ...
@@ -118,6 +124,8 @@ class Task(Protocol):
         ...
 
     def grade(self, i: int, reply: str) -> float:
-        """Return the score of a reply to problem i, from 0 to 1 (right). In choice tasks the reply
-        is a letter."""
+        """Return the score of a reply to problem i, from 0 to 1 (right).
+
+        In a choice task the reply is a letter.
+        """
         ...

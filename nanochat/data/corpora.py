@@ -1,5 +1,7 @@
-"""Find corpora by name: each corpus is a folder of parquet shards in the base folder, made by
-dataset.py."""
+"""Find corpora by name.
+
+A corpus is a folder of parquet shards in the base folder, made by dataset.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,8 +45,10 @@ def corpora() -> list[Corpus]:
 
 
 def existing(data: str) -> Path | None:
-    """Return the file or folder that a value of --data names; None if there is none, or if no file
-    can have this name."""
+    """Return the file or folder that a value of --data names.
+
+    Returns None if there is no such file or folder, or if no file can have this name.
+    """
     try:
         path = Path(data).expanduser()
         return path if data and path.exists() else None
@@ -53,11 +57,10 @@ def existing(data: str) -> Path | None:
 
 
 def resolve(data: str | None) -> Corpus:
-    """Return the corpus with a name, or the corpus that was imported from a folder; None means the
-    only corpus.
+    """Return the corpus with this name, or the corpus that was imported from this path.
 
-    Raises UserError (code 2) with the command to type if there is no such corpus, or if `data` is
-    None and there are several.
+    None means the only corpus. Raises UserError (code 2) with the command to type if there is no
+    such corpus, or if `data` is None and there is not exactly one corpus.
     """
     available = corpora()
     if data is None:
@@ -90,8 +93,7 @@ def resolve(data: str | None) -> Corpus:
 
 
 def _only_corpus(available: list[Corpus]) -> Corpus:
-    """Return the only corpus that there is. Raises UserError (code 2) if there are none or
-    several."""
+    """Return the only corpus. Raises UserError (code 2) if there are none or several."""
     if len(available) == 1:
         _warn_if_older(available[0])
         return available[0]
@@ -124,8 +126,10 @@ def _imported(
     source: Path,
     available: list[Corpus],
 ) -> Corpus:
-    """Return the corpus that was imported from a file or folder. Raises UserError (code 2) if there
-    is none, or several."""
+    """Return the corpus that was imported from a file or folder.
+
+    Raises UserError (code 2) if no corpus, or more than one, was imported from it.
+    """
     imported = []
     for corpus in available:
         if read_about(corpus.folder).get("source") == str(source.resolve()):
@@ -154,8 +158,10 @@ def _imported(
 
 
 def _warn_if_older(corpus: Corpus) -> None:
-    """Warn if TinyWorld was made by another version of this package, whose facts and stories can
-    differ."""
+    """Warn if another version of this package made TinyWorld.
+
+    The facts and stories of another version can differ.
+    """
     about = read_about(corpus.folder)
     if about.get("kind") != "tinyworld":
         return
@@ -170,8 +176,10 @@ def _warn_if_older(corpus: Corpus) -> None:
 
 
 def shards(corpus: Corpus, split: Split) -> list[Path]:
-    """Return the shards of a split: the last shard is for validation, the others for training.
-    Raises UserError (code 2) if the corpus is incomplete."""
+    """Return the shards of a split: the last one for validation, the others for training.
+
+    Raises UserError (code 2) if the corpus is incomplete.
+    """
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})
     paths = shard_paths(corpus.folder)
@@ -208,21 +216,30 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
 
 
 def list_of_dropped(shard: Path) -> Path:
-    """Return the file with the numbers of the documents of a shard that are left out."""
+    """Return the path of the list of the documents that are left out of a shard.
+
+    The list holds their numbers within the shard.
+    """
     return shard.parent / DROPPED / f"{shard.stem}.npy"
 
 
 def dropped_entry(shard: Path) -> dict[str, Any]:
-    """Return what corpus.json says about the documents of a shard that are left out: how many, and
-    the SHA-256 of their list. {} if no document is left out."""
+    """Return the entry in corpus.json for the documents that are left out of a shard.
+
+    The entry holds their number and the SHA-256 of their list. It is empty if no document is left
+    out.
+    """
     entries = read_about(shard.parent).get(DROPPED, {}).get("shards", {})
     entry = entries.get(shard.name, {})
     return entry if entry.get("documents") else {}
 
 
 def dropped_documents(shard: Path) -> frozenset[int]:
-    """Return the numbers of the documents of a shard that are left out, counted as `batches` gives
-    them. Raises UserError if their list is damaged."""
+    """Return the numbers of the documents that are left out of a shard.
+
+    Documents are numbered in the order in which `batches` yields them. Raises UserError if the list
+    of these documents is damaged or missing.
+    """
     entry = dropped_entry(shard)
     if not entry:
         return frozenset()
@@ -237,10 +254,13 @@ def dropped_documents(shard: Path) -> frozenset[int]:
     return frozenset(np.load(path).tolist())
 
 
-def told_of_dropped(those: Sequence[Corpus]) -> dict[str, str]:
-    """Return for the report how many documents are left out of each corpus that leaves out any."""
+def dropped_summary(chosen: Sequence[Corpus]) -> dict[str, str]:
+    """Return a line for the report for each corpus that leaves out documents.
+
+    Each line gives the number of documents that are left out, and their share of the corpus.
+    """
     lines = {}
-    for corpus in those:
+    for corpus in chosen:
         dropped = read_about(corpus.folder).get(DROPPED, {})
         count = dropped.get("documents")
         if count:

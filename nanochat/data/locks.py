@@ -1,4 +1,4 @@
-"""Open and lock files that other processes find by their names: locks, and incomplete downloads."""
+"""Open and lock files that other processes find by name: locks and incomplete downloads."""
 
 import contextlib
 import errno
@@ -60,12 +60,12 @@ def _planted(path: Path, problem: str) -> UserError:
 
 @contextlib.contextmanager
 def hold_lock(file: BinaryIO, waiting: Callable[[], None]) -> Iterator[int]:
-    """Hold the lock of an open file, and yield the descriptor that holds it; `waiting` is called
-    before a wait.
+    """Hold the lock of an open file, and yield the file descriptor that holds it.
 
-    On a file system without locks, a file among the temporary files of this host is locked
-    instead, and one warning says so. UserError in a job on several hosts, which such a lock does
-    not keep apart.
+    `waiting` is called if another process holds the lock, before the wait. On a file system without
+    locks, a temporary file on this host is locked instead, and a warning is printed once per
+    folder. Raises UserError if a job without such locks runs on several hosts, because a lock on
+    one host does not exclude processes on another.
     """
     host_lock = None
     try:
@@ -91,7 +91,7 @@ def _flock(file: BinaryIO, waiting: Callable[[], None]) -> None:
 
 
 def _lock_of_this_host(path: Path) -> BinaryIO:
-    """Open the file that stands for `path` among the temporary files of this host."""
+    """Open the temporary file on this host that is locked in place of `path`."""
     ranks = int(os.environ.get("WORLD_SIZE") or 1)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if ranks > ranks_here:

@@ -1,5 +1,7 @@
-"""One corpus, or several with weights: `--data web:0.7,books:0.3` takes seven rows in ten from web
-and three from books."""
+"""Read the value of `--data`: one corpus, or several with weights.
+
+`--data web:0.7,books:0.3` takes seven rows in ten from web and three from books.
+"""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,15 +18,17 @@ FINEST = 1_000_000
 
 @dataclass(frozen=True)
 class Data:
-    """What a stage trains on: of every sum(shares) rows, shares[k] rows come from corpora[k]."""
+    """The corpora that a stage trains on: corpora[k] gives shares[k] of every sum(shares) rows."""
 
     corpora: tuple[Corpus, ...]
     shares: tuple[int, ...] = (1,)  # integers in lowest terms
 
     @property
     def name(self) -> str:
-        """The name of the corpus, or all names with their shares, such as web:7,books:3. `--data`
-        accepts both."""
+        """The name of the corpus, or all names with their shares, such as web:7,books:3.
+
+        `--data` accepts both forms.
+        """
         if len(self.corpora) == 1:
             return self.corpora[0].name
         weighted = []
@@ -34,8 +38,10 @@ class Data:
 
     @property
     def vocabulary(self) -> str:
-        """The name of the tokenizer's folder. For a mixture it has no weights, so that the weights
-        may change."""
+        """The name of the tokenizer's folder.
+
+        The name of a mixture's folder leaves out the weights, so that they may change.
+        """
         return unweighted(self.name) if len(self.corpora) > 1 else self.name
 
 
@@ -80,8 +86,10 @@ def resolve_data(data: str | None) -> Data:
 
 
 def _names_one_corpus(data: str) -> bool:
-    """Return whether a value of --data is one name. A corpus or a folder may have , or : in its
-    name."""
+    """Return whether a value of --data is a single name.
+
+    The name of a corpus or a folder may itself contain a comma or a colon.
+    """
     if any(corpus.name == data for corpus in corpora()) or existing(data) is not None:
         return True
     return "," not in data and ":" not in data
@@ -132,8 +140,10 @@ def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
 
 
 def whole_shares(weights: list[Fraction], data: str) -> tuple[int, ...]:
-    """Return weights as integers in lowest terms. Raises UserError if their sum is larger than
-    FINEST."""
+    """Return weights as integers in lowest terms.
+
+    Raises UserError (code 2) if the sum of these integers is larger than FINEST.
+    """
     unit = lcm(*(weight.denominator for weight in weights))
     multiples = [int(weight * unit) for weight in weights]
     divisor = gcd(*multiples)

@@ -28,10 +28,10 @@ _DICTIONARIES = {2, 8}  # the encodings PLAIN_DICTIONARY and RLE_DICTIONARY
 
 
 def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
-    """Raise ValueError if one of the columns of a parquet file unpacks to far more than any text
-    does; without `columns`, all of them are checked.
+    """Raise ValueError if a column of a parquet file unpacks to far more than any text does.
 
-    A dictionary may repeat each value in every row, so its size counts that often.
+    Without `columns`, all columns are checked. A dictionary may repeat each value in every row, so
+    its size is counted once for each row.
     """
     names = set(columns)
     for chunk in _column_chunks(path):
@@ -51,7 +51,7 @@ def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class _ColumnChunk:
-    """What a footer says about one column in one row group."""
+    """The description of one column in one row group, as the footer gives it."""
 
     name: str
     encodings: set[int]

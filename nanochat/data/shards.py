@@ -1,5 +1,7 @@
-"""Parquet shards of documents: write them with a held-out last shard, read them in batches, check
-them for damage."""
+"""Parquet shards of documents: write them, read them in batches, and check them for damage.
+
+The last shard of a corpus holds the documents for validation.
+"""
 
 import hashlib
 import itertools
@@ -40,9 +42,10 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's corpus.json; {} if there is none.
+    """Return the content of a folder's corpus.json, or {} if the folder has none.
 
-    `make` is the command that made the corpus, `shards` lists its files.
+    `make` is the command that made the corpus, and `shards` lists its files. Raises UserError if
+    the file is damaged.
     """
     path = folder / ABOUT
     try:
@@ -140,13 +143,13 @@ def write_shards(
     rows_per_shard: int = ROWS_PER_SHARD,
     about: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write a corpus: training shards, one shard of held-out documents, and corpus.json, whose
-    content is returned.
+    """Write a corpus to a folder, and return the content of its corpus.json.
 
-    About 2 % of the documents are held out, at least one. A hash of the text decides which, so
-    equal documents never land in both splits. The folder appears only when all files are written,
-    and replaces a folder of the same name. Raises UserError if there are fewer than two different
-    documents, or if a document is not valid Unicode.
+    The corpus consists of training shards, a validation shard of held-out documents, and
+    corpus.json. About 2 % of the documents are held out, and at least one. A hash of the text
+    decides which ones, so equal documents never land in both splits. The folder appears only when
+    all files are complete, and replaces any folder of the same name. Raises UserError if there are
+    fewer than two different documents, or if a document is not valid Unicode.
     """
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +190,7 @@ def write_shards(
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """Rename a finished folder to its final name; a folder that has the name is removed."""
+    """Rename a finished folder to its final name, and remove any folder that had this name."""
     if folder.exists():  # rename it first, so that no half-deleted folder has this name
         old = folder.with_name(f".{folder.name}.tmp-old-{os.getpid()}")
         folder.rename(old)
@@ -233,7 +236,10 @@ def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _digest(number: int, text: str) -> int:
-    """Return a hash of a document. Raises UserError with its number if it is not valid Unicode."""
+    """Return a 64-bit hash of a document.
+
+    Raises UserError with the number of the document if it is not valid Unicode.
+    """
     try:
         encoded = text.encode()
     except UnicodeEncodeError as failure:
@@ -258,11 +264,11 @@ def read_column(
     column: str,
     size: int = 1_000,
 ) -> Iterator[list[Any]]:
-    """Yield the values of a column of a parquet file, in lists of at most `size` values and about
-    BATCH_CHARACTERS.
+    """Yield the values of a column of a parquet file, in lists.
 
-    Texts are read through dictionaries, so a text that is stored once and repeated is in memory
-    once. ValueError, OSError or ArrowException if the file is damaged.
+    A list has at most `size` values and about BATCH_CHARACTERS characters. Texts are read through
+    dictionaries, so a text that is stored once and repeated is in memory only once. Raises
+    ValueError, OSError or ArrowException if the file is damaged.
     """
     check_packing(path, [column])
     with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=[column]) as file:
@@ -279,7 +285,7 @@ def read_column(
 
 
 def _unfold(values: pa.DictionaryArray) -> list[str | None]:
-    """Return the texts of an array; equal ones are the same Python object."""
+    """Return the texts of a dictionary array; equal texts are the same Python object."""
     used = values.indices.unique()
     used_texts = values.dictionary.take(used).to_pylist()
     texts = dict(zip(used.to_pylist(), used_texts, strict=True))
@@ -287,7 +293,10 @@ def _unfold(values: pa.DictionaryArray) -> list[str | None]:
 
 
 def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
-    """Split a list where its texts exceed BATCH_CHARACTERS."""
+    """Split a list of texts into lists of at most BATCH_CHARACTERS characters.
+
+    A text that is longer than this has a list of its own.
+    """
     start = 0
     characters = 0
     for number, text in enumerate(values):
@@ -301,8 +310,10 @@ def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
 
 
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
-    """Yield the documents of one shard, in lists. Rows without text are skipped. Raises UserError
-    if the shard is damaged."""
+    """Yield the documents of a shard, in lists.
+
+    Rows without text are skipped. Raises UserError if the shard is damaged.
+    """
     _check_size(path)
     try:
         schema = pq.read_schema(path)
@@ -319,8 +330,10 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
 
 
 def count_rows(path: Path) -> int:
-    """Return how many rows a shard has; only its footer is read. Raises UserError if the shard is
-    damaged."""
+    """Return the number of rows in a shard, from its footer alone.
+
+    Raises UserError if the shard is damaged.
+    """
     _check_size(path)
     try:
         return pq.read_metadata(path).num_rows
@@ -336,8 +349,10 @@ def texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def check_sha256(path: Path) -> None:
-    """Raise UserError if a shard does not have the SHA-256 in corpus.json. A shard without a
-    SHA-256 there passes."""
+    """Raise UserError if the SHA-256 of a shard is not the one in corpus.json.
+
+    A shard passes if corpus.json has no SHA-256 for it.
+    """
     _check_size(path)
     expected = _recorded(path).get("sha256")
     if expected and sha256_of(path) != expected:
@@ -354,12 +369,12 @@ def _check_size(path: Path) -> None:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Return the size and the SHA-256 of a shard as corpus.json has them."""
+    """Return the size and the SHA-256 that corpus.json has for a shard."""
     return read_about(path.parent).get("shards", {}).get(path.name, {})
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    """Return the error for a damaged shard: what is wrong, and the command that fixes it."""
+    """Return the error for a damaged shard, with the reason and the command that fixes it."""
     about = read_about(path.parent)
     make = about.get("make", "python -m nanochat.dataset ...")
     # A downloaded shard can be fetched again alone; shards that were made here are made again

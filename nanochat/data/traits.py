@@ -1,4 +1,4 @@
-"""What a corpus asks of the stages that train on it and of the chats with its models, by its name.
+"""The settings that a corpus, known by its name, asks of its stages and of chats with its models.
 
 This file imports no pyarrow, since chats read it too.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Drawing:
-    """How a chat samples its replies unless the user asks for other settings."""
+    """The sampling settings of a chat, unless the user asks for others."""
 
     temperature: float = 0.6
     """Randomness, from 0, which always takes the likeliest token, to 2."""
@@ -22,8 +22,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a corpus that set defaults of stages and chats. The defaults here suit a large
-    corpus of web pages."""
+    """Properties of a corpus that set the defaults of stages and chats.
+
+    The defaults here suit a large corpus of web pages.
+    """
 
     row_tokens: int | None = None
     """Tokens in a row of pretraining if no length is set; None: the device decides."""
@@ -76,6 +78,8 @@ TINYWORLD = Traits(
 
 
 def traits(corpus: str | None) -> Traits:
-    """Return the traits of a corpus by its name. A mixture, an imported corpus and None (unknown)
-    have the default traits."""
+    """Return the traits of the corpus with this name.
+
+    A mixture, an imported corpus and None (unknown) have the default traits.
+    """
     return TINYWORLD if corpus == "tinyworld" else Traits()

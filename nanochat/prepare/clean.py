@@ -1,10 +1,10 @@
-"""Say which documents of a corpus are left out: near-duplicates, and documents with passages of
-evaluations.
+"""Decide which documents of a corpus are left out of training.
 
-The shards stay as they are. corpus.json gets an entry `dropped`, and each shard a list of its
-documents in `dropped/`; tokenising leaves these documents out, in this command and in every stage.
-Shards are screened one by one, by processes that run `python -m nanochat.prepare.clean` if the
-corpus is large; then one process decides for all documents together.
+These are near-duplicates, and documents with passages of evaluations. The shards stay as they are.
+corpus.json gets an entry `dropped`, and each shard gets a list of its dropped documents in
+`dropped/`. Tokenising leaves these documents out, in this command and in every stage. Shards are
+screened one by one. If the corpus is large, this is done by processes that run `python -m
+nanochat.prepare.clean`. Then one process decides for all documents together.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ def clean(
     drop_contaminated: bool,
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Screen all documents of a corpus, note which are left out, and return what corpus.json says
-    about them.
+    """Screen a corpus, record which documents are left out, and return a summary.
 
-    Of documents that resemble each other the first stays. Validation comes first, so training
-    keeps no near copy of a validation document. The result depends on the shards alone, not on the
-    processes. A call that only counts keeps what was left out earlier.
+    The record is the entry `dropped` of corpus.json. Of documents that resemble each other, only
+    the first stays. Validation documents come first, so training keeps no near copy of one. The
+    result depends only on the shards, not on the number of processes. If an earlier call left out
+    documents, a call that only counts changes nothing.
 
-    Raises UserError if a shard is damaged, or with code 2 if the call would take documents back
-    that an earlier one left out for a reason that this one does not repeat.
+    Raises UserError if a shard is damaged. Raises UserError (code 2) if an earlier call left out
+    documents for a reason that this call does not repeat, so that they would come back.
     """
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})
@@ -81,7 +81,7 @@ def clean(
 
 
 def take_back(corpus: Corpus) -> None:
-    """Leave out no document of a corpus any more."""
+    """Restore all documents that were left out of a corpus."""
     about = read_about(corpus.folder)
     if about.pop(DROPPED, None) is not None:
         write_json(corpus.folder / ABOUT, about)
@@ -95,8 +95,10 @@ def _refuse_to_take_back(
     dedup: bool,
     drop: bool,
 ) -> None:
-    """Raise UserError if an earlier command left out documents for a reason that this one does not
-    repeat."""
+    """Raise UserError if this command would restore documents that an earlier one left out.
+
+    This happens if the earlier command left them out for a reason that this one does not repeat.
+    """
     reasons = (
         ("near_duplicates", "--dedup", dedup),
         ("dropped_contaminated", "--drop_contaminated", drop),
@@ -121,7 +123,7 @@ def _command(
     check_against: Path | None,
     drop_contaminated: bool,
 ) -> str:
-    """Return the command that leaves these documents out again."""
+    """Return the command that leaves the same documents out again."""
     command = f"python -m nanochat.prepare --data {quote(corpus.name)}"
     if dedup:
         command += " --dedup"
@@ -147,7 +149,7 @@ def _decide(
     set_names: tuple[str, ...],
     drop: bool,
 ) -> _Decision:
-    """Decide from the screened shards which documents are left out."""
+    """Decide which documents are left out, from the results of screening the shards."""
     results = [dict(np.load(path)) for path in screened]
     counts = [int(result["seen"]) for result in results]
     ends = np.cumsum(counts)
@@ -175,8 +177,10 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write the list of each shard's documents that are left out, and return what corpus.json says
-    about the lists."""
+    """Write a list of the documents left out of each shard.
+
+    Returns the entry of corpus.json for each list: its number of documents and its SHA-256.
+    """
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
         body = io.BytesIO()
@@ -223,11 +227,12 @@ def screen_shard(
     passages: Passages | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Read a shard and write what was found to `out`: bands and bins of its documents, and hits as
-    pairs (document, set).
+    """Screen the documents of a shard, and write the result to `out`.
 
-    Documents are counted as `batches` gives them. `advance` gets their number after every batch.
-    Raises UserError if the shard is damaged.
+    The result holds the bands and bins of the documents' signatures, and a pair (document, set) for
+    each document that holds a passage of an evaluation set. Documents are numbered in the order in
+    which `batches` yields them. `advance` is called after every batch with the number of documents
+    in it. Raises UserError if the shard is damaged.
     """
     check_sha256(path)
     parts = []
@@ -277,7 +282,7 @@ def _screen_in_processes(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Read the evaluations in a worker process, and return the function that does one task."""
+    """Read the evaluations in a worker process, and return a function that does one task."""
     passages = read_passages(Path(setup["against"])) if setup["against"] else None
 
     def screen(task: Message, say: Say) -> Message:

@@ -64,11 +64,11 @@ def prepare_conversations(
     tokenizer: Tokenizer,
     key: str,
 ) -> TokenSet:
-    """Return conversations as tokens, with a mask of the tokens that are trained; safe to call
-    from every rank at once.
+    """Return conversations as tokens, with a mask of the tokens that are trained.
 
-    `key` names the content. If the folder holds files with the same key and tokenizer, they are
-    used, and `conversations` is neither called nor read.
+    This is safe to call from every rank at once. `key` identifies the content. If the folder holds
+    files with the same key and tokenizer, they are used, and `conversations` is neither called nor
+    read.
     """
     identity = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
 
@@ -93,10 +93,10 @@ def conversation_lengths(
     tokenizer: Tokenizer,
     together: int = 1,
 ) -> np.ndarray:  # int64
-    """Return the number of tokens of every conversation of a stage, to train on and to validate
-    on; with `together`, of every so many in a row: the two of a pair.
+    """Return the number of tokens of each training and validation conversation of a stage.
 
-    The tokens are saved: dataloader.chat_rows() does not tokenise them again.
+    With `together`, each number is the sum for that many conversations in a row, such as the two of
+    a pair. The tokens are saved, so dataloader.chat_rows() does not tokenise them again.
     """
     key = conversations.key
     lengths = []
@@ -148,8 +148,10 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _remove_old_folders(folder: Path) -> None:
-    """Remove folders that the same stage filled long ago; a run that resumes with one of them
-    tokenises again."""
+    """Remove folders that the same stage filled long ago.
+
+    A run that resumes with one of them tokenises its conversations again.
+    """
     name = folder.name.rpartition("-")[0]
     times = {}
     for path in folder.parent.glob(f"{name}*"):

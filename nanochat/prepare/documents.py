@@ -1,5 +1,7 @@
-"""A corpus as token files: every shard is tokenised once, by several processes if the corpus is
-large. The processes run `python -m nanochat.prepare.documents`."""
+"""Turn a corpus into token files, tokenising every shard once.
+
+If the corpus is large, several processes do this by running `python -m nanochat.prepare.documents`.
+"""
 
 import contextlib
 import tempfile
@@ -30,8 +32,11 @@ from nanochat.tokenizer import Tokenizer, cores
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard to tokenise. `source` says what its tokens are made of: tokens of another source
-    are made again."""
+    """A shard to tokenise.
+
+    `source` identifies the content that its tokens are made from: tokens from another source are
+    made again.
+    """
 
     path: Path
     source: dict[str, Any]
@@ -43,13 +48,13 @@ def prepare_documents(
     split: Literal["train", "val"],
     processes: int | None = None,
 ) -> TokenSet:
-    """Return the tokens of a corpus, made on the first call and saved; safe to call from every
-    rank at once.
+    """Return the tokens of a corpus, which the first call makes and saves.
 
-    There is one part per shard, made by one of `processes` (default: as many as save time). A call
-    after an interruption resumes with the shards that are not done, and after a larger download
-    only new shards are tokenised. Raises UserError if a shard or a token file is damaged, or if a
-    shard is missing. A missing token file is made again.
+    This is safe to call from every rank at once. There is one part per shard, made by one of
+    `processes` (default: as many as save time). After an interruption, the next call resumes with
+    the shards that are not done; after a larger download, only new shards are tokenised. A missing
+    token file is made again. Raises UserError if a shard or a token file is damaged, or if a shard
+    is missing.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     split_shards = _shards_to_tokenise(corpus, split)
@@ -139,8 +144,10 @@ def _note_path(folder: Path, name: str) -> Path:
 
 
 def _read_note(path: Path) -> dict[str, Any] | None:
-    """Return the description of a finished part; None if the part is not finished or must be made
-    again."""
+    """Return the description of a finished part.
+
+    Returns None if the part is not finished or must be made again.
+    """
     try:
         entry = read_json(path) if path.exists() else None
     except ValueError as failure:
@@ -203,11 +210,10 @@ def tokenise_shard(
     threads: int | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Check a shard, write its tokens into a folder and return their description. Documents that
-    clean.py left out are skipped.
+    """Check a shard, write its tokens to a folder, and return their description.
 
-    `advance` is called with the number of documents after every batch. Raises UserError if the
-    shard is damaged; then no token file appears.
+    Documents that clean.py left out are skipped. `advance` is called after every batch with the
+    number of documents in it. Raises UserError if the shard is damaged; then no token file appears.
     """
     check_sha256(path)
     token_bytes = tokenizer.token_bytes()

@@ -27,8 +27,10 @@ EMPTY = (1 << 32) - 1  # where a bin has no hash
 
 @cache
 def _factors() -> np.ndarray:
-    """Return odd numbers that hashes multiply with, uint64: two for a window, one to mix, and one
-    for each bin of a band."""
+    """Return the odd numbers that hashes are multiplied with, uint64.
+
+    There are two for a window, one to mix, and one for each bin of a band.
+    """
     count = 3 + BINS // BANDS
     numbers = np.random.default_rng(0).integers(1, 1 << 63, count, np.uint64)
     return numbers * np.uint64(2) + np.uint64(1)
@@ -44,7 +46,7 @@ def _translation() -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class Signatures:
-    """What is stored of documents to compare them."""
+    """The signatures of documents, by which they are compared."""
 
     # (documents, BANDS) uint64: documents with an equal band may be near-duplicates
     bands: np.ndarray
@@ -87,8 +89,10 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def _smallest_hashes(text: str) -> np.ndarray:
-    """Return the smallest 32-bit hash of a text's windows in each bin, EMPTY where a bin has none;
-    (BINS,) uint64."""
+    """Return the smallest 32-bit hash of a text's windows in each bin, uint64 (BINS,).
+
+    A bin without a hash holds EMPTY.
+    """
     letters = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
     count = len(letters) - WINDOW + 1
     # The eight bytes from each position on; a window of 16 bytes is two of them.
@@ -121,8 +125,10 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(documents: Signatures) -> np.ndarray:
-    """Return which documents resemble an earlier one, bool (documents,): the first of a group is
-    never among them."""
+    """Return which documents resemble an earlier one, bool (documents,).
+
+    The first document of a group is never marked.
+    """
     duplicate = np.zeros(len(documents.bands), bool)
     if not len(duplicate):
         return duplicate

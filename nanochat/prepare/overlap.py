@@ -40,8 +40,11 @@ def _factors() -> np.ndarray:
 
 @cache
 def _words_only() -> bytes:
-    """Return every byte in lower case, and a space for every ASCII character that is no letter or
-    digit."""
+    """Return a table for bytes.translate that keeps only words.
+
+    It maps each byte to lower case, and each ASCII character that is neither a letter nor a digit
+    to a space.
+    """
     lower_case = bytes(range(256)).lower()
     return bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in lower_case)
 
@@ -80,8 +83,10 @@ class Passages:
 
 
 def read_passages(folder: Path) -> Passages:
-    """Return the passages of every evaluation in a folder. Raises UserError (code 2) if the folder
-    has none or a file is damaged."""
+    """Return the passages of every evaluation in a folder.
+
+    Raises UserError (code 2) if the folder has none or if a file is damaged.
+    """
     folder = folder.expanduser()
     subfolders = []
     if folder.is_dir():
@@ -123,8 +128,10 @@ def _hashes_of_set(folder: Path) -> np.ndarray:
 
 
 def passages(text: str) -> np.ndarray:
-    """Return the hashes of all passages of a text, uint64 (passages,). Case, spaces and ASCII
-    punctuation do not count."""
+    """Return the hashes of all passages of a text, uint64 (passages,).
+
+    Case, spaces and ASCII punctuation are ignored.
+    """
     words = text.encode(errors="replace").translate(_words_only()).split()
     word_hashes = np.fromiter(map(crc32, words), np.uint64)
     count = max(len(word_hashes) - WORDS + 1, 0)

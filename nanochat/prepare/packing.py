@@ -16,8 +16,10 @@ SMALL = 64  # a gap smaller than a row divided by this is left only if nothing e
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of segments. Segment s is one begin mark, then `lengths[s]` tokens from token
-    `starts[s]` on."""
+    """Rows of segments.
+
+    Segment s is one begin mark, then the `lengths[s]` tokens that begin at token `starts[s]`.
+    """
 
     first: np.ndarray  # (rows + 1,) int64: row r holds segments first[r] .. first[r + 1] - 1
     starts: np.ndarray  # (segments,) int64
@@ -25,7 +27,10 @@ class Packing:
 
 
 class _Pool:
-    """The pieces to choose from, by length: at most `window` of them, refilled as they are used."""
+    """The pieces to choose from, sorted by length.
+
+    The pool holds at most `window` pieces, and is refilled as they are used.
+    """
 
     def __init__(self, pieces: Iterator[tuple[int, int]], window: int):
         self._pieces = pieces
@@ -58,8 +63,10 @@ class _Pool:
         return piece
 
     def take_head(self, length: int) -> int:
-        """Remove the first `length` tokens of the longest piece, and return their start. The tail
-        goes back into the pool."""
+        """Remove the first `length` tokens of the longest piece, and return their start.
+
+        The rest of the piece goes back into the pool.
+        """
         start = self._starts.pop()
         tail = self.lengths.pop() - length
         self.put(start + length, tail)
@@ -115,8 +122,10 @@ def _choose(
     room: int,
     row_tokens: int,
 ) -> int:
-    """Return the index of the piece that comes next in a row whose pieces may be cut; -1 if the
-    head of the longest piece should fill the row."""
+    """Return the index of the next piece for a row whose pieces may be cut.
+
+    Returns -1 if the head of the longest piece should fill the row.
+    """
     i = pool.longest_up_to(room - 1)
     if pool.lengths[-1] < room:
         return i  # every piece fits
@@ -135,8 +144,10 @@ def _pieces(
     lengths: np.ndarray,
     size: int = 65_536,
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) as Python numbers, converted in batches so that memory does not grow
-    with the corpus."""
+    """Yield the (start, length) of each piece as Python numbers.
+
+    They are converted in batches, so that memory does not grow with the corpus.
+    """
     for i in range(0, len(starts), size):
         some_starts = starts[i : i + size].tolist()
         some_lengths = lengths[i : i + size].tolist()
@@ -148,11 +159,11 @@ def cut_at(
     end: int,
     room: int,
 ) -> list[tuple[int, int]]:
-    """Cut a conversation of `end` tokens into (start, length) pieces of at most `room`.
+    """Cut a conversation of `end` tokens into (start, length) pieces of at most `room` tokens.
 
     A piece runs from one of `borders` (ascending, the first is 0) to the last border within `room`
     tokens. If the next border is further away, the piece consists of the first `room` tokens, and
-    the tokens up to that border are dropped.
+    the tokens between its end and that border are dropped.
     """
     pieces = []
     edges = [*borders, end]
@@ -173,7 +184,7 @@ def count_marked(
     starts: np.ndarray,  # (pieces,) int64
     lengths: np.ndarray,  # (pieces,) int32
 ) -> np.ndarray:
-    """Return how many tokens of each piece have a nonzero mask, int64 (pieces,)."""
+    """Return the number of tokens with a nonzero mask in each piece, int64 (pieces,)."""
     counts = np.empty(len(starts), np.int64)
     for number, (start, length) in enumerate(_pieces(starts, lengths)):
         counts[number] = np.count_nonzero(mask[start : start + length])

@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.used)
 
 
@@ -114,8 +114,10 @@ def _load_plan(
     key: str,
     row_tokens: int,
 ) -> Plan | None:
-    """Return the saved plan with this key; None if there is none, or if it is damaged, which also
-    prints a warning."""
+    """Return the saved plan with this key.
+
+    Returns None if there is none. Also returns None, with a warning, if the plan is damaged.
+    """
     try:
         meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
         if meta is None or meta["key"] != key:

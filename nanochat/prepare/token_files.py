@@ -56,12 +56,12 @@ class TokenSet:
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """The total number of tokens."""
         return sum(entry["tokens"] for entry in self.meta["parts"])
 
     @property
     def documents(self) -> int:
-        """How many documents or conversations there are."""
+        """The total number of documents or conversations."""
         return sum(entry["documents"] for entry in self.meta["parts"])
 
     @property
@@ -105,8 +105,10 @@ def files_exist(folder: Path, entry: dict[str, Any]) -> bool:
 
 
 def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
-    """Return the meta.json of a folder of token files; None if there is none. Raises UserError if
-    it cannot be read or lacks one of the entries `needs`."""
+    """Return the meta.json of a folder of token files, or None if there is none.
+
+    Raises UserError if it cannot be read or lacks one of the keys in `needs`.
+    """
     path = folder / META
     try:
         meta = read_json(path) if path.exists() else None
@@ -123,8 +125,8 @@ def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[s
 def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
     """Map the token files of a folder into memory, and check their sizes and hashes.
 
-    Without `verify`, a file is hashed only if it has changed since its last check. UserError names
-    the damaged file and the command that fixes it.
+    Without `verify`, a file is hashed only if it has changed since its last check. Raises UserError
+    with the command to type if a file is damaged.
     """
     meta = read_meta(folder)
     if meta is None:
@@ -149,8 +151,10 @@ def _map_file(
     dtype: str,
     count: int,
 ) -> np.ndarray:
-    """Return the `count` values of a file, memory-mapped. Raises UserError if it has another
-    size."""
+    """Return the `count` values of a file, memory-mapped.
+
+    Raises UserError if the file has another size.
+    """
     if not path.exists():
         raise damage(path, "it is missing")
     size = path.stat().st_size
@@ -237,8 +241,10 @@ class TokenWriter:
         self._digests[kind].update(values.data)
 
     def finish(self, source: dict[str, Any]) -> dict[str, Any]:
-        """Write the offsets, give all files their final names, and return the description of the
-        part, which includes `source`."""
+        """Write the offsets, rename all files into place, and return the part's description.
+
+        The description includes `source`.
+        """
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self._create("offsets")
@@ -365,10 +371,10 @@ def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Let one process in at a time. Ranks that come later wait here, and then find the work done.
+    """Hold a lock that admits one process at a time, and yield its file descriptor.
 
-    Yields the file descriptor of the lock. A child process that inherits it holds the lock until
-    the child has ended.
+    Ranks that come later wait here, and then find the work done. A child process that inherits the
+    file descriptor holds the lock until the child has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = functools.partial(log, f"waiting for another process that prepares {path.parent}")

@@ -1,4 +1,4 @@
-"""Give tasks to worker processes as lines of JSON, and collect their answers."""
+"""Send tasks to worker processes as lines of JSON, and collect their answers."""
 
 import contextlib
 import errno
@@ -33,8 +33,10 @@ def processes_for(
     tasks: int,
     requested: int | None,
 ) -> int:
-    """Return how many processes to use for tasks that read `size` bytes of shards: the requested
-    number, or as many as save time; at most one for each task."""
+    """Return the number of processes to use for tasks that read `size` bytes of shards.
+
+    This is the requested number, or else as many as save time, and never more than one per task.
+    """
     worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)
     return min(requested or worthwhile, tasks)
 
@@ -46,35 +48,34 @@ def work(
     processes: int,
     keep: Sequence[int] = (),
 ) -> Generator[tuple[int, Message], None, None]:
-    """Let worker processes do tasks, and yield (number of the task, message) for every message as
-    it arrives.
+    """Run tasks in worker processes, and yield (task number, message) for each message.
 
-    The processes run `python -m module`, which calls serve(). The last message of a task has
-    "result". A UserError or an OSError in a process is raised here too, and a process that was
-    killed raises UserError. Leaving the iterator ends the processes; they also end when this
-    process ends. They inherit the file descriptors `keep`.
+    Messages are yielded as they arrive. The processes run `python -m module`, which calls serve().
+    The last message of a task has the key "result". A UserError or an OSError in a process is
+    raised here too. Raises UserError if a process was killed. Leaving the iterator ends the
+    processes; they also end when this process ends. They inherit the file descriptors in `keep`.
     """
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
-    for number in range(len(tasks)):
-        waiting.put(number)
+    for task_number in range(len(tasks)):
+        pending.put(task_number)
     workers: list[subprocess.Popen[str]] = []
     threads: list[threading.Thread] = []
 
     def drive(process: subprocess.Popen[str]) -> None:
-        """Hand tasks to one process until none is waiting or the process fails."""
+        """Give tasks to one process until no task is left or the process fails."""
         to_send = [setup]
         while True:
             try:
-                number = waiting.get_nowait()
+                task_number = pending.get_nowait()
             except queue.Empty:
                 return
-            _send(process, [*to_send, tasks[number]])
+            _send(process, [*to_send, tasks[task_number]])
             to_send = []
             message = Message()
             while "result" not in message and "raised" not in message:
                 message = _receive(process)
-                answers.put((number, message))
+                answers.put((task_number, message))
             if "raised" in message:
                 return
 
@@ -87,12 +88,12 @@ def work(
             thread.start()
         unfinished = len(tasks)
         while unfinished:
-            number, message = answers.get()
+            task_number, message = answers.get()
             if "raised" in message:
-                raise _failure(message, tasks[number])
+                raise _failure(message, tasks[task_number])
             if "result" in message:
                 unfinished -= 1
-            yield number, message
+            yield task_number, message
     finally:
         _end(workers, threads)
 
@@ -166,10 +167,10 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
 
 
 def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
-    """Do tasks from standard input until it ends.
+    """Do the tasks that arrive on standard input, until it ends.
 
-    `begin(setup)` returns a function that does one task and returns the result; meanwhile the
-    function may send messages with its second argument.
+    `begin(setup)` returns a function that does one task and returns its result. While it works,
+    this function may send messages by calling its second argument.
     """
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us

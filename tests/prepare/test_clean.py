@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nanochat.common import UserError
-from nanochat.data.corpora import Corpus, list_of_dropped, shards, told_of_dropped
+from nanochat.data.corpora import Corpus, dropped_summary, list_of_dropped, shards
 from nanochat.data.shards import read_about, texts
 from nanochat.prepare.__main__ import Config, main
 from nanochat.prepare.clean import clean, take_back
@@ -119,11 +119,11 @@ def test_the_command_tokenises_what_is_left_and_takes_it_back(
     said = capsys.readouterr().out
     assert f"c: 90 of 390 documents ({90 / 390:.2%}) are near-duplicates and are left out" in said
     assert len(tokens_of(corpus)) == 300
-    assert told_of_dropped([corpus]) == {"left out of c": f"90 of 390 documents ({90 / 390:.2%})"}
+    assert dropped_summary([corpus]) == {"left out of c": f"90 of 390 documents ({90 / 390:.2%})"}
     main(Config(data="c"))  # the stages decide nothing anew
     assert len(tokens_of(corpus)) == 300
     main(Config(data="c", all_documents=True))
-    assert tokens_of(corpus) == before and told_of_dropped([corpus]) == {}
+    assert tokens_of(corpus) == before and dropped_summary([corpus]) == {}
     take_back(corpus)
 
 

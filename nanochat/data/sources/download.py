@@ -1,5 +1,7 @@
-"""Download files over HTTP: resume, retry, check size and SHA-256, then rename each file into
-place."""
+"""Download files over HTTP: resume, retry, and check their size and SHA-256.
+
+Each file gets its final name only when it is complete.
+"""
 
 import contextlib
 import email.utils
@@ -40,8 +42,11 @@ class Remote:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file that was downloaded. `sha256` was known before or promised by the server and has been
-    checked; None if neither."""
+    """A file that was downloaded.
+
+    `sha256` has been checked if it was known before or promised by the server; otherwise it is
+    None.
+    """
 
     path: Path
     bytes: int
@@ -66,8 +71,10 @@ class Patience:
 
 
 class _Retry(Exception):
-    """A failure that the next attempt may not meet; `wait_seconds` is the wait that the server
-    asked for, if it did."""
+    """A failure that may not happen again in the next attempt.
+
+    `wait_seconds` is the wait that the server asked for, if it asked for one.
+    """
 
     def __init__(self, message: str, wait_seconds: float | None = None):
         super().__init__(visible(message))
@@ -106,15 +113,15 @@ def fetch_all(
     advance: Callable[[float], None] = _nothing,
     say: Callable[[str], None] = _nothing,
 ) -> list[Fetched]:
-    """Fetch the missing files, `parallel` at a time, and return those that were fetched, in the
-    order of `files`.
+    """Fetch the missing files, `parallel` at a time, and return those that were fetched.
 
-    A file under its final name counts as done. An incomplete file stays as `NAME.part`, and the
-    next call resumes it. A file that the server gives no size for may fill the disk up to RESERVE;
-    then nothing of it is kept. `check` raises ValueError for the wrong content, such as a login
-    page, and UserError if no attempt can help. `advance` gets counts of bytes as they arrive,
-    negative when a part is discarded. `say` gets a line for each retry. `hint` ends each error
-    message. Raises UserError if a file cannot be fetched. Ctrl-C leaves the parts.
+    They are returned in the order of `files`. A file under its final name counts as done. An
+    incomplete file stays as `NAME.part`, and the next call resumes it. A file for which the server
+    gives no size may fill the disk up to RESERVE; then nothing of it is kept. `check` raises
+    ValueError if the content is wrong, such as a login page, and UserError if no attempt can help.
+    `advance` gets counts of bytes as they arrive, and negative counts when a part is discarded.
+    `say` gets a line for each retry. `hint` ends each error message. Raises UserError if a file
+    cannot be fetched. Ctrl-C keeps the parts.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -159,8 +166,10 @@ def probe_size(
     patience: Patience | None = None,
     hint: str = "",
 ) -> int | None:
-    """Return the size of a remote file in bytes; None if the server does not say. Raises UserError
-    as for `fetch_all`."""
+    """Return the size of a remote file in bytes, or None if the server does not give it.
+
+    Raises UserError as `fetch_all` does.
+    """
     transfer = _Transfer(headers, patience or Patience(), hint)
 
     def ask() -> int | None:
@@ -219,8 +228,10 @@ def _retrying(
     url: str,
     transfer: _Transfer,
 ) -> Result:
-    """Call `attempt` until it succeeds, or until it has failed too often without `progress`
-    growing."""
+    """Call `attempt` until it succeeds.
+
+    Gives up after too many failures during which `progress` did not grow.
+    """
     failures = 0
     patience = transfer.patience
     while True:
@@ -270,8 +281,10 @@ def _gave_up(
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch the missing bytes of a file. Raises UserError if the disk is full, which says what is
-    kept."""
+    """Fetch the missing bytes of a file.
+
+    Raises UserError if the disk is full; the message says what is kept.
+    """
     try:
         return _fetch_remaining(remote, transfer)
     except OSError as failure:
@@ -333,8 +346,10 @@ def _check_range(
     offset: int,
     transfer: _Transfer,
 ) -> None:
-    """Make sure that a response continues the part at `offset`, or empty the part for a complete
-    file."""
+    """Check that a response continues the part at `offset`.
+
+    If it holds the complete file instead, empty the part.
+    """
     if response.status_code == 206:
         if _first_byte(response) != offset:
             raise _start_over(file, transfer, "the server sent a range that was not asked for")
@@ -383,8 +398,10 @@ def _request(
     transfer: _Transfer,
     headers: dict[str, str],
 ) -> requests.Response:
-    """Return an open response with status 200, 206 or 416. Any other status raises _Retry (wait)
-    or UserError (give up)."""
+    """Return an open response with status 200, 206 or 416.
+
+    With any other status, raises _Retry if a later attempt may succeed, or UserError if not.
+    """
     all_headers = {"Accept-Encoding": "identity", **transfer.headers, **headers}
     timeout = transfer.patience.stall_seconds
     try:
@@ -419,8 +436,10 @@ def _etag_file(path: Path) -> Path:
 
 
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
-    """Ask for the missing bytes of a part, on the condition that the file on the server has not
-    changed."""
+    """Return the headers of a request for the missing bytes of a part.
+
+    They ask for these bytes only if the file on the server has not changed.
+    """
     if not offset:
         return {}
     headers = {"Range": f"bytes={offset}-"}
@@ -439,9 +458,11 @@ def _note_etag(path: Path, response: requests.Response) -> None:
 
 
 def _total(response: requests.Response, transfer: _Transfer) -> int | None:
-    """Return the size of the complete file: from Content-Range if the response is a range, else
-    from Content-Length. None if the server does not say. Raises UserError if it says something else
-    than a number of bytes."""
+    """Return the size of the complete file, or None if the server does not give it.
+
+    The size is in Content-Range if the response is a range, and otherwise in Content-Length. Raises
+    UserError if the header is not a number of bytes.
+    """
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:
@@ -463,8 +484,10 @@ def _first_byte(response: requests.Response) -> int | None:
 
 
 def _promised_sha256(response: requests.Response) -> str | None:
-    """Return the SHA-256 that Hugging Face and its mirrors send with the redirect to a large
-    file."""
+    """Return the SHA-256 that the server promised for a large file.
+
+    Hugging Face and its mirrors send it with the redirect to the file.
+    """
     for answer in (*response.history, response):
         match = SHA256.match(answer.headers.get("X-Linked-Etag", ""))
         if match:

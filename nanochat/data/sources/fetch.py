@@ -1,5 +1,7 @@
-"""Fetch the files of a published corpus as shards, check their columns, and record their sizes and
-SHA-256s in corpus.json."""
+"""Fetch the files of a published corpus as shards.
+
+Their columns are checked, and their sizes and SHA-256s are recorded in corpus.json.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,7 +27,7 @@ from nanochat.data.sources.published import Source
 
 
 class Bar(AbstractContextManager[Any], Protocol):
-    """What shows how far a download is."""
+    """A display of a download's progress."""
 
     def advance(self, by: float, skipped: bool = False) -> None: ...
     def say(self, line: str) -> None: ...
@@ -42,14 +44,13 @@ def download(
     parallel: int = 3,
     patience: Patience | None = None,
 ) -> Corpus:
-    """Fetch `count` training files of a source and its validation file. Complete shards stay as
-    they are, partial ones are resumed.
+    """Fetch `count` training files of a source and its validation file.
 
-    Uses HF_ENDPOINT, HF_TOKEN (for the hub itself only) and the usual proxy variables. corpus.json
-    records the size and the SHA-256 of every shard, and a shard that is fetched again must have the
-    same. Shards that were copied into the folder are checked like downloaded ones. Raises UserError
-    if the network or the server fails, if a file lacks a column, or if the disk is too small for
-    all files.
+    Complete shards stay as they are, and partial ones are resumed. Uses HF_ENDPOINT, HF_TOKEN (for
+    the hub itself only) and the usual proxy variables. corpus.json records the size and the SHA-256
+    of every shard, and a shard that is fetched again must have the same. Shards that were copied
+    into the folder are checked like downloaded ones. Raises UserError if the network or the server
+    fails, if a file lacks a column, or if the disk is too small for all files.
     """
     corpus = Corpus(source.name, base_dir() / "base_data" / source.name)
     about_before = read_about(corpus.folder)
@@ -118,8 +119,10 @@ def download(
 
 
 def _adopted(path: Path, source: Source) -> dict[str, Any]:
-    """Return what corpus.json will say of a shard that has no recorded SHA-256, because somebody
-    copied it in or a download was stopped."""
+    """Return the entry in corpus.json for a shard that has no recorded SHA-256.
+
+    Such a shard was copied into the folder, or its download was stopped.
+    """
     try:
         has_columns(source)(path)
     except UserError:
@@ -137,11 +140,11 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 
 
 def has_columns(source: Source) -> Callable[[Path], None]:
-    """Return a check of a downloaded file.
+    """Return a function that checks a downloaded file.
 
-    The check raises ValueError if the file is no complete parquet file, such as a login page or a
-    file that was cut; UserError if it lacks a column of the source, or if its documents are no
-    text.
+    It raises ValueError if the file is not a complete parquet file, such as a login page or a
+    truncated file. It raises UserError if the file lacks a column of the source, or if its
+    documents are not text.
     """
 
     def check(path: Path) -> None:

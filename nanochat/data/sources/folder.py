@@ -69,12 +69,12 @@ def import_folder(
     bars: Bars = quiet,
     make: str | None = None,
 ) -> Corpus:
-    """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from all such files in a folder
-    and its subfolders.
+    """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from a folder of them.
 
-    Files are read in order of path. A .txt file is one document, split at lines `<|endoftext|>`
-    and, beyond 20,000 characters, at the next blank line. `make` is the command that makes the
-    corpus again, if it is not the import. UserError names the file and line that cannot be read.
+    Subfolders are included, and files are read in order of path. A .txt file is one document, split
+    at lines `<|endoftext|>` and, beyond 20,000 characters, at the next blank line. `make` is the
+    command that makes the corpus again, if it differs from the import command. Raises UserError
+    with the file and line if one cannot be read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem

@@ -11,8 +11,10 @@ Host = Literal["hub", "modelscope"]
 
 
 def endpoint() -> str:
-    """Return the address to fetch data sets from: HF_ENDPOINT, which may name a mirror, or the hub
-    itself."""
+    """Return the address to fetch data sets from.
+
+    This is HF_ENDPOINT, which may name a mirror, or else the hub itself.
+    """
     return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
@@ -21,11 +23,10 @@ def file_address(
     path: str,
     host: Host = "hub",
 ) -> str:
-    """Return the address of one file of a data set on the hub, or with host="modelscope" on
-    ModelScope.
+    """Return the address of a file of a data set on the hub or on ModelScope.
 
-    ModelScope calls its main branch master. MODELSCOPE_ENDPOINT replaces its address, as
-    HF_ENDPOINT does for the hub.
+    host="modelscope" chooses ModelScope, which calls its main branch master. MODELSCOPE_ENDPOINT
+    replaces its address, as HF_ENDPOINT does for the hub.
     """
     if host == "modelscope":
         base = (os.environ.get("MODELSCOPE_ENDPOINT") or MODELSCOPE).rstrip("/")
@@ -34,16 +35,20 @@ def file_address(
 
 
 def is_hub(url: str) -> bool:
-    """Return whether an address is one of the Hugging Face hub itself, over https: only there
-    HF_TOKEN is sent."""
+    """Return whether an address belongs to the Hugging Face hub itself, over https.
+
+    HF_TOKEN is sent only to such an address.
+    """
     parts = urlsplit(url)
     is_secure = parts.scheme == "https" and (parts.port or 443) == 443
     return is_secure and parts.hostname == urlsplit(HUB).hostname
 
 
 def hub_headers(url: str) -> dict[str, str]:
-    """Return the access token in HF_TOKEN as a header, for the hub itself. A mirror or a plain
-    connection must not see it."""
+    """Return a header with the access token in HF_TOKEN, for the hub itself.
+
+    A mirror or an unencrypted connection must not see the token.
+    """
     token = os.environ.get("HF_TOKEN", "").strip()
     if token and is_hub(url):
         return {"Authorization": f"Bearer {token}"}
@@ -51,8 +56,10 @@ def hub_headers(url: str) -> dict[str, str]:
 
 
 def how_to_be_admitted(url: str) -> str:
-    """Return what to do when a host answers 401 or 403: where the terms of the data are, and which
-    token to set."""
+    """Return advice for the user when a host answers 401 or 403.
+
+    It says where the terms of the data are, and which token to set.
+    """
     page, separator, _ = url.partition("/resolve/")
     if not separator or "/datasets/" not in page:
         return f"If the data needs an account, set HF_TOKEN, which is sent only to {HUB}."

@@ -1,7 +1,7 @@
-"""The published corpora that --data knows by name: data sets whose numbered parquet files become
-the shards of a corpus.
+"""The published corpora that --data knows by name.
 
-To add a corpus, add a Source to SOURCES at the end.
+Each is a data set whose numbered parquet files become the shards of a corpus. To add a corpus, add
+a Source to SOURCES at the end.
 """
 
 from collections.abc import Mapping
@@ -42,15 +42,16 @@ class Source:
 
     @property
     def validation(self) -> int:
-        """The number of the file that is held out: the last one, or the first if the last is not
-        known."""
+        """The number of the file that is held out for validation.
+
+        This is the last file, or the first if the last is not known.
+        """
         return 0 if self.files is None else self.files - 1
 
     def numbers(self, count: int) -> list[int]:
-        """Return the numbers of the first `count` files for training and of the validation file;
-        -1 means all files.
+        """Return the numbers of the first `count` training files and of the validation file.
 
-        Raises UserError (code 2) if there are not so many.
+        -1 means all files. Raises UserError (code 2) if there are fewer than `count`.
         """
         if self.files is None:
             if count < 1:
@@ -81,8 +82,10 @@ class Source:
         return [*range(count), training_files]
 
     def shard(self, number: int) -> str:
-        """Return the name of the shard that a file becomes. The last shard of a corpus is for
-        validation."""
+        """Return the name of the shard that a file becomes.
+
+        The last shard of a corpus is for validation.
+        """
         is_held_out_first = self.files is None and number == 0
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
 

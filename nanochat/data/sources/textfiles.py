@@ -16,8 +16,10 @@ LONG_TXT = 20_000  # characters; a longer .txt document is split at the next bla
 
 
 def documents(files: list[Path], column: str) -> Iterator[str]:
-    """Yield the documents of files. Documents without text are skipped, and the log says how many
-    there were."""
+    """Yield the documents of files.
+
+    Documents without text are skipped, and their number is logged.
+    """
     empty = 0
     for path in files:
         for where, text in READERS[path.suffix](path, column):

@@ -1,5 +1,7 @@
-"""Files at a list of addresses: fetched into a folder, checked against their SHA-256s, and imported
-like your own."""
+"""Fetch the files at a list of addresses, and import them like your own files.
+
+They are fetched into a folder and checked against their SHA-256s.
+"""
 
 import hashlib
 import re
@@ -35,11 +37,11 @@ def download_urls(
     parallel: int = 3,
     patience: Patience | None = None,
 ) -> Corpus:
-    """Fetch the files of a list and import them as a corpus, named after the list unless `name`
-    says otherwise.
+    """Fetch the files of a list, and import them as a corpus.
 
-    The files stay in `downloads/` of the base folder, so a stopped download resumes and a longer
-    list fetches only what is new. Raises UserError as for downloads and imports.
+    The corpus is named after the list unless `name` is given. The files stay in `downloads/` of the
+    base folder, so a stopped download resumes, and a longer list fetches only new files. Raises
+    UserError if a file cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem
@@ -62,12 +64,12 @@ def download_urls(
 
 
 def read_list(path: Path, folder: Path) -> list[Remote]:
-    """Return the files that a list names: an address on each line, and after it the file's SHA-256
-    if you know it.
+    """Return the files that a list of addresses names.
 
-    Blank lines, lines that begin with # and repeated lines are skipped. The name of a local file
-    has a hash of its address and SHA-256, so that a changed line never finds the file of the old
-    one. UserError (code 2) names the line that is no address of a .parquet, .jsonl, .txt or .md
+    Each line holds an address and, if you know it, the SHA-256 of the file. Blank lines, lines that
+    begin with # and repeated lines are skipped. The name of a local file contains a hash of its
+    address and SHA-256, so that a changed line never finds the file of the old one. Raises
+    UserError (code 2) with the line if it is not the address of a .parquet, .jsonl, .txt or .md
     file.
     """
     try:
@@ -137,11 +139,11 @@ def _readable_files(folder: Path) -> list[Path]:
 
 
 def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
-    """Delete damaged files, so that they are fetched again, and rename files whose SHA-256 is in
-    the list but that have another name.
+    """Prepare files that are already here, so that as few as possible are fetched again.
 
-    A file from an earlier version of this program has a name without a hash: nothing tells which
-    address it came from, so without a SHA-256 it is fetched again, and the log says so.
+    Damaged files are deleted. Files whose SHA-256 is in the list but that have another name are
+    renamed. A file from an earlier version of this program has a name without a hash, so nothing
+    tells which address it came from. Without a SHA-256 it is fetched again, which is logged.
     """
     for remote in remotes:
         if remote.sha256 and remote.path.exists() and sha256_of(remote.path) != remote.sha256:

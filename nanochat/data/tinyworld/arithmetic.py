@@ -16,7 +16,7 @@ OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 @dataclass(frozen=True)
 class Mental:
-    """How hard the mental sums are, which a model answers without the calculator.
+    """The difficulty of the mental sums, which a model answers without the calculator.
 
     A small model learns such sums by heart, one by one. Training before RL shows the practised sums
     so rarely that the model half knows them, since rewards teach nothing about a sum that the model
@@ -28,8 +28,10 @@ class Mental:
     largest: int = 20  # the largest term
 
     def part(self, *terms: int) -> MentalPart:
-        """Return the part of the split that a sum belongs to; the order of its terms does not
-        matter."""
+        """Return the part of the split that a sum belongs to.
+
+        The order of its terms does not matter.
+        """
         return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
 
 
@@ -59,8 +61,10 @@ def operands(
     rng: random.Random,
     evaluation: bool,
 ) -> tuple[int, int]:
-    """Draw two operands whose result is a whole number >= 0, from those that are kept for
-    evaluation or from those that are free for training."""
+    """Draw two operands whose result is a whole number >= 0.
+
+    They come either from those that are kept for evaluation or from those that training may use.
+    """
     while True:
         a, b = _draw_operands(operation, rng)
         if kept_for_evaluation("operands", *sorted((a, b))) == evaluation:
@@ -94,8 +98,10 @@ def calculator_sum(
     rng: random.Random,
     evaluation: bool = False,
 ) -> Sum:
-    """Draw a sum for the calculator. Evaluation uses every wording, including the held-out ones;
-    training does not."""
+    """Draw a sum for the calculator.
+
+    Evaluation uses every wording, including the held-out ones; training uses only the others.
+    """
     operation = rng.choice(list(OPERATIONS))
     a, b = operands(operation, rng, evaluation)
     wording = wordings()[operation, language]
@@ -112,8 +118,10 @@ def mental_sum(
     split: MentalPart = "practised",
     held_out_wording: bool = False,
 ) -> Sum:
-    """Draw a mental sum from a part of the split, to be answered at once, without the
-    calculator."""
+    """Draw a mental sum from a part of the split.
+
+    It is to be answered at once, without the calculator.
+    """
     terms = _draw_terms(mental, rng)
     while mental.part(*terms) != split:
         terms = _draw_terms(mental, rng)

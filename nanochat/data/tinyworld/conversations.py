@@ -1,5 +1,4 @@
-"""Conversations for midtraining and SFT: questions about the world, sums, stories and small
-talk."""
+"""Conversations for midtraining and SFT: questions about the world, sums, stories, small talk."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,8 +106,10 @@ def _mix(
     shares: dict[str, float],
     mental: Mental,
 ) -> list[Conversation]:
-    """Return `size` shuffled conversations, LANGUAGE_SHARES of them in each language; `shares`
-    weighs their kinds."""
+    """Return `size` shuffled conversations of several kinds.
+
+    LANGUAGE_SHARES gives the share of each language, and `shares` gives the weight of each kind.
+    """
     rng = random.Random(seed)
     makers = _makers(Questions(rng), mental)
     kinds = _draw(shares, size, rng)
@@ -168,8 +169,10 @@ def _question(
 
 
 class Questions:
-    """Draws questions so that every fact that training asks comes up equally often in each
-    language, and confusable facts more often."""
+    """Draws questions about the facts that training asks.
+
+    Each fact comes up equally often in each language, but confusable facts come up more often.
+    """
 
     def __init__(self, rng: random.Random):
         self.rng = rng
@@ -250,8 +253,10 @@ def _dialogue(
     rng: random.Random,
     questions: Questions,
 ) -> list[Message]:
-    """Return one or two questions of any kind, often with a greeting before and a farewell after
-    them."""
+    """Return one or two questions of any kind.
+
+    A greeting often comes before them, and a farewell after them.
+    """
     messages = []
     if rng.random() < 0.7:
         messages += talk("open", language, rng)

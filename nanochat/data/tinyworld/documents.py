@@ -18,8 +18,10 @@ BEGINNINGS = 120  # of tales, likewise
 
 
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
-    """Yield the base corpus: `copies` renderings of the whole world, each in different words and
-    shuffled."""
+    """Yield the documents of the base corpus.
+
+    It states the whole world `copies` times, each time in different words and in shuffled order.
+    """
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
         texts = one_copy(rng)
@@ -28,8 +30,10 @@ def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
 
 
 def one_copy(rng: random.Random) -> list[str]:
-    """Return every kind of document once; every fact is stated at least three times in each
-    language."""
+    """Return every kind of document once.
+
+    Every fact is stated at least three times in each language.
+    """
     texts = list(both_languages(rng))
     for language in LANGUAGES:
         texts += articles(language, rng)
@@ -89,8 +93,10 @@ def _in_one_wording(
     language: Language,
     seed: int,
 ) -> list[str]:
-    """Return sentences that state facts of one relation alike: equal seeds draw equal wordings,
-    unless a value has wordings of its own."""
+    """Return sentences that state facts of one relation in the same wording.
+
+    Equal seeds draw equal wordings, unless a value has wordings of its own.
+    """
     return [state(fact, language, random.Random(seed), framed=0) for fact in facts]
 
 
@@ -132,8 +138,10 @@ def stories(
     rng: random.Random,
     count: int,
 ) -> Iterator[str]:
-    """Yield counting stories that end with the result, and stories that end by saying who or
-    where."""
+    """Yield stories of two kinds: counting stories, and stories about who or where.
+
+    The first kind ends with the result, the second with the person or place.
+    """
     for _ in range(count):
         counting, _ = counting_story(language, rng)
         logic = logic_story(language, rng)
@@ -176,8 +184,10 @@ def asking(
     rng: random.Random,
     count: int,
 ) -> Iterator[str]:
-    """Yield texts that explain question words and show how people talk, so that the tokenizer and
-    the base model know these words. They ask about no fact of the world."""
+    """Yield texts that explain question words and show how people talk.
+
+    They teach these words to the tokenizer and the base model, and ask about no fact of the world.
+    """
     data = json.loads(data_text("asking.json"))[language]
     names = story_data()["names"][language]
     for _ in range(count):

@@ -37,8 +37,10 @@ CIRCLES = (
 
 @dataclass(frozen=True)
 class Fact:
-    """One true statement: the value of a relation for its subjects. A comparison has two subjects,
-    other relations have one."""
+    """One true statement: the value of a relation for its subjects.
+
+    A comparison has two subjects; other relations have one.
+    """
 
     relation: str
     subjects: tuple[Word, ...]

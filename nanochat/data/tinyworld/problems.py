@@ -1,5 +1,7 @@
-"""Questions whose answers can be graded: evaluations of every relation and of the calculator, and
-problems for RL."""
+"""Questions whose answers can be graded.
+
+They evaluate every relation and the calculator, and serve as problems for RL.
+"""
 
 import functools
 import random
@@ -49,10 +51,10 @@ class Problem:
 
 
 def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
-    """Return whether the reply gives the right value and no other value, and uses the calculator as
-    the problem demands.
+    """Return whether a reply gives the right value, and no other value.
 
-    Pass the parts of a reply, or only its words, which count as a reply without a call.
+    The reply must also use the calculator as the problem demands. Pass the parts of a reply, or
+    only its words, which count as a reply without a call.
     """
     parts = [Part("text", reply)] if isinstance(reply, str) else reply
     words = "".join(part.text for part in parts if part.kind == "text")
@@ -85,8 +87,10 @@ def _numbers_in(text: str) -> set[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the values in a normalised text, longer values first. A value
-    that begins or ends with a Latin letter or a digit matches whole words only."""
+    """Return a pattern that finds the values in a normalised text, longer values first.
+
+    A value that begins or ends with a Latin letter or a digit matches only whole words.
+    """
     longest_first = sorted(set(values), key=lambda value: (-len(value), value))
     patterns = []
     for value in longest_first:
@@ -101,8 +105,10 @@ def _names_thing(
     name: str,
     expected: str,
 ) -> bool:
-    """Return whether a text has a name and beside it the expected value, which may begin with the
-    name: Mexico City."""
+    """Return whether a text has a name in addition to the expected value.
+
+    The value may itself begin with the name, as Mexico City does.
+    """
     if name not in text:
         return False
     without_first = "".join(text.split(name, 1))
@@ -143,8 +149,10 @@ def evaluation(
     seed: int = 0,
     size: int | None = 700,
 ) -> list[Problem]:
-    """Return open questions in held-out wordings about facts that training asks, with some for
-    every relation."""
+    """Return open questions in held-out wordings about facts that training asks.
+
+    There are some for every relation.
+    """
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
     for fact in _spread(asked_facts(), size, rng):
@@ -170,8 +178,7 @@ def _spread(
 
 
 def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
-    """Return one question, in a trained wording, about each combination that training never
-    asks."""
+    """Return a question, in a trained wording, about each combination that training never asks."""
     rng = random.Random(f"combinations/{seed}/{language}")
     problems = []
     for fact in held_out_facts():
@@ -185,8 +192,10 @@ def unknown_evaluation(
     seed: int = 0,
     size: int = 60,
 ) -> list[Problem]:
-    """Return questions about things that do not exist. A right reply says that it does not
-    know."""
+    """Return questions about things that do not exist.
+
+    A right reply admits that it does not know.
+    """
     rng = random.Random(f"unknown/{seed}/{language}")
     reply = dont_know(language)
     value = reply.rstrip(".。")
@@ -201,8 +210,10 @@ def unknown_evaluation(
 
 
 def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
-    """Return questions about nanochat itself in wordings that training never uses: each at the
-    beginning of a chat, after a greeting, and after a question about the world."""
+    """Return questions about nanochat itself, in wordings that training never uses.
+
+    Each comes at the beginning of a chat, after a greeting, and after a question about the world.
+    """
     rng = random.Random(f"persona/{seed}/{language}")
     items = [item[language] for item in dialogue_data()["about_itself"]]
     answers = [item["answer"].rstrip(".。") for item in items]
@@ -257,8 +268,11 @@ def tale_evaluation(
     seed: int = 0,
     size: int = 120,
 ) -> list[Problem]:
-    """Return requests for stories: of three, one about a hero that no story of training tells
-    about, and two about others. Every second one is in a held-out wording."""
+    """Return requests for stories, every second one in a held-out wording.
+
+    Of three requests, one is about a hero of whom no training story tells, and two are about
+    others.
+    """
     rng = random.Random(f"tales/{seed}/{language}")
     problems = []
     for i in range(size):
@@ -285,8 +299,10 @@ def tale_evaluation(
 
 
 def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
-    """Return sums and counting stories for the calculator, in both languages, with operands that
-    training never uses."""
+    """Return sums and counting stories for the calculator, in both languages.
+
+    Training never uses their operands.
+    """
     rng = random.Random(f"calculator/{seed}")
     problems = []
     for i in range(size):
@@ -314,8 +330,10 @@ def rl_evaluation(
     mental: Mental | None = None,
     unseen: bool = False,
 ) -> list[Problem]:
-    """Return the measure of RL: practised mental sums in held-out wordings or, with `unseen`, sums
-    that no training asks."""
+    """Return the mental sums that measure RL.
+
+    They are practised sums in held-out wordings or, with `unseen`, sums that no training asks.
+    """
     name = f"rl evaluation/{seed}/{unseen}"
     split: MentalPart = "unseen" if unseen else "practised"
     return _mental_problems(name, size, mental, split, held_out_wording=True)

@@ -1,5 +1,7 @@
-"""The split between training and evaluation: held-out combinations, and names and operands that are
-kept for evaluation."""
+"""The split between training and evaluation.
+
+It has held-out combinations, and names and operands that are kept for evaluation.
+"""
 
 import functools
 import hashlib
@@ -20,11 +22,11 @@ FAMOUS = frozenset(
 
 @functools.cache
 def held_out_keys() -> frozenset[tuple[str, ...]]:
-    """Return the combinations of relation and subjects that documents state and that training
-    never asks.
+    """Return the combinations of relation and subjects that training never asks.
 
-    They are the same in both languages, so that a model cannot learn an answer through the other
-    language. Relations with fewer than six facts have no held-out combinations.
+    Documents state them. They are the same in both languages, so that a model cannot learn an
+    answer through the other language. Relations with fewer than six facts have no held-out
+    combinations.
     """
     keys: set[tuple[str, ...]] = set()
     for relation, facts in facts_by_relation().items():
@@ -61,6 +63,8 @@ def place(*names: object) -> float:
 
 
 def kept_for_evaluation(*names: object) -> bool:
-    """Return whether operands or an invented name are kept for evaluation, as a tenth of them
-    are."""
+    """Return whether operands or an invented name are kept for evaluation.
+
+    About a tenth of them are.
+    """
     return place(*names) < HELD_OUT_SHARE

@@ -1,5 +1,7 @@
-"""How each relation is asked, stated and answered, and which question patterns are held out of
-training."""
+"""The wordings in which each relation is asked, stated and answered.
+
+Some question patterns are held out of training.
+"""
 
 import functools
 import json
@@ -16,8 +18,10 @@ SPLIT_SEED = "tinyworld-1"
 
 @dataclass(frozen=True)
 class Wording:
-    """The patterns of one relation in one language; `held_out` holds the two questions that are
-    kept for evaluation."""
+    """The patterns of one relation in one language.
+
+    `held_out` holds the two questions that are kept for evaluation.
+    """
 
     questions: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -33,8 +37,10 @@ class Wording:
 
 
 def sentence(text: str) -> str:
-    """Return the text with its first letter in upper case, unless it is a word spelled letter by
-    letter, such as c-a-t."""
+    """Return the text with its first letter in upper case.
+
+    A word that is spelled letter by letter, such as c-a-t, stays as it is.
+    """
     if text[1:2] == "-":
         return text
     return text[0].upper() + text[1:]
@@ -47,8 +53,10 @@ def english_sentence(text: str, language: Language) -> str:
 
 @functools.cache
 def frames() -> dict[str, dict[str, list[str]]]:
-    """Return sentences around a question or a statement, such as `Do you know {x}?`, by
-    language."""
+    """Return the sentences, by language, that can surround a question or a statement.
+
+    An example is `Do you know {x}?`.
+    """
     return json.loads(data_text("frames.json"))
 
 
@@ -75,10 +83,9 @@ def build_wording(
     data: dict,
 ) -> Wording:
     """Return the patterns of a relation: direct questions, and indirect questions inside frames.
-    One of each is held out.
 
-    The first direct question is the plainest and is never held out. Those of `more` were written
-    after the split was drawn, and are never held out either.
+    One of each is held out. The first direct question is the plainest and is never held out. Those
+    of `more` were written after the split was drawn, and are never held out either.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
@@ -110,8 +117,10 @@ def _slots(
     language: Language,
     rng: random.Random,
 ) -> dict[str, object]:
-    """Return the slots of a pattern: the subjects e and f, the value v, and w, the subject that is
-    not the value."""
+    """Return the text for each slot of a pattern.
+
+    The slots are the subjects e and f, the value v, and w, the subject that is not the value.
+    """
     subjects = [word[language] for word in fact.subjects]
     not_the_value = [word[language] for word in fact.subjects if word != fact.value]
     if fact.relation in ("bigger", "faster", "mixture"):
@@ -140,7 +149,7 @@ def ask_trained(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return a question about the fact in one of the wordings of training."""
+    """Return a question about the fact in a wording that training uses."""
     pattern = rng.choice(wordings()[fact.relation, language].trained)
     return ask(fact, language, pattern, rng)
 
@@ -150,8 +159,10 @@ def as_typed(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return the question as people type it: often without quotation marks, sometimes without
-    capitals or the last mark."""
+    """Return the question as people type it.
+
+    It is often without quotation marks, and sometimes without capitals or the last mark.
+    """
     if rng.random() < 0.5:
         question = question.translate(str.maketrans("", "", '"“”'))
     if rng.random() < 0.1:
@@ -175,8 +186,10 @@ def state(
     rng: random.Random,
     framed: float = 0.15,
 ) -> str:
-    """Return a sentence that states the fact; with probability `framed` it stands inside a
-    frame."""
+    """Return a sentence that states the fact.
+
+    With probability `framed` it stands inside a frame.
+    """
     wording = wordings()[fact.relation, language]
     patterns = wording.statements_by_value.get(fact.value.key, wording.statements)
     pattern = rng.choice(patterns)

@@ -86,8 +86,10 @@ def data_rows(path: str) -> list[list[str]]:
 
 @functools.cache
 def lexicon() -> dict[str, Word]:
-    """Return every word of the data by key. The key is the English spelling, with `#...` if two
-    words are spelled the same."""
+    """Return every word of the data by key.
+
+    The key is the English spelling, followed by `#...` if two words are spelled the same.
+    """
     words: dict[str, Word] = {}
     kind = "none"
     for row in data_rows("words.tsv"):

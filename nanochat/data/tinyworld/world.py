@@ -1,5 +1,7 @@
-"""TinyWorld: a small bilingual world of true facts, with documents, conversations and questions
-about it."""
+"""TinyWorld: a small bilingual world of true facts.
+
+It has documents, conversations and questions about them.
+"""
 
 from nanochat.data.tinyworld.arithmetic import Mental
 from nanochat.data.tinyworld.conversations import mid_conversations, sft_conversations

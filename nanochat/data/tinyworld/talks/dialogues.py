@@ -1,5 +1,7 @@
-"""Dialogues that ask nothing about the world: greetings, what nanochat is, and what nanochat cannot
-know."""
+"""Dialogues that ask nothing about the world.
+
+They are greetings, and questions about what nanochat is and what it cannot know.
+"""
 
 import functools
 import json
@@ -94,8 +96,10 @@ def invented_name(
     kind: str,
     evaluation: bool = False,
 ) -> Word:
-    """Return the name of a country or a thing that does not exist. Training and evaluation use
-    different names."""
+    """Return the name of a country or a thing that does not exist.
+
+    Training and evaluation use different names.
+    """
     syllables = dialogue_data()["invented"]
     real_names = {word.zh.name for word in lexicon().values()}
     while True:
@@ -128,7 +132,7 @@ def unknown_question(
 
 
 def dont_know(language: Language) -> str:
-    """Return the sentence with which nanochat says that it does not know."""
+    """Return a sentence in which nanochat admits that it does not know."""
     return dialogue_data()["unknown"][language]
 
 
@@ -137,8 +141,10 @@ def dont_know(language: Language) -> str:
 
 @functools.cache
 def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts about things that training asks about, by subject, for subjects with three
-    or more."""
+    """Return the facts about things that training asks about, by subject.
+
+    Only subjects with three or more facts are included.
+    """
     groups: dict[str, list[Fact]] = {}
     for fact in asked_facts():
         subject = fact.subjects[0].key
@@ -149,8 +155,10 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 
 def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
-    """Return a request to tell about an entity, answered with three facts that are not held
-    out."""
+    """Return a request to tell about an entity, and an answer of three facts.
+
+    None of these facts is held out.
+    """
     facts = rng.choice(list(asked_by_subject().values()))
     pattern = rng.choice(dialogue_data()["tell_me_about"][language])
     sentences = []

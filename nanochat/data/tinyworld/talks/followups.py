@@ -74,8 +74,10 @@ def _facts() -> list[Fact]:
 
 
 def is_held_out(before: Fact, after: Fact) -> bool:
-    """Return whether training never asks `after` as the follow-up of `before`, as it is for a tenth
-    of the pairs."""
+    """Return whether training never asks `after` as the follow-up of `before`.
+
+    This is so for about a tenth of the pairs.
+    """
     return kept_for_evaluation("follow-up", *before.key, *after.key)
 
 
@@ -121,8 +123,10 @@ class Turn:
 
 
 def full_answer(fact: Fact, language: Language) -> str:
-    """Return the answer to a follow-up question: a full sentence that names the thing, which the
-    question did not."""
+    """Return the answer to a follow-up question as a full sentence.
+
+    It names the thing, which the question did not.
+    """
     wording = wordings()[fact.relation, language]
     pattern = wording.statements_by_value.get(fact.value.key, wording.statements)[0]
     statement = pattern.format(e=fact.subjects[0][language], v=fact.value[language])
@@ -195,11 +199,10 @@ def follow_up_evaluation(
     seed: int = 0,
     size: int = 120,
 ) -> list[Problem]:
-    """Return follow-ups that training never asks after the turn before them, every second one in a
-    held-out wording.
+    """Return follow-ups that training never asks after the turn before them.
 
-    Of three, two ask about the same thing and one about another thing. A right reply names the
-    thing and gives the value.
+    Every second one is in a held-out wording. Of three, two ask about the same thing and one about
+    another thing. A right reply names the thing and gives the value.
     """
     rng = random.Random(f"follow-ups/{seed}/{language}")
     problems: list[Problem] = []
@@ -218,8 +221,10 @@ def _draw_problem(
     held_out_wording: bool,
     rng: random.Random,
 ) -> Problem | None:
-    """Return a follow-up after some turns; None if no held-out fact can follow the turns that were
-    drawn."""
+    """Return a follow-up after some turns.
+
+    Returns None if no held-out fact can follow the turns that were drawn.
+    """
     first = _first_fact(rng)
     turns = _turns(first, rng.randint(0, TURNS[1] - 2), rng)
     facts_so_far = [first, *(turn.fact for turn in turns)]

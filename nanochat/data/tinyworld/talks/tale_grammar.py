@@ -1,5 +1,8 @@
-"""The grammar of tales: who can be a hero, what may fill each slot of a sentence, and which
-sentences follow which."""
+"""The grammar of tales.
+
+It defines who can be a hero, what may fill each slot of a sentence, and which sentences follow
+which.
+"""
 
 import functools
 import itertools
@@ -39,8 +42,11 @@ def tale_data() -> dict:
 
 @functools.cache
 def heroes() -> dict[str, Word]:
-    """Return everything that a tale can be about, by key: what can be counted, and what people ask
-    for first, such as the moon, a dragon or a teacher."""
+    """Return everything that a tale can be about, by key.
+
+    This is everything that can be counted, and what people ask for first, such as the moon, a
+    dragon or a teacher.
+    """
     words = dict(_counted())
     for en, zh in _more_heroes().items():
         key = _bare(en)
@@ -59,8 +65,10 @@ def _counted() -> dict[str, Word]:
 
 
 def _more_heroes() -> dict[str, str]:
-    """Return the heroes of tales.json's own, English to Chinese; an English name has "the" if a
-    request says "the sun"."""
+    """Return the heroes that only tales.json lists, as a dict from English to Chinese names.
+
+    An English name has "the" if a request does too, as in "the sun".
+    """
     return tale_data()["more_heroes"]
 
 
@@ -70,8 +78,10 @@ def _bare(name: str) -> str:
 
 @functools.cache
 def asked_for() -> dict[str, Word]:
-    """Return the heroes as a request names them: it asks for a story about the sun, which then
-    tells of a sun."""
+    """Return the heroes under the names that requests use.
+
+    A request asks for a story about the sun, and the story then tells of a sun.
+    """
     words = dict(heroes())
     for en in _more_heroes():
         key = _bare(en)
@@ -105,8 +115,10 @@ def trained_heroes() -> tuple[str, ...]:
 
 
 def names(language: Language) -> dict[str, str]:
-    """Return the names that heroes may have, none of which a friend has, and the pronoun of each;
-    Chinese stories use none."""
+    """Return the names that heroes may have, with the pronoun for each.
+
+    No friend has one of these names. Chinese stories use no pronouns.
+    """
     data = tale_data()["names"][language]
     if language == "zh":
         return dict.fromkeys(data, "")
@@ -118,7 +130,7 @@ def names(language: Language) -> dict[str, str]:
 
 @functools.cache
 def slots(language: Language) -> dict[str, dict[str, Facts]]:
-    """Return for each slot of a pattern the texts that may fill it, and what each text says."""
+    """Return the texts that may fill each slot, with the facts that each text states."""
     heroes_by_name: dict[str, Facts] = {}
     for name, pronoun in names(language).items():
         heroes_by_name[name] = {"p": name, "he": pronoun}
@@ -188,8 +200,10 @@ def fill(
     language: Language,
     hero: Word,
 ) -> str:
-    """Return the sentence that a pattern makes of the facts of a story, whose hero may be a thing
-    that does not exist."""
+    """Return a pattern as a sentence, with its slots filled from the facts of a story.
+
+    The hero may be a thing that does not exist.
+    """
     table = _slot_texts(language)
 
     def text(slot: re.Match[str]) -> str:
@@ -236,8 +250,11 @@ def says(pattern: str, language: Language) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Plot:
-    """What happens in a story: steps in order, of which the optional one may be left out. The
-    variables of `needs` are introduced before the plot."""
+    """The events of a story, as steps in order.
+
+    The step with the number `optional` may be left out. The variables in `needs` are introduced
+    before the plot.
+    """
 
     name: str
     needs: str

@@ -1,5 +1,7 @@
-"""Read a tale by the grammar, and say what is wrong with it: the grader of stories that a model
-tells."""
+"""The grader of stories that a model tells.
+
+It reads a tale by the grammar, and reports what is wrong with it.
+"""
 
 import functools
 import re
@@ -25,8 +27,10 @@ Role = Literal["open", "describe", "plot", "end"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sentence can stand in a story: its role, which description or plot it belongs to, and
-    its step there."""
+    """A place where a sentence can stand in a story.
+
+    It has a role, the description or plot that the sentence belongs to, and the step in the plot.
+    """
 
     role: Role
     name: str = ""
@@ -35,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Meaning:
-    """One way to understand a sentence: its place, and what it says."""
+    """One way to understand a sentence: its place, and the facts that it states."""
 
     place: Place
     facts: Facts
@@ -85,8 +89,10 @@ def sentences(text: str) -> list[str]:
 
 
 def meanings(sentence: str, language: Language) -> list[Meaning]:
-    """Return every way in which the grammar understands a sentence; a sentence that it cannot make
-    has none."""
+    """Return every way in which the grammar understands a sentence.
+
+    A sentence that the grammar cannot make has none.
+    """
     table = slots(language)
     result: list[Meaning] = []
     for rule in _rules(language):
@@ -160,7 +166,7 @@ def _readings(
     facts: Facts,
     by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
-    """Yield what the story says, for every way to read it from the first sentence to the last."""
+    """Yield the facts of a story for each way to read it from the first sentence to the last."""
     if len(before) == len(understood):
         if before[-1].place.role == "end":
             yield facts

@@ -45,8 +45,10 @@ def facts_about(
     rng: random.Random,
     language: Language,
 ) -> Facts:
-    """Draw what a story says about a hero: its name, friend, home, trait, what it finds, and a
-    thing with its colour."""
+    """Draw the facts of a story about a hero.
+
+    They are its name, friend, home, trait, what it finds, and a thing with its colour.
+    """
     data = tale_data()
     pronouns = names(language)
     name = rng.choice(list(pronouns))
@@ -127,8 +129,10 @@ def beginning(
 
 
 def made_up(rng: random.Random) -> Word:
-    """Return a thing that does not exist: the beginning of a word and the end of another, such as a
-    "rocip"."""
+    """Return a thing that does not exist, such as a "rocip".
+
+    Its name joins the beginning of one word and the end of another.
+    """
     english_words, chinese_words = _source_words()
     while True:
         head, tail = rng.sample(english_words, 2)
@@ -144,8 +148,10 @@ def made_up(rng: random.Random) -> Word:
 
 @functools.cache
 def _source_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the English and the Chinese words that made-up words are made of: all but the held-out
-    heroes."""
+    """Return the English and the Chinese words that made-up words are made of.
+
+    The held-out heroes are not among them.
+    """
     english_words: dict[str, None] = {}  # without repetitions, in order
     chinese_words: dict[str, None] = {}
     for key, word in lexicon().items():
@@ -189,14 +195,18 @@ def request_for(
     pattern: str,
     language: Language,
 ) -> str:
-    """Return a request for a story about a hero, or a story's title, which names it in the same
-    way."""
+    """Return a request for a story about a hero, or the title of such a story.
+
+    Both name the hero in the same way.
+    """
     return fill(pattern, {}, language, asked_for().get(hero.key, hero))
 
 
 def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
-    """Return a request for a story and the story, about a hero of training or a thing that does not
-    exist."""
+    """Return a request for a story, and the story.
+
+    It is about a hero of training or a thing that does not exist.
+    """
     if rng.random() < WITHOUT_TOPIC:
         hero = heroes()[rng.choice(trained_heroes())]
         request = rng.choice(tale_data()["any"][language])
