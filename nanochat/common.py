@@ -1,9 +1,8 @@
-"""What every program of this project shares: messages, files that are complete or absent, and the
-command line.
+"""The basics that every program shares: messages, atomic files and the command line.
 
-The parts, in this order: messages in two languages and the lines of a log; the base folder and
-atomic files; the one command-line parser; and `run`, the edge of every script, which turns a
-mistake into one message and an exit code.
+The parts, in this order: messages in two languages and log lines; the base folder and atomic files;
+the one command-line parser; appendices, which are modules that may be missing; and `run`, the entry
+point of every script, which turns a mistake into one message and an exit code.
 """
 
 import contextlib
@@ -34,25 +33,26 @@ import tyro
 
 Config = TypeVar("Config")
 T = TypeVar("T")
-FREE = "does not change what is learned"  # the mark of such a flag
-Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
-RARE = "stands under --help_all only"  # the mark of a flag, or of a group, that few need
+FREE = "does not change what is learned"  # marks a flag that a resumed run may change
+Free = Annotated[T, FREE]  # the type of such a flag, as in Free[int]
+RARE = "stands under --help_all only"  # marks a flag or a group that few users need
 Rare = Annotated[T, RARE]  # the type of such a flag or group
-LANGUAGE_VARIABLES = ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set
+# The first of these that is set chooses the language of messages.
+LANGUAGE_VARIABLES = ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
 MAX_JSON_BYTES = 1 << 28  # larger JSON files are refused
-# Characters that a terminal obeys or that turn the direction of text: control characters except
-# tab and line feed, bidirectional marks, and halves of surrogate pairs, which stand for the bytes
-# of a file name that is not UTF-8.
+# Characters that a terminal obeys or that reverse the direction of text: control characters except
+# tab and line feed, bidirectional marks, and halves of surrogate pairs, which Python uses for the
+# bytes of a file name that is not UTF-8.
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 DAY_SECONDS = 86_400
-# Errors of file systems that cannot flush a folder, such as CIFS and the drives of WSL.
+# Errors of file systems that cannot flush a folder, such as CIFS and WSL drives.
 NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-# All ranks make the same mistake: this is the time for rank 0 to print it and for the launcher to
-# end the other ranks.
+# A mistake usually stops all ranks: this gives rank 0 time to print it, and the launcher time to end
+# the other ranks.
 RANK_0_SECONDS = 10
 
 
@@ -62,13 +62,13 @@ RANK_0_SECONDS = 10
 def visible(text: str) -> str:
     """Return a text with its control characters spelled out, such as `\\x1b`.
 
-    A message may quote the name of a file, and such a name must not be able to control a terminal.
+    A message may quote the name of a file, and no file name must be able to control a terminal.
     """
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def language() -> str:
-    """Return the language of messages, "zh" or "en", by NANOCHAT_LANG or else by the locale."""
+    """Return the language of messages, "zh" or "en", from NANOCHAT_LANG or else from the locale."""
     for variable in LANGUAGE_VARIABLES:
         value = os.environ.get(variable)
         if value:
@@ -83,7 +83,7 @@ def _catalogue(language: str) -> gettext.NullTranslations:
 
 
 def tr(template: str, **values: Any) -> str:
-    """Return a message in the user's language: an English template, filled with its {values}.
+    """Translate a message to the user's language: an English template, filled with {values}.
 
     The Chinese templates are in data/locale; `python -m dev.messages` keeps them complete.
     """
@@ -91,11 +91,11 @@ def tr(template: str, **values: Any) -> str:
 
 
 class UserError(ValueError):
-    """Something the user can fix. The text says what happened, the rule, the value, and what to do.
+    """A problem that the user can fix, with a message that says what happened and what to do.
 
-    UserError is a class of its own so that `run` can tell a mistake in a command, which gets one
-    message, from a bug in this code, which gets a traceback. Its text is `visible`, whatever file
-    name or server's answer it quotes.
+    `run` prints this message alone and exits with `exit_code`, whereas a bug in the code gets a
+    traceback. The message also names the rule and the value that broke it. Its text is made
+    `visible`, whatever file name or server response it quotes.
     """
 
     def __init__(self, message: str, exit_code: int = 1):
@@ -104,7 +104,7 @@ class UserError(ValueError):
 
 
 def rank() -> int:
-    """Return the rank of this process in the job; 0 outside torchrun or if RANK is not a number."""
+    """Return the rank of this process in the job, or 0 outside torchrun or if RANK is invalid."""
     word = os.environ.get("RANK", "")
     return int(word) if word.isdecimal() else 0
 
@@ -123,22 +123,22 @@ def warn(message: str) -> None:
 
 @dataclasses.dataclass
 class Pulse:
-    """The signs of life of a process: that it moves, its step, and whether it was asked to stop."""
+    """Signs of life of a process: its progress, its step, and whether it has been asked to stop."""
 
-    moments: int = 0  # how often the process has said that it moves
+    moments: int = 0  # how often the process has reported progress
     step: int = 0
     stop_reason: str = ""  # the first signal that asked the process to stop, or another reason
-    catching: bool = False  # signals are noted here instead of ending the process
-    at_once: bool = False  # a signal interrupts the current work, which is not worth finishing
+    catching: bool = False  # whether signals are noted here instead of ending the process
+    at_once: bool = False  # whether a signal interrupts the current work at once
 
     def beat(self, step: int | None = None) -> None:
-        """Say that this process moves, and which step it has reached."""
+        """Record that this process is making progress, and which step it has reached."""
         self.moments += 1
         if step is not None:
             self.step = step
 
     def ask(self, why: str) -> None:
-        """Ask this process to save and stop at its next step; the first reason stays."""
+        """Ask this process to save and stop at its next step, and keep the first reason given."""
         self.stop_reason = self.stop_reason or why
 
 
@@ -146,7 +146,7 @@ class Pulse:
 
 
 def base_dir() -> Path:
-    """Return the folder of all data, checkpoints and reports, which is created if it is missing.
+    """Return the folder of all data, checkpoints and reports, creating it if necessary.
 
     NANOCHAT_BASE_DIR names it; the default is ~/.cache/nanochat. Raises UserError if it cannot be
     created.
@@ -155,7 +155,7 @@ def base_dir() -> Path:
     try:
         folder = Path(name).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as failure:  # RuntimeError: this user has no home folder
+    except (OSError, RuntimeError) as failure:  # RuntimeError if the user has no home folder
         raise UserError(
             tr(
                 "the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a "
@@ -167,8 +167,10 @@ def base_dir() -> Path:
 
 
 def folder_for_scripts() -> Path:
-    """Return the base folder for a shell script. Raises UserError if this user may not write
-    there."""
+    """Return the base folder, for a shell script.
+
+    Raises UserError if it cannot be created or this user may not write there.
+    """
     folder = base_dir()
     if not os.access(folder, os.W_OK):
         raise UserError(
@@ -182,7 +184,7 @@ def folder_for_scripts() -> Path:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush the content of a file to disk. For a folder, flush the renames in it where possible."""
+    """Flush the content of a file to disk or, for a folder, the renames in it where possible."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -198,14 +200,14 @@ def fsync_path(path: Path) -> None:
 def _leftovers(folder: str) -> dict[str, list[str]]:
     """Map the name of each file to the temporary files that killed processes left for it.
 
-    The folder is listed once per process, because a listing costs more than the write itself where
-    a folder has many files.
+    The folder is listed once per process, because in a folder of many files listing costs more than
+    the write itself.
     """
     leftovers: dict[str, list[str]] = {}
-    for entry in os.scandir(folder):
-        name, marker, _ = entry.name.rpartition(".tmp-")
+    for file in os.scandir(folder):
+        name, marker, _ = file.name.rpartition(".tmp-")
         if marker and name.startswith("."):
-            leftovers.setdefault(name[1:], []).append(entry.path)
+            leftovers.setdefault(name[1:], []).append(file.path)
     return leftovers
 
 
@@ -221,13 +223,13 @@ def _remove_leftovers(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path`, which replaces `path` on success.
+    """Yield a temporary file next to `path`, which replaces `path` on success.
 
-    The temporary file is fsynced before the rename; after a failure it is removed.
+    The temporary file is flushed to disk before the rename, and removed after a failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path)
-    # O_EXCL and a random name: another user may have put a link at a name that can be guessed.
+    # O_EXCL and a random name, because another user could put a link at a predictable name
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(6)}")
     new_file = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     os.close(os.open(temporary, new_file, 0o666))
@@ -242,19 +244,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file so that readers see either all of the old content or all of the new content."""
+    """Write a file so that readers see either all of the old content or all of the new."""
     content = data.encode() if isinstance(data, str) else data
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON text, with Chinese as it is and null for NaN and infinities."""
+    """Return a value as JSON text, with Chinese unescaped and null for NaN and infinities."""
     return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None in the place of every number that JSON does not have."""
+    """Return a value with None in place of every number that JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -265,7 +267,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as a JSON file, atomically; `to_json` describes the text."""
+    """Write a value to a JSON file atomically; to_json() describes the text."""
     write_atomic(path, to_json(value, indent=1) + "\n")
 
 
@@ -279,8 +281,10 @@ def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is not JSON or is nested too
-    deeply."""
+    """Return the value of a JSON text.
+
+    Raises ValueError if it is not JSON or is nested too deeply.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -288,7 +292,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value of a JSON file. UserError, whose cause is the reason, if it is not one."""
+    """Return the value in a JSON file.
+
+    Raises UserError, caused by the ValueError that gives the reason, if the file is not JSON.
+    """
     try:
         check_regular(path)
         return parse_json(path.read_text(encoding="utf-8"))
@@ -304,7 +311,7 @@ def read_json(path: Path) -> Any:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's content, in hex."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -317,19 +324,19 @@ def sha256_of(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag of a configuration."""
+    """One command-line flag of a configuration."""
 
     name: str
     annotation: Any
     default: Any  # dataclasses.MISSING if the flag must be given
-    marks: frozenset[Any]  # FREE, RARE; those of its group too
+    marks: frozenset[Any]  # FREE and RARE, including the marks of its group
 
 
 def flags_of(config: Any) -> list[Flag]:
-    """Return the flags of a configuration, which is a dataclass or an object of one.
+    """Return the flags of a configuration, which is a dataclass or an instance of one.
 
-    A field that is a dataclass itself is a group of flags: on the command line and in the settings
-    of a run its flags stand beside the others.
+    A field that is itself a dataclass is a group of flags. On the command line and in the settings
+    of a run, the flags of a group appear alongside the others.
     """
     hints = typing.get_type_hints(
         config if isinstance(config, type) else type(config), include_extras=True
@@ -343,7 +350,7 @@ def flags_of(config: Any) -> list[Flag]:
             flags.append(Flag(field.name, annotation, field.default, marks))
             continue
         for flag in flags_of(kind):
-            # the default of a group is an object, whose values may differ from its class's
+            # the group's default is an instance, whose values may differ from the class defaults
             default = getattr(field.default, flag.name, flag.default)
             flags.append(dataclasses.replace(flag, default=default, marks=flag.marks | marks))
     return flags
@@ -351,7 +358,7 @@ def flags_of(config: Any) -> list[Flag]:
 
 @dataclasses.dataclass(frozen=True)
 class OldFlags:
-    """Flags of earlier versions and of programs that this one follows."""
+    """Flags of earlier versions and other programs, with their new names or what to do instead."""
 
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
     removed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> what to do now
@@ -359,10 +366,10 @@ class OldFlags:
     replaced: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
-        """Return a command line in which flags have the names that they have now.
+        """Return a command line in which renamed flags have their current names.
 
-        Names in `known` are flags of the program. Raises UserError (code 2) for a flag that is
-        gone.
+        `current` holds the names of the program's flags. Raises UserError (code 2) if a flag was
+        removed.
         """
         words = []
         for word in argv:
@@ -399,8 +406,11 @@ _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def _switch_kind(annotation: Any) -> str:
-    """Return how tyro reads a field: "flag" (--x, --no-x) for bool, "value" (--x True) for
-    bool | None, and "" for all other types."""
+    """Return how tyro reads a field of this type, if it is a switch.
+
+    The kinds are "flag" (--x, --no-x) for bool, "value" (--x True) for bool | None, and "" for all
+    other types.
+    """
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -412,7 +422,7 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
     """Return a command line with every switch in the form that tyro reads.
 
     Users may write `--flag`, `--no-flag`, `--flag=VALUE` or `--flag VALUE`, with True, False, 1, 0,
-    yes or no as VALUE. The `--` that torchrun users write first is dropped.
+    yes or no as VALUE. A leading `--`, which torchrun users write, is dropped.
     """
     words = list(argv)
     if words[:1] == ["--"]:
@@ -457,39 +467,39 @@ def parse(
     description: str | None = None,
     old_flags: OldFlags = OldFlags(),
 ) -> Config:
-    """Return a frozen dataclass that is filled from a command line.
+    """Return a configuration, a frozen dataclass, filled from a command line.
 
-    An unknown flag ends the process with code 2 and prints the names that are nearest to it.
-    --help leaves out the flags that are marked as Rare, and --help_all shows them too.
+    An unknown flag ends the process with code 2 and prints the closest flag names. --help hides the
+    flags that are marked as Rare, and --help_all shows them too.
     """
     flags = flags_of(config)
     kinds = {flag.name: _switch_kind(flag.annotation) for flag in flags}
     switches = {name: kind for name, kind in kinds.items() if kind}
     words = old_flags.translated(sys.argv[1:] if argv is None else argv, kinds)
     words = _plain_flags(words, switches)
-    shown: type[Any] = config
-    rare = sum(RARE in flag.marks for flag in flags)
-    if rare and {"-h", "--help"} & {*words}:
-        shown = _without_rare(config)
-        more = f"--help_all shows {rare} more flags, which few need."
-        description = f"{description.rstrip()}\n\n{more}" if description else more
+    help_config: type[Any] = config
+    rare_count = sum(RARE in flag.marks for flag in flags)
+    if rare_count and {"-h", "--help"} & {*words}:
+        help_config = _without_rare(config)
+        hint = f"--help_all shows {rare_count} more flags, which few need."
+        description = f"{description.rstrip()}\n\n{hint}" if description else hint
     words = ["--help" if word in ("--help_all", "--help-all") else word for word in words]
     module = sys.modules["__main__"].__spec__
     program = None
     if module and module.name != "__main__":
         program = f"python -m {module.name.removesuffix('.__main__')}"
     return tyro.cli(
-        shown,
+        help_config,
         prog=program,
         args=words,
         description=_indented_commands(description),
-        console_outputs=rank() == 0,  # all ranks have one command line: one prints its mistakes
+        console_outputs=rank() == 0,  # all ranks have the same command line: one prints its errors
         config=(tyro.conf.OmitArgPrefixes,),
     )
 
 
 def _without_rare(config: Any) -> type[Any]:
-    """Return a configuration for --help, in which no rare flag is shown."""
+    """Return a configuration class for --help, in which rare flags are hidden."""
     hints = typing.get_type_hints(config, include_extras=True)
     changed: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
@@ -508,7 +518,7 @@ def _without_rare(config: Any) -> type[Any]:
 
 
 def _indented_commands(description: str | None) -> str | None:
-    """Indent the launch lines of a docstring, since tyro joins lines that begin with a letter."""
+    """Indent the launch lines of a docstring, because tyro joins lines that begin with a letter."""
     if not description:
         return description
     return re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
@@ -517,7 +527,7 @@ def _indented_commands(description: str | None) -> str | None:
 def settings(config: Any) -> dict[str, Any]:
     """Return a configuration as the plain dict that checkpoints and reports keep.
 
-    Tuples become lists, and paths become texts.
+    Tuples become lists, and paths become strings.
     """
     return json.loads(json.dumps(values_of(config), default=str))
 
@@ -526,7 +536,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def appendix(name: str) -> Any:
-    """Return the module `name` of an appendix; None where the appendix was torn out of the tree."""
+    """Import and return an optional module, or None if its file is not in this copy of nanochat."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -536,9 +546,9 @@ def appendix(name: str) -> Any:
 
 
 def required_appendix(name: str, purpose: str) -> Any:
-    """Return the module `name` of an appendix, which `purpose` (a flag, a field) needs.
+    """Import and return an optional module, which `purpose` (a flag or a field) needs.
 
-    Raises UserError (code 2) if the appendix was torn out of the tree.
+    Raises UserError (code 2) if its file is not in this copy of nanochat.
     """
     module = appendix(name)
     if module is None:
@@ -560,21 +570,20 @@ def run(
     description: str | None = None,
     old_flags: OldFlags = OldFlags(),
 ) -> None:
-    """Parse the command line, call `main`, and turn a mistake into one message.
+    """Parse the command line and call `main`, turning a mistake into one message and an exit code.
 
     Every script ends with this call. Under torchrun rank 0 prints errors; another rank prints only
     if rank 0 is still running. Characters that standard output cannot show are printed as escape
-    sequences.
-    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141
-    the reader of standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError
-    was raised.
+    sequences. Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130
+    Ctrl-C, 141 the reader of standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where
+    a UserError was raised.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         _run(main, config, description, old_flags)
-    except Exception as bug:  # the edge of the process; Python prints the traceback
+    except Exception as bug:  # note why this rank ends; Python prints the traceback
         note_end(f"error: {type(bug).__name__}: {bug}")
         raise
 
@@ -585,18 +594,18 @@ def _run(
     description: str | None,
     old_flags: OldFlags,
 ) -> None:
-    """Call `main`, and end the process with a message and a code for each expected failure."""
+    """Call `main`, and end the process with a message and a code on each expected failure."""
     try:
         try:
             main(parse(config, description=description, old_flags=old_flags))
         finally:
-            # Python's own flush at exit would print a message about a reader that has left.
+            # If the reader has left, Python's own flush at exit would print a message about it.
             sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
         sys.exit(141)
-    except SystemExit as end:  # of the parser
+    except SystemExit as end:  # raised by the parser
         if end.code:
             _wait_for_rank_0()
             note_end("error: the command line was refused; the lines above say why")
@@ -618,19 +627,19 @@ def _run(
 
 
 def _disk_message(failure: OSError) -> str | None:
-    """Return what to tell the user about a full disk or a missing right; None for other errors."""
-    where = failure.filename or base_dir()
+    """Return the message for a full disk or a missing permission, or None for other errors."""
+    place = failure.filename or base_dir()
     if failure.errno in DISK_FULL:
         return tr(
             "error: the disk is full ({where}); no half-written file was kept. Free some space, or "
             "set NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
-            where=where,
+            where=place,
         )
     if failure.errno in NOT_ALLOWED and failure.filename:
         return tr(
             "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or "
             "have the rights of this file changed, then type the same command again.",
-            where=where,
+            where=place,
             reason=failure.strerror,
         )
     return None
@@ -639,7 +648,7 @@ def _disk_message(failure: OSError) -> str | None:
 def _reader_is_gone() -> bool:
     """Return whether the reader of standard output has left, as `| head` does.
 
-    If so, this function drops whatever is still to be written.
+    If so, redirect standard output to /dev/null, so that the remaining output is discarded.
     """
     watch = select.poll()
     watch.register(sys.stdout.fileno(), 0)
@@ -659,8 +668,8 @@ def note_end(message: str) -> None:
     """Write why this rank ends to the files that torchrun and the calling script print last."""
     alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
     reason = message if alone else f"{message} (rank {rank()})"
-    # torchrun prints the call stack of the earliest failure. It dates the ranks that it ends itself
-    # a moment later, so this rank's failure gets an earlier time.
+    # torchrun prints the call stack of the earliest failure. The ranks that it ends itself get a
+    # time shortly after, so this failure is dated one second earlier to be sure to come first.
     moment = int(time.time()) - 1
     details = {"py_callstack": reason, "timestamp": str(moment)}
     for_torchrun = {"message": {"message": reason, "extraInfo": details}}
@@ -669,7 +678,7 @@ def note_end(message: str) -> None:
 
 
 def _write_for_parent(variable: str, text: str) -> None:
-    """Write a text to the file that an environment variable names, if it names one."""
+    """Write a text to the file that an environment variable names, if the variable is set."""
     path = os.environ.get(variable)
     if path:
         with contextlib.suppress(OSError):
@@ -679,8 +688,8 @@ def _write_for_parent(variable: str, text: str) -> None:
 def complain(message: str) -> None:
     """Print why this process ends.
 
-    Most mistakes stop every rank. Ranks other than 0 wait before they print: once rank 0 has
-    printed the message and ended, the launcher ends them.
+    Most mistakes stop every rank. Ranks other than 0 wait before they print, because the launcher
+    ends them once rank 0 has printed the message and exited.
     """
     _wait_for_rank_0()
     note_end(message)
@@ -689,7 +698,7 @@ def complain(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":  # for shell scripts, which must mean the same folder
+if __name__ == "__main__":  # so that shell scripts use the same folder
     try:
         print(folder_for_scripts())
     except UserError as _mistake:

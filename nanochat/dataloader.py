@@ -1,12 +1,12 @@
-"""Turn the tokens of a corpus into the batches that a training step computes on.
+"""Turns the tokens of a corpus into the batches of training steps.
 
-The tokens are on disk already: prepare/ has tokenised every document once and has planned which
-pieces of which documents make up each row. This file reads rows in an order that is known in
-advance (epoch_order), turns a row into inputs and targets (Rows and its kinds), mixes several
+The tokens are already on disk: prepare/ has tokenised every document once, and has planned which
+pieces of which documents make up each row. This file puts the rows in an order that is known in
+advance (epoch_order), turns a row into inputs and targets (Rows and its subclasses), mixes several
 corpora (MixedRows), and divides the rows of a step among ranks and micro-batches (steps). The
 functions at the end open the rows of a corpus or of a stage's conversations.
 
-A run resumes with one integer: the number of the next row.
+A run resumes from a single integer: the number of the next row.
 """
 
 from bisect import bisect_right
@@ -35,8 +35,8 @@ from nanochat.prepare.plan import Plan, TooLong, plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
 
-IGNORED = -1  # the target of a position that is not trained
-SAMPLE_SEED = 0  # seed of the order in which rows of a split are evaluated
+IGNORED = -1  # the target at a position that is not trained
+SAMPLE_SEED = 0  # shuffles the rows of a split for evaluation
 
 
 # --- the order of rows ---------------------------------------------------------------------------
@@ -48,10 +48,10 @@ def epoch_order(
     seed: int,
     epoch: int,
 ) -> np.ndarray:  # (count,) int64
-    """Return the order of `count` rows in one epoch, which depends only on these three numbers.
+    """Return the order of `count` rows in one epoch, which depends only on the arguments.
 
-    Rows are sorted by a hash of seed, epoch and row, so that no update of a library can change
-    the order.
+    Rows are sorted by a hash of seed, epoch and row, so no update of a library can change the
+    order.
     """
     epoch_key = _splitmix(np.array([seed], np.uint64)) + np.uint64(epoch)
     row_hashes = _splitmix(_splitmix(epoch_key) + np.arange(count, dtype=np.uint64))
@@ -73,12 +73,11 @@ def epoch_numbers(
     size: int,
     order: Callable[[int, int, int], np.ndarray] = epoch_order,
 ) -> np.ndarray:  # (size,) int64
-    """Return which of `count` items stand at positions first .. first + size - 1 of an endless
-    sequence.
+    """Return the items at positions first .. first + size - 1 of an endless sequence.
 
-    Position n holds item n % count of epoch n // count, in the order of that epoch. Without a
-    seed, every epoch has the items' own order. `order` is epoch_order, or the same function with
-    a separate cache.
+    There are `count` items. Position n holds item n % count of epoch n // count, in the order of
+    that epoch, or in the items' own order if there is no seed. `order` is epoch_order(), or the
+    same function with a cache of its own.
     """
     if seed is None:
         return np.arange(first, first + size) % count
@@ -98,11 +97,11 @@ def epoch_numbers(
 class Rows:
     """The rows of a plan as an endless sequence, numbered from 0.
 
-    Row number n is row n % count of epoch n // count, in the order of that epoch; without a seed,
-    every epoch has the plan's order.
+    Row number n is row n % count of epoch n // count, in the order of that epoch, or in the plan's
+    order if there is no seed.
     """
 
-    extras: tuple[str, ...] = ()  # the tensors that a batch holds after inputs and targets
+    extras: tuple[str, ...] = ()  # names of the tensors that follow inputs and targets in a batch
 
     def __init__(
         self,
@@ -112,8 +111,12 @@ class Rows:
         seed: int | None,
         masked: bool,
     ):
-        """With `masked`, only the tokens that the mask marks are targets. Otherwise every token
-        and every begin mark is a target, except the row's first."""
+        """Open the rows of a plan over a set of tokens.
+
+        If `masked`, only the tokens that the mask marks are targets. Otherwise every token and
+        every begin mark is a target, except the first of the row. Raises UserError if `masked` and
+        the tokens have no mask.
+        """
         if masked and token_set.parts[0].mask is None:
             raise UserError(
                 f"{token_set.folder} holds documents, which have no mask; only conversations have "
@@ -127,11 +130,11 @@ class Rows:
         self._part_starts = token_set.part_starts
         self._first_segments = plan.packing.first
         self._target_counts = plan.trained if masked else plan.used - 1
-        # A cache of its own, because the sets of a mixture take turns.
+        # Each set has its own cache, because the sets of a mixture take turns.
         self._order = lru_cache(maxsize=2)(epoch_order.__wrapped__)
         self.count = plan.rows  # rows in an epoch
-        self.size = plan.rows  # different rows
-        self.conversations = int(self._first_segments[-1])  # in all rows; or pieces of documents
+        self.size = plan.rows  # number of distinct rows
+        self.conversations = int(self._first_segments[-1])  # or pieces of documents, in all rows
         self.row_tokens = plan.row_tokens  # T + 1
         self.key = plan.key
 
@@ -140,8 +143,7 @@ class Rows:
         return epoch_numbers(self.count, self._seed, first, count, self._order)
 
     def targets_in(self, first: int, count: int) -> int:
-        """Return how many targets the rows first .. first + count - 1 have; ignored positions do
-        not count."""
+        """Count the targets in the rows first .. first + count - 1, without ignored positions."""
         plan_rows = self.plan_rows(first, count)
         return int(self._target_counts[plan_rows].sum(dtype=np.int64))
 
@@ -162,14 +164,14 @@ class Rows:
     def _fill(
         self,
         row: int,
-        cells: np.ndarray,  # (T + 1,): begin marks everywhere, so padding is done already
-        targets: np.ndarray,  # (T,): IGNORED everywhere
+        cells: np.ndarray,  # (T + 1,) filled with begin marks, which also serve as padding
+        targets: np.ndarray,  # (T,) filled with IGNORED
     ) -> None:
         """Write the tokens and the targets of one row of the plan."""
         for column, start, length in self._segments(row):
             if not length:
                 continue
-            # Tokens are numbered through all parts; find the part that holds this segment.
+            # Tokens are numbered across all parts, so find the part that holds this segment.
             part_number = bisect_right(self._part_starts, start) - 1
             part = self._token_set.parts[part_number]
             start -= self._part_starts[part_number]
@@ -184,8 +186,11 @@ class Rows:
             targets[: used - 1] = cells[1:used]
 
     def _segments(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (column, start, length) for each segment of a row of the plan: a begin mark in
-        `column`, followed by `length` tokens from token `start` of the set."""
+        """Yield (column, start, length) for each segment of a row of the plan.
+
+        A segment is a begin mark in `column`, followed by `length` tokens of the set from token
+        `start` on.
+        """
         packing = self._plan.packing
         begin = int(self._first_segments[row])
         end = int(self._first_segments[row + 1])
@@ -201,15 +206,17 @@ class Rows:
 class PackedRows(Rows):
     """Rows of conversations without begin marks, as published models expect them.
 
-    A conversation's own first token takes the place of the begin mark. A batch also says to which
-    conversation of its row each token belongs.
+    A conversation's own first token takes the place of the begin mark. A batch also says which
+    conversation of its row each token belongs to.
     """
 
     extras = ("documents",)
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (inputs, targets, documents) of rows of the plan, int64 (B, T) each. The padding
-        at the end of a row is a document of its own."""
+        """Return (inputs, targets, documents) of rows of the plan, int64 (B, T) each.
+
+        The padding at the end of a row counts as a document of its own.
+        """
         inputs, targets = super().batch(plan_rows)
         documents = torch.zeros_like(inputs)
         columns = np.arange(inputs.size(1))
@@ -232,11 +239,11 @@ class PackedRows(Rows):
 
 
 class PairRows(PackedRows):
-    """Rows of whole pairs, for preference training: a preferred answer, then the rejected one.
+    """Rows for preference training that hold pairs: a preferred answer, then the rejected one.
 
-    Each answer comes with its prompt: they are the documents 2n and 2n + 1 of the row. Targets
-    are counted in pairs. `references` holds a reference model's scores of the pairs, in the order
-    of the plan, float32 (pairs, 2).
+    No pair is cut. Each answer includes its prompt; pair n consists of documents 2n and 2n + 1 of
+    the row. Targets are counted in pairs. `references` holds a reference model's scores of the
+    pairs, in the order of the plan, float32 (pairs, 2).
     """
 
     extras = ("documents", "references")
@@ -257,8 +264,11 @@ class PairRows(PackedRows):
         self.references = np.zeros((self.conversations, 2), np.float32)
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (inputs, targets, documents, references) of rows of the plan: three times int64
-        (B, T), then float32 (B, P, 2), where P is the largest number of pairs in a row."""
+        """Return (inputs, targets, documents, references) of rows of the plan.
+
+        The first three are int64 (B, T). The last is float32 (B, P, 2), where P is the largest
+        number of pairs in a row.
+        """
         starts = self.pair_starts[plan_rows]
         counts = self._target_counts[plan_rows]
         references = torch.zeros(len(plan_rows), int(counts.max(initial=0)), 2)
@@ -269,13 +279,13 @@ class PairRows(PackedRows):
 
 
 class MixedRows:
-    """Several sets of rows as one endless sequence: of every sum(shares) rows, shares[k] come
-    from set k.
+    """Several sets of rows interleaved into one endless sequence.
 
-    Row n depends only on n: of the n rows before it, n * share // sum come from the last set, and
-    the sets before it divide the remaining rows in the same way. So every stretch holds each set
-    in its share, give or take one row per set, and the rows of each set come in their own order
-    without a gap or a repetition. All sets must have rows of the same length.
+    Of every sum(shares) rows, shares[k] come from set k. Row n depends only on n: of the n rows
+    before it, n * share // sum come from the last set, and the sets before it divide the remaining
+    rows in the same way. So every stretch holds each set in its share, give or take one row per
+    set, and the rows of each set come in their own order without a gap or a repetition. All sets
+    must have rows of the same length.
     """
 
     def __init__(
@@ -285,9 +295,11 @@ class MixedRows:
         count: int | None = None,
         key: str = "",
     ):
-        """`shares` are positive integers. `count` is the length of an epoch; by default an epoch
-        ends when the first of the sets has been read completely. `key` names the sequence; by
-        default it lists sets and shares."""
+        """Interleave `sources` in proportion to `shares`, which are positive integers.
+
+        `count` is the length of an epoch; by default an epoch ends when the first of the sets has
+        been read completely. `key` names the sequence; by default it lists sets and shares.
+        """
         assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
         assert len({source.row_tokens for source in sources}) == 1, "rows of one length are mixed"
         self.sources = tuple(sources)
@@ -321,7 +333,7 @@ class MixedRows:
 
     def _first_epoch(self) -> int:
         """Return how many rows can be read before any set begins its second epoch."""
-        complete = 0  # so many rows are all of a first epoch
+        complete = 0  # this many rows all belong to first epochs
         too_many = self.size + 1
         while too_many - complete > 1:
             middle = (complete + too_many) // 2
@@ -333,8 +345,10 @@ class MixedRows:
         return complete
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:  # (count,) int64
-        """Like Rows.plan_rows. The rows of all sets are numbered in one sequence: the rows of set
-        1 come after the last row of set 0."""
+        """Return the plan rows of numbers first .. first + count - 1, numbered across all sets.
+
+        The rows of set 1 are numbered after the last row of set 0, and so on; see Rows.plan_rows().
+        """
         rows_before = self._rows_before_each(np.arange(first, first + count + 1))
         plan_rows = np.empty(count, np.int64)
         for source, offset, before in zip(self.sources, self._offsets, rows_before, strict=False):
@@ -345,7 +359,7 @@ class MixedRows:
         return plan_rows
 
     def targets_in(self, first: int, count: int) -> int:
-        """Like Rows.targets_in."""
+        """Count the targets in the rows first .. first + count - 1, without ignored positions."""
         begins = self.rows_before(first)
         ends = self.rows_before(first + count)
         targets = 0
@@ -354,7 +368,7 @@ class MixedRows:
         return targets
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Like Rows.batch."""
+        """Return (inputs, targets) of rows of the plan, int64 (B, T) each, then the extras."""
         shape = (len(plan_rows), self.row_tokens - 1)
         count = 2 + len(self.extras)  # inputs, targets and the extras
         tensors = tuple(torch.empty(shape, dtype=torch.int64) for _ in range(count))
@@ -375,10 +389,10 @@ Source = Rows | MixedRows
 
 @dataclass(frozen=True)
 class Step:
-    """The work of one rank for one optimizer update."""
+    """The data of one optimizer update for one rank."""
 
     first_row: int
-    num_targets: int  # over all ranks and micro-batches: the sum of losses is divided by it
+    num_targets: int  # over all ranks and micro-batches; the sum of losses is divided by it
     micro_batches: list[tuple[torch.Tensor, ...]]  # (inputs, targets, *extras), int64 (b, T) each
     extras: tuple[str, ...] = ()  # the names of the extras
 
@@ -390,12 +404,12 @@ def steps(
     device_batch_size: int,
     compute: Compute,
 ) -> Iterator[Step]:
-    """Yield steps of `rows_per_step` rows over all ranks without end, starting at row number
-    `first_row`.
+    """Yield the data of one step after another, without end, from row number `first_row` on.
 
-    Rank r takes the rows whose number modulo the number of ranks is r, so a step holds the same
-    rows on any number of ranks. A thread makes the next step while the current one is computed;
-    closing the iterator ends the thread.
+    A step has `rows_per_step` rows over all ranks. Rank r takes the rows whose number modulo the
+    number of ranks is r, so a step holds the same rows on any number of ranks. A thread prepares
+    the next step while the current one is computed; closing the iterator ends the thread. Raises
+    UserError if the ranks cannot share the rows equally.
     """
     if rows_per_step <= 0 or rows_per_step % compute.world_size:
         raise UserError(
@@ -423,8 +437,10 @@ def make_step(
     device_batch_size: int,
     compute: Compute,
 ) -> Step:
-    """Return one step's micro-batches for this rank, of at most `device_batch_size` rows each, in
-    pinned memory."""
+    """Return one step's micro-batches for this rank, in pinned memory.
+
+    Each has at most `device_batch_size` rows.
+    """
     numbers = np.arange(first_row, first_row + rows_per_step)
     plan_rows = rows.plan_rows(first_row, rows_per_step)
     rank_rows = plan_rows[numbers % compute.world_size == compute.rank]
@@ -446,11 +462,11 @@ def one_pass(
     device_batch_size: int,
     compute: Compute,
 ) -> Iterator[Step]:
-    """Yield the first `tokens` tokens of the rows, at most one epoch, as steps with one
-    micro-batch per rank: what an evaluation reads.
+    """Yield the first `tokens` tokens of the rows for an evaluation, at most one epoch of them.
 
-    The rows are the same on any number of ranks. A rank without a row in the last step gets a row
-    without targets, since a sharded model needs every rank.
+    They come as steps of one micro-batch per rank, and are the same rows on any number of ranks. A
+    rank without a row in the last step gets a row without targets, because a sharded model needs
+    every rank.
     """
     num_rows = tokens // (rows.row_tokens - 1)
     num_rows = max(min(num_rows, rows.count), 1)
@@ -475,11 +491,10 @@ def split_rows(
     length: int,
     seed: int = SAMPLE_SEED,
 ) -> Source:
-    """Return the rows of a split, `length` tokens each, shuffled. The corpora of a mixture are
-    mixed by their shares.
+    """Return the shuffled rows of a split, of `length` tokens each.
 
-    Rows are shuffled because a plan puts long documents first: the first rows in its own order
-    would not represent the split.
+    The corpora of a mixture are mixed in proportion to their shares. Rows are shuffled because a
+    plan puts long documents first: its first rows would not represent the split.
     """
     sources = []
     for corpus in data.corpora:
@@ -500,12 +515,13 @@ def conversation_rows(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> Rows:
-    """Return rows of `length` tokens made of whole conversations; Rows describes `seed` and
-    `masked`. With `too_long`, which plan() describes, they are PackedRows; with `pairs` also,
-    they are PairRows.
+    """Return rows of `length` tokens that are made of whole conversations.
 
-    The tokens are saved in `chat_data/<name>-<hash>`. `key` names the content: `conversations` is
-    called only if there are no tokens with this key.
+    Rows describes `seed` and `masked`. With `too_long`, which plan() describes, the rows are
+    PackedRows; with `pairs` as well, they are PairRows.
+
+    The tokens are saved in `chat_data/<name>-<hash>`. `key` identifies the content: `conversations`
+    is called only if no tokens with this key are saved.
     """
     folder = conversation_folder(name, tokenizer, key)
     token_set = prepare_conversations(folder, conversations, tokenizer, key)
@@ -527,8 +543,10 @@ def chat_rows(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> tuple[Rows, Rows]:
-    """Return the rows of a stage's conversations to train on and to validate on; see
-    conversation_rows()."""
+    """Return the training rows and the validation rows of a stage's conversations.
+
+    conversation_rows() describes the arguments.
+    """
     key = conversations.key
     options = (tokenizer, length, seed, masked, too_long, pairs)
     train = conversation_rows(stage, conversations.train, key, *options)
@@ -541,8 +559,10 @@ def blend(
     second: Source,
     every: int,
 ) -> MixedRows:
-    """Return rows of which one in `every` comes from `second` and the others from `first`. An
-    epoch is an epoch of `first`."""
+    """Return rows of which one in `every` comes from `second` and the others from `first`.
+
+    An epoch is an epoch of `first`. Raises UserError (code 2) if `every` is below 2.
+    """
     if every < 2:
         raise UserError(
             f"one row in N comes from the second set, so N must be 2 or more, got {every}", 2
@@ -557,8 +577,10 @@ def mixture_table(
     rows: Source,
     row_number: int,
 ) -> dict[str, Any]:
-    """Return for the report, under "rows", how much of each corpus of a mixture the rows before
-    `row_number` take; {} if `rows` are of a single corpus."""
+    """Return a table for the report: how many rows of each corpus come before `row_number`.
+
+    The table is under the key "rows". The result is {} if `rows` are not a mixture.
+    """
     if not isinstance(rows, MixedRows):
         return {}
     table = []

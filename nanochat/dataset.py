@@ -1,5 +1,6 @@
-"""Makes or fetches a corpus, a named folder of parquet shards: TinyWorld, a published corpus, or
-your own files.
+"""Makes or fetches a corpus, which is a named folder of parquet shards.
+
+A corpus is TinyWorld, a published corpus, or made from your own files.
 
 python -m nanochat.dataset --data tinyworld          # made on this machine, no network
 python -m nanochat.dataset -n 8                      # FineWeb-Edu: 8 training shards, 1 to validate
@@ -28,7 +29,7 @@ from nanochat.runtime.progress import Progress
 
 @dataclass(frozen=True)
 class Config:
-    """Make or fetch training data."""
+    """The flags of `python -m nanochat.dataset`."""
 
     num_files: Annotated[int | None, tyro.conf.arg(aliases=("-n",))] = None
     """How many training shards of a published corpus to fetch; -1 fetches all.
@@ -58,8 +59,11 @@ class Config:
 
 
 def verify(corpus: Corpus) -> None:
-    """Read every shard of a corpus, also those that were copied in and have no recorded SHA-256.
-    UserError names the damaged shard and the command that fixes it."""
+    """Read every shard of a corpus, and check its SHA-256 if one was recorded.
+
+    Shards that were copied in have no recorded SHA-256. Raises UserError, which names the shard and
+    the command that fixes it, if one is damaged.
+    """
     paths = shards(corpus, "train") + shards(corpus, "val")
     for path in paths:
         check_sha256(path)
@@ -69,7 +73,7 @@ def verify(corpus: Corpus) -> None:
 
 
 def main(cfg: Config) -> None:
-    """Do what the command line says, then name the next command."""
+    """Carry out the command line, then print the command that comes next."""
     if cfg.num_workers < 1:
         raise UserError(
             tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),
@@ -88,7 +92,10 @@ def main(cfg: Config) -> None:
 
 
 def make_corpus(cfg: Config) -> Corpus:
-    """Make or fetch the corpus that the command line names."""
+    """Make or fetch the corpus that the command line names.
+
+    Raises UserError (code 2) if it names none that exists.
+    """
     if cfg.urls is not None:
         return _from_addresses(cfg, cfg.urls)
     if cfg.num_files is not None or cfg.data in SOURCES:
@@ -110,7 +117,7 @@ def make_corpus(cfg: Config) -> Corpus:
 
 
 def _from_addresses(cfg: Config, urls: str) -> Corpus:
-    """Fetch the files of --urls and import them."""
+    """Fetch the files that --urls lists, and import them as a corpus."""
     if cfg.data is not None or cfg.num_files is not None:
         raise UserError(
             tr("--urls lists every file to fetch, so it goes without --data and -n"), exit_code=2
@@ -119,8 +126,10 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
 
 
 def _from_publisher(cfg: Config) -> Corpus:
-    """Fetch -n files of a published corpus. Raises UserError (code 2) if one of the two is
-    missing."""
+    """Fetch the first -n files of a published corpus.
+
+    Raises UserError (code 2) if -n is missing or --data does not name a published corpus.
+    """
     published = SOURCES.get(cfg.data or "fineweb")
     if published is None or cfg.num_files is None:
         example = published.make(8) if published else MAKE_FINEWEB

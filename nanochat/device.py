@@ -1,10 +1,10 @@
-"""Which device this process computes on.
+"""Chooses and opens the device that this process computes on.
 
-Everything above asks here, and no other module names a vendor.
+Every higher layer asks this module, and no other module names a vendor.
 
-At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, NANOCHAT_DEVICE
-overrides) and nothing is initialised; compute_init() does that. What differs between devices is in
-nanochat/platforms/, one class for each.
+At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, unless NANOCHAT_DEVICE
+names one), but nothing is initialised; compute_init() does that. The differences between devices
+are in nanochat/platforms/, which has one Platform class for each.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from nanochat.platforms.plain import Host
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-MASTER = torch.float32  # the format that parameters are trained and kept in
+MASTER = torch.float32  # the format in which parameters are trained and saved
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The best first. A new vendor is a folder in platforms/ and a row here.
+# In order of preference. A new vendor needs a folder in platforms/ and an entry here.
 VENDORS = {"npu": ("ascend", "Ascend"), "cuda": ("nvidia", "Nvidia"), "cpu": ("cpu", "Cpu")}
-MEASURE = "python check_npu.py --bench"  # measures this host's cards for nanochat.planner
+MEASURE = "python check_npu.py --bench"  # the command that measures cards for nanochat.planner
 
 
 def _platforms() -> dict[str, type[Platform]]:
-    """Return the class of each vendor's platform. A vendor that was torn out of the tree has none.
+    """Return the platform class of each vendor whose folder is in this copy of nanochat.
 
-    The host is always there, then in plain torch.
+    The CPU always has a class: plain torch, if its folder is missing.
     """
     platforms: dict[str, type[Platform]] = {}
     for name, (folder, class_name) in VENDORS.items():
@@ -57,11 +57,10 @@ PLATFORMS = _platforms()
 
 
 def choose(requested: str | None) -> tuple[str, str, str]:
-    """Return (device type, backend, reason) of the chosen device.
+    """Return (device type, backend, reason) for the requested device, or the first usable one.
 
-    It is the requested one, or the first usable one of npu, cuda, cpu.
-
-    UserError says why a device that was asked for cannot be used.
+    The order is npu, cuda, cpu. Raises UserError if the requested device is unknown (code 2) or
+    cannot be used.
     """
     if requested:
         if requested not in PLATFORMS:
@@ -94,7 +93,7 @@ def choose(requested: str | None) -> tuple[str, str, str]:
 
 try:
     device_type, backend, reason = choose(os.environ.get("NANOCHAT_DEVICE"))
-except UserError as _mistake:  # at import there is no script edge to print it
+except UserError as _mistake:  # at import, before common.run() could print it
     complain(f"error: {_mistake} (NANOCHAT_DEVICE)")
     sys.exit(_mistake.exit_code)
 
@@ -110,7 +109,10 @@ def check_idle_cards(chosen: str) -> None:
 
 @dataclass(frozen=True)
 class Compute:
-    """Where this process computes: one object per process, made by compute_init()."""
+    """The device of this process and its place among the ranks.
+
+    There is one object per process, which compute_init() makes.
+    """
 
     device: torch.device
     device_type: str
@@ -130,29 +132,33 @@ class Compute:
     ending: contextlib.ExitStack = field(
         default_factory=contextlib.ExitStack, compare=False, repr=False
     )
-    """What must end while the ranks can still talk, even if the work fails."""
+    """Clean-up that must run while the ranks can still communicate, even if the work fails."""
 
     def __post_init__(self) -> None:
         assert self.platform.name == self.device_type, (self.platform.name, self.device_type)
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that logs and writes."""
+        """True on the rank that logs and writes files."""
         return self.rank == 0
 
     @property
     def scaler(self) -> bool:
-        """Whether gradients need a loss scale: fp16 has too few exponent bits for them."""
+        """True if gradients need a loss scale, because fp16 has too few exponent bits for them."""
         return self.dtype == torch.float16
 
     @property
     def chip(self) -> Chip | None:
-        """The kind of the card; None where it is not known."""
+        """The kind of card, or None if it is unknown."""
         return self.platform.chip
 
 
 def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
-    """The format to compute in, and why: NANOCHAT_DTYPE, or the best that the device has."""
+    """Return the number format to compute in, and the reason for it.
+
+    NANOCHAT_DTYPE names it; otherwise it is the best that the device has. Raises UserError if the
+    format is unknown (code 2) or the device lacks it.
+    """
     requested = os.environ.get("NANOCHAT_DTYPE")
     if not requested:
         return platform.best_dtype()
@@ -171,12 +177,12 @@ def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
 
 
 def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute:
-    """Take this process's device and, under torchrun, join the process group.
+    """Open this process's device and, under torchrun, join the process group.
 
-    `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what
-    --kernels says. CPU tensors go over gloo on every device, so that ranks can share a flag without
-    touching the accelerator. Raises UserError if this host has cards that cannot be used, unless
-    the CPU was asked for, or if the launcher's variables are incomplete.
+    `requested` is a device type, or None or "" for the one chosen at import; `kernels` is the value
+    of --kernels. On every device, CPU tensors are exchanged over gloo, so that ranks can share a
+    flag without touching the accelerator. Raises UserError if this host has cards that cannot be
+    used, unless the CPU was requested, or if the launcher's variables are incomplete.
     """
     name, collectives, why = choose(requested) if requested else (device_type, backend, reason)
     if not requested:
@@ -209,7 +215,10 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
 
 
 def _join(platform: Platform) -> None:
-    """Join the process group that the launcher's variables name."""
+    """Join the process group that the launcher's variables describe.
+
+    Raises UserError if the port at which the ranks meet is taken.
+    """
     seconds = platform.prepare_collectives()
     try:
         dist.init_process_group(platform.collectives, timeout=datetime.timedelta(seconds=seconds))
@@ -220,7 +229,10 @@ def _join(platform: Platform) -> None:
 
 
 def port_words(port: str) -> str:
-    """What to do where the port that the ranks meet at is taken."""
+    """Return a message for the case that the port at which the ranks meet is taken.
+
+    It says what to do, and names a free port.
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
         free = probe.getsockname()[1]
@@ -233,12 +245,12 @@ def port_words(port: str) -> str:
 
 
 def planned() -> list[Chip]:
-    """Every kind of card that the planner can plan for, of all vendors."""
+    """Return every kind of card that the planner can plan for, from all vendors."""
     return [chip for platform in PLATFORMS.values() for chip in platform().chips()]
 
 
 def cards() -> tuple[Chip | None, int]:
-    """Return the kind of this host's cards, and how many are visible; (None, 0) if unknown."""
+    """Return the kind and the visible number of this host's cards, or (None, 0) if unknown."""
     platform = PLATFORMS[device_type]()
     return (platform.chip, platform.count()) if platform.chips() else (None, 0)
 
@@ -246,15 +258,19 @@ def cards() -> tuple[Chip | None, int]:
 def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
-        if torch.__version__.startswith(
-            "2.7."
-        ):  # its destructor holds Python's lock and waits for gloo's threads,
-            time.sleep(0.2)  # which may want it to drop the last tensors: let them have it first
+        if torch.__version__.startswith("2.7."):
+            # The group's destructor holds the GIL while it waits for gloo's threads, which may need
+            # the GIL to free their last tensors: let them finish first.
+            time.sleep(0.2)
         dist.destroy_process_group()
 
 
 def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """Return a main for common.run() that works on the device which the flags name."""
+    """Return a main function for common.run() that opens the device before it calls `work`.
+
+    The device is the one that the flags name. It is released at the end, and a known error of the
+    device becomes a UserError.
+    """
 
     def main(cfg: Any) -> None:
         host.use_compile_cache(base_dir())
@@ -279,12 +295,15 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
 
 
 def describe(compute: Compute) -> str:
-    """Return the name of the device, on a host with the number of torch's threads."""
+    """Return the name of the device; for a CPU it includes the number of torch's threads."""
     return compute.platform.describe()
 
 
 def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
-    """What a report says about where a model of so many parameters was trained."""
+    """Return what a report says about the device on which a model was trained.
+
+    `parameters` is the number of parameters of the model.
+    """
     dtype = str(compute.dtype).removeprefix("torch.")
     return {
         "device": describe(compute),
@@ -296,23 +315,26 @@ def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
 
 
 def barrier(compute: Compute) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has reached this point."""
     if compute.world_size > 1:
         dist.barrier()
 
 
 def synchronize(compute: Compute) -> None:
-    """Wait until the device has done everything that it was given; the host is always done."""
+    """Wait until the device has finished all of its work, which a CPU always has."""
     compute.platform.synchronize()
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is sharded over ranks. Importing DTensor would cost two seconds."""
+    """Return whether a tensor is sharded over ranks.
+
+    It does not import DTensor, which would take two seconds.
+    """
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that this rank holds; a plain tensor itself."""
+    """Return this rank's part of a sharded tensor, or a plain tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -322,21 +344,21 @@ def seed_all(seed: int) -> None:
 
 
 def clear_overflow(compute: Compute) -> None:
-    """Forget earlier overflows, on a chip that saturates where others give inf."""
+    """Forget earlier overflows, on a chip that saturates instead of giving inf."""
     if compute.scaler:
         compute.platform.clear_overflow()
 
 
 def overflows(compute: Compute) -> list[torch.Tensor]:
-    """On a chip that saturates: (1,), not 0 if anything overflowed since clear_overflow().
+    """Return a tensor (1,) that is not 0 if anything has overflowed since clear_overflow().
 
-    Elsewhere nothing.
+    This is for chips that saturate; on others the result is an empty list.
     """
     return compute.platform.overflows() if compute.scaler else []
 
 
 def pin(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
-    """Page-lock a host tensor, so that its copy to the device can run beside computation."""
+    """Page-lock a host tensor, so that its copy to the device can overlap with computation."""
     return tensor.pin_memory() if compute.platform.has_own_memory else tensor
 
 
@@ -348,20 +370,21 @@ def to_device(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
 
 
 def memory_total(compute: Compute) -> int:
-    """Bytes of the device's memory; on a host, of physical memory."""
+    """Return the size in bytes of the device's memory or, for a CPU, of the physical memory."""
     return compute.platform.memory_total()
 
 
 def memory_peak(compute: Compute) -> int:
-    """Return the peak memory of this process in bytes: on the device, or resident on the host."""
+    """Return the peak memory of this process in bytes, on the device or resident on the host."""
     return compute.platform.memory_peak()
 
 
 def peak_flops(compute: Compute) -> tuple[float, str]:
-    """The FLOP/s that MFU is measured against, and where the number comes from.
+    """Return the peak FLOP/s that MFU is measured against, and the source of the number.
 
-    NANOCHAT_PEAK_TFLOPS overrides. A known accelerator takes the dense peak of its data sheet.
-    Every other device, the host too, takes the speed of matmuls measured now.
+    NANOCHAT_PEAK_TFLOPS overrides it. A known accelerator has the dense peak of its data sheet. On
+    any other device, including a CPU, the speed of matrix products is measured. Raises UserError
+    (code 2) if the variable is not a number.
     """
     if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
         try:
@@ -375,11 +398,11 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
 
 
 def _matmul_flops(compute: Compute) -> tuple[float, str]:
-    """FLOP/s of matmuls measured now, and what was measured.
+    """Return the FLOP/s of matrix products measured now, and a note on what was measured.
 
-    On an accelerator one matmul that is waited for measures its launch too, and an MFU against it
-    would flatter. There matmuls grow, are queued one behind the other, and are waited for together,
-    for a tenth of a second.
+    Timing a single product on an accelerator would include its launch, and the MFU would look too
+    good. So there the products grow and are queued one after another, and the time for all of them
+    is taken once it reaches a tenth of a second.
     """
     if not compute.platform.runs_beside_host:
         best = min(_matmul_seconds(compute, 1024, 1) for _ in range(5))
@@ -395,9 +418,9 @@ def _matmul_flops(compute: Compute) -> tuple[float, str]:
 
 
 def _matmul_seconds(compute: Compute, size: int, count: int) -> float:
-    """How long `count` square matmuls take that are queued one behind the other."""
+    """Return the seconds that `count` square matrix products take, queued one after another."""
     a = torch.ones(size, size, dtype=compute.dtype, device=compute.device)
-    torch.mm(a, a)  # the first one of a size may be compiled or loaded
+    torch.mm(a, a)  # the first product of a size may have to be compiled or loaded
     synchronize(compute)
     start = time.perf_counter()
     for _ in range(count):
@@ -407,7 +430,7 @@ def _matmul_seconds(compute: Compute, size: int, count: int) -> float:
 
 
 def compiler_missing(compute: Compute) -> str:
-    """Why torch.compile cannot be used here, or "" if it can."""
+    """Return why torch.compile cannot be used here, or "" if it can."""
     return compute.platform.compiler_missing()
 
 

@@ -1,15 +1,18 @@
-"""Generates replies for many requests in one batch; each request has its own length, sampling
-settings and seed.
+"""Generates replies to many requests in one batch, each with its own length, settings and seed.
 
 The life of a request:
 
-1. submit() checks the request and queues it. 2. _admit() gives it a slot of the key-value cache. If
-a slot holds the beginning of its prompt already, as after the turn before of the same chat, only
-the rest is read (generate/slots.py). 3. _prefill() reads the prompt, all but its last token, in
-chunks (generate/passes.py). 4. _decode() feeds one token of every ready request in one pass and
-samples the next ones (generate/sampling.py). 5. _accept() adds a sampled token to the reply. If the
-token closes a calculator call, the engine writes the answer. 6. _with_ending() ends the reply at an
-end mark, a stop string or a limit. The slot is free for the next request.
+  1. submit() checks the request and queues it.
+  2. _admit() gives it a slot of the key-value cache. If a slot already holds the beginning of its
+     prompt, as it does after an earlier turn of the same chat, the model reads only the rest
+     (generate/slots.py).
+  3. _prefill() reads all but the last token of the prompt, in chunks (generate/passes.py).
+  4. _decode() feeds one token of every ready request to the model in one pass, and samples the next
+     tokens (generate/sampling.py).
+  5. _accept() adds a sampled token to the reply. If the token closes a calculator call, the engine
+     writes the answer.
+  6. _with_ending() ends the reply at an end mark, a stop string or a limit. The slot is then free
+     for the next request.
 """
 
 import random
@@ -43,21 +46,20 @@ from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
-MOST_SAMPLES = 128  # replies to one prompt that submit_samples() takes
+MOST_SAMPLES = 128  # most replies to one prompt that submit_samples() accepts
 
 
 class Engine:
-    """Runs a model for many requests at once. Not thread-safe: call one engine from one thread
-    only.
+    """Runs a model for many requests at once; call one engine from one thread only.
 
     `slots` is the number of requests that run together; further requests wait. `length` is the
     limit for prompt and reply together, in tokens (default and maximum: the model's context).
-    `prefill_tokens` is the most prompt tokens read between two decoding passes. `pad` rounds the
-    shape of every pass up to one of a few sizes (default: only on accelerators, where every new
-    shape costs a compilation). `spare_slots` adds slots to the cache in which finished chats wait
-    for their next turn; slots that no request occupies serve for that in any case. `adapters` are
-    those of the model that requests may name. With `graphs`, the platform of a device that can
-    capture, every decoding pass is replayed as one launch.
+    `prefill_tokens` is the maximum number of prompt tokens read between two decoding passes. `pad`
+    rounds the shape of every pass up to one of a few sizes (default: only on accelerators, where
+    every new shape costs a compilation). `spare_slots` adds slots to the cache in which finished
+    chats wait for their next turn; slots that no request occupies serve for that in any case.
+    `adapters` are those of the model that requests may name. `graphs` is the platform of a device
+    that can capture graphs; every decoding pass is then replayed as one launch.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.slots = slots
         self.prefill_tokens = prefill_tokens
-        self.prompt_tokens_read = 0  # by the model
-        self.prompt_tokens_reused = 0  # from the cached tokens of other requests
+        self.prompt_tokens_read = 0  # prompt tokens that went through the model
+        self.prompt_tokens_reused = (
+            0  # prompt tokens taken from the cached tokens of other requests
+        )
         cache = model.new_cache(slots + spare_slots, self.length, dtype)
         self._slots = Slots(cache, slots, slots + spare_slots)
         pad = model.attention.grain > 1 if pad is None else pad
@@ -101,7 +105,7 @@ class Engine:
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self._waiting: deque[Request] = deque()
         self._next_request = 0
-        # None where JSON schemas were torn out of the tree. Any thread may use `schemas`.
+        # None if this copy of nanochat lacks JSON schemas. Any thread may use `schemas`.
         self.schemas: Any = None
         self._mask_turns: Any = None
         if appendix("nanochat.generate.schema"):
@@ -113,30 +117,30 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in flight or waiting."""
+        """True if any request is in flight or waiting."""
         return bool(self._slots.active or self._waiting)
 
     @property
     def free_slots(self) -> int:
-        """How many slots no request occupies."""
+        """The number of slots that no request occupies."""
         return self._slots.free
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """The number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def passes(self) -> int:
-        """How many passes of the model there were."""
+        """The number of passes of the model so far."""
         return self._passes.count
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Queue a prompt and return its request number.
+        """Queue a prompt, and return its request number.
 
         Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
-        the vocabulary, if there is no adapter of the name, or if the schema cannot be met. What is
-        accepted here fails no step.
+        the vocabulary, if the adapter is unknown, or if the schema cannot be met. A request that is
+        accepted here makes no later step fail.
         """
         self.check(prompt, sampling)
         request = Request(
@@ -162,9 +166,11 @@ class Engine:
         return request.number
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise the UserError that submit() would raise, except for a new schema: `schemas.prepare`
-        raises those, and what takes long, the automaton, is then ready for submit(), as long as the
-        caller holds it. Any thread may call this while another uses the engine.
+        """Raise the UserError that submit() would raise, except those of a new schema.
+
+        `schemas.prepare` raises the latter. It also builds the automaton, which takes long;
+        submit() reuses that automaton as long as the caller holds it. Any thread may call check()
+        while another uses the engine.
         """
         check_request(prompt, sampling, self.length, self.model.config.vocab_size)
         if sampling.schema is not None:
@@ -179,8 +185,10 @@ class Engine:
             )
 
     def _grammars(self) -> Any:
-        """Return the automata of JSON schemas. Raises UserError if they were torn out of the
-        tree."""
+        """Return the automata of JSON schemas.
+
+        Raises UserError (code 2) if their module is not in this copy of nanochat.
+        """
         if self.schemas is None:
             required_appendix("nanochat.generate.schema.grammar", "a JSON schema")
         return self.schemas
@@ -191,10 +199,10 @@ class Engine:
         sampling: Sampling,
         samples: int,
     ) -> list[int]:
-        """Queue `samples` requests with one prompt, which is read once, and return their numbers.
+        """Queue `samples` requests for one prompt, which is read once, and return their numbers.
 
         The first reply is the one that submit() would give; the others have seeds of their own.
-        Raises UserError as submit() raises it.
+        Raises UserError if `samples` is out of range, or as submit() does.
         """
         if not 1 <= samples <= MOST_SAMPLES:
             raise UserError(
@@ -208,8 +216,10 @@ class Engine:
 
     @torch.inference_mode()
     def cancel(self, number: int) -> bool:
-        """Drop a request, waiting or in flight; the slot is free at once. False if the request had
-        already ended."""
+        """Drop a request, waiting or in flight, and return whether it was still there.
+
+        Its slot is free at once.
+        """
         for request in self._waiting:
             if request.number == number:
                 self._waiting.remove(request)
@@ -222,8 +232,10 @@ class Engine:
 
     @torch.inference_mode()
     def forget(self) -> None:
-        """Forget the prompts and replies of finished requests. Call this after the model's weights
-        have changed."""
+        """Forget the prompts and replies of finished requests.
+
+        Call this after the model's weights have changed.
+        """
         self._slots.forget()
 
     def generate(
@@ -233,13 +245,14 @@ class Engine:
         samples: int = 1,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt `samples` times; return all samples of the first prompt, then of
-        the second, ...
+        """Complete every prompt `samples` times, and return the completions in order.
 
-        The seed of a sample depends only on the given seed, the sample's number and the prompt, so
-        a reply is the same whatever else runs, on any number of ranks. `done` is called with each
-        finished completion and its index. Raises UserError like submit(), and if the model's
-        weights give NaN, since no score of its replies would be one.
+        All samples of the first prompt come first, then those of the second, and so on. The seed of
+        a sample depends only on the given seed, the sample's number and the prompt, so a reply is
+        the same whatever else runs, on any number of ranks. `on_done` is called with the index of
+        each finished completion and the completion. Raises UserError as submit() does, if the
+        engine is busy, or if the model's weights give NaN, because its replies would then have no
+        score.
         """
         if self.busy:
             raise UserError(
@@ -270,15 +283,20 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Admit waiting requests, prefill some of their prompts, and decode a token for each ready
-        request."""
+        """Run one step, and return the events of the tokens that it produced.
+
+        A step admits waiting requests, prefills some of their prompts, and decodes a token for each
+        ready request.
+        """
         self._admit()
         self._prefill()
         return self._decode()
 
     def _admit(self) -> None:
-        """Give free slots to waiting requests: short prompts first, repeated prompts last, since
-        those are copied."""
+        """Give free slots to waiting requests.
+
+        Short prompts come first. Repeated prompts come last, because the engine copies them.
+        """
         count = min(self.free_slots, len(self._waiting))
         if not count:
             return
@@ -298,8 +316,7 @@ class Engine:
             self.prompt_tokens_reused += request.reused
 
     def _prefill(self) -> None:
-        """Prefill prompts, all but their last token, in the order of slots until the budget is
-        spent."""
+        """Read prompts, except their last tokens, in slot order until the budget is spent."""
         budget = self.prefill_tokens
         while budget > 0:
             first = self._slots.ready()
@@ -323,14 +340,14 @@ class Engine:
             budget -= count * columns
 
     def _share(self, slot: int) -> None:
-        """Spare a prefilling request what requests in flight have read since it came."""
+        """Reuse, for a prefilling request, what other requests have since read of its prompt."""
         request = self._slots.running[slot]
         reused_before = request.reused
         self._slots.share(slot)
         self.prompt_tokens_reused += request.reused - reused_before
 
     def _chunk_end(self, request: Request) -> int:
-        """Return where the request's next chunk ends at the latest.
+        """Return the position where the request's next chunk ends at the latest.
 
         The last token of a prompt is left to the first decoding pass. States that cannot be cut are
         saved at every multiple of STATE_INTERVAL, so a chunk ends there.
@@ -341,8 +358,10 @@ class Engine:
         return min(end, (request.cached // STATE_INTERVAL + 1) * STATE_INTERVAL)
 
     def _prefill_shape(self, first: int, budget: int) -> tuple[int, int]:
-        """Return rows and columns of the next prefill pass, at most `budget` tokens of which half
-        may be padding."""
+        """Return the number of rows and columns of the next prefill pass.
+
+        The pass has at most `budget` tokens, and at most half of them are padding.
+        """
         requests = self._slots.running[first:]
         columns = min(self._chunk_end(requests[0]) - requests[0].cached, CHUNK, budget)
         count = 1
@@ -355,10 +374,10 @@ class Engine:
             if tokens == 0:
                 break
             if any(self._slots.will_share(request, earlier) for earlier in requests[:count]):
-                break  # what the two share is copied, not computed again
+                break  # the common prefix is copied, not computed twice
             wider = max(columns, tokens)
-            area = (count + 1) * wider
-            if area > budget or area > 2 * (real_tokens + tokens):
+            padded_area = (count + 1) * wider
+            if padded_area > budget or padded_area > 2 * (real_tokens + tokens):
                 break
             count += 1
             columns = wider
@@ -369,8 +388,10 @@ class Engine:
         return count, min(columns, room)
 
     def _decode(self) -> list[Event]:
-        """Feed one pending token of every ready request; sample the next token where nothing more
-        is pending."""
+        """Feed one pending token of every ready request, and return the events of this step.
+
+        The next token of a request is sampled once no forced token is pending.
+        """
         ready = self._slots.ready()
         if not ready:
             return []
@@ -380,16 +401,16 @@ class Engine:
         if any(grammars):
             masks = self._mask_turns.take(grammars)
         # A request that waits for its mask feeds the same token again in the next step.
-        waiting = [
+        without_mask = [
             slot
             for slot, request in enumerate(requests)
             if request.grammar is not None and slot not in masks
         ]
-        logits = self._passes.decode(self._slots.requests, ready, waiting)
-        # Draw random numbers only for requests that sample; where a forced token follows, the
-        # choice is dropped.
+        logits = self._passes.decode(self._slots.requests, ready, without_mask)
+        # Draw random numbers only for requests that sample; if a forced token follows, the choice
+        # is dropped.
         sampled = [
-            slot not in waiting and request.cached + 1 == len(request.tokens)
+            slot not in without_mask and request.cached + 1 == len(request.tokens)
             for slot, request in enumerate(requests)
         ]
         uniforms = [
@@ -409,7 +430,7 @@ class Engine:
         events: list[Event] = []
         leaving: list[int] = []
         for slot, request in enumerate(requests):
-            if slot in waiting:
+            if slot in without_mask:
                 continue
             request.cached += 1
             if not sampled[slot]:
@@ -429,8 +450,7 @@ class Engine:
         choice: Choice,
         row: int,
     ) -> list[Event]:
-        """Add a sampled token to a reply, and the calculator's answer if the token closes a
-        call."""
+        """Add a sampled token to a reply, and the calculator's answer if it closes a call."""
         token = choice.tokens[row]
         alternatives = choice.alternatives[row][: request.sampling.logprobs]
         event = Event(request.number, token, choice.logprobs[row], False, None, alternatives)
@@ -449,8 +469,10 @@ class Engine:
         return events
 
     def _with_ending(self, request: Request, event: Event) -> Event:
-        """Add an event's token to its request; return the event, with the reason if the reply ends
-        here."""
+        """Add an event's token to its request, and return the event.
+
+        If the reply ends here, the event carries the reason.
+        """
         sampling = request.sampling
         request.tokens.append(event.token)
         if request.history is not None:
@@ -471,10 +493,12 @@ class Engine:
         token: int,
         may_stop: bool,
     ) -> tuple[Finish | None, int | None]:
-        """Return why a reply ends with a token, if it does, and the token if that is a stop
-        token."""
+        """Return the reason why a reply ends with a token, or None if it continues.
+
+        The second value is the token, if it is a stop token of the request.
+        """
         sampling = request.sampling
-        # First, since an automaton that failed allows end marks only.
+        # This check comes first, because an automaton that failed allows only end marks.
         if request.grammar is not None and request.grammar.failed:
             self.schemas.give_up(sampling.schema)
             return "error", None
@@ -492,7 +516,10 @@ def sample_settings(
     prompt: Sequence[int],
     number: int,
 ) -> Sampling:
-    """Return the settings of one sample of a prompt, with a seed that depends on nothing else."""
+    """Return the settings of one sample of a prompt, with a seed of its own.
+
+    The seed depends only on the given seed, the sample's number and the prompt.
+    """
     return replace(sampling, seed=sample_seeds(sampling.seed, prompt, [number])[0])
 
 
@@ -501,6 +528,6 @@ def sample_seeds(
     prompt: Sequence[int],
     numbers: Iterable[int],
 ) -> list[int]:
-    """Return the seeds of samples of a prompt, by their numbers."""
-    mark = zlib.crc32(array("q", prompt).tobytes())
-    return [random.Random(f"{seed}/{number}/{mark}").getrandbits(63) for number in numbers]
+    """Return the seeds of the samples with the given numbers."""
+    prompt_digest = zlib.crc32(array("q", prompt).tobytes())
+    return [random.Random(f"{seed}/{number}/{prompt_digest}").getrandbits(63) for number in numbers]

@@ -1,4 +1,4 @@
-"""The figures of a run while it trains, their line in the log, and the clock of saves."""
+"""The running figures of a training run, its log lines, and the clock that says when to save."""
 
 import time
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from nanochat.runtime.progress import duration
 from nanochat.step import Outcome
 
 BAD_STEPS = 10  # skipped updates in a row after which a run stops
-RECENT_STEPS = 20  # whose pace says how long the remaining steps will take
-# what checkpoints keep
+RECENT_STEPS = 20  # the steps whose pace predicts the time left
+# the fields of a Meter that checkpoints keep
 STATE = (
     "smooth_loss",
     "smooth_weight",
@@ -26,9 +26,10 @@ STATE = (
 
 
 def due(step: int, every: int, last: bool) -> bool:
-    """Return whether something that happens every `every` steps, and at the end, is due at `step`.
+    """Return whether an action that is done every `every` steps is due at `step`.
 
-    If `every` is 0 or less, it never is.
+    It is always due at the last step, and at step 0 only if that is the last. If `every` is 0 or
+    less, it is never due.
     """
     if every <= 0:
         return False
@@ -45,13 +46,13 @@ def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: floa
 
 @dataclass
 class Meter:
-    """Running figures of a run; checkpoints keep the fields that STATE names."""
+    """Measures a run as it trains; checkpoints keep the fields that STATE names."""
 
     steps: int  # of the whole run
     tokens_per_step: int
     flops_per_token: int
     peak: float  # FLOP/s over all ranks
-    usual_mfu: float  # share of the peak that steps reach, as long as no step was measured
+    usual_mfu: float  # share of the peak that steps are assumed to reach before one is measured
     smooth_loss: float = 0.0  # exponential average, not yet debiased
     smooth_weight: float = 0.0
     seconds: float = 0.0  # spent in steps, over all starts of this run
@@ -83,9 +84,10 @@ class Meter:
     def tick(
         self, step: int, outcome: Outcome, seconds: float, cpu_seconds: float, lrm: float
     ) -> dict[str, Any]:
-        """Count a step (the first is 1) and return its line for metrics.jsonl.
+        """Count a step (the first is 1), and return its line for metrics.jsonl.
 
-        UserError after ten skipped updates in a row.
+        `lrm` is the factor on the learning rates. Raises UserError if ten updates in a row were
+        skipped.
         """
         self.seconds += seconds
         self.cpu_seconds += cpu_seconds
@@ -133,13 +135,14 @@ class Meter:
 
     @property
     def smooth(self) -> float:
-        """The debiased running mean of the loss."""
+        """The debiased running mean of the loss, or NaN before the first update."""
         return self.smooth_loss / self.smooth_weight if self.smooth_weight else float("nan")
 
     def expected(self, step: int) -> float:
-        """Return the seconds left after `step` updates, before this process has taken a step.
+        """Return the seconds left after `step` updates, before this process has measured a step.
 
-        This is the pace of the earlier starts of the run, or the usual MFU of such a device.
+        The estimate uses the pace of earlier starts of the run, or else the usual MFU of the
+        device.
         """
         if step:
             return (self.steps - step) * self.seconds / step
@@ -151,14 +154,14 @@ class Meter:
         return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps of the figures."""
+        """Return the figures that a checkpoint keeps, by name."""
         return {name: getattr(self, name) for name in STATE}
 
 
 def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
-    """Return a step as a log shows it, in the published format.
+    """Return a step's line in the log, in the published format.
 
-    The loss of the step itself stands behind the running mean, and the time left at the end.
+    The loss of the step itself follows the running mean, and the time left stands at the end.
     """
     step = line["step"]
     parts = (
@@ -175,21 +178,21 @@ def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
 
 
 def step_note(line: Mapping[str, Any], steps: int, eta: float) -> str:
-    """Return a step as the terminal shows it beside the progress bar."""
+    """Return the short text about a step that the terminal shows next to the progress bar."""
     loss = f"{line['smooth_loss']:.3f} (this step {line['loss']:.3f})"
     pace = f"{line['tokens_per_second']:,.0f} tok/s, {duration(eta)} left"
     return f"{line['step']}/{steps} loss {loss} {pace}"
 
 
 def listed(figures: Mapping[str, float]) -> str:
-    """Return figures by name, as the log prints them behind a step."""
+    """Return figures as the log appends them to a step's line, each with its name."""
     return " | ".join(f"{name}: {value:.4f}" for name, value in figures.items())
 
 
 class SaveClock:
-    """Says when to save by time: every minute, or less often where saving is slow.
+    """Says when to save by time: every minute, or less often if saving is slow.
 
-    Saves by time take at most three percent of a run.
+    Saves by time take at most about three percent of a run.
     """
 
     def __init__(self, seconds: float = 60.0):
@@ -198,7 +201,7 @@ class SaveClock:
         self.last = time.monotonic()
 
     def due(self, compute: Compute, busy: bool = False, failed: bool = False) -> bool:
-        """Return whether a save is due; rank 0 decides for all ranks.
+        """Return whether a save is due, as rank 0 decides for all ranks.
 
         No save is due while the last one is still `busy`. If the last one `failed`, a save is due
         at once, because it reports the failure.
@@ -208,6 +211,6 @@ class SaveClock:
         return bool(parallel.agree(int(failed or by_time), compute))
 
     def saved(self, cost: float) -> None:
-        """Note that a save cost `cost` seconds of training and has just ended."""
+        """Record that a save, which cost `cost` seconds of training, has just ended."""
         self.cost = cost
         self.last = time.monotonic()

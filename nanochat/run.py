@@ -1,7 +1,7 @@
-"""One run of a training stage: its folder, what it resumes, and the order of its bookkeeping.
+"""One run of a training stage: its folder, its resumption, and the order of its bookkeeping.
 
-After an update a run counts the step, logs it, saves it if a save is due, then measures, and then
-writes the step's line to metrics.jsonl. The training loop stands in the script:
+After an update, a run counts the step, logs it, saves it if a save is due, then measures, and then
+writes the step's line to metrics.jsonl. The training loop is in the script:
 
     with Run(folder, plan, model, tokenizer, optimizers, cfg, compute) as run:
         fast = run.prepare(rows, batch)
@@ -64,13 +64,13 @@ from nanochat.train.flags import RunFlags, StageFlags
 from nanochat.train.setup import set_matmul
 from nanochat.train.sizes import Batch
 
-ANNOUNCED_SECONDS = 60  # the device's peak says too little about shorter runs
+ANNOUNCED_SECONDS = 60  # shorter runs cannot be predicted well from the device's peak
 
-PassLoss = Callable[..., Tensor]  # (model, *tensors of a pass) -> the sum of its losses, ()
+PassLoss = Callable[..., Tensor]  # (model, *tensors of a pass) -> the sum of its losses ()
 
 
 class AlreadyDone(Exception):
-    """An earlier start has finished this run; launch() ends the script without an error."""
+    """An earlier start has finished this run; launch() then ends the script without an error."""
 
 
 # --- where a run lives ---------------------------------------------------------------------------
@@ -78,32 +78,33 @@ class AlreadyDone(Exception):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run keeps its checkpoints, and the settings that it resumes with."""
+    """The checkpoint folder of a run, and the settings with which the run resumes."""
 
     stage: str  # base, mid, sft, rl or tune
     tag: str
     path: Path
-    settings: RunSettings  # the flags, and facts that no flag names
-    begun_rows: int | None  # rows of a step of the run that resumes; None if none does
+    settings: RunSettings  # the flags, and facts that no flag states
+    begun_rows: int | None  # rows per step of the run that is resumed; None for a new run
 
 
 def open_folder(
     stage: str, tag: str, cfg: Any, flags: RunFlags, compute: Compute, **facts: str
 ) -> RunFolder:
-    """Return the folder of the run that these flags ask for; every rank must call this.
+    """Return the folder of the run that the flags describe, after checking that it can be used.
 
-    `cfg` are all flags of the script. `facts` (corpus, parent, tokenizer) join them as the settings
-    that a resumed run must share. Raises AlreadyDone if an earlier start finished the run. Raises
-    UserError if the device cannot train, if the ranks were not started alike, or if the settings
-    differ from those of the checkpoints in the folder.
+    Every rank must call this. `cfg` holds all flags of the script. `facts` (corpus, parent,
+    tokenizer) join them as the settings that a resumed run must share. Raises AlreadyDone if an
+    earlier start finished the run. Raises UserError if the device cannot train, if the ranks were
+    started with different settings, or if the settings differ from those of the checkpoints in the
+    folder.
     """
     if reason := compute.platform.cannot_train():
         raise UserError(reason)
-    parse_trackers(flags.track, flags.run)  # refuses a wrong list before anything is read
+    parse_trackers(flags.track, flags.run)  # rejects an invalid list before anything is read
     path = checkpoint_dir(stage, tag)
     settings = RunSettings.of(cfg, **facts)
     fingerprint.check_start(settings.values, compute)
-    if flags.graphs:  # what cannot be done is refused before an earlier run is moved aside
+    if flags.graphs:  # reject what is impossible before an earlier run is moved aside
         graphs.check(compute, flags.compile)
     elif flags.compile:
         missing(True, compute)
@@ -117,10 +118,10 @@ def open_folder(
 def parent_of(
     source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
-    """Return the checkpoint that a stage starts from, the newest or that of `step`, and its own
-    tag.
+    """Return the checkpoint that a stage starts from, and the tag of the stage's own checkpoints.
 
-    `own_file` is a file of your own that the stage learns from.
+    The checkpoint is that of `step`, or the newest. `own_file` is a file of the user's that the
+    stage learns from.
     """
     parent = find_parent(source, flags.model_tag, step)
     tag = flags.own_tag(parent.tag, own_file)
@@ -153,21 +154,21 @@ def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a run is, and what it learns from."""
+    """The length of a run, and the data that it learns from."""
 
     steps: int
-    tokens_per_step: int  # what the printed speed counts; RL counts replies instead
-    items_per_step: int  # rows or problems: after n steps the data stands at n times as many
-    data: str  # the name of the data; a run resumes only with the same
+    tokens_per_step: int  # the tokens that the printed speed counts; RL counts replies instead
+    items_per_step: int  # rows or problems that each step consumes
+    data: str  # the name of the data; a run resumes only with the same data
 
 
 def sum_of_losses(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:  # (B, T) -> ()
-    """Return the loss of a pass over rows of one document each, in nats."""
+    """Return the summed loss in nats of a pass over rows of one document each."""
     return model(idx, targets, reduction="sum")
 
 
 class Profiler(Protocol):
-    """Measures the parts of a step."""
+    """Measures the parts of a step (Protocol)."""
 
     def begin_step(self) -> None: ...
 
@@ -177,7 +178,7 @@ class Profiler(Protocol):
 
 
 class NoProfile:
-    """The profiler of a run without --profile: its methods do nothing."""
+    """The profiler of a run without --profile, which does nothing."""
 
     def begin_step(self) -> None:
         """Do nothing."""
@@ -190,16 +191,19 @@ class NoProfile:
 
 
 def profiling() -> Any:
-    """Return the appendix that profiles a run. Raises UserError (code 2) if it was torn out."""
+    """Return the module that profiles a run.
+
+    Raises UserError (code 2) if its file is not in this copy of nanochat.
+    """
     return required_appendix("nanochat.runtime.profiling", "--profile")
 
 
 class Run:
-    """A run that has been resumed. Every rank makes one and calls the same methods.
+    """A training run, new or resumed, of which every rank creates one and calls the same methods.
 
-    As a context it ends the run: it waits for the last checkpoint, writes the section of the report
-    if all steps are done and measured, and says where the checkpoints are. A signal ends the loop
-    over steps() after the update at work has been saved.
+    As a context manager it ends the run: it waits for the last checkpoint, writes the section of
+    the report if all steps are done and measured, and logs where the checkpoints are. A signal ends
+    the loop over steps() once the current update has been saved.
     """
 
     def __init__(
@@ -229,17 +233,17 @@ class Run:
         self.facts = dict(facts or {})
         self.about = dict(about or {})
         self._module = cast(nn.Module, model)
-        self._fast = self._module  # what prepare() made of it
+        self._fast = self._module  # replaced by prepare()
 
         resumed = self._resume()
-        self.step = resumed.step  # updates done
+        self.step = resumed.step  # number of updates done
         self._first = resumed.step
         self._stop = self._last_step()
         self._state = resumed.state
         self.meter, self.safeguards = self._figures(resumed)
         self._announce()
 
-        shown = f"{folder.stage}-{folder.tag}"
+        run_name = f"{folder.stage}-{folder.tag}"
         self._tracker = Tracker(
             folder.path,
             flags.run,
@@ -247,14 +251,14 @@ class Run:
             self.step,
             compute.main,
             flags.track,
-            shown,
+            run_name,
         )
         if compute.main:
             self._describe()
         self._line = self._owed_line()
-        self._saved = True  # the step of the line is on disk, or needs no checkpoint
-        self._cut = False  # a signal cut a measurement short
-        self._signalled = False  # a signal ends the run after a step of this process
+        self._saved = True  # whether the line's step is on disk or needs no checkpoint
+        self._cut = False  # whether a signal cut a measurement short
+        self._signalled = False  # whether a signal ends the run after a step of this process
         self._clock = SaveClock(flags.save_seconds)
         self._saver = Saver(compute, flags.keep, flags.checkpoint_files, self._clock.saved)
         compute.ending.push(self._saver)
@@ -263,7 +267,7 @@ class Run:
         if flags.profile:
             steps_left = self._stop - self.step
             self._profile = profiling().Profile(folder.stage, folder.path, steps_left, compute)
-        self._step_start = (0.0, 0.0)  # seconds of the clock, CPU seconds of this process
+        self._step_start = (0.0, 0.0)  # wall-clock seconds, CPU seconds of this process
         self._progress = Progress(
             folder.stage, plan.steps, "steps", completed=self.step, shown=compute.main
         )
@@ -301,7 +305,7 @@ class Run:
         path = self.folder.path
         if "lora" in self.about:
             refuse_parts_of_adapter(flags.checkpoint_files)
-        if flags.resume != "auto":  # refused before later steps are moved aside
+        if flags.resume != "auto":  # check --profile before later steps are moved aside
             first = 0 if flags.resume == "none" else flags.resume
             if flags.profile:
                 profiling().check(self._last_step() - first)
@@ -319,7 +323,10 @@ class Run:
         )
 
     def _figures(self, resumed: Resumed) -> tuple[Meter, Safeguards]:
-        """Return the running figures and the safeguards, as the checkpoint holds them."""
+        """Return the meter and the safeguards, in the state that the checkpoint holds.
+
+        Raises UserError if the state has a field that this version does not know.
+        """
         plan = self.plan
         flops = self.model.flops_per_token()
         state = resumed.state
@@ -352,21 +359,21 @@ class Run:
         sizes.warn_of_time(seconds, self.compute)
 
     def _describe(self) -> None:
-        """Write run.json, and drop samples of later steps, which an interrupted run left."""
+        """Write run.json, and discard samples of later steps left by an interrupted run."""
         forget_samples(self.folder.path, self.step)
         about = {"stage": self.folder.stage, "tag": self.folder.tag, "steps": self.plan.steps}
         describe_run(self.folder.path, {**about, **self._where()})
 
     def _where(self) -> dict[str, Any]:
-        """Return what the report says of the model, the device and the data."""
+        """Return the facts about the model, the device and the data that reports show."""
         total = self.model.parameter_counts()["total"]
         return {**device.summary(self.compute, total), **self.facts}
 
     def _owed_line(self) -> dict[str, Any] | None:
-        """Return the line that metrics.jsonl lacks: of the resumed step, or of step 0.
+        """Return the line that metrics.jsonl still lacks for the resumed step, or None.
 
-        A run that was stopped right after a save has not measured that step. Step 0 has a line only
-        if something is measured before the first step.
+        A run that was stopped right after a save has not yet measured that step. At step 0 the line
+        is written only if something is measured before the first step.
         """
         owed = parallel.agree(int(self._tracker.last < self.step), self.compute)
         if self.step == 0:
@@ -374,10 +381,10 @@ class Run:
         return self._state.get("line") if owed else None
 
     def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
-        """Return the model to train with: captured with --graphs, or compiled where that pays.
+        """Return the model to train with: captured with --graphs, or compiled if that pays off.
 
-        `loss` must be how the loop calls the model, since other arguments would compile another
-        graph. A signal ends the compilation at once: signals.Stopped.
+        `loss` must call the model as the training loop does, because other arguments would compile
+        another graph. A signal interrupts compilation at once by raising signals.Stopped.
         """
         compute = self.compute
         length = rows.row_tokens - 1
@@ -407,16 +414,16 @@ class Run:
         return self._fast
 
     def _ahead(self, batch: Batch) -> Ahead:
-        """Return what is left to train, which says whether compiling pays."""
+        """Return the work that is left to train, which decides whether compiling pays off."""
         tokens_flops = self.model.flops_per_token() * self.plan.tokens_per_step
-        # checkpoints without this entry compiled in any case
+        # runs whose checkpoints lack this entry were always compiled
         as_before = self._state.get("compiled", self.step > 0)
         return Ahead(
             self._stop - self.step, batch.passes, tokens_flops / self.meter.peak, as_before
         )
 
     def batches(self, rows: Source, batch: Batch) -> Iterator[dataloader.Step]:
-        """Return the data of the steps to come."""
+        """Return an iterator over the data of the remaining steps."""
         first_row = self.step * batch.rows_per_step
         return dataloader.steps(
             rows, first_row, batch.rows_per_step, batch.device_batch_size, self.compute
@@ -425,13 +432,16 @@ class Run:
     # --- the loop --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of updates done, from where the run resumed to all of them."""
+        """Yield the number of updates done so far, until the caller leaves the loop.
+
+        Check Run.ended to find out when to leave it.
+        """
         try:
             signals.check(self.compute)
         except signals.Stopped:
             self._stop = self.step
             self._cut = True
-        self._clock.saved(cost=0.0)  # the time until the next save begins
+        self._clock.saved(cost=0.0)  # the time until the next save starts now
         while True:
             step = self.step
             yield step
@@ -439,17 +449,17 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether no further update is to be done in this process."""
+        """True if this process has no further update to do."""
         return self.step >= self._stop
 
     @contextlib.contextmanager
     def between_steps(self, every: int, ends: bool = False) -> Iterator[bool]:
-        """Say whether to measure now, and write the line of the last step after the block.
+        """Yield whether to measure now, and write the line of the last step after the block.
 
-        A measurement is due every `every` steps and after the last one, never if `every` is 0. With
-        `ends` it is due before the first step too, and at both ends whatever `every` is. A
-        measurement that a signal cuts short is made up for by the next start of the run. After the
-        block the time of the next step begins.
+        A measurement is due every `every` steps and after the last one, but never if `every` is 0.
+        With `ends` it is due before the first step too, and at both ends whatever `every` is. If a
+        signal cuts a measurement short, the next start of the run repeats it. The clock of the next
+        step starts after the block.
         """
         try:
             yield self._must_measure(every, ends)
@@ -479,7 +489,7 @@ class Run:
         self._line |= figures
 
     def _flush(self) -> None:
-        """Write the line of the last step, if there is one, and it says something."""
+        """Write the line of the last step, if there is one that holds any figures."""
         if self._line is None or self._cut:
             return
         if len(self._line) > 1:
@@ -499,7 +509,7 @@ class Run:
         )
 
     def mark(self, phase: str) -> None:
-        """Count the time from here on to a part of the step; without --profile nothing happens."""
+        """Count the time from now on as part of a phase of the step, if --profile is given."""
         self._profile.mark(phase)
 
     def finish(
@@ -509,16 +519,16 @@ class Run:
         figures: Mapping[str, float] | None = None,
         words: str = "",
     ) -> None:
-        """End a step: count it, show it, and save it if a save is due.
+        """Count a step as done, show it, and save it if a save is due.
 
-        `lrm` is the factor on the learning rates. `figures`, and those of the outcome, join the
-        step's line in metrics.jsonl; `words` and the outcome's figures are printed behind it.
-        Saving comes before measuring, which may fail.
+        `lrm` is the factor on the learning rates. `figures` and the outcome's figures join the
+        step's line in metrics.jsonl; `words` and the outcome's figures are printed after the step.
+        Saving comes before measuring, because measuring may fail.
         """
         self._line = {**self._count(outcome, lrm), **outcome.figures, **(figures or {})}
-        shown = " | ".join(filter(None, (words, listed(outcome.figures))))
-        if shown:
-            log(f"step {self.step:05d} | {shown}")
+        note = " | ".join(filter(None, (words, listed(outcome.figures))))
+        if note:
+            log(f"step {self.step:05d} | {note}")
         self._signalled = signals.agreed(self.compute)
         self._saved = self._save_due() or self._signalled
         if self._saved:
@@ -527,7 +537,7 @@ class Run:
             self._stop = self.step
 
     def _count(self, outcome: Outcome, lrm: float) -> dict[str, Any]:
-        """Count the step as done and show it; return its line."""
+        """Count the step as done, show it, and return its line."""
         seconds = time.perf_counter() - self._step_start[0]
         cpu_seconds = time.process_time() - self._step_start[1]
         self.step += 1
@@ -547,7 +557,7 @@ class Run:
         return self._clock.due(self.compute, self._saver.busy, self._saver.failed)
 
     def _save(self) -> None:
-        """Begin to save the last step, beside training."""
+        """Start to save the last step in the background."""
         assert self._line is not None
         state = {
             "meter": self.meter.state(),
@@ -588,7 +598,7 @@ class Run:
 
     def _how_to_resume(self) -> str:
         left_out = [] if self.compute.pulse.stop_reason else ["--stop_at"]
-        if self.flags.resume != "auto":  # the same command would begin there again
+        if self.flags.resume != "auto":  # the same command would start from there again
             left_out.append(f"--resume={self.flags.resume}")
         if not left_out:
             return "type the same command to resume"
@@ -598,9 +608,9 @@ class Run:
 def launch(
     train: Callable[[Any, Compute], None], config: type[Any], description: str | None
 ) -> None:
-    """Run a training script: parse its flags, take the device, and call `train`.
+    """Run a training script: parse its flags, open the device, and call `train`.
 
-    Signals are caught, and ranks watch each other.
+    Signals are caught, and the ranks watch each other.
     """
 
     def main(cfg: Any) -> None:

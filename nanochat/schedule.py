@@ -1,7 +1,7 @@
-"""How long, how large and how fast to train: pure functions of sizes and steps.
+"""How long, how large and how fast to train, as pure functions of sizes and steps.
 
-The constants are upstream's, tuned for a 12-layer model at 2^19 tokens a step. dev/LOG.md has those
-fitted here.
+The constants are upstream's, tuned for a 12-layer model at 2^19 tokens a step. dev/LOG.md describes
+the ones that were fitted here.
 """
 
 import math
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 
 from nanochat.common import UserError, tr
 
-REFERENCE_BATCH = 2**19  # tokens a step at which the learning rates were tuned
-# matrices and head of the 12-layer reference at vocabulary 32,768
+REFERENCE_BATCH = 2**19  # tokens per step at which the learning rates were tuned
+# parameters in the matrices and the head of the 12-layer reference at vocabulary 32,768
 REFERENCE_SCALING_PARAMETERS = 110_100_480
 
-# What `auto` means in fine-tuning
-EPOCH_STEPS = 30  # steps of an epoch, at least, where the data has enough conversations
-RUN_STEPS = 100  # a run of one epoch that has fewer steps reads its data more often
-MOST_EPOCHS = 4.0  # but not more often than this
+# The meaning of `auto` in fine-tuning
+EPOCH_STEPS = 30  # least steps in an epoch, if the data has enough conversations
+RUN_STEPS = 100  # a run reads its data more than once if one epoch has fewer steps than this
+MOST_EPOCHS = 4.0  # but no more times than this
 LONGEST_ROW = 2048  # tokens
 SHORTEST_ROW = 128  # tokens
-STEP_ROWS = 4  # rows of a step on little data
-MOST_STEP_ROWS = 32  # rows of a step on much data
-LEAST_CONVERSATIONS = 4  # in a step, or pairs: fewer say more about themselves than about the data
-# change it together with tuning_rate(), so that no run resumes under another rule
+STEP_ROWS = 4  # rows in a step on little data
+MOST_STEP_ROWS = 32  # rows in a step on much data
+# Conversations or pairs in a step; fewer say more about themselves than about the data.
+LEAST_CONVERSATIONS = 4
+# Change this together with tuning_rate(), so that no run resumes under a different rule.
 TUNING_RATE_RULE = "by width and steps"
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long a run is."""
+    """The length of a run in steps, and the reason for it."""
 
     steps: int
     reason: str
@@ -42,10 +43,11 @@ def horizon(
     scaling_parameters: int,
     tokens_per_step: int,
 ) -> Horizon:
-    """Return the number of steps to train.
+    """Return the number of steps to train, and the reason for it.
 
-    It is `num_iterations` if that is given, else it follows from a budget of FLOPs, else from the
-    tokens per scaling parameter.
+    It is `num_iterations` if that is given. Otherwise it follows from `target_flops`, or else from
+    the number of tokens per scaling parameter. Raises UserError (code 2) if `num_iterations` is
+    below 1.
     """
     if num_iterations is not None:
         if num_iterations < 1:
@@ -69,7 +71,7 @@ def horizon(
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
     """Return the tokens per step for a horizon: a power of two that grows as horizon^0.383.
 
-    Source: Power Lines, arXiv 2505.13738.
+    Source: Power Lines, arXiv 2505.13738. Raises UserError (code 2) if the horizon is not positive.
     """
     if tokens <= 0:
         raise UserError(
@@ -81,19 +83,19 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
 
 
 def rate_scale(tokens_per_step: int) -> float:
-    """Return the factor on all learning rates for a batch.
+    """Return the factor on all learning rates for a batch size.
 
-    Above the reference batch the factor is the square root, as usual. Below it the factor stays 1:
-    upstream's square root starves small batches (4 layers, 200 steps of 4,096 tokens: 2.076 bits
-    per byte with it, 1.549 without).
+    Above the reference batch the factor is the square root of the ratio, as usual. Below it the
+    factor stays 1: upstream's square root starves small batches (4 layers, 200 steps of 4,096
+    tokens: 2.076 bits per byte with it, 1.549 without).
     """
     return max(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
 
 
 def scalar_scale(tokens_per_step: int) -> float:
-    """Return an additional factor on the rate of the scalars.
+    """Return an additional factor on the learning rate of the scalars.
 
-    Below the reference batch this is upstream's square root.
+    Below the reference batch this is upstream's square root; above it is 1.
 
     Without this factor the scalars overshoot: x0 turns negative and the gradient norm jumps within
     ten steps (2 layers, 60 steps of 4,096 tokens: 0.906 bits per byte at a rate of 0.5, 0.863 at
@@ -104,7 +106,7 @@ def scalar_scale(tokens_per_step: int) -> float:
 
 
 def matrix_scale(steps: int) -> float:
-    """Return an additional factor on Muon's rate.
+    """Return an additional factor on Muon's learning rate, which is higher in short runs.
 
     It is 2 up to 200 steps, where it was fitted, and falls to 1 at 400 steps.
 
@@ -115,9 +117,9 @@ def matrix_scale(steps: int) -> float:
 
 
 def table_momentum(steps: int) -> float:
-    """Return AdamW's first beta for embeddings and head.
+    """Return AdamW's first beta for the embeddings and the head.
 
-    It is 0.8, or lower in runs of less than 1,000 steps, and 0 at 200 steps.
+    It is 0.8, but lower in runs of less than 1,000 steps, and 0 up to 200 steps.
 
     Beta averages over 1 / (1 - beta) steps; here the average spans at most a 200th of the run
     (fitted at 200 steps).
@@ -128,20 +130,19 @@ def table_momentum(steps: int) -> float:
 def weight_decay(
     base: float, tokens_per_step: int, tokens: float, reference_tokens: float
 ) -> float:
-    """Return the weight decay for a horizon.
+    """Return the weight decay for a horizon, at most twice `base`.
 
-    With it the averaging time of the weights keeps its share of the run.
-
-    B / (rate x decay x D) is held constant (arXiv 2405.13698). The result is at most twice `base`.
+    It keeps B / (rate x decay x D) constant (arXiv 2405.13698), so that the weights are averaged
+    over the same share of every run.
     """
     ratio = (tokens_per_step / REFERENCE_BATCH) / rate_scale(tokens_per_step)
     return min(base * ratio * reference_tokens / tokens, 2 * base)
 
 
 def warmup_steps(requested: int | None, steps: int) -> int:
-    """Return the steps of linear warmup.
+    """Return the number of steps of linear warmup.
 
-    By default these are 40, but at most a twentieth of the run (fitted at 200 steps).
+    By default there are 40, but at most a twentieth of the run (fitted at 200 steps).
     """
     if requested is not None:
         return requested
@@ -149,23 +150,25 @@ def warmup_steps(requested: int | None, steps: int) -> int:
 
 
 def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: float) -> float:
-    """Return the learning-rate factor of a step (0-based).
+    """Return the learning-rate factor of a step (0-based), for a trapezoidal schedule.
 
-    The factor rises in a line, stays at 1, and falls in a line to `final` over the last part.
+    The factor rises linearly, stays at 1, and falls linearly toward `final` over the last
+    `warmdown_ratio` of the run.
     """
     if step < warmup:
         return (step + 1) / warmup
-    down = round(warmdown_ratio * steps)
+    warmdown_steps = round(warmdown_ratio * steps)
     steps_left = steps - step
-    if steps_left >= down or down == 0:
+    if steps_left >= warmdown_steps or warmdown_steps == 0:
         return 1.0
-    return final + (1 - final) * steps_left / down
+    return final + (1 - final) * steps_left / warmdown_steps
 
 
 def cosine(step: int, steps: int, warmup_ratio: float) -> float:
-    """Return the learning-rate factor of a step (0-based).
+    """Return the learning-rate factor of a step (0-based), for a cosine schedule.
 
-    The factor rises in a line over a share of the run, and then falls to 0 as half a cosine.
+    The factor rises linearly over the first `warmup_ratio` of the run, then falls to 0 as half a
+    cosine.
     """
     warmup = warmup_ratio * steps
     if step < warmup:
@@ -177,35 +180,36 @@ def cosine(step: int, steps: int, warmup_ratio: float) -> float:
 def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
     """Return Muon's momentum at a step.
 
-    It rises from 0.85 to 0.97 over 400 steps, or a quarter of a short run, and falls to 0.90 in the
-    warmdown.
+    It rises from 0.85 to 0.97 over 400 steps, or over a quarter of a shorter run, and falls to 0.90
+    in the warmdown.
 
     In runs of less than 667 steps the peak is lower: the momentum then averages over a twentieth of
     the run, 10 steps of 200 (fitted there), and ends 0.05 below its peak if that is below 0.90.
     """
     high = min(0.97, max(0.85, 1 - 20 / steps))
     low = max(0.85, min(0.90, high - 0.05))
-    rise = min(400, max(steps // 4, 1))
-    down = round(warmdown_ratio * steps)
-    peak = 0.85 + (high - 0.85) * min(step / rise, 1.0)
+    rise_steps = min(400, max(steps // 4, 1))
+    warmdown_steps = round(warmdown_ratio * steps)
+    peak = 0.85 + (high - 0.85) * min(step / rise_steps, 1.0)
     steps_left = steps - step
-    if steps_left >= down or down == 0:
+    if steps_left >= warmdown_steps or warmdown_steps == 0:
         return peak
-    return low + (peak - low) * steps_left / down
+    return low + (peak - low) * steps_left / warmdown_steps
 
 
 def decay_factor(step: int, steps: int) -> float:
-    """Return the factor on the weight decay: half a cosine from 1 to 0."""
+    """Return the factor on the weight decay at a step: half a cosine from 1 to 0."""
     return 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def micro_batches(
     tokens_per_step: int, row_tokens: int, device_batch_size: int, world_size: int
 ) -> tuple[int, int]:
-    """Return the rows of a pass on each rank, and the passes of a step.
+    """Return the number of rows in each pass on a rank, and the number of passes in a step.
 
-    `device_batch_size` is an upper bound: it is lowered where all ranks together would exceed the
-    step, and to a divisor of a rank's share. Only a remainder is an error.
+    `device_batch_size` is an upper bound on the rows. It is lowered if all ranks together would
+    exceed the step, and to a divisor of a rank's share of rows. Raises UserError (code 2) if it is
+    below 1, or if the step cannot be divided into whole rows on all ranks.
     """
     if device_batch_size < 1:
         raise UserError(
@@ -234,14 +238,13 @@ def micro_batches(
 
 
 def tuning_row_tokens(tokens: int, longest: int, limit: int) -> int:
-    """Return the tokens of a row in fine-tuning.
+    """Return the number of tokens in a row for fine-tuning, a power of two unless `limit` is less.
 
-    It is a power of two between SHORTEST_ROW and LONGEST_ROW, and at most `limit`. `tokens` is the
-    length of all conversations together, and `longest` is the length of the longest one, which no
-    automatic row cuts unless it is longer than LONGEST_ROW. Many tokens make rows of LONGEST_ROW.
-    Fewer tokens make shorter rows, so that EPOCH_STEPS steps of STEP_ROWS rows fit into an epoch:
-    rows of 2,048 tokens hold 40 short conversations each, and 300 conversations would make only
-    eight such rows.
+    It lies between SHORTEST_ROW and LONGEST_ROW, and is at most `limit`. `tokens` is the length of
+    all conversations together, and `longest` that of the longest one, which is not cut unless it is
+    longer than LONGEST_ROW or `limit`. Many tokens make rows of LONGEST_ROW. Fewer tokens make
+    shorter rows, so that EPOCH_STEPS steps of STEP_ROWS rows fit into an epoch: rows of 2,048
+    tokens hold 40 short conversations each, and 300 conversations would make only eight such rows.
     """
     fitting = _power_below(max(tokens // (EPOCH_STEPS * STEP_ROWS), 1))
     holding_longest = _power_above(max(longest, 1))
@@ -260,10 +263,10 @@ def _power_above(value: int) -> int:
 
 
 def tuning_step_rows(rows: int, conversations: int) -> int:
-    """Return the rows of a step in fine-tuning, a power of two.
+    """Return the number of rows in a fine-tuning step, a power of two.
 
-    They are as many as leave EPOCH_STEPS steps to an epoch, at most MOST_STEP_ROWS, but so many
-    that a step holds about LEAST_CONVERSATIONS conversations on average.
+    It leaves at least EPOCH_STEPS steps to an epoch, and is at most MOST_STEP_ROWS, unless a step
+    needs more rows to hold about LEAST_CONVERSATIONS conversations on average.
     """
     fitting = min(max(rows // EPOCH_STEPS, 1), MOST_STEP_ROWS)
     least = max(round(LEAST_CONVERSATIONS * rows / conversations), 1)
@@ -271,7 +274,7 @@ def tuning_step_rows(rows: int, conversations: int) -> int:
 
 
 def tuning_epochs(steps_per_epoch: float) -> float:
-    """Return how often a run reads its data.
+    """Return how many times a fine-tuning run reads its data.
 
     It reads the data once, or up to MOST_EPOCHS times if an epoch has fewer than RUN_STEPS steps.
     """
@@ -280,31 +283,32 @@ def tuning_epochs(steps_per_epoch: float) -> float:
 
 
 def first_tuning_rate(adapter: bool, preferences: bool) -> float:
-    """Return the learning rate of earlier versions, for runs that they have begun."""
+    """Return the learning rate of earlier versions, for resuming the runs that they began."""
     rate = 1e-4 if adapter else 1e-5
     return 0.05 * rate if preferences else rate
 
 
 def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> float:
-    """Return the highest learning rate of AdamW in fine-tuning.
+    """Return the peak learning rate of AdamW for fine-tuning a model of `width` channels.
 
-    The model has `width` channels, and the run has `steps` steps.
+    At 576 channels and up to 100 steps it is 1e-3 for an adapter and 1e-4 when every parameter is
+    trained. Wider models take smaller rates: a step changes the output of a matrix in proportion to
+    its width, and the output of an adapter less so. Longer runs take smaller rates, down to half at
+    400 steps, because each step needs to move less. DPO (`preferences`) takes a tenth: its loss has
+    no floor, and large steps move far away from the reference model. At 2,560 channels and 400
+    steps this gives 1.6e-4 and 1.1e-5, near the 1e-4 and 1e-5 that earlier versions used for all
+    models.
 
-    At 576 channels and up to 100 steps it is 1e-3 for an adapter and 1e-4 for every parameter.
-    Wider models take smaller rates: a step changes what a matrix gives in proportion to its width,
-    and that of an adapter less so. Longer runs take smaller rates, down to half at 400 steps,
-    because each step needs to move less. DPO takes a tenth: its loss has no floor, and large steps
-    leave the reference far behind. At 2,560 channels and 400 steps this gives 1.6e-4 and 1.1e-5,
-    near the 1e-4 and 1e-5 that earlier versions took for all.
-
-    Measured with 100 steps unless it says otherwise (bits per byte of held-out answers, at 192
-    channels 3.75 at first): 135 M, 576 channels, 24 questions, 36 to 48 steps: adapter 0 right at
-    1e-4, 2 at 3e-4, 11 at 1e-3; full 0 at 1e-5, 11 at 1e-4. 192 channels: adapter 1.66 at 5e-4,
-    0.85 at 1e-3, 0.27 at 3e-3, 0.14 at 6e-3; full 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at 1e-3. Higher
-    rates learn more of the data and forget more of the rest: at 576 channels, sums that came out
-    right fell from 16 of 30 to 1, and the perplexity of other text rose from 3.81 to 4.53 (adapter)
-    and 4.16 (full). DPO at 192 channels, loss from 0.693: adapter 0.691 at 5e-6, 0.278 at 1e-4,
-    0.021 at 3e-4; full 0.660 at 5e-7, 0.210 at 1e-5, 0.036 at 3e-5.
+    The measurements below took 100 steps unless they say otherwise. First, the 135 M model of 576
+    channels, right answers to 24 questions after 36 to 48 steps: with an adapter 0 at 1e-4, 2 at
+    3e-4, 11 at 1e-3; with all parameters 0 at 1e-5, 11 at 1e-4. Second, 192 channels, bits per byte
+    of held-out answers, 3.75 before training: with an adapter 1.66 at 5e-4, 0.85 at 1e-3, 0.27 at
+    3e-3, 0.14 at 6e-3; with all parameters 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at 1e-3. Higher rates
+    learn more of the data and forget more of the rest: at 576 channels, the number of correct sums
+    fell from 16 of 30 to 1, and the perplexity of other text rose from 3.81 to 4.53 (adapter) and
+    4.16 (all parameters). Third, DPO at 192 channels, whose loss begins at 0.693: with an adapter
+    0.691 at 5e-6, 0.278 at 1e-4, 0.021 at 3e-4; with all parameters 0.660 at 5e-7, 0.210 at 1e-5,
+    0.036 at 3e-5.
     """
     rate = 1e-3 * (576 / width) ** 0.75 if adapter else 1e-4 * 576 / width
     for_length = (100 / max(steps, 1)) ** 0.5

@@ -1,7 +1,6 @@
-"""One optimizer update: what all ranks must agree on, and what keeps one bad step from spoiling a
-run.
+"""One optimizer update: the sums over all ranks, and the safeguards against a single bad step.
 
-The model call, the loss and backward() stand in the training script:
+The model call, the loss and backward() are in the training script:
 
     with Update(model, optimizers, safeguards, batch.num_targets, compute) as update:
         for idx, targets in update.passes(batch.micro_batches):
@@ -36,24 +35,24 @@ GROWTH_STEPS = 2000  # good steps after which the loss scale doubles
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one update did."""
+    """The result of one update: its loss and gradient norm, and whether it was skipped."""
 
-    loss: float  # mean per target over all ranks: nats, unless the script sums something else
+    loss: float  # mean per target over all ranks, in nats unless the script sums something else
     grad_norm: float
-    skipped: bool  # nothing was changed
+    skipped: bool  # whether the parameters were left unchanged
     reason: str = "not finite"  # why the update was skipped
     figures: Mapping[str, float] = field(default_factory=dict)  # means per target
 
 
-NO_UPDATE = Outcome(0.0, 0.0, skipped=False)  # the outcome of a step that had nothing to learn from
+NO_UPDATE = Outcome(0.0, 0.0, skipped=False)  # the outcome of a step with nothing to learn from
 
 
-# --- what one update hands to the next -----------------------------------------------------------
+# --- state that carries over between updates -----------------------------------------------------
 
 
 @dataclass
 class LossScale:
-    """The factor that lifts fp16 gradients out of underflow. For other formats the factor is 1."""
+    """The factor that keeps fp16 gradients from underflowing; for other formats it is 1."""
 
     value: float = 1.0
     good_steps: int = 0
@@ -68,7 +67,7 @@ class LossScale:
         return replace(fresh, **state.get("scale", {}))
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps of the scale."""
+        """Return the values that a checkpoint keeps."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def update(self, finite: bool) -> None:
@@ -90,7 +89,7 @@ class LossScale:
 
 @dataclass
 class Spikes:
-    """Recognises a sudden gradient: a norm more than six sigma above the mean of the last 128.
+    """Detects a sudden gradient, whose norm is more than six sigma above the mean of the last 128.
 
     The norm is computed over all ranks, so all ranks decide alike. A spike joins the window. If
     gradients stay large, four spikes widen the window enough for training to continue, so ten
@@ -120,7 +119,7 @@ class Spikes:
 
 @dataclass
 class Safeguards:
-    """What protects a run from one bad step; checkpoints keep both parts."""
+    """The loss scale and the spike detector of a run, both of which checkpoints keep."""
 
     scale: LossScale = field(default_factory=LossScale)
     spikes: Spikes | None = field(default_factory=Spikes)  # None: no step counts as a spike
@@ -131,7 +130,7 @@ class Safeguards:
         return Safeguards(LossScale.start(compute, state), Spikes.start(state))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the safeguards."""
+        """Return the values that a checkpoint keeps."""
         norms = self.spikes.norms if self.spikes is not None else []
         return {"scale": self.scale.state(), "norms": norms}
 
@@ -140,10 +139,10 @@ class Safeguards:
 
 
 class Optimizers(Protocol):
-    """What an update asks of optimizers."""
+    """The optimizers that an update steps (Protocol)."""
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Discard all gradients."""
         ...
 
     def step(self) -> None:
@@ -152,7 +151,7 @@ class Optimizers(Protocol):
 
 
 def unmarked(phase: str) -> None:
-    """Do nothing: the `mark` of an update that nobody profiles."""
+    """Do nothing, as the `mark` of an update that is not profiled."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +165,15 @@ class _Totals:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
+        """True if the loss and all gradients are finite and nothing overflowed."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_square) and not self.overflows
 
 
 class Update:
-    """One optimizer update, as a context: gradients are dropped at its beginning.
+    """One optimizer update, as a context manager that discards old gradients when entered.
 
     The loss is divided by the number of targets of the whole step over all ranks, so that neither
-    the split into passes nor the number of ranks changes the gradient. Where memory runs out inside
+    the split into passes nor the number of ranks changes the gradient. If memory runs out inside
     the context, a UserError names the next batch size to try.
     """
 
@@ -188,9 +187,11 @@ class Update:
         figures: Sequence[str] = (),
         mark: Callable[[str], None] = unmarked,
     ):
-        """`num_targets` counts the targets of all ranks and passes. `figures` names what is
-        averaged over the targets beside the loss. `mark` is called with the part of the step that
-        begins.
+        """Set up the update; nothing is changed yet.
+
+        `num_targets` counts the targets of all ranks and passes. `figures` names the quantities
+        that are averaged over the targets in addition to the loss. `mark` is called with the name
+        of each part of the step as it begins.
         """
         self.model = model
         self.optimizers = optimizers
@@ -200,7 +201,7 @@ class Update:
         self.mark = mark
         self._figures = tuple(figures)
         self._pass_rows: list[int] = []
-        # of the loss and of every figure; fp32 on the device, so that no pass waits for the host
+        # Sums of the loss and of every figure, in fp32 on the device so that no pass waits for them.
         self._sums = torch.zeros(1 + len(figures), dtype=torch.float32, device=compute.device)
 
     def __enter__(self) -> "Update":
@@ -219,15 +220,18 @@ class Update:
 
     @property
     def factor(self) -> float:
-        """What a pass's sum of losses is multiplied by before backward().
+        """The factor on the summed loss of a pass before backward().
 
-        FSDP averages gradients over ranks, but every rank holds its part of one sum, so the factor
-        undoes that average.
+        It divides by the number of targets and applies the loss scale. FSDP averages gradients over
+        ranks, but every rank holds its part of one sum, so the factor also undoes that average.
         """
         return self.safeguards.scale.value * self.compute.world_size / self.num_targets
 
     def passes(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the tensors of each pass on the device; ranks exchange gradients in the last pass."""
+        """Yield the tensors of each pass on the device.
+
+        Ranks exchange gradients in the last pass only.
+        """
         self._pass_rows = [len(batch[0]) for batch in micro_batches]
         for number, batch in enumerate(micro_batches, 1):
             self.mark("forward")
@@ -235,7 +239,7 @@ class Update:
             yield tuple(device.to_device(tensor, self.compute) for tensor in batch)
 
     def add(self, loss: Tensor, figures: Tensor | None = None) -> None:
-        """Add up what a pass gave, before its backward(): a sum of losses (), of figures (F,)."""
+        """Add the sums of losses () and figures (F,) of a pass, before its backward() runs."""
         self.mark("backward")
         self._sums[0].add_(loss.detach())  # += would copy the sum once more
         if figures is not None:
@@ -249,9 +253,11 @@ class Update:
         """
         parallel.average_rows(self.model, self.compute)
         self.mark("gradient norm")
-        moved = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        gradients = [_gradient_values(parameter) for parameter in moved]
-        totals = self._totals(moved, gradients)
+        parameters = [
+            parameter for parameter in self.model.parameters() if parameter.grad is not None
+        ]
+        gradients = [_gradient_values(parameter) for parameter in parameters]
+        totals = self._totals(parameters, gradients)
         self.mark("optimizer")
         outcome = self._judge(totals)
         scale = self.safeguards.scale
@@ -263,23 +269,26 @@ class Update:
         self.optimizers.zero_grad()
         return outcome
 
-    def _totals(self, moved: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Totals:
-        """Sum over all ranks; here the host waits for the device, once in a step."""
+    def _totals(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Totals:
+        """Return the sums over all ranks.
+
+        This is the one place in a step where the host waits for the device.
+        """
         squares = self.compute.operations.square_sums(gradients)
         on_device = torch.cat((squares, self._sums, *device.overflows(self.compute)))
         on_host = on_device.cpu().double()
         sizes = [len(gradients), len(self._sums)]
         squares, sums, overflows = on_host.split([*sizes, len(on_host) - sum(sizes)])
-        # how many ranks hold the same gradients; whatever is sharded has as many replicas
-        replicas = next((place_of(p).replicas for p in moved if is_sharded(p)), 1)
-        copies = [replicas if is_sharded(p) else self.compute.world_size for p in moved]
+        # Copies of each gradient among the ranks; every sharded tensor has the same number.
+        replicas = next((place_of(p).replicas for p in parameters if is_sharded(p)), 1)
+        copies = [replicas if is_sharded(p) else self.compute.world_size for p in parameters]
         grad_square = float((squares / torch.tensor(copies)).sum())
         values = [grad_square, float(overflows.sum()), *sums.tolist()]
         grad_square, overflow_count, loss, *figures = parallel.total(values, self.compute)
         return _Totals(grad_square, overflow_count, loss, tuple(figures))
 
     def _judge(self, totals: _Totals) -> Outcome:
-        """Return the outcome of the step, by sums over all ranks: whether it is skipped."""
+        """Return the outcome of the step, which says whether it is skipped and why."""
         scale = self.safeguards.scale
         spikes = self.safeguards.spikes
         loss = totals.loss / self.num_targets
@@ -290,7 +299,7 @@ class Update:
             spike = spikes is not None and spikes.is_spike(grad_norm)
             return Outcome(loss, grad_norm, spike, SPIKE if spike else "not finite", figures)
         reason = "not finite"
-        if scale.growing:  # a wrong scale explains it: the next step tries half of the scale
+        if scale.growing:  # too large a scale explains it; the next step tries half of it
             reason = (
                 f"fp16 overflowed at a loss scale of {scale.value:g}, "
                 f"which is now {scale.value / 2:g}"
@@ -299,9 +308,9 @@ class Update:
 
 
 def _gradient_values(parameter: Tensor) -> Tensor:
-    """Return what this rank holds of a gradient.
+    """Return the gradient values that this rank holds.
 
-    A sparse gradient is coalesced here; of it, these are the rows that are not zero.
+    A sparse gradient is coalesced, and only its nonzero rows are returned.
     """
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:

@@ -1,9 +1,9 @@
-"""Text to tokens and back, and conversations to tokens with a mask of what is trained.
+"""Converts texts to tokens and back, and renders conversations with a mask of trained tokens.
 
 A tokenizer is a vocabulary of byte sequences, learned by byte pair encoding, followed by a few
 special tokens that mark who speaks. The whole vocabulary is one file, tokenizer.json. A Tokenizer
-is trained or loaded, encodes and decodes texts, and renders conversations. data/bpe.py chooses
-the library that learns and applies the merges.
+is trained or loaded, encodes and decodes texts, and renders conversations. data/bpe.py chooses the
+library that learns and applies the merges.
 """
 
 import base64
@@ -22,29 +22,29 @@ from nanochat.common import UserError, base_dir, read_json, tr, write_atomic, wr
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Message, user
 
-# How text is cut into pieces before merging. To add a pattern, add it here: `--pattern NAME` then
-# accepts it. A pattern must match every character of any text; a test checks that.
+# The patterns that cut text into pieces before merging. A pattern added here is accepted by
+# `--pattern NAME`. It must match every character of any text, which a test checks.
 _ENDINGS = r"'(?i:[sdmt]|ll|ve|re)"
 _WORD = r"[^\r\n\p{L}\p{N}]?+"
 _PAIR = r"|\p{N}{1,2}"
 _REST = r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 PATTERNS = {
-    # The shape of GPT-4's pattern, but at most two digits to a piece, so that numbers do not fill a
-    # small vocabulary.
+    # GPT-4's pattern, but with at most two digits in a piece, so that numbers do not fill a small
+    # vocabulary.
     "nanochat": _ENDINGS + "|" + _WORD + r"\p{L}+" + _PAIR + _REST,
     # A run of Han letters is a separate piece, so that no punctuation mark sticks to it.
     "han": _ENDINGS + r"|\p{Han}+|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _PAIR + _REST,
     # The same, with at most four letters in a piece.
     "han4": _ENDINGS + r"|\p{Han}{1,4}|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _PAIR + _REST,
-    # The pieces of Qwen2 and 3, where each digit is a piece. Programs that know those models by
-    # name, such as llama.cpp and Ollama, split text like this. It is spelled so that rustbpe
+    # The pattern of Qwen2 and Qwen3, where each digit is a piece. Programs that know those models
+    # by name, such as llama.cpp and Ollama, split text in this way. It is written so that rustbpe
     # recognises it and uses its hand-written splitter.
     "qwen2": _ENDINGS + "|" + _WORD + r"\p{L}+|\p{N}{1,1}" + _REST,
 }
 DEFAULT_PATTERN = "nanochat"
 
-# The roles of the special tokens. All other files ask for a token by its role; only this file and
-# tokenizer.json know how the token is spelled.
+# The roles of the special tokens. Other files ask for a token by its role; only this file and
+# tokenizer.json know how it is spelled.
 ROLES = (
     "bos",
     "user_start",
@@ -62,10 +62,10 @@ VERSION = 1
 FILE_NAME = "tokenizer.json"
 BYTES = 256
 MOST_TOKENS = (1 << 31) - 1  # the largest vocabulary that rustbpe can number
-# The longest text that is encoded in one call, in characters; longer texts are cut here first, with
-# every encoder. fancy-regex, which tiktoken and the published rustbpe use, keeps one backtracking
-# entry per character of a run of spaces and gives up near a million. Only the pieces beside a cut
-# can differ from those of the uncut text.
+# The longest text that is encoded in one call, in characters. This file cuts longer texts first,
+# whichever encoder is used. fancy-regex, which tiktoken and the published rustbpe use, keeps one
+# backtracking entry per character of a run of spaces, and gives up near a million. Only the pieces
+# next to a cut can differ from those of the uncut text.
 LONGEST_TEXT = 200_000
 
 
@@ -76,8 +76,10 @@ def tokenizer_dir(corpus_name: str) -> Path:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as tokens, with a mask: 1 for each token that the assistant is trained to
-    write, 0 for all others."""
+    """A conversation as tokens, with a mask of the tokens that the assistant learns to write.
+
+    The mask is 1 for each of these tokens, and 0 for all others.
+    """
 
     ids: list[int]
     mask: list[int]
@@ -87,7 +89,7 @@ class Tokenizer:
     """A vocabulary: byte sequences in the order in which they were learned, then special tokens."""
 
     marks_begin = True  # every text and conversation begins with bos
-    takes_system = False  # there is no mark for system text: it goes in front of a question
+    takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
 
     def __init__(
@@ -97,8 +99,11 @@ class Tokenizer:
         regex: str,
         specials: dict[str, str] | None = None,
     ):
-        """`ranks[i]` holds the bytes of token i. `pattern` is the name of the split pattern and
-        `regex` its text. `specials` maps each role to the spelling of its token."""
+        """Create a tokenizer from a learned vocabulary.
+
+        `ranks[i]` holds the bytes of token i. `pattern` is the name of the split pattern, and
+        `regex` is its regular expression. `specials` maps each role to the spelling of its token.
+        """
         self.pattern = pattern
         self.regex = regex
         self._ranks = list(ranks)
@@ -107,7 +112,7 @@ class Tokenizer:
         self.vocab_size = len(ranks) + len(self._ids)
         self.bos = self._ids["bos"]
         self.stops = frozenset({self._ids["assistant_end"], self.bos})  # each of them ends a reply
-        self.border: int | None = self._ids["user_start"]  # where a conversation may be cut
+        self.border: int | None = self._ids["user_start"]  # conversations may be cut at it
         self.hash = _digest(self._content())
         self._encoder = bpe.encoder(ranks, regex)
         self._bytes = dict(enumerate(ranks))
@@ -129,9 +134,9 @@ class Tokenizer:
         `progress` is called with ("read", texts so far) and ("merge", tokens so far), unless the
         published rustbpe is installed.
 
-        Raises UserError if the pattern is unknown, if the size is too small for the bytes and the
-        special tokens, if a text is not valid Unicode, or if the texts do not give that many
-        merges.
+        Raises UserError if the pattern is unknown, if `vocab_size` is too small for the bytes and
+        the special tokens or too large for rustbpe, if a text is not valid Unicode, or if the texts
+        do not yield that many merges.
         """
         if pattern not in PATTERNS:
             names = ", ".join(PATTERNS)
@@ -182,15 +187,17 @@ class Tokenizer:
         return cls(ranks, pattern, regex)
 
     def save(self, folder: Path) -> Path:
-        """Write `tokenizer.json` into a folder and return its path."""
+        """Write `tokenizer.json` into a folder, and return its path."""
         path = folder / FILE_NAME
         write_json(path, {**self._content(), "sha256": self.hash})
         return path
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `tokenizer.json` from a folder. Raises UserError if it is missing (code 2) or
-        damaged."""
+        """Read `tokenizer.json` from a folder.
+
+        Raises UserError if it is missing (code 2) or damaged.
+        """
         path = folder / FILE_NAME
         train_command = f"python -m scripts.tok_train --data {quote(folder.name)}"
         if not path.exists():
@@ -230,8 +237,8 @@ class Tokenizer:
         """Write the vocabulary in the formats of other libraries, and return the paths.
 
         `vocabulary.tiktoken` holds the tokens for tiktoken, which also needs the split pattern
-        `self.regex`; `huggingface/tokenizer.json` is complete for the tokenizers library. Both
-        give the same tokens as `encode`.
+        `self.regex`; `huggingface/tokenizer.json` is complete for the tokenizers library. Both give
+        the same tokens as encode().
         """
         specials = {self._spellings[role]: token for role, token in self._ids.items()}
         huggingface = bpe.huggingface_json(self._ranks, self.regex, specials)
@@ -258,8 +265,7 @@ class Tokenizer:
     # --- text ------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. A special token that is spelled out in the text is encoded
-        as ordinary text.
+        """Return the tokens of a text, treating the spelling of a special token as ordinary text.
 
         Half of a surrogate pair, which a browser can send, becomes U+FFFD.
         """
@@ -278,16 +284,16 @@ class Tokenizer:
         texts: Sequence[str],
         threads: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of all texts in one array of an unsigned type, text after text, and
-        the number of tokens of each text, int64 (texts,).
+        """Return the tokens of all texts in one array, and the number of tokens of each text.
 
-        The tokens are those of encode_batch(). This repository's rustbpe makes the array without
+        The array is of an unsigned type and holds text after text; the numbers are int64 (texts,).
+        The tokens are those of encode_batch(). This repository's rustbpe creates the array without
         Python lists.
         """
         if _all_short(texts):
             return self._encoder.encode_joined(list(texts), threads or cores())
         pieces: list[str] = []
-        text_numbers: list[int] = []  # for each piece, the text that it belongs to
+        text_numbers: list[int] = []  # for each piece, the number of its text
         for number, text in enumerate(texts):
             for piece in _pieces(text):
                 pieces.append(piece)
@@ -298,36 +304,43 @@ class Tokenizer:
         return tokens, lengths
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of tokens; a special token gives its spelling. Raises KeyError for a
-        number outside the vocabulary."""
+        """Return the bytes of a sequence of tokens, in which a special token gives its spelling.
+
+        Raises KeyError if a token is not in the vocabulary.
+        """
         return b"".join(map(self._bytes.__getitem__, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens. Bytes that are not valid UTF-8, such as half a character,
-        become U+FFFD."""
+        """Return the text of a sequence of tokens.
+
+        Bytes that are not valid UTF-8, such as half a character, become U+FFFD.
+        """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the token of a role, such as `assistant_end`. Raises KeyError for an unknown
-        role."""
+        """Return the token of a role, such as `assistant_end`.
+
+        Raises KeyError if the role is unknown.
+        """
         return self._ids[role]
 
     def token_bytes(self) -> np.ndarray:
-        """Return the length of every token in bytes, int32 (V,); 0 for special tokens, which stand
-        for no text."""
+        """Return the length in bytes of every token, int32 (V,).
+
+        The length of a special token is 0, because it stands for no text.
+        """
         lengths = [len(token) for token in self._ranks] + [0] * len(self._ids)
         return np.array(lengths, dtype=np.int32)
 
     # --- conversations ---------------------------------------------------------------------------
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return a whole conversation as tokens, with a mask of the tokens that the assistant is
-        trained to write.
+        """Return a whole conversation as tokens, with a mask of those that are trained.
 
-        The assistant is trained to write its words, its tool calls with both marks, and the end
-        mark. It is not trained to write its start mark, which the program adds, the output of a
-        tool, the first `prompt_turns` turns, or turns with `trained=False`. Raises UserError if the
-        turns are not in order.
+        The assistant learns to write its words, its tool calls with both marks, and the end mark.
+        It does not learn to write its start mark, which the program adds, the output of a tool, the
+        first `prompt_turns` turns, or turns with `trained=False`. Raises UserError if the turns are
+        not in order.
         """
         turns = _alternating_turns(conversation)
         merged_turns = len(conversation.messages) - len(turns)  # 1 if a system turn was merged
@@ -336,13 +349,13 @@ class Tokenizer:
         mask = [0]
         for number, message in enumerate(turns):
             trained = message.trained and number >= prompt_turns
-            for tokens, marked in self._render_turn(message, int(trained)):
+            for tokens, mask_value in self._render_turn(message, int(trained)):
                 ids.extend(tokens)
-                mask.extend([marked] * len(tokens))
+                mask.extend([mask_value] * len(tokens))
         return Rendered(ids, mask)
 
     def _render_turn(self, message: Message, trained: int) -> Iterator[tuple[list[int], int]]:
-        """Yield the tokens of one turn in order, in lists, each list with its value of the mask."""
+        """Yield the tokens of one turn in order, in lists, each with its mask value."""
         if message.role == "user":
             yield self._enclosed("user", message.text), 0
             return
@@ -360,8 +373,10 @@ class Tokenizer:
         return [self.special(f"{kind}_start"), *self.encode(text), self.special(f"{kind}_end")]
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
-        """Return the prompt of a model: the conversation without a last assistant turn, then the
-        mark that opens the reply."""
+        """Return the conversation without a final assistant turn, then the mark that opens a reply.
+
+        Raises UserError if the conversation has no user turn or its turns are not in order.
+        """
         if not any(message.role == "user" for message in conversation.messages):
             raise UserError(
                 "a prompt needs a user turn, got a conversation without one; add what the user says"
@@ -369,18 +384,20 @@ class Tokenizer:
         return [*self.render(conversation.prompt).ids, self.special("assistant_start")]
 
     def render_as_sent(self, conversation: Conversation) -> None:
-        """Return None: unlike the templates of published models, this format has no place for
-        turns in another order."""
+        """Return None, because this format has no place for turns in an unusual order.
+
+        The chat templates of published models do have one.
+        """
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return how many CPU cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a vocabulary's content; the layout of the file does not matter."""
+    """Return the SHA-256 of a vocabulary's content, whatever the layout of the file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -398,7 +415,10 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
-    """Yield training texts, long ones in pieces, after checking that they are valid Unicode."""
+    """Yield training texts, the long ones in pieces, after checking that they are valid Unicode.
+
+    Raises UserError if one is not a string or not valid Unicode.
+    """
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise UserError(
@@ -424,8 +444,10 @@ def _check_unicode(text: str, name: str) -> None:
 
 
 def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
-    """Return the turns, with a system turn merged into the user turn after it. Raises UserError
-    unless user and assistant alternate, beginning with the user."""
+    """Return the turns, with a system turn merged into the user turn after it.
+
+    Raises UserError unless user and assistant then alternate, beginning with the user.
+    """
     messages = conversation.messages
     if not messages:
         raise UserError("a conversation needs at least one turn, got none; add a user turn")

@@ -1,10 +1,11 @@
-"""The parts of the engine, in the order to read them beside engine.py.
+"""The parts of the engine, listed in the order in which to read them alongside engine.py.
 
-slots.py     a request, the slot of the cache that it has, and cached tokens that it can reuse
-passes.py    new tokens through the model, and the scores of prompts;
+slots.py     a request, its slot of the cache, and the cached tokens that it can reuse
+passes.py    runs new tokens through the model, and computes the scores of prompts;
              graphs.py replays decoding passes
-sampling.py  the settings of a request, and how they choose tokens; adjust.py changes logits before
-reply.py     the events of a reply, and what its tokens say: text, calculator calls, stop strings
-adapters.py  several adapters (LoRA) on one model
-schema/      replies that stay inside a JSON schema
+sampling.py  the settings of a request, and the choice of tokens by them;
+             adjust.py changes logits before that
+reply.py     the events of a reply, and what its tokens mean: text, calculator calls, stop strings
+adapters.py  serves several adapters (LoRA) with one model
+schema/      replies that stay within a JSON schema
 """

@@ -1,11 +1,11 @@
-"""Serves several adapters (LoRA) with one model: every row of a pass has one of them, or none.
+"""Serves several LoRA adapters with one model: every row of a pass uses one of them, or none.
 
 The model's matrices stay as they are and are read once for all rows, as in Punica (arXiv
-2310.18547). What a matrix gets from its adapters is computed in one of three forms, which agree to
-rounding: where all rows have one adapter, its two halves are multiplied as in training; a pass of
-single tokens multiplies with all adapters at once and masks what belongs to others; and a longer
-pass, where that would cost too much, copies the halves of each row's adapter. Shapes: N adapters, R
-the largest rank, B rows, T tokens of a row.
+2310.18547). What the adapters add to a matrix's output is computed in one of three forms, which
+agree to rounding. If all rows have the same adapter, its two factors are multiplied as in training.
+A pass of single tokens multiplies by all adapters at once, and masks the results of other rows'
+adapters. A longer pass, where that would cost too much, copies the factors of each row's adapter.
+Shapes: N adapters, R the largest rank, B rows, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from nanochat.linear import Linear
 if TYPE_CHECKING:
     from nanochat.models.lora import Adapter
 
-NONE = -1  # the number of a row without an adapter
-# With more adapters than this for each row, copying those of the rows is cheaper than reading all.
+NONE = -1  # the adapter number of a row without an adapter
+# If there are more adapters than this per row, copying those of the rows is cheaper than reading
+# all adapters.
 SPREAD = 4
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Which adapter each row of a pass has."""
+    """The adapter of each row of a pass, in the forms that the computation needs."""
 
     shared: int | None  # the adapter of all rows, or NONE; None: the rows differ
-    masked: bool  # whether to multiply with all adapters and mask those of other rows
-    index: Tensor  # (B,) the numbers, 0 for rows that have none
-    has: Tensor  # (B, 1, 1) 1 where a row has an adapter, else 0
+    uses_mask: bool  # whether to multiply by all adapters and mask out other rows' results
+    index: Tensor  # (B,) adapter numbers, 0 for rows without an adapter
+    has_adapter: Tensor  # (B, 1, 1) 1 if the row has an adapter, else 0
     mask: Tensor  # (B, N * R) 1 at the ranks of the row's adapter, else 0
 
 
 class Adapters:
-    """The adapters of a model, by name. Outside of rows() the model computes without any."""
+    """The adapters of a model, by name; outside rows() the model computes without them."""
 
     def __init__(
         self,
@@ -52,8 +53,10 @@ class Adapters:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """Give every matrix of the model that an adapter changes the halves of all adapters, in
-        `dtype`. Ranks may differ; the smaller ones are padded with zeros."""
+        """Attach the factors of all adapters, in `dtype`, to the matrices that they change.
+
+        Ranks may differ; smaller ones are padded with zeros.
+        """
         self._numbers = {"": NONE} | {name: number for number, name in enumerate(adapters)}
         self._rank = max((adapter.config.rank for adapter in adapters.values()), default=0)
         self._count = len(adapters)
@@ -67,7 +70,7 @@ class Adapters:
             changed |= {name.rpartition(".lora_")[0] for name in adapter.values}
         for name, matrix in model.named_modules():
             if name in changed and isinstance(matrix, Linear):
-                matrix.adapter = self._halves(name, matrix, list(adapters.values())).add
+                matrix.adapter = self._factors(name, matrix, list(adapters.values())).add
 
     @property
     def names(self) -> list[str]:
@@ -75,7 +78,10 @@ class Adapters:
         return [name for name in self._numbers if name]
 
     def number(self, name: str) -> int:
-        """Return the number of an adapter; NONE for "". Raises UserError for an unknown name."""
+        """Return the number of an adapter, or NONE for the name "".
+
+        Raises UserError (code 2) if the name is unknown.
+        """
         if name not in self._numbers:
             offer = f"has {', '.join(map(repr, self.names))}" if self.names else "has none"
             raise UserError(
@@ -87,9 +93,11 @@ class Adapters:
 
     @contextlib.contextmanager
     def rows(self, numbers: Sequence[int], fixed: bool = False) -> Iterator[None]:
-        """Within this, row i of every pass has the adapter of numbers[i]. With `fixed`, for graphs,
-        passes of so many single tokens run the same operators on the same memory whatever the
-        numbers are."""
+        """Give row i of every pass inside this context the adapter with the number numbers[i].
+
+        With `fixed`, for graphs, all passes of as many single tokens run the same operators on the
+        same memory, whatever the numbers are.
+        """
         key = tuple(numbers)
         if self._latest is None or self._latest[0] != key:
             self._latest = (key, self._rows_of(key))
@@ -97,7 +105,7 @@ class Adapters:
         if fixed:
             if len(key) not in self._fixed:
                 mask = torch.zeros_like(rows.mask)
-                self._fixed[len(key)] = replace(rows, shared=None, masked=True, mask=mask)
+                self._fixed[len(key)] = replace(rows, shared=None, uses_mask=True, mask=mask)
             fixed_rows = self._fixed[len(key)]
             fixed_rows.mask.copy_(rows.mask)
             rows = fixed_rows
@@ -109,32 +117,32 @@ class Adapters:
 
     @property
     def current(self) -> _Rows | None:
-        """The rows of the pass that runs; None if none has an adapter."""
+        """The adapters of the rows of the current pass, or None if no row has one."""
         if self._rows is None or self._rows.shared == NONE:
             return None
         return self._rows
 
     def _rows_of(self, numbers: tuple[int, ...]) -> _Rows:
-        """Return the rows of a pass with these adapters, their tensors on the device."""
+        """Return a pass's rows with these adapter numbers, with their tensors on the device."""
         index = torch.tensor(numbers)
         owners = torch.arange(self._count).repeat_interleave(self._rank)
         mask = (index[:, None] == owners).to(self._dtype)
-        has = (index > NONE).to(self._dtype)[:, None, None]
+        has_adapter = (index > NONE).to(self._dtype)[:, None, None]
         return _Rows(
             shared=numbers[0] if len(set(numbers)) == 1 else None,
-            masked=self._count <= SPREAD * len(numbers),
+            uses_mask=self._count <= SPREAD * len(numbers),
             index=index.clamp_min(0).to(self._device),
-            has=has.to(self._device),
+            has_adapter=has_adapter.to(self._device),
             mask=mask.to(self._device, non_blocking=True),
         )
 
-    def _halves(
+    def _factors(
         self,
         name: str,
         matrix: Linear,
         adapters: Sequence[Adapter],
-    ) -> _Halves:
-        """Return what all adapters have for one matrix; zeros where one has nothing."""
+    ) -> _Factors:
+        """Return the factors of all adapters for one matrix; an adapter without any gets zeros."""
         first = torch.zeros(self._count, self._rank, matrix.in_features, dtype=self._dtype)
         second = torch.zeros(self._count, self._rank, matrix.out_features, dtype=self._dtype)
         for number, adapter in enumerate(adapters):
@@ -144,13 +152,12 @@ class Adapters:
             lora_b = adapter.values[f"{name}.lora_B.weight"].float()
             first[number, :rank] = adapter.values[f"{name}.lora_A.weight"]
             second[number, :rank] = lora_b.mT * adapter.config.scale
-        return _Halves(self, first.to(self._device), second.to(self._device))
+        return _Factors(self, first.to(self._device), second.to(self._device))
 
 
 @dataclass(frozen=True)
-class _Halves:
-    """The halves of all adapters of one matrix, the second ones already times the adapter's
-    scale."""
+class _Factors:
+    """The two factors of every adapter for one matrix, the second one times the adapter's scale."""
 
     adapters: Adapters
     first: Tensor  # (N, R, inputs)
@@ -161,7 +168,7 @@ class _Halves:
         x: Tensor,  # (B, T, inputs)
         y: Tensor,  # (B, T, outputs): the product of x and the matrix
     ) -> Tensor:  # (B, T, outputs)
-        """Return y with what each row's adapter adds."""
+        """Return y plus the contribution of each row's adapter."""
         rows = self.adapters.current
         if rows is None:
             return y
@@ -169,8 +176,8 @@ class _Halves:
         if rows.shared is not None:
             low = F.linear(x, self.first[rows.shared]).flatten(0, -2)
             return torch.addmm(flat, low, self.second[rows.shared]).view_as(y)
-        if x.size(1) == 1 and rows.masked:
+        if x.size(1) == 1 and rows.uses_mask:
             low = F.linear(x, self.first.flatten(0, 1)).flatten(0, -2) * rows.mask
             return torch.addmm(flat, low, self.second.flatten(0, 1)).view_as(y)
-        low = torch.bmm(x, self.first[rows.index].mT) * rows.has
+        low = torch.bmm(x, self.first[rows.index].mT) * rows.has_adapter
         return torch.baddbmm(y, low, self.second[rows.index])

@@ -1,9 +1,8 @@
-"""Changes logits before a token is chosen: penalties, biases, end marks that must wait, and the
-masks of schemas.
+"""Changes logits before tokens are chosen: penalties, biases, delayed end marks and schema masks.
 
-Every request has arrays with the tokens it has seen, which grow by one entry at a time. A step
-joins the arrays of the requests that need any, so that all of them are adjusted by the same few
-operators and others cost nothing.
+Every request has arrays of the tokens it has seen, which grow by one entry at a time. A step joins
+the arrays of the requests that need them, so that the same few operators adjust all of these
+requests, and the others cost nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,10 @@ class History:
         ends: Sequence[int],
         reply_length: int,
     ):
-        """`ends` are the tokens that end the reply, which has at most `reply_length` tokens."""
+        """Start the history of a request, before its reply.
+
+        `ends` are the tokens that end the reply, which has at most `reply_length` tokens.
+        """
         self._sampling = sampling
         self._ends = list(ends)
         prompt_ids = []
@@ -50,11 +52,11 @@ class History:
         self.generated += 1
 
     def tokens(self) -> np.ndarray:
-        """Return the distinct tokens that have penalties."""
+        """Return the distinct tokens that are subject to penalties."""
         return self._tokens[: len(self._indices)]
 
     def penalties(self) -> np.ndarray:
-        """Return what is subtracted from the logit of each of tokens()."""
+        """Return the amount to subtract from the logit of each of tokens()."""
         counts = self._counts[: len(self._indices)]
         frequency = counts * self._sampling.frequency_penalty
         presence = (counts > 0) * self._sampling.presence_penalty
@@ -67,7 +69,10 @@ class History:
         return factors
 
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens, and what is added to the logit of each."""
+        """Return tokens, and the amount to add to the logit of each.
+
+        Until the reply has its minimum length, -inf is added to its end marks.
+        """
         if self.generated >= self._sampling.min_tokens:
             return self._biased, self._biases
         forbidden = np.empty(len(self._ends), dtype=np.float32)
@@ -83,8 +88,8 @@ def adjuster(
 ) -> Callable[[Tensor], None]:
     """Return a function that changes logits (B, V) in place.
 
-    `histories` are those of the rows, None where a row has no penalties or biases. `masks` are the
-    masks of the rows that have a grammar.
+    `histories` has one entry per row, None if a row has no penalties or biases. `masks` maps each
+    row that has a grammar to the mask of its allowed tokens.
     """
     by_row: dict[int, History] = {}
     for row, history in enumerate(histories):
@@ -102,7 +107,7 @@ def adjuster(
 
 
 def _penalise(logits: Tensor, histories: Mapping[int, History]) -> None:
-    """Apply the penalties of rows; only the logits of tokens in their histories change."""
+    """Apply the penalties of rows, which change only the logits of tokens in their histories."""
     V = logits.size(1)
     positions = []
     penalties = []
@@ -156,7 +161,7 @@ def allowed_rows(
     vocabulary: int,
     device: torch.device,
 ) -> Tensor:  # (n, V) bool
-    """Return the bits of Grammar.allowed() of several rows as one boolean for each token."""
+    """Unpack the bits that Grammar.allowed() gives for each row to one boolean per token."""
     joined = bytearray(b"".join(masks))
     packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)

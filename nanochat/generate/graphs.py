@@ -1,5 +1,4 @@
-"""Replays decoding steps as captured graphs: a step of a few shapes is one launch instead of
-hundreds of operators.
+"""Replays decoding steps as captured graphs: one launch instead of hundreds of operators.
 
 A graph computes on the memory that it was captured with. So the tokens of a step are copied into a
 fixed tensor, the lengths of the rows are read from the cache on the device, and attention reads a
@@ -19,18 +18,20 @@ from nanochat.generate.adapters import NONE, Adapters
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
 
-LEAST_KEYS = 256  # positions of the cache that the smallest graph reads
+LEAST_KEYS = 256  # cache positions that the smallest graph reads
 Shape = tuple[int, int, bool]  # rows, keys, and whether any row has an adapter
 
 
 def rounded(count: int, limit: int) -> int:
-    """Return the next power of two, but at most `limit`."""
+    """Return the smallest power of two that is at least `count`, but at most `limit`."""
     return min(1 << (count - 1).bit_length(), limit)
 
 
 class DecodeGraphs:
-    """The captured decoding steps of a model over a cache. The results of a step are overwritten by
-    the next step."""
+    """The captured decoding steps of a model over a cache.
+
+    Each step overwrites the results of the step before.
+    """
 
     def __init__(
         self,
@@ -39,8 +40,11 @@ class DecodeGraphs:
         platform: Platform,
         adapters: Adapters | None = None,
     ):
-        """`platform` captures and replays graphs. `adapters` are the LoRA adapters that requests
-        may select."""
+        """Prepare to capture; no graph is captured before the first step.
+
+        `platform` captures and replays graphs. `adapters` are the LoRA adapters that requests may
+        select.
+        """
         self.model = model
         self.cache = cache
         self.platform = platform
@@ -49,12 +53,12 @@ class DecodeGraphs:
         slots = cache.positions.size(0)
         self._tokens = torch.zeros(slots, 1, dtype=torch.long, device=cache.positions.device)
         self._pool = platform.graph_pool()
-        # By shape: a function that replays the step, and the list with its logits.
+        # by shape: a function that replays the step, and a list that holds its logits
         self._graphs: dict[Shape, tuple[Callable[[], None], list[Tensor]]] = {}
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of the steps that are captured."""
+        """The shapes of the steps captured so far."""
         return list(self._graphs)
 
     def step(
@@ -63,11 +67,10 @@ class DecodeGraphs:
         cached: Sequence[int],
         numbers: Sequence[int],
     ) -> Tensor | None:  # (B, V) fp32
-        """Feed a token to each of the first B slots, and return the logits of the tokens after
-        them.
+        """Feed a token to each of the first B slots, and return the logits that follow.
 
-        `cached` is how many tokens every slot of the cache holds, `numbers` are the adapters of the
-        rows. Returns None, and does nothing, if a slot that only pads the step is full.
+        `cached` is the number of tokens in every slot of the cache, and `numbers` are the adapters
+        of the rows. Returns None, having done nothing, if a slot that merely pads the step is full.
         """
         count = len(tokens)
         cache = self.cache
@@ -89,14 +92,14 @@ class DecodeGraphs:
     def _adapted(
         self, numbers: Sequence[int], rows: int
     ) -> contextlib.AbstractContextManager[None]:
-        """Within this, the rows of a step have their adapters, and padding rows have none."""
+        """Return a context in which the rows have their adapters, and padding rows have none."""
         if self.adapters is None:
             return contextlib.nullcontext()
         padded = [*numbers, *[NONE] * (rows - len(numbers))]
         return self.adapters.rows(padded, fixed=True)
 
     def _logits(self, shape: Shape) -> Tensor:
-        """Replay the step of a shape, or run and capture it if this is the first one."""
+        """Replay the step of a shape, or run and capture it if it is the first of that shape."""
         if shape not in self._graphs:
             return self._first(shape)
         replay, results = self._graphs[shape]
@@ -105,8 +108,7 @@ class DecodeGraphs:
         return results[0]
 
     def _first(self, shape: Shape) -> Tensor:
-        """Run a step of a new shape operator by operator, then capture it for the steps that
-        follow."""
+        """Run the first step of a shape operator by operator, then capture it for later steps."""
         rows, keys, _ = shape
         slots = slice(0, rows)
         results: list[Tensor] = []

@@ -1,8 +1,8 @@
-"""Runs new tokens of requests through the model: the shapes of passes, and the scores of prompts.
+"""Runs new tokens of requests through the model, and computes the scores of prompts.
 
-Passes.decode() is the one place that graphs of fixed shapes replace (graphs.py). With `pad`, a
-decoding pass has one of a few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes
-from step to step is in its inputs and in the cache.
+Only in Passes.decode() can graphs of fixed shapes take over (graphs.py). With `pad`, a decoding
+pass has one of a few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to
+step is in its inputs and in the cache.
 """
 
 import contextlib
@@ -20,12 +20,14 @@ from nanochat.generate.reply import Scored
 from nanochat.generate.slots import Request
 from nanochat.model import Model
 
-HEAD_ROWS = 64  # positions whose logits over the vocabulary are in memory at the same time
+HEAD_ROWS = 64  # most positions whose logits are in memory at the same time
 
 
 class Passes:
-    """The passes of a model over one cache. `requests` are those of all slots, None where a slot is
-    empty."""
+    """The passes of a model over one cache.
+
+    `requests`, in its methods, has one entry per slot, which is None if the slot is empty.
+    """
 
     def __init__(
         self,
@@ -36,8 +38,12 @@ class Passes:
         adapters: Adapters | None = None,
         graphs: DecodeGraphs | None = None,
     ):
-        """`length` is that of a slot in tokens. `pad` rounds the shape of every pass up to one of a
-        few sizes. `adapters` are those that requests ask for, `graphs` replay decoding passes."""
+        """Set up the passes of a model over a cache.
+
+        `length` is the length of a slot in tokens. `pad` rounds the shape of every pass up to one
+        of a few sizes. `adapters` are those that requests may ask for, and `graphs` replays
+        decoding passes.
+        """
         self.model = model
         self.cache = cache
         self.length = length
@@ -50,14 +56,13 @@ class Passes:
         self,
         requests: Sequence[Request | None],
         count: int,
-        waiting: Sequence[int] = (),
+        preserved_slots: Sequence[int] = (),
     ) -> Tensor:  # (count, V) fp32
-        """Feed the next token of each of the first `count` requests; return the logits of the
-        tokens after them.
+        """Feed the next token of the first `count` requests, and return the logits that follow.
 
-        The slots in `waiting` hold afterwards what they held before.
+        The states of the slots in `preserved_slots` are the same afterwards as before.
         """
-        slots = [slice(slot, slot + 1) for slot in waiting]
+        slots = [slice(slot, slot + 1) for slot in preserved_slots]
         saved_states = [self.cache.copy_states(slot) for slot in slots]
         logits = self._decoded(requests, count)
         for slot, states in zip(slots, saved_states, strict=True):
@@ -69,7 +74,7 @@ class Passes:
         requests: Sequence[Request | None],
         count: int,
     ) -> Tensor:  # (count, V) fp32
-        """Return the logits after the next tokens, from a graph where one can be replayed."""
+        """Return the logits after the next tokens, from a replayed graph if possible."""
         rows = [request for request in requests[:count] if request]
         tokens = [request.tokens[request.cached] for request in rows]
         if self.graphs is not None:
@@ -87,13 +92,12 @@ class Passes:
         first: int,
         chunks: Sequence[Sequence[int]],
     ) -> Tensor:  # (B', T, C), B' >= B
-        """Run new tokens of the requests from slot `first` on through the model; return the hidden
-        states."""
+        """Run new tokens of the requests from slot `first` on, and return the hidden states."""
         cached = cached_tokens(requests)
         rows, T = self._shape(cached, first, chunks)
         padding_rows = rows - len(chunks)
         slots = slice(first, first + rows)
-        # A padding row claims one token of its slot; the slot's state is restored below.
+        # A padding row adds one token to its slot; the slot's states are restored below.
         padded_chunks = [*chunks, *[[0]] * padding_rows]
         table = [[*chunk, *[0] * (T - len(chunk))] for chunk in padded_chunks]
         new = [len(chunk) for chunk in padded_chunks]
@@ -122,8 +126,10 @@ class Passes:
         first: int,
         chunks: Sequence[Sequence[int]],
     ) -> tuple[int, int]:
-        """Return rows and columns of a pass. With `pad`: powers of two, as far as slots and
-        positions reach."""
+        """Return the number of rows and columns of a pass.
+
+        With `pad` they are powers of two, as far as the number of slots and their length allow.
+        """
         count = len(chunks)
         T = max(map(len, chunks))
         if not self.pad:
@@ -134,17 +140,17 @@ class Passes:
         rows = min(power_of_two(count), len(cached) - first)
         longest = max(cached[first : first + rows])
         if longest + T > self.length:
-            rows = count  # a slot that only pads has no room for the pass
+            rows = count  # a padding slot has no room for the pass
         return rows, T
 
     def _adapted(self, rows: Sequence[Request | None]) -> contextlib.AbstractContextManager[None]:
-        """Within this, every row of a pass has the adapter that its request asks for."""
+        """Return a context in which every row has the adapter that its request asks for."""
         if self.adapters is None:
             return contextlib.nullcontext()
         return self.adapters.rows(self._adapter_numbers(rows))
 
     def _adapter_numbers(self, rows: Sequence[Request | None]) -> list[int]:
-        """Return the numbers of the adapters that the requests of rows ask for."""
+        """Return the number of the adapter that each row's request asks for."""
         adapters = self.adapters
         if adapters is None:
             return [NONE] * len(rows)
@@ -158,10 +164,10 @@ class Passes:
         requests: Sequence[Request],
         chunks: Sequence[Sequence[int]],
     ) -> None:
-        """Give the requests that asked for them the log-probabilities of the tokens after each
-        token of their chunks.
+        """Add the log-probabilities of prompt tokens to the requests that asked for them.
 
-        `hidden` is what run() returned for these chunks.
+        `hidden` is what run() returned for these chunks; it gives the probability of the token
+        after each token of a chunk.
         """
         scored_rows = [
             row
@@ -171,7 +177,7 @@ class Passes:
         if not scored_rows:
             return
         T = hidden.size(1)
-        positions: list[int] = []  # in the flattened hidden states
+        positions: list[int] = []  # indices into the flattened hidden states
         targets: list[int] = []
         count = 0
         for row in scored_rows:
@@ -194,12 +200,14 @@ class Passes:
     def _scores(
         self,
         hidden: Tensor,  # (N, C)
-        positions: Tensor,  # (n,) of the states after which the targets stand
+        positions: Tensor,  # (n,) indices of the states that predict the targets
         targets: Sequence[int],  # n tokens
         count: int,
     ) -> list[Scored]:
-        """Return the log-probability of each target after its hidden state, and `count`
-        alternatives."""
+        """Return the log-probability of each target after its hidden state, with alternatives.
+
+        There are `count` alternatives for each target.
+        """
         scores: list[Scored] = []
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)
@@ -213,7 +221,7 @@ class Passes:
         targets: Sequence[int],
         count: int,
     ) -> list[Scored]:
-        """Return the scores of a block of targets, whose logits are in memory at the same time."""
+        """Return the scores of a block of targets, whose logits are all in memory at once."""
         index = torch.tensor(targets).to(states.device)
         if not count:
             losses = self.model.token_losses(states, index)
@@ -232,10 +240,10 @@ class Passes:
 
 
 def cached_tokens(requests: Sequence[Request | None]) -> list[int]:
-    """Return how many tokens every slot holds."""
+    """Return the number of cached tokens in every slot."""
     return [request.cached if request else 0 for request in requests]
 
 
 def power_of_two(count: int) -> int:
-    """Return the smallest power of two that is not below a count."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

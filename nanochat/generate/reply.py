@@ -1,8 +1,8 @@
-"""A reply: the events in which the engine tells of it, and what its tokens say.
+"""The reply to a request: the events that report its tokens, and the meaning of those tokens.
 
-An Event carries one token, and a Completion a whole reply. TextStream turns tokens into text and
-calculator calls, StoppedReply also looks for stop strings, and Calls follows the calculator calls
-that the engine answers.
+An Event reports one token, and a Completion collects a whole reply. TextStream turns tokens into
+text and calculator calls, StoppedReply also looks for stop strings, and Calls follows the
+calculator calls that the engine answers.
 """
 
 import codecs
@@ -16,16 +16,15 @@ from nanochat.data.conversation import Kind, Part
 from nanochat.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "error"]
-# The likeliest tokens, each with its log-probability, likeliest first.
+# The most likely tokens, each with its log-probability, most likely first.
 Alternatives = tuple[tuple[int, float], ...]
-# What users read where Event.broken ends a reply.
+# The message to users when Event.broken ends a reply.
 BROKEN = (
     "the model gives NaN instead of probabilities: its weights are damaged, or its numbers are too "
     "large for this format. Try --dtype float32, or name another step or model"
 )
 FAILED = "error"  # the answer to a calculator call that is not a valid calculation
-# Roles of the tokens that open a calculator call or its answer, and of those after which text
-# follows.
+# Roles of the tokens that open a calculator call or its answer, and of those that return to text.
 OPENING_ROLES: dict[str, Kind] = {"python_start": "python", "output_start": "python_output"}
 CLOSING_ROLES = (
     "bos",
@@ -43,7 +42,7 @@ CLOSING_ROLES = (
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of a prompt, and the natural log of its probability after the tokens before it."""
+    """A token of a prompt, with its natural-log probability after the tokens before it."""
 
     token: int
     logprob: float
@@ -52,41 +51,43 @@ class Scored:
 
 @dataclass(frozen=True)
 class Event:
-    """One token of a reply. A `forced` token was not sampled: the engine wrote it as part of a
-    calculator answer."""
+    """One token of a reply, as the engine reports it.
+
+    A `forced` token was not sampled: the engine wrote it as part of a calculator answer.
+    """
 
     request: int
     token: int
     # Natural log of the token's probability over all tokens at temperature 1; 0 if forced.
     logprob: float
     forced: bool
-    # Set on the last token only: "stop" at an end mark or a stop, "length" when no room is left,
-    # "error" when the schema takes too much work or the model is `broken`: the reply is not
-    # complete.
+    # Set on the last token only: "stop" at an end mark or a stop string or token, "length" when no
+    # room is left, "error" when the schema takes too much work or the model is `broken`, so that
+    # the reply is incomplete.
     finish: Finish | None
     alternatives: Alternatives = ()  # as many as Sampling.logprobs asks for
-    # On the first token: how many tokens of the prompt did not have to be read again.
+    # On the first token: how many prompt tokens did not have to be read again.
     reused: int = 0
-    # On the first token, if asked for: every token of the prompt but the first.
+    # On the first token, if requested: the scores of all prompt tokens but the first.
     prompt_scores: Sequence[Scored] = ()
-    # What to show, where the request has stop strings: text that may begin a stop string is held
-    # back. None: decode the token.
+    # What to show if the request has stop strings, without text that may begin a stop string.
+    # None: decode the token.
     parts: tuple[Part, ...] | None = None
-    # The stop string or stop token of the request that ended the reply.
+    # The request's stop string or stop token that ended the reply.
     matched: str | int | None = None
 
     @property
     def broken(self) -> bool:
-        """Whether the model gave NaN instead of probabilities. The token then means nothing."""
+        """True if the model gave NaN instead of probabilities, so that the token means nothing."""
         return math.isnan(self.logprob)
 
 
 @dataclass
 class Completion:
-    """A whole reply, end mark included: every token, whether the token was forced, and its
-    log-probability.
+    """A whole reply: every token, including the end mark, with its log-probability.
 
-    The other fields hold what the request asked for beyond that; see Event.
+    `forced` says which tokens were not sampled. The other fields hold what the request also asked
+    for; see Event.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -120,13 +121,13 @@ class Completion:
 class TextStream:
     """Turns the tokens of a reply into parts, token by token.
 
-    Text comes as soon as its characters are whole; a calculator call or answer comes when it is
-    complete.
+    Text is returned as soon as its characters are complete; a calculator call or answer is returned
+    as a whole.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # token -> what the reply is in the middle of after this mark
+        # mark -> the kind of part that follows it
         self._marks: dict[int, Kind] = {}
         for role, kind in OPENING_ROLES.items():
             self._marks[tokenizer.special(role)] = kind
@@ -140,15 +141,15 @@ class TextStream:
 
     @property
     def kind(self) -> Kind:
-        """What the reply is in the middle of."""
+        """The kind of part that the reply is in the middle of."""
         return self._kind
 
     def is_mark(self, token: int) -> bool:
-        """Whether a token is a mark, which stands for no text."""
+        """Return whether a token is a mark, which stands for no text."""
         return token in self._marks
 
     def push(self, token: int) -> list[Part]:
-        """Add a token; return the parts that the token completes, often none."""
+        """Add a token, and return the parts that it completes, often none."""
         if token in self._marks:
             parts = self.flush()
             self._kind = self._marks[token]
@@ -160,14 +161,14 @@ class TextStream:
         return []
 
     def flush(self) -> list[Part]:
-        """End the reply; return what is left of it. Half a character becomes U+FFFD."""
+        """End the reply, and return what is left of it; half a character becomes U+FFFD."""
         text = self._call + self._decoder.decode(b"", final=True)
         self._call = ""
         return [Part(self._kind, text)] if text else []
 
 
 def text_parts(text: str) -> list[Part]:
-    """Return a text as a list of parts, which is empty if the text is."""
+    """Return a text as a list of parts, which is empty for an empty text."""
     return [Part("text", text)] if text else []
 
 
@@ -188,7 +189,7 @@ def reply_parts(tokens: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
 
 
 class StopText:
-    """Passes text on, except the end of the text so far if a stop string may begin there."""
+    """Passes text on, but holds back its end if a stop string may begin there."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
@@ -197,10 +198,9 @@ class StopText:
         self._withheld = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the text that can be shown and, once one is complete, the first stop
-        string.
+        """Add text; return the text that can be shown and the first complete stop string, if any.
 
-        Where two stop strings begin at the same character, the longer one counts.
+        If two stop strings begin at the same character, the longer one counts.
         """
         text = self._withheld + text
         match = self._first_match(text)
@@ -208,9 +208,9 @@ class StopText:
             start, stop = match
             self._withheld = ""
             return text[:start], stop
-        shown = len(text) - self._open_beginning(text)
-        self._withheld = text[shown:]
-        return text[:shown], None
+        shown_length = len(text) - self._open_beginning(text)
+        self._withheld = text[shown_length:]
+        return text[:shown_length], None
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
         """Return where the first stop string begins in a text, and that stop string."""
@@ -229,7 +229,7 @@ class StopText:
         return 0
 
     def flush(self) -> str:
-        """Return the text that is still held back, when nothing more can follow it."""
+        """Return the text that is still held back, once nothing more can follow it."""
         text = self._withheld
         self._withheld = ""
         return text
@@ -238,8 +238,8 @@ class StopText:
 class StoppedReply:
     """Turns the tokens of a reply into parts as TextStream does, up to the first stop string.
 
-    Stop strings are looked for in text only. A calculator call ends the text before it, so no stop
-    string spans one.
+    Only text is searched for stop strings. A calculator call ends the text before it, so no stop
+    string spans a call.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
@@ -252,40 +252,39 @@ class StoppedReply:
         last: bool,
         armed: bool = True,
     ) -> tuple[tuple[Part, ...], str | None]:
-        """Add a token; return the parts that can be shown and the stop string if the text has
-        reached one.
+        """Add a token, and return the parts that can be shown and the stop string reached, if any.
 
-        With `last` the reply ends here, and nothing stays held back. Unless `armed`, stop strings
-        pass as text.
+        With `last` the reply ends here, and nothing is held back. Unless `armed`, stop strings are
+        passed on as text.
         """
         parts = self._stream.push(token)
         if last:
             parts += self._stream.flush()
-        shown: list[Part] = []
+        visible_parts: list[Part] = []
         for piece in parts:
             if piece.kind != "text":
-                shown += [*text_parts(self._text.flush()), piece]
+                visible_parts += [*text_parts(self._text.flush()), piece]
                 continue
             if not armed:
-                shown.append(piece)
+                visible_parts.append(piece)
                 continue
             text, stop = self._text.push(piece.text)
-            shown += text_parts(text)
+            visible_parts += text_parts(text)
             if stop is not None:
-                return tuple(shown), stop
+                return tuple(visible_parts), stop
         if last:
-            shown += text_parts(self._text.flush())
-        return tuple(shown), None
+            visible_parts += text_parts(self._text.flush())
+        return tuple(visible_parts), None
 
 
 # --- calculator calls ----------------------------------------------------------------------------
 
 
 def answer_marks(tokenizer: Tokenizer) -> list[int]:
-    """Return the marks around an answer of the calculator, as far as the tokenizer has them.
+    """Return the marks around a calculator answer, if the tokenizer has them.
 
-    A model may not sample these marks, so an answer shown as the calculator's always is the
-    calculator's.
+    A model may not sample these marks, so whatever is shown as the calculator's answer really is
+    one.
     """
     marks = (tokenizer.special("output_start"), tokenizer.special("output_end"))
     return [mark for mark in marks if mark >= 0]
@@ -301,18 +300,17 @@ class Calls:
         self._closing = tokenizer.special("python_end")
 
     def copy(self) -> "Calls":
-        """Return the same open call, for a second reply that begins like this one."""
-        twin = Calls(self._tokenizer)
+        """Return a copy with the same open call, for a second reply that begins like this one."""
+        copied = Calls(self._tokenizer)
         if self._expression is not None:
-            twin._expression = list(self._expression)
-        return twin
+            copied._expression = list(self._expression)
+        return copied
 
     def follow(self, token: int) -> list[int]:
-        """Add a sampled token; return the tokens of the answer, marks included, if the token closes
-        a call.
+        """Add a sampled token, and return the tokens of the answer if it closes a call.
 
-        The answer to an invalid expression is FAILED: without an answer the model would make one
-        up.
+        The tokens include the marks around the answer. The answer to an invalid expression is
+        FAILED, because without an answer the model would make one up.
         """
         if token == self._opening:
             self._expression = []

@@ -1,5 +1,4 @@
-"""Chooses tokens from logits, greedily or at random; every row has its own settings and random
-numbers."""
+"""Chooses tokens from logits, greedily or at random, with separate settings for every row."""
 
 import math
 import random
@@ -14,15 +13,16 @@ from nanochat.common import UserError
 from nanochat.data.traits import Drawing, traits
 from nanochat.generate.reply import Alternatives
 
-# Below this temperature, draws are greedy: fp32 holds no quotient of logits by a smaller number.
+# Below this temperature the choice is greedy, because the quotient of a logit and a smaller number
+# may not fit into fp32.
 COLDEST = 1e-5
-UNBOUNDED = 3e38  # the largest temperature: fp32 holds no more
-MOST_ALTERNATIVES = 20  # likeliest tokens that can be reported beside a token
-MOST_STOPS = 16  # stop strings or stop tokens of a request
-LONGEST_STOP = 256  # characters of a stop string
+UNBOUNDED = 3e38  # the largest temperature, close to the largest fp32 number
+MOST_ALTERNATIVES = 20  # most likely tokens that can be reported for a position
+MOST_STOPS = 16  # stop strings or stop tokens in a request
+LONGEST_STOP = 256  # characters in a stop string
 MOST_BIASES = 1024  # tokens with a bias in a request
-MOST_BIAS = 100.0  # size of a bias
-# Settings that are numbers, with the least and the largest value.
+MOST_BIAS = 100.0  # absolute value of a bias
+# Settings that are numbers, with the smallest and the largest value.
 RANGES = (
     ("temperature", 0, UNBOUNDED),
     ("top_p", 1e-6, 1),
@@ -39,47 +39,48 @@ LONGEST_LISTS = (
     ("stop_tokens", MOST_STOPS),
     ("logit_bias", MOST_BIASES),
 )
-NO_NUCLEUS = 2.0  # a top_p that no sum of probabilities reaches, rounding included
-ARGMAX_GROUP = 256  # logits whose largest is found together
+NO_NUCLEUS = 2.0  # a top_p that no sum of probabilities reaches, even with rounding errors
+ARGMAX_GROUP = 256  # logits in a group whose maximum is found with vector instructions
 UNIFORM_BITS = 23  # few enough that uniform() times a positive fp32 value stays below that value
 
 
 # --- settings ------------------------------------------------------------------------------------
 
 
-# The logarithm of the sum of the exponentials of each row of logits, (B, V) -> (B,); None where log_softmax costs less
+# Returns the log-sum-exp of each row of logits, (B, V) -> (B,), or None if log_softmax costs less.
 LogTotals = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a reply. Temperature 0 takes the likeliest token; top_k None samples from all
-    tokens.
+    """The settings by which a reply is sampled.
 
-    Raises UserError for a value that no model could take; Engine.submit() checks what depends on
-    the model.
+    Temperature 0 takes the most likely token, and top_k None samples from all tokens. Raises
+    UserError (code 2) if no model could accept a value; Engine.submit() checks what depends on the
+    model.
     """
 
     temperature: float = 1.0
     top_k: int | None = 50
     max_tokens: int = 256
     seed: int = 42
-    # Sample from the fewest likeliest tokens that have this probability together, after top_k.
+    # Sample from the fewest most likely tokens whose probabilities add up to this, after top_k.
     top_p: float = 1.0
-    # Leave out tokens less likely than this share of the likeliest token's probability.
+    # Leave out tokens that are less likely than this share of the most likely token's probability.
     min_p: float = 0.0
-    # Divide logits above 0 by this and multiply the others with it, for tokens in prompt or reply.
+    # For tokens in prompt or reply, divide logits above 0 by this, and multiply the others by it.
     repetition_penalty: float = 1.0
-    # Subtract this from the logits of tokens in the reply, the second one for each occurrence.
+    # Subtract these from the logits of tokens in the reply: the first once, the second once for
+    # each occurrence.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # token, and what is added to its logit
     stop: tuple[str, ...] = ()  # strings that end the reply; the reply's text ends before them
-    stop_tokens: tuple[int, ...] = ()  # tokens that end the reply, beside the model's end marks
-    min_tokens: int = 0  # tokens of the reply before an end mark or a stop may end it
-    ignore_eos: bool = False  # continue after the model's end marks
-    logprobs: int = 0  # likeliest tokens to report beside every sampled token
-    # Report the prompt's log-probabilities, with so many likeliest tokens beside each.
+    stop_tokens: tuple[int, ...] = ()  # tokens that end the reply, besides the model's end marks
+    min_tokens: int = 0  # least tokens in the reply before an end mark or a stop may end it
+    ignore_eos: bool = False  # whether to continue after the model's end marks
+    logprobs: int = 0  # most likely tokens to report with every sampled token
+    # Report the prompt's log-probabilities, with this many most likely tokens at each position.
     prompt_logprobs: int | None = None
     schema: str | None = None  # JSON schema that the reply must meet, as JSON text
     adapter: str = ""  # name of the engine's adapter that answers this request; "": none
@@ -95,7 +96,7 @@ class Sampling:
             )
 
     def _check_numbers(self) -> None:
-        """Raise UserError for a number out of range."""
+        """Raise UserError if a number is out of range."""
         for name, low, high in RANGES:
             value = getattr(self, name)
             if low <= value <= high:
@@ -120,8 +121,7 @@ class Sampling:
             )
 
     def _check_lists(self) -> None:
-        """Raise UserError for a list that is too long, and for a stop string or a bias out of
-        range."""
+        """Raise UserError if a list is too long, or if a stop string or a bias is out of range."""
         for name, limit in LONGEST_LISTS:
             entries = len(getattr(self, name))
             if entries > limit:
@@ -146,7 +146,7 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits must be changed before a token is chosen."""
+        """True if logits must be changed before a token is chosen."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -156,8 +156,7 @@ class Sampling:
         )
 
     def top_k_of(self, vocabulary: int) -> int:
-        """Return from how many likeliest tokens of a vocabulary a draw samples; 0 if draws are
-        greedy."""
+        """Return how many of the most likely tokens to sample from, or 0 for a greedy choice."""
         if self.temperature < COLDEST:
             return 0
         return min(self.top_k or vocabulary, vocabulary)
@@ -169,11 +168,10 @@ def check_request(
     length: int,
     vocabulary: int,
 ) -> None:
-    """Raise UserError if a model cannot answer a prompt within `length` tokens for prompt and reply
-    together.
+    """Raise UserError if a model cannot answer a prompt.
 
-    That is so if the prompt is empty or leaves no room for a reply, or if a token is not in the
-    vocabulary.
+    That is so if the prompt is empty, if it leaves no room for a reply within `length` tokens for
+    both, or if a token is not in the vocabulary.
     """
     if not prompt:
         raise UserError(
@@ -194,7 +192,7 @@ def check_tokens(
     tokens: Collection[int],
     vocabulary: int,
 ) -> None:
-    """Raise UserError if a token is not in a vocabulary of so many tokens."""
+    """Raise UserError if a token is not in a vocabulary of the given size."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):
         return
     wrong = next(token for token in tokens if not 0 <= token < vocabulary)
@@ -209,8 +207,10 @@ def chat_drawing(
     temperature: float | Literal["auto"] = "auto",
     min_p: float | Literal["auto"] = "auto",
 ) -> Drawing:
-    """Return how chats with a model of a corpus draw: as asked for, or, where that is auto, as
-    suits the model."""
+    """Return the sampling settings for chats with a model trained on a corpus.
+
+    Settings that are "auto" are the ones that suit the model.
+    """
     default = traits(corpus).chats
     if temperature == "auto" and min_p == "auto":
         return default
@@ -225,15 +225,17 @@ def chat_drawing(
 
 
 def uniform(generator: random.Random) -> float:
-    """Return a random number in [0, 1) for `choose`. The number does not depend on the device."""
+    """Return a random number in [0, 1) for choose(), which does not depend on the device."""
     return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for the rows of a pass: tokens, their log-probabilities over all tokens at
-    temperature 1, and the likeliest tokens of each row, as many as any row asked for, likeliest
-    first."""
+    """The tokens chosen for the rows of a pass, with their log-probabilities and alternatives.
+
+    Log-probabilities are over all tokens at temperature 1. The alternatives of a row are its most
+    likely tokens, most likely first, as many as the most demanding row asks for.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -246,7 +248,7 @@ def choose(
     uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
     adjust: Callable[[Tensor], None] | None = None,  # changes logits before tokens are chosen
-    log_totals: LogTotals | None = None,  # of the model that made the logits
+    log_totals: LogTotals | None = None,  # that of the model that computed the logits
 ) -> Choice:
     """Choose one token per row.
 
@@ -266,12 +268,12 @@ def _chosen(
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],
 ) -> Tensor:  # (B,) token ids
-    """Choose the token of each row: greedily, among its top_k, or from the whole vocabulary."""
+    """Choose the token of each row: greedily, from its top_k, or from the whole vocabulary."""
     V = logits.size(1)
     top_ks = [sampling.top_k_of(V) for sampling in samplings]
     rows, nuclei = [], []
-    for sampling, number, top_k in zip(samplings, uniforms, top_ks, strict=True):
-        rows.append((number, sampling.temperature if top_k else 1.0, top_k))
+    for sampling, uniform_number, top_k in zip(samplings, uniforms, top_ks, strict=True):
+        rows.append((uniform_number, sampling.temperature if top_k else 1.0, top_k))
         nuclei.append(sampling.top_p if top_k and sampling.top_p < 1 else NO_NUCLEUS)
     settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
     if any(sampling.min_p and top_k for sampling, top_k in zip(samplings, top_ks, strict=True)):
@@ -285,8 +287,8 @@ def _chosen(
         drawn = _draw(logits, settings[:, 1:2], settings[:, 0])
         choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
     assert choice is not None
-    # A nucleus of the whole vocabulary needs every token in order, so only the rows that have one
-    # pay for it.
+    # A nucleus of the whole vocabulary needs all tokens in order, so only the rows that ask for one
+    # are sorted.
     sorted_rows = [
         row for row, top_k in enumerate(top_ks) if top_k == V and nuclei[row] != NO_NUCLEUS
     ]
@@ -301,16 +303,15 @@ def _chosen(
 def choose_among(
     logits: Tensor,  # (R, V) fp32, overwritten where tokens are banned
     rows: Sequence[int],  # the row of each reply
-    sampling: Sampling,  # of all replies
+    sampling: Sampling,  # the settings of all replies
     uniforms: Sequence[float],  # one number in [0, 1) per reply; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
-    log_totals: LogTotals | None = None,  # of the model that made the logits
+    log_totals: LogTotals | None = None,  # that of the model that computed the logits
 ) -> tuple[list[int], list[float]]:
-    """Return the tokens that choose() would give replies of which many share a row, and their
-    log-probabilities.
+    """Return tokens and log-probabilities for replies, many of which share a row of logits.
 
-    What depends on the row alone is computed once for each row. Only temperature and top_k are
-    followed.
+    The tokens are those that choose() would give, but what depends on the row alone is computed
+    once per row. Of the sampling settings, only temperature and top_k are followed.
     """
     V = logits.size(1)
     index = torch.tensor(rows).to(logits.device, non_blocking=True)
@@ -320,21 +321,21 @@ def choose_among(
     if top_k == 0:
         choice = likeliest(logits)[index]
     else:
-        numbers = torch.tensor(uniforms).to(logits.device, non_blocking=True)
+        uniform_numbers = torch.tensor(uniforms).to(logits.device, non_blocking=True)
         if top_k < V:
             top, tokens = logits.topk(top_k, dim=1)
-            choice = tokens[index, _draw(top, sampling.temperature, numbers, index)]
+            choice = tokens[index, _draw(top, sampling.temperature, uniform_numbers, index)]
         else:
-            choice = _draw(logits, sampling.temperature, numbers, index)
+            choice = _draw(logits, sampling.temperature, uniform_numbers, index)
     return _to_host(choice, likelihood.among(choice, index))
 
 
 def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
-    """Return the first of the largest logits of each row.
+    """Return the index of the first maximum in each row.
 
-    On CPUs torch's argmax compares number by number: it takes eight times as long as the largest of
-    each group, which is found with vectors, and the argmax of the groups and of one group (32 rows
-    of 32,768: 1.4 ms against 0.2 ms).
+    On CPUs torch's argmax compares one number at a time. Finding the maximum of each group with
+    vector instructions, then the argmax over the groups and within one group, is about eight times
+    as fast (32 rows of 32,768: 0.2 ms instead of 1.4 ms).
     """
     B, V = logits.shape
     if V % ARGMAX_GROUP:
@@ -347,7 +348,7 @@ def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
 
 
 class _Likelihood:
-    """The log-probabilities of tokens at temperature 1. Make it before the logits are changed."""
+    """Computes log-probabilities at temperature 1, from logits as they are at construction."""
 
     def __init__(
         self,
@@ -355,8 +356,11 @@ class _Likelihood:
         log_totals: LogTotals | None,
         all_tokens: bool = False,
     ):  # (R, V)
-        """`all_tokens`: all of `rows` are needed, or logits of tokens that may be chosen will
-        change."""
+        """Prepare to compute log-probabilities, before the logits are changed.
+
+        `all_tokens` means that the log-probabilities of all tokens are needed, or that the logits
+        of tokens that may be chosen will change.
+        """
         self._totals = None if all_tokens or log_totals is None else log_totals(logits)  # (R,)
         self.rows = torch.log_softmax(logits, dim=1) if self._totals is None else logits  # (R, V)
 
@@ -366,7 +370,7 @@ class _Likelihood:
         return values if self._totals is None else values - self._totals
 
     def among(self, tokens: Tensor, rows: Tensor) -> Tensor:  # (B,), (B,) -> (B,)
-        """Return the log-probability of each token in its row."""
+        """Return the log-probability of each token in the given row."""
         values = self.rows[rows, tokens]
         return values if self._totals is None else values - self._totals[rows]
 
@@ -376,7 +380,7 @@ def _fetch(
     likelihood: _Likelihood,
     count: int,
 ) -> Choice:
-    """Bring the chosen tokens, and `count` alternatives of each row, to the host in one copy."""
+    """Copy the chosen tokens, and `count` alternatives of each row, to the host in one copy."""
     logprobs = likelihood.of(choice)
     if not count:
         ids, floats = _to_host(choice, logprobs)
@@ -392,9 +396,8 @@ def _fetch(
     return Choice([ids[0] for ids in token_rows], [row[0] for row in value_rows], alternatives)
 
 
-def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[list, list]:  # shapes alike
-    """Copy tokens and fp32 log-probabilities to the host; as bits of integers they need one
-    copy."""
+def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[list, list]:  # both of one shape
+    """Copy tokens and fp32 log-probabilities to the host together, by way of integers."""
     bits = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu()
     return bits[0].tolist(), bits[1].view(torch.float32).tolist()
 
@@ -404,11 +407,12 @@ def _leave_out_unlikely(
     settings: Tensor,
     samplings: Sequence[Sampling],
 ) -> None:
-    """Apply each row's min_p: hide tokens whose probability is too small a share of the likeliest
-    token's."""
+    """Apply each row's min_p, hiding tokens that are too unlikely compared with the most likely."""
     shares = [sampling.min_p for sampling in samplings]
-    logs = [math.log(share) if share else float("-inf") for share in shares]
-    log_shares = torch.tensor(logs).to(logits.device, non_blocking=True)[:, None]  # (B, 1)
+    log_share_list = [math.log(share) if share else float("-inf") for share in shares]
+    log_shares = torch.tensor(log_share_list).to(logits.device, non_blocking=True)[
+        :, None
+    ]  # (B, 1)
     threshold = logits.amax(dim=1, keepdim=True) + log_shares * settings[:, 1:2]
     logits.masked_fill_(logits < threshold, float("-inf"))
 
@@ -417,18 +421,17 @@ def _draw_top(
     logits: Tensor,  # (B, V)
     settings: Tensor,  # (B, 3): uniform number, temperature, top_k
     widest: int,  # the largest top_k
-    alike: bool,  # whether all rows have that top_k
+    same_top_k: bool,  # whether all rows have that top_k
     nuclei: Sequence[float],  # top_p of each row, NO_NUCLEUS where it is not used
 ) -> Tensor:  # (B,) token ids
-    """Sample from the top_k likeliest tokens of each row, and of these from the ones within
-    top_p."""
+    """Sample from the top_k most likely tokens of each row, limited to those within top_p."""
     top, index = logits.topk(widest, dim=1)
-    if not alike:
+    if not same_top_k:
         beyond = torch.arange(widest, device=top.device) >= settings[:, 2:].clamp_min(1)
         top = top.masked_fill(beyond, float("-inf"))
     if min(nuclei) < NO_NUCLEUS:
         shares = torch.softmax(top / settings[:, 1:2], dim=1)
-        before = shares.cumsum(dim=1) - shares  # the probability of the likelier tokens
+        before = shares.cumsum(dim=1) - shares  # the total probability of the more likely tokens
         limits = torch.tensor(nuclei).to(top.device, non_blocking=True)[:, None]
         beyond = before >= limits
         beyond[:, 0] = False
@@ -441,7 +444,7 @@ def _draw(
     logits: Tensor,  # (R, K)
     temperature: Tensor | float,  # (R, 1), or one for all
     uniforms: Tensor,  # (B,) a number in [0, 1) for each draw
-    rows: Tensor | None = None,  # (B,) the row of each draw; None: draw b is from row b
+    rows: Tensor | None = None,  # (B,) the row of each draw; None: draw b uses row b
 ) -> Tensor:  # (B,) positions in the rows
     """Sample from softmax(logits / temperature) by inverting the cumulative distribution."""
     cumulative = torch.softmax(logits / temperature, dim=1).cumsum(dim=1)

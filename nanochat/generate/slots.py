@@ -1,12 +1,12 @@
-"""Decides which request holds which slot of the cache, and which cached tokens a new request can
-reuse.
+"""Assigns the slots of the cache to requests, and finds cached tokens that a request can reuse.
 
 A slot is one row of the key-value cache: the keys, values and states of one sequence. Requests in
-flight hold slots 0 .. active - 1: first the decoding ones, then the ones that still prefill, so
+flight hold slots 0 .. active - 1. Those that decode come first, then those that still prefill, so
 that every pass works on one contiguous slice. A request that ends leaves its tokens in a slot
-behind those. Another request for the same adapter whose prompt begins with the same tokens takes
-that slot over, or copies the common part into the slot that nobody has used for the longest time,
-whichever loses fewer tokens. A request with a new prompt gets the oldest slot too.
+behind these. If the prompt of another request for the same adapter begins with the same tokens, it
+either takes over that slot or copies the common part into the slot that has been unused for
+longest, whichever loses fewer tokens. A request with a new prompt also gets the slot that has been
+unused for longest.
 """
 
 import itertools
@@ -22,15 +22,14 @@ from nanochat.generate.adjust import History
 from nanochat.generate.reply import Calls, Scored, StoppedReply
 from nanochat.generate.sampling import Sampling
 
-MIN_PREFIX = 16  # a shorter common prefix is not worth a copy
-# States of recurrent layers cannot be shortened, so they are saved every so many tokens of a
-# prompt.
+MIN_PREFIX = 16  # a shorter common prefix is not worth copying
+# The states of recurrent layers cannot be shortened, so a prompt's are saved every 256 tokens.
 STATE_INTERVAL = 256
-MAX_SAVED_STATES = 4  # of each slot, the latest ones
+MAX_SAVED_STATES = 4  # per slot; the latest ones are kept
 
 
 class Grammar(Protocol):
-    """Follows a reply and knows which tokens its schema allows next (generate/schema)."""
+    """Follows a reply, and knows which tokens its schema allows next (generate/schema)."""
 
     @property
     def failed(self) -> bool: ...
@@ -40,7 +39,7 @@ class Grammar(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """A request that waits for a slot or is in flight; after its end, what its slot still holds."""
+    """A request that is waiting, in flight, or finished but still cached in a slot."""
 
     number: int
     tokens: list[int]  # the prompt, then the reply
@@ -52,22 +51,24 @@ class Request:
     stops: StoppedReply | None = None
     grammar: Grammar | None = None
     cached: int = 0  # how many of the tokens are in the cache
-    reused: int = 0  # how many of these came from another request
-    # Of the prompt from its second token on, if asked for.
+    reused: int = 0  # how many of the cached tokens came from another request
+    # Scores of the prompt from its second token on, if requested.
     prompt_scores: list[Scored] = field(default_factory=list)
-    # The slot's states, by the number of tokens after which they were saved.
+    # The states of the slot, by the number of tokens after which they were saved.
     saved_states: dict[int, list[Tensor]] = field(default_factory=dict)
-    last_used: int = 0  # when the slot was last of use, for eviction
+    last_used: int = 0  # when the slot was last used, for eviction
 
     @property
     def prefilling(self) -> bool:
-        """Whether the prompt still prefills. The last prompt token is left to the first decoding
-        pass."""
+        """True if prompt tokens are still to be read, not counting the last.
+
+        The last prompt token is left to the first decoding pass.
+        """
         return self.cached < self.prompt_length - 1
 
     @property
     def generated(self) -> int:
-        """How many tokens the reply has."""
+        """The number of tokens of the reply so far."""
         return len(self.tokens) - self.prompt_length
 
 
@@ -79,7 +80,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
         return next(differences, min(len(a), len(b)))
     low = 0
     high = min(len(a), len(b))
-    while low < high:  # a[:low] and b[:low] are equal
+    while low < high:  # a[:low] == b[:low] always holds
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
             low = middle
@@ -89,14 +90,16 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 class Slots:
-    """The slots of a cache and the requests in them."""
+    """The slots of a cache, and the requests in them."""
 
     def __init__(self, cache: Cache, in_flight: int, total: int):
-        """At most `in_flight` requests run together; the cache has `total` slots, at least as
-        many."""
+        """Create empty slots for a cache that has `total` of them.
+
+        At most `in_flight` requests run together, and `total` is at least that many.
+        """
         self.cache = cache
         self.in_flight = in_flight
-        # By slot. Slots past the active ones hold the cached tokens of finished requests.
+        # One entry per slot. Slots after the active ones hold cached tokens of finished requests.
         self.requests: list[Request | None] = [None] * total
         self.active = 0
         self._clock = itertools.count(1)
@@ -108,7 +111,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many more requests may be in flight."""
+        """The number of further requests that may be in flight."""
         return self.in_flight - self.active
 
     def ready(self) -> int:
@@ -131,16 +134,18 @@ class Slots:
         if request.sampling.prompt_logprobs is not None:
             if request.sampling.prompt_logprobs != donor.sampling.prompt_logprobs:
                 return 0
-            # The score of the token after the common prefix is not the same.
+            # The score of the token after the common prefix differs.
             length = min(length - 1, len(donor.prompt_scores))
         if length != donor.cached and not self.cache.cuts_anywhere:
-            usable = [tokens for tokens in donor.saved_states if tokens <= length]
-            length = max(usable, default=0)
+            saved_lengths = [tokens for tokens in donor.saved_states if tokens <= length]
+            length = max(saved_lengths, default=0)
         return length if length >= MIN_PREFIX else 0
 
     def _longest_prefix(self, request: Request, slots: Iterable[int]) -> tuple[int, int]:
-        """Return the slot with the longest reusable prefix, and that prefix's length; 0 if there is
-        none."""
+        """Return the slot with the longest reusable prefix, and the length of that prefix.
+
+        The length is 0 if no slot has one.
+        """
         longest = (0, 0)
         for slot in slots:
             donor = self.requests[slot]
@@ -152,8 +157,10 @@ class Slots:
         return longest
 
     def protect(self, requests: Iterable[Request]) -> None:
-        """Mark what these requests can reuse as just used, so that none of them evicts it before
-        the others come."""
+        """Mark the slots that these requests can reuse as just used.
+
+        So none of the requests evicts such a slot before the others have been admitted.
+        """
         for request in requests:
             slot, length = self._longest_prefix(request, range(self.active, len(self.requests)))
             donor = self.requests[slot]
@@ -161,8 +168,10 @@ class Slots:
                 donor.last_used = next(self._clock)
 
     def share(self, slot: int) -> None:
-        """Copy to a prefilling request's slot what a request in flight has read of the same prefix
-        since."""
+        """Copy the longest prefix that another request in flight has read into a prefilling slot.
+
+        Nothing is copied unless the prefix is longer than what the slot already holds.
+        """
         request = self.requests[slot]
         assert request is not None
         neighbours = (other for other in range(self.active) if other != slot)
@@ -171,7 +180,7 @@ class Slots:
             self._copy_prefix(source, slot, request, length)
 
     def will_share(self, request: Request, donor: Request) -> bool:
-        """Whether reading the donor's prompt first spares the request a part of its own."""
+        """Return whether reading the donor's prompt first saves the request part of its own."""
         if request.sampling.prompt_logprobs not in (None, donor.sampling.prompt_logprobs):
             return False
         if request.sampling.adapter != donor.sampling.adapter:
@@ -188,7 +197,7 @@ class Slots:
         request: Request,
         length: int,
     ) -> None:
-        """Give a request's slot the first tokens of another slot."""
+        """Copy the first tokens of another slot into a request's slot."""
         donor = self.requests[source]
         assert donor is not None
         self.cache.copy(source, target, length)
@@ -201,8 +210,7 @@ class Slots:
         donor: Request,
         length: int,
     ) -> None:
-        """Cut a slot with the donor's tokens down to the first `length` of them, which the request
-        reuses."""
+        """Cut a slot with the donor's tokens to the first `length`, which the request reuses."""
         if length != donor.cached:
             if self.cache.cuts_anywhere:
                 self.cache.cut(slot, length, donor.tokens[length - 1])
@@ -217,7 +225,7 @@ class Slots:
     # --- coming and going ------------------------------------------------------------------------
 
     def take(self, request: Request) -> None:
-        """Give a slot to a request, with the longest prefix of its prompt that any slot holds."""
+        """Give a request a slot, with the longest prefix of its prompt that any slot holds."""
         target = self.active
         source, length = self._longest_prefix(request, range(len(self.requests)))
         donor = self.requests[source] if length else None
@@ -243,22 +251,21 @@ class Slots:
         self.active += 1
 
     def _last_used(self, slot: int) -> int:
-        """Return when a slot was last of use; 0 if it is empty."""
+        """Return when a slot was last used, or 0 if it is empty."""
         request = self.requests[slot]
         return 0 if request is None else request.last_used
 
     def leave(self, slot: int) -> None:
-        """End a request's flight. What it has in the cache stays in the first slot behind the
-        active ones.
+        """End a request, leaving its cached tokens in the first slot behind the active ones.
 
-        The last ready request moves into the slot, and the prefilling requests move up in their
+        The last ready request moves into the freed slot, and the prefilling requests move up in
         order.
         """
         request = self.requests[slot]
         assert request is not None
         reusable = request.cached >= MIN_PREFIX
         last = self.active - 1
-        gap = max(slot, self.ready() - 1)  # for the prefilling requests to close
+        gap = max(slot, self.ready() - 1)  # the slot that the prefilling requests move up to fill
         path = [slot] if gap == slot else [slot, gap]
         path += range(gap + 1, last + 1)
         contents = None
@@ -275,13 +282,15 @@ class Slots:
             self.cache.clear(slice(last, last + 1))
 
     def forget(self) -> None:
-        """Drop everything that no request in flight holds."""
+        """Discard everything that no request in flight holds."""
         for slot in range(self.active, len(self.requests)):
             self._drop(slot)
 
     def save_states(self, slot: int) -> None:
-        """Save the states of a slot that cannot be cut, at an interval's border or at the end of
-        its prompt."""
+        """Save the states of a slot if they cannot be cut and the position is worth saving.
+
+        Such positions are the multiples of STATE_INTERVAL and the end of the prompt.
+        """
         request = self.requests[slot]
         assert request is not None
         if self.cache.cuts_anywhere:
@@ -297,13 +306,13 @@ class Slots:
         self.cache.clear(slice(slot, slot + 1))
 
     def _move(self, source: int, target: int) -> None:
-        """Move what a slot holds to a slot whose content is not needed."""
+        """Move the contents of a slot to a slot whose contents are not needed."""
         request = self.requests[source]
         self.requests[target] = request
         self.cache.copy(source, target, 0 if request is None else request.cached)
 
     def _swap(self, slot: int, other: int) -> None:
-        """Exchange what two slots hold; the first one is not empty."""
+        """Exchange the contents of two slots, the first of which is not empty."""
         if slot == other:
             return
         first = self.requests[slot]
