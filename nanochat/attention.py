@@ -36,9 +36,8 @@ class TensorCache:
         if is_compiling():
             return make()
         if key not in self._tensors:
-            with torch.inference_mode(
-                False
-            ):  # a tensor made while sampling must serve training too
+            # a tensor made while sampling must serve training too
+            with torch.inference_mode(False):
                 self._tensors[key] = make()
             if len(self._tensors) > self.size:
                 self._tensors.popitem(last=False)
@@ -64,7 +63,7 @@ class PlainAttention:
         window: int,
         scale: float | None = None,  # multiplies the scores; default 1/sqrt(D)
     ) -> Tensor:  # (B, T, H, D)
-        """Attend causally, where a query sees its own key and at most `window` keys before it.
+        """Attend causally; a query sees its own key and at most `window` keys before it.
 
         A short window is computed in blocks of W queries against 2W keys, so that neither the time
         nor any mask grows with T squared. All blocks and layers share one (W, 2W) mask.

@@ -127,7 +127,7 @@ class Compute:
         default_factory=lambda: cast(Host, PLATFORMS["cpu"]()).default_operations(),
         compare=False,
         repr=False,
-    )  # how models compute
+    )  # the operators that models use
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
     ending: contextlib.ExitStack = field(
         default_factory=contextlib.ExitStack, compare=False, repr=False

@@ -93,10 +93,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.slots = slots
         self.prefill_tokens = prefill_tokens
-        self.prompt_tokens_read = 0  # prompt tokens that went through the model
-        self.prompt_tokens_reused = (
-            0  # prompt tokens taken from the cached tokens of other requests
-        )
+        # prompt tokens that went through the model, and those reused from other requests instead
+        self.prompt_tokens_read = 0
+        self.prompt_tokens_reused = 0
         cache = model.new_cache(slots + spare_slots, self.length, dtype)
         self._slots = Slots(cache, slots, slots + spare_slots)
         pad = model.attention.grain > 1 if pad is None else pad
@@ -347,7 +346,7 @@ class Engine:
         self.prompt_tokens_reused += request.reused - reused_before
 
     def _chunk_end(self, request: Request) -> int:
-        """Return the position where the request's next chunk ends at the latest.
+        """Return the last position at which the request's next chunk may end.
 
         The last token of a prompt is left to the first decoding pass. States that cannot be cut are
         saved at every multiple of STATE_INTERVAL, so a chunk ends there.

@@ -57,7 +57,7 @@ def token_losses(
     vocab: int,
     chunk: int = 2048,  # tokens at a time
     capped: bool = True,  # whether the logits are softcapped
-) -> Tensor:  # (N,) fp32 nats, 0 where ignored
+) -> Tensor:  # (N,) fp32 nats, 0 if ignored
     """Return the cross-entropy of each token, with only one chunk of logits in memory at a time.
 
     If gradients are enabled, the backward pass computes the logits of every chunk again. So the

@@ -48,15 +48,15 @@ def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: floa
 class Meter:
     """Measures a run as it trains; checkpoints keep the fields that STATE names."""
 
-    steps: int  # of the whole run
+    steps: int  # number of steps in the whole run
     tokens_per_step: int
     flops_per_token: int
     peak: float  # FLOP/s over all ranks
     usual_mfu: float  # share of the peak that steps are assumed to reach before one is measured
-    smooth_loss: float = 0.0  # exponential average, not yet debiased
+    smooth_loss: float = 0.0  # exponential moving average, before debiasing
     smooth_weight: float = 0.0
-    seconds: float = 0.0  # spent in steps, over all starts of this run
-    cpu_seconds: float = 0.0  # of this rank's process, over all starts of this run
+    seconds: float = 0.0  # time spent in steps, over all starts of this run
+    cpu_seconds: float = 0.0  # CPU time of this rank's process, over all starts of this run
     bad_in_a_row: int = 0
     skipped: int = 0
     _recent: list[float] = field(default_factory=list)

@@ -154,7 +154,7 @@ class OneRate:
 
 
 class RowAdam(torch.optim.Optimizer):
-    """AdamW without momentum and decay, for tables of which each step reads few rows.
+    """AdamW without momentum and decay, for large tables in which each step reads few rows.
 
     A step touches only the rows that have a gradient. Without momentum, any other row stays as it
     is, and its mean square only decays; that decay is made up for when the row next has a gradient.

@@ -73,7 +73,7 @@ class AlreadyDone(Exception):
     """An earlier start has finished this run; launch() then ends the script without an error."""
 
 
-# --- where a run lives ---------------------------------------------------------------------------
+# --- the folder of a run -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

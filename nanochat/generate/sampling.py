@@ -245,7 +245,7 @@ class Choice:
 def choose(
     logits: Tensor,  # (B, V) fp32, overwritten where tokens are banned
     samplings: Sequence[Sampling],
-    uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
+    uniforms: Sequence[float],  # one number in [0, 1) per row; unused if the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
     adjust: Callable[[Tensor], None] | None = None,  # changes logits before tokens are chosen
     log_totals: LogTotals | None = None,  # that of the model that computed the logits
@@ -304,7 +304,7 @@ def choose_among(
     logits: Tensor,  # (R, V) fp32, overwritten where tokens are banned
     rows: Sequence[int],  # the row of each reply
     sampling: Sampling,  # the settings of all replies
-    uniforms: Sequence[float],  # one number in [0, 1) per reply; unused where the temperature is 0
+    uniforms: Sequence[float],  # one number in [0, 1) per reply; unused if the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
     log_totals: LogTotals | None = None,  # that of the model that computed the logits
 ) -> tuple[list[int], list[float]]:
@@ -352,10 +352,10 @@ class _Likelihood:
 
     def __init__(
         self,
-        logits: Tensor,
+        logits: Tensor,  # (R, V)
         log_totals: LogTotals | None,
         all_tokens: bool = False,
-    ):  # (R, V)
+    ):
         """Prepare to compute log-probabilities, before the logits are changed.
 
         `all_tokens` means that the log-probabilities of all tokens are needed, or that the logits
@@ -422,7 +422,7 @@ def _draw_top(
     settings: Tensor,  # (B, 3): uniform number, temperature, top_k
     widest: int,  # the largest top_k
     same_top_k: bool,  # whether all rows have that top_k
-    nuclei: Sequence[float],  # top_p of each row, NO_NUCLEUS where it is not used
+    nuclei: Sequence[float],  # top_p of each row, or NO_NUCLEUS if it is not used
 ) -> Tensor:  # (B,) token ids
     """Sample from the top_k most likely tokens of each row, limited to those within top_p."""
     top, index = logits.topk(widest, dim=1)
