@@ -546,18 +546,11 @@ def appendix(name: str) -> Any:
 
 
 def required_appendix(name: str, purpose: str) -> Any:
-    """Import and return an optional module, which `purpose` (a flag or a field) needs.
-
-    Raises UserError (code 2) if its file is not in this copy of nanochat.
-    """
+    """Import and return the module that `purpose` needs. Raises UserError (code 2) without it."""
     module = appendix(name)
     if module is None:
-        file = f"{name.replace('.', '/')}.py"
-        raise UserError(
-            f"{purpose} needs {file}, which this copy of nanochat does not have. Restore the file, "
-            f"or do without {purpose}",
-            2,
-        )
+        missing = f"{purpose} needs {name}, which this copy of nanochat does not have"
+        raise UserError(f"{missing}: restore its file, or do without {purpose}", 2)
     return module
 
 
