@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from nanochat.common import Pulse, UserError, appendix, base_dir, complain, tr
 from nanochat.platforms import host
-from nanochat.platforms.base import Chip, Platform, requested_kernels
+from nanochat.platforms.base import Chip, Platform, dtype_name, requested_kernels
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.plain import Host
 
@@ -197,7 +197,7 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
     platform.ranks_met(rank, local_rank, world_size)
     if rank == 0:
         job = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
-        short = str(dtype).removeprefix("torch.")
+        short = dtype_name(dtype)
         print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){job}", flush=True)
     operations = platform.operations(requested_kernels(kernels))
     return Compute(
@@ -304,7 +304,7 @@ def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
 
     `parameters` is the number of parameters of the model.
     """
-    dtype = str(compute.dtype).removeprefix("torch.")
+    dtype = dtype_name(compute.dtype)
     return {
         "device": describe(compute),
         "ranks": compute.world_size,
@@ -441,7 +441,7 @@ if __name__ == "__main__":
         check_idle_cards(device_type)
         _platform = PLATFORMS[device_type]()
         _dtype_chosen = _dtype(_platform)[0]
-        _format = str(_dtype_chosen).removeprefix("torch.")
+        _format = dtype_name(_dtype_chosen)
         _speed = "slow" if _platform.is_slow() else "fast"
         _matmul = _platform.preset_matmul(_dtype_chosen)
         print(device_type, _format, _platform.count(), _speed, _matmul)

@@ -9,6 +9,7 @@ import torch
 
 from nanochat.common import FREE, OldFlags, UserError, flags_of, settings, tr, warn
 from nanochat.device import Compute
+from nanochat.platforms.base import dtype_name
 from nanochat.runtime import fingerprint
 
 NAMED = 4  # differences that a refusal names
@@ -94,7 +95,7 @@ def made_with(compute: Compute) -> dict[str, Any]:
         "other_code": fingerprint.not_loaded(),
         "torch": torch.__version__,
         "device": compute.device_type,
-        "number format": str(compute.dtype).removeprefix("torch."),
+        "number format": dtype_name(compute.dtype),
     }
 
 

@@ -67,6 +67,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_bf16(model: Model, matmul: Matmul) -> None:
+    """Raise UserError (code 2) unless a model computes in bf16, as this --matmul needs."""
+    if model.dtype != torch.bfloat16:
+        raise UserError(
+            f"--matmul {matmul} needs a model that computes in bfloat16, but this one computes in "
+            f"{dtype_name(model.dtype)}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
+            exit_code=2,
+        )
+
+
 def requested_kernels(flag: str) -> KernelChoice:
     """Return the choice in --kernels, or the one in NANOCHAT_KERNELS if the flag is auto.
 
@@ -148,12 +158,8 @@ class Platform:
         `operations` are the model's own. "auto" means the format in which the model computes.
         Raises UserError (code 2) if the device or the model cannot multiply as requested.
         """
-        if matmul == "bf16" and model.dtype != torch.bfloat16:
-            raise UserError(
-                "--matmul bf16 needs a model that computes in bfloat16, but this one computes in "
-                f"{dtype_name(model.dtype)}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
-                exit_code=2,
-            )
+        if matmul == "bf16":
+            check_bf16(model, matmul)
         if matmul == "fp8":
             self.use_fp8(model)
         if matmul == "int8":

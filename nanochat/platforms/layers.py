@@ -6,16 +6,17 @@ formulas are those of gpt.py, and a test compares the two.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import appendix
+from nanochat.common import UserError, appendix
 from nanochat.context import Context, whole_rows
 from nanochat.gpt import GPT, MLP, QK_SCALE, Block, CausalSelfAttention, Head, offset_keys
+from nanochat.linear import Linear
 from nanochat.model import Model
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Layer, Pack, Product, joined
@@ -302,3 +303,25 @@ def _set_chunks(model: nn.Module, operations: Operations) -> None:
             vocabulary = cast(Any, module)
             vocabulary.loss_tokens = operations.loss_chunk
             vocabulary.loss_logits = operations.loss_logits
+
+
+def matrices_named(model: Model, endings: tuple[str, ...]) -> dict[str, Linear]:
+    """Return the matrices of a model whose names end like this, by name."""
+    module = cast(nn.Module, model)
+    return {
+        name: matrix
+        for name, matrix in module.named_modules()
+        if isinstance(matrix, Linear) and name.endswith(endings)
+    }
+
+
+def check_sides(matrices: Mapping[str, Linear], multiple: int, number_format: str) -> None:
+    """Raise UserError (code 2) unless every side of these matrices is a multiple."""
+    for name, matrix in matrices.items():
+        for size in (matrix.in_features, matrix.out_features):
+            if size % multiple:
+                raise UserError(
+                    f"{number_format} needs matrices whose sides are multiples of {multiple}, and "
+                    f"{name} has {size}: choose another --model_dim, or leave --matmul out",
+                    exit_code=2,
+                )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nanochat.common import tr
 from nanochat.platforms import host
-from nanochat.platforms.base import Platform
+from nanochat.platforms.base import Platform, dtype_name
 from nanochat.platforms.operations import KernelChoice, Operations
 
 PASS_TOKENS = 4096  # tokens in a pass: larger passes do not fit the caches
@@ -105,7 +105,7 @@ class Host(Platform):
         """See Platform.int8_missing."""
         if dtype == torch.bfloat16:
             return ""
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         return (
             "8-bit matrices are faster only where a CPU computes in bfloat16, and this one "
             f"computes in {name}"

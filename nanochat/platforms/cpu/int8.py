@@ -6,19 +6,17 @@ operators of operations.py recognise, and the head makes the logits of a loss in
 
 from typing import Any, cast
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.linear import Linear
 from nanochat.model import Model
 from nanochat.platforms import host
-from nanochat.platforms.base import dtype_name
+from nanochat.platforms.base import check_bf16
 from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.products import OUTPUTS
-from nanochat.platforms.layers import OperatorHead
+from nanochat.platforms.layers import OperatorHead, check_sides, matrices_named
 from nanochat.platforms.operations import Operations
 
 LARGE = ("c_q", "c_k", "c_v", "c_fc", "c_proj")  # the matrices of a layer, without gates
@@ -68,12 +66,7 @@ def use_int8(model: Model, operations: Operations) -> None:
     Raises UserError (code 2) for other models, for sizes that the kernels do not take, and without
     kernels.
     """
-    if model.dtype != torch.bfloat16:
-        raise UserError(
-            "--matmul int8 needs a model that computes in bfloat16, but this one computes in "
-            f"{dtype_name(model.dtype)}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
-            exit_code=2,
-        )
+    check_bf16(model, "int8")
     use = kernels_of(operations)
     if use is None:
         raise UserError(
@@ -88,28 +81,11 @@ def use_int8(model: Model, operations: Operations) -> None:
         raise UserError(
             "only a GPT trains in int8, got another family: leave --matmul out", exit_code=2
         )
-    for name, matrix in _large_matrices(module).items():
-        _check_size(name, matrix)
+    matrices = matrices_named(model, LARGE)
+    check_sides(matrices, OUTPUTS, "int8")
+    for matrix in matrices.values():
         matrix.multiply = Product8(use)
     for head in heads:
         swapped = cast(Any, head)
         swapped.__class__ = Int8Head
         swapped.use = use
-
-
-def _large_matrices(model: nn.Module) -> dict[str, Linear]:
-    matrices = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and name.endswith(LARGE):
-            matrices[name] = module
-    return matrices
-
-
-def _check_size(name: str, matrix: Linear) -> None:
-    for size in (matrix.in_features, matrix.out_features):
-        if size % OUTPUTS:
-            raise UserError(
-                f"int8 needs matrices whose sides are multiples of {OUTPUTS}, and {name} has {size}: "
-                "choose another --model_dim, or leave --matmul out",
-                exit_code=2,
-            )

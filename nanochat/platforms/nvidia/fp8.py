@@ -6,16 +6,16 @@ pass, so nothing has to be saved.
 """
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.linear import Linear, Multiply
+from nanochat.linear import Multiply
 from nanochat.model import Model
+from nanochat.platforms.layers import check_sides, matrices_named
 
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 GRAIN = 16  # both sides of a matrix, and the tokens of a row, must be multiples of this
@@ -117,7 +117,7 @@ def use(model: Model) -> None:
 
     Raises UserError for other models, and for sizes that the GPU does not take.
     """
-    matrices = _large_matrices(cast(nn.Module, model))
+    matrices = matrices_named(model, (*NORMED, PROJECTION))
     if not matrices:
         raise UserError(
             "only a GPT trains in FP8, got another family: leave --matmul out", exit_code=2
@@ -129,24 +129,9 @@ def use(model: Model) -> None:
             "or leave --matmul out",
             exit_code=2,
         )
+    check_sides(matrices, GRAIN, "FP8")
     for name, matrix in matrices.items():
-        for size in (matrix.in_features, matrix.out_features):
-            if size % GRAIN:
-                raise UserError(
-                    f"FP8 needs matrices whose sides are multiples of {GRAIN}, and {name} has {size}: choose another "
-                    "--model_dim, or leave --matmul out",
-                    exit_code=2,
-                )
         if name.endswith(PROJECTION):
             matrix.multiply = product
         else:
             matrix.multiply = normed(matrix.in_features)
-
-
-def _large_matrices(model: nn.Module) -> dict[str, Linear]:
-    names = (*NORMED, PROJECTION)
-    matrices = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and name.endswith(names):
-            matrices[name] = module
-    return matrices
