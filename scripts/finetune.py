@@ -30,6 +30,7 @@ from nanochat.models.lora import LoraConfig
 from nanochat.optim import OneRate
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning import check_fits
+from nanochat.platforms.base import dtype_name
 from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
@@ -298,7 +299,7 @@ def train(cfg: Config, compute: Compute) -> None:
             cfg.offload_activations,
             cfg.run.shard,
             compute.world_size,
-            str(compute.dtype).removeprefix("torch."),
+            dtype_name(compute.dtype),
             not compute.platform.has_own_memory,
         ),
         model,

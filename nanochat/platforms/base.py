@@ -187,10 +187,11 @@ class Platform:
             exit_code=2,
         )
 
-    def preset_matmul(self, dtype: torch.dtype) -> Matmul:
+    def preset_matmul(self, dtype: torch.dtype, operations: Operations | None = None) -> Matmul:
         """Return the matrix format that presets choose on this device for a GPT in `dtype`.
 
         It is coarser than `dtype` only if training is then faster and learns nearly as well.
+        `operations` are the model's own. Without them the device's usual operations are assumed.
         """
         return "auto"
 

@@ -63,7 +63,7 @@ def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
     dtype = dtype_name(model.dtype)
     note = ""
     if matmul == "auto" and isinstance(model, GPT):
-        faster = compute.platform.preset_matmul(model.dtype)
+        faster = compute.platform.preset_matmul(model.dtype, compute.operations)
         if faster != "auto":
             note = f" (--matmul {faster} is faster on this device, and a step learns a little less)"
     if matmul in ("fp8", "int8"):

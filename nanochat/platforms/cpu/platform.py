@@ -28,11 +28,11 @@ class Cpu(Host):
         """See Platform.use_int8."""
         int8.use_int8(model, operations)
 
-    def preset_matmul(self, dtype: torch.dtype) -> Matmul:
-        """See Platform.preset_matmul. The kernels are compiled here, unless they are there."""
+    def preset_matmul(self, dtype: torch.dtype, operations: Operations | None = None) -> Matmul:
+        """See Platform.preset_matmul. Without `operations`, the kernels may be compiled here."""
         if dtype != torch.bfloat16 or not int8.is_faster() or host.compiler() is None:
             return "auto"
-        operations = self.operations(requested_kernels("auto"))
+        operations = operations or self.operations(requested_kernels("auto"))
         return "auto" if int8.kernels_of(operations) is None else "int8"
 
     def usual_mfu(self) -> float:

@@ -262,6 +262,7 @@ def test_without_kernels_int8_is_refused_and_no_preset_asks_for_it(
         monkeypatch.setenv("NANOCHAT_KERNELS", "plain")
     operations = Cpu().operations("auto" if without == "a compiler" else "plain")
     assert Cpu().preset_matmul(torch.bfloat16) == "auto"
+    assert Cpu().preset_matmul(torch.bfloat16, operations) == "auto"
     with pytest.raises(UserError, match=r"--matmul int8 needs the C\+\+ kernels.*leave --matmul out") as refused:
         small_gpt(operations, torch.bfloat16, "int8")
     assert refused.value.exit_code == 2
