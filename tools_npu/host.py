@@ -200,8 +200,7 @@ def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int]
     return visible, wrong
 
 
-# --- npu-smi
-# ---------------------------------------------------------------------------------------
+# --- npu-smi -------------------------------------------------------------------------------------
 
 
 class Card(NamedTuple):

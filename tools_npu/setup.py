@@ -67,8 +67,7 @@ def glibc() -> tuple[int, ...]:
     return versions.release(version) if name == "glibc" else ()
 
 
-# --- the host
-# --------------------------------------------------------------------------------------
+# --- the host ------------------------------------------------------------------------------------
 
 
 class Inventory(NamedTuple):
@@ -154,8 +153,7 @@ def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
     return pick
 
 
-# --- variables
-# -------------------------------------------------------------------------------------
+# --- variables -----------------------------------------------------------------------------------
 
 
 def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
@@ -238,8 +236,7 @@ def activate_venv(job: dict[str, str]) -> None:
         job.pop("PYTHONHOME", None)
 
 
-# --- the environment
-# -------------------------------------------------------------------------------
+# --- the environment -----------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -332,8 +329,7 @@ def make_environment(
         )
 
 
-# --- permissions
-# -----------------------------------------------------------------------------------
+# --- permissions ---------------------------------------------------------------------------------
 
 
 def check_permissions(
@@ -370,8 +366,7 @@ def check_permissions(
     )
 
 
-# --- set-up
-# ----------------------------------------------------------------------------------------
+# --- set-up --------------------------------------------------------------------------------------
 
 
 def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
