@@ -387,8 +387,8 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     for (name, model), size in zip(chosen.items(), sizes, strict=True):
         served, drawing = loadable(name, model, cfg, adapters if model is first else None)
         models.append(served)
-        shown_name = harmless(name) if cfg.also or folders else ""
-        log_model(model, cfg.slots, size, drawing, shown_name)
+        api_name = harmless(name) if cfg.also or folders else ""
+        log_model(model, cfg.slots, size, drawing, api_name)
     adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
     for model in adapted:
         tag = harmless(model.announced.tag)

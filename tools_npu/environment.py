@@ -47,8 +47,8 @@ def allocator_variable(torch_npu: str) -> str:
 
 def is_since(torch_npu: str, first_patches: Mapping[tuple[int, ...], int]) -> bool:
     """Return whether a torch_npu is 2.13 or newer, or has at least the first patch of its minor."""
-    number, patch = order(torch_npu)
-    minor = number[:2]
+    release_numbers, patch = order(torch_npu)
+    minor = release_numbers[:2]
     if minor >= (2, 13):
         return True
     return minor in first_patches and patch >= first_patches[minor]

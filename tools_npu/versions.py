@@ -205,8 +205,8 @@ def explain(cann: str, pick: Pick, named: bool) -> tuple[str, str]:
 
 def pick_named(torch_npu: str) -> Pick:
     """Return the pair for a torch_npu that the user names, or a refusal if it is too old."""
-    number = release(torch_npu)
-    if len(number) < 2 or number[:2] < TORCH_FLOOR:
+    release_numbers = release(torch_npu)
+    if len(release_numbers) < 2 or release_numbers[:2] < TORCH_FLOOR:
         return refuse(
             f"torch_npu {torch_npu} is too old: {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or later is "
             "needed. Name a newer one, or leave out --torch-npu and NANOCHAT_TORCH_NPU to have one "
