@@ -29,7 +29,7 @@ from typing import Iterator, Mapping, Sequence
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-# These imports come after the line above, so that the repository need not be installed.
+# Thanks to the line above, the repository need not be installed.
 from tools_npu import host, host_checks, lines, processes, setup  # noqa: E402
 from tools_npu.lines import FAIL, SKIP, Line  # noqa: E402
 
@@ -204,7 +204,7 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
 
 
 def ask_for_pids(zh: bool) -> list[int]:
-    """Return the ids of the processes to end, which the user types on the terminal."""
+    """Ask on the terminal which processes to end, and return their ids."""
     question = "IDs to end, separated by spaces (Enter: none): "
     if zh:
         question = "要结束哪些进程？输入进程号，用空格分隔，直接回车则不结束："
@@ -256,7 +256,7 @@ def log_file(base: Path) -> Path:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         "check_npu.py",
         description=__doc__,

@@ -124,7 +124,7 @@ def entry_name(entry: str) -> str:
 
 
 def rooms() -> dict[str, Room]:
-    """Return the rooms of the house by name, as the code is today."""
+    """Return the rooms of the house, by name, as the code has them today."""
     files = sources(PACKAGE)
     pointing = arrows(files)
     house = {}
@@ -174,7 +174,7 @@ def text(x: float, y: float, words: str, size: float, fill: str, more: str = "")
 
 
 def chip(x: float, y: float, floor: int, theme: Theme) -> str:
-    """Return SVG elements that show the number of a floor on the floor's colour."""
+    """Return SVG elements that show the number of a floor on a square of the floor's colour."""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{CHIP}" height="{CHIP}" rx="4" fill="{colour(floor, theme.chip)}"/>'
         + text(

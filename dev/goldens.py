@@ -293,10 +293,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return in words what differs between two records, or "" if nothing does.
+    """Describe what differs between two records, or return "" if nothing does.
 
-    This is the first step that differs, the largest difference of each figure, and the prompts with
-    other replies.
+    The text names the first step that differs, the largest difference of each figure, and the
+    prompts with other replies.
     """
     if len(before["figures"]) != len(after["figures"]):
         return f"{len(before['figures'])} and {len(after['figures'])} lines"

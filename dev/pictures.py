@@ -340,7 +340,7 @@ def draw_bits(axes: Any, stage_lines: dict[str, list[dict[str, Any]]], theme: Th
 
 
 def draw_rewards(axes: Any, lines: list[dict[str, Any]], theme: Theme) -> None:
-    """Draw the share of right answers in RL, both sampled and to held-out problems."""
+    """Draw the share of right answers in RL, for sampled replies and for held-out problems."""
     sampled = [(line["step"], line["reward"]) for line in lines if "reward" in line]
     held_out = [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
     colour = theme.stages["rl"]
@@ -481,7 +481,7 @@ def percent(score: dict[str, float]) -> str:
 
 
 def size() -> int:
-    """Return the bytes of all pictures in the README together.
+    """Return the total size of the README's pictures, in bytes.
 
     OTHERS do not count, because they are in the guides.
     """

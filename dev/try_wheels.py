@@ -19,7 +19,10 @@ from tools_npu import versions
 
 
 def unlisted(names: Sequence[str]) -> list[str]:
-    """Return the releases that are newer than the last patch of their minor in LAST_PATCHES."""
+    """Return the releases that tools_npu/versions.py does not know yet.
+
+    They are newer than the last known patch of their minor version.
+    """
     last_of_minor = {}
     for name in versions.LAST_PATCHES:
         last_of_minor[versions.release(name)[:2]] = versions.order(name)

@@ -78,7 +78,7 @@ def table(core: Core, mean: float) -> str:
 
 
 def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, int]:
-    """Return the most problems to evaluate of a task (None: all), and the most tokens per pass."""
+    """Return the limits on problems per task (None for no limit) and on tokens per pass."""
     problems = cfg.max_per_task if cfg.max_per_task > 0 else None
     rows = cfg.device_batch_size
     if rows == "auto":
@@ -216,7 +216,7 @@ def evaluate_bits(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Run the evaluations whose data is here, write the figures to the report, and return them."""
+    """Run the evaluations that have their data, report their figures, and return them."""
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()

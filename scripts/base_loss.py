@@ -71,7 +71,7 @@ class Config:
 
 
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
-    """Return the greedy continuation of each of PROMPTS."""
+    """Return the model's greedy continuation of each sample prompt."""
     tokenizer = loaded.tokenizer
     engine = Engine(loaded.model, tokenizer)
     prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in PROMPTS]

@@ -123,7 +123,10 @@ class Chat:
         return self.server.settings({name: settings[name] for name in self.changed})
 
     def note_settings(self, name: str) -> None:
-        """Print one of TEXTS, filled with the settings of the next reply."""
+        """Print a message that shows the settings of the next reply.
+
+        `name` is the key of the message in TEXTS.
+        """
         display_values: dict[str, Any] = {}
         for key, value in self.settings.items():
             if value is None:
@@ -141,7 +144,7 @@ class Chat:
             self.note("most", most=longest, context=self.server.context)
 
     def note(self, name: str, **values: Any) -> None:
-        """Print one of TEXTS to the notes, filled with values."""
+        """Print a message to the notes, by its key in TEXTS and the values to fill in."""
         self.dim(TEXTS[self.lang][name].format(**values))
 
     def dim(self, text: str) -> None:
@@ -317,7 +320,7 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
         raise UserError(texts["file"].format(command=name))
     try:
         path = Path(argument).expanduser()
-    except RuntimeError:  # such a user does not exist, or has no home folder
+    except RuntimeError:  # the user in ~user does not exist, or has no home folder
         raise UserError(texts["home"].format(command=name, given=argument)) from None
     if name == "/save":
         write_transcript(path, chat.messages)
@@ -344,7 +347,7 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
         text = TEXTS[chat.lang]["number"]
         raise UserError(text.format(command=name, given=argument)) from None
     chat.sampling = replace(chat.sampling, **changes)
-    chat.changed |= changes.keys()  # only now, since a value out of range is refused above
+    chat.changed |= changes.keys()  # only now, because a value out of range is refused above
     chat.note_settings("set")
 
 
@@ -379,7 +382,7 @@ def converse(chat: Chat) -> None:
 
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
-    """Return a chat whose model is loaded or whose server is reached.
+    """Load the model or connect to the server, and return the chat.
 
     Prints which model answers, and how it samples.
     """

@@ -179,7 +179,7 @@ def names_model(cfg: Config) -> bool:
 
 
 def only_runs(cfg: Config) -> bool:
-    """Return whether to show the runs without a model.
+    """Return whether to show the runs without loading a model.
 
     That is so if the flags ask for it, or if they ask for the runs and no model is trained yet.
     """
@@ -333,7 +333,10 @@ def loadable(
 
 
 def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
-    """Return the base model with an adapter, which its engine holds under a name."""
+    """Return the base model with an adapter, in the form that the server takes.
+
+    The engine of the base model already holds the adapter under `name`.
+    """
     announced = replace(
         base.announced,
         model=name,

@@ -71,7 +71,7 @@ class Config:
 
 
 def describe(place: str) -> str:
-    """Return in words from where this machine gets a data set."""
+    """Return a phrase that says where this machine gets a data set."""
     return {
         "NANOCHAT_TASK_DIR": tr("here, in NANOCHAT_TASK_DIR"),
         "cache": tr("here, in the cache of Hugging Face"),
@@ -106,12 +106,12 @@ def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder, or 0 if there is no folder."""
+    """Return the total size of a folder's files in bytes, or 0 if there is no folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def bytes_of_steps(folder: Path) -> float:
-    """Return the bytes of the checkpoints of a stage, or infinity if the stage is done.
+    """Return the size of a stage's checkpoints in bytes, or infinity if the stage is done.
 
     Steps that were set aside do not count, because the stage will not replace them.
     """
@@ -244,7 +244,7 @@ def check_disk(needed: float) -> list[str]:
 
 
 def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
-    """Log the memory of the training state, and return a problem if the devices have less."""
+    """Log the memory that training needs, and return a problem if the devices have less."""
     memory = device.memory_total(compute)
     state = sizes.STATE_BYTES * parameters
     values = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}

@@ -186,7 +186,7 @@ def train(cfg: Config) -> list[Row]:
 
 
 def first_documents(corpus: Corpus, split: Literal["train", "val"]) -> list[str]:
-    """Return the first CORPUS_DOCUMENTS documents of a split, as a sample of the corpus."""
+    """Return the first 1,000 documents of a split, as a sample of the corpus."""
     return list(islice(texts(shards(corpus, split)), CORPUS_DOCUMENTS))
 
 
@@ -196,7 +196,7 @@ def measure(
     tokenizer: Tokenizer,
     data_name: str,
 ) -> Row:
-    """Return the bytes and the tokens of one kind of text, and their ratio.
+    """Return the number of bytes and of tokens in one kind of text, and their ratio.
 
     Raises UserError if a text does not come back when its tokens are decoded.
     """

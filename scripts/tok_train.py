@@ -189,7 +189,7 @@ def sample(
 
 
 def known_characters(data: Data) -> int | None:
-    """Return the most characters that a sample of all corpora can have, or None if unknown."""
+    """Return how many characters a sample of all corpora can have, or None if that is unknown."""
     totals = []
     for corpus, share in zip(data.corpora, data.shares, strict=True):
         characters = read_about(corpus.folder).get("characters", {}).get("train")

@@ -38,7 +38,7 @@ def render_choices(question: str, choices: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Plain:
-    """Words the questions of a task as texts for a base model to continue.
+    """Phrases the questions of a task as text for a base model to continue.
 
     The wordings are those of lm-evaluation-harness. If `lettered` is set, the choices are listed
     and the model continues with a letter. Otherwise it continues with the text of a choice.

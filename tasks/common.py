@@ -49,7 +49,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def read_messages(messages: Any) -> Conversation:
-    """Return the conversation in a list of messages, each with "role" and "content".
+    """Return a conversation made from a list of messages with "role" and "content".
 
     Raises ValueError, naming the broken rule, unless user and assistant take turns after an
     optional system message, the assistant speaks last, and every content is non-empty text. An

@@ -39,8 +39,8 @@ HELD_OUT = 50  # one conversation in 50 is for validation
 OWN_HELD_OUT = 30
 MOST_HELD_OUT = 10
 MOST_TIMES = 1000  # how often the conversations of a file may be repeated
-# Part of the key of a mixture with copies, because earlier versions trained on copies of what they
-# held out.
+# Part of the key of a mixture with copies, because earlier versions trained on copies of held-out
+# conversations.
 COPIES_TOGETHER = ", copies held out together"
 
 
@@ -333,7 +333,7 @@ def _content(file: str) -> str:
 
 
 def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
-    """Return the task that RL trains on for a corpus, and the task that measures it.
+    """Return two tasks for a corpus: one that RL trains on, and one that RL is measured on.
 
     `problems` names a JSONL file of your own to use instead, of which every tenth problem is for
     measuring. Raises UserError if the file has fewer than 2 problems.
@@ -453,15 +453,12 @@ def _published_needs() -> tuple[Published, ...]:
 
 
 def _world() -> Any:
-    """Return the module of TinyWorld, an appendix.
-
-    Raises UserError (code 2) if this copy of nanochat does not have it.
-    """
+    """Return TinyWorld's module, or raise UserError if this copy of nanochat lacks it."""
     return required_appendix("nanochat.data.tinyworld.world", "a chat of nanochat")
 
 
 def _tinyworld_tasks() -> Any:
-    """Return the module of TinyWorld's tasks, which belongs to the same appendix."""
+    """Return the module of TinyWorld's tasks, or raise UserError as _world() does."""
     return required_appendix("tasks.tinyworld", "--data tinyworld")
 
 

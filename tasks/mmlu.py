@@ -17,7 +17,7 @@ def source(subset: str, split: str) -> Published:
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
-    row = row.get("train") or row  # the rows of auxiliary_train are wrapped once more
+    row = row.get("train") or row  # the rows of auxiliary_train are wrapped in another object
     subject = row.get("subject") or ""
     return ChoiceProblem(row["question"], tuple(row["choices"]), row["answer"], subject)
 

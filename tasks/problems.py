@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[-+]?[$¥€]?\s*\d[\d,]*(\.\d+)?\s*[%.。]?")
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: a conversation that ends with the first right answer, and all right answers."""
+    """A conversation that ends with the first right answer to a problem, and all right answers."""
 
     conversation: Conversation
     answers: tuple[str, ...]

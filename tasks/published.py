@@ -90,7 +90,7 @@ class Published:
 
 
 def carry_in(repos: Sequence[str]) -> str:
-    """Return two sentences that say how to get data sets of the hub onto this machine."""
+    """Return two sentences on how to get data sets from the hub onto this machine."""
     commands = []
     for repo in repos:
         folder = repo.rpartition("/")[2]
@@ -196,7 +196,7 @@ def _open(
     columns: Sequence[str],
     folder: str | Path | None,
 ) -> tuple[dict[str, Any], str]:
-    """Return the rows of several splits, by key, and a description of where they are from.
+    """Return the rows of several splits, by key, and a description of where they came from.
 
     Raises UserError as load_table() does.
     """
@@ -213,7 +213,7 @@ def _open(
 
 
 def _from_hub(sources: Mapping[str, Published]) -> tuple[dict[str, Any], str]:
-    token = None if is_hub(endpoint()) else False  # None is HF_TOKEN or the stored token
+    token = None if is_hub(endpoint()) else False  # None stands for HF_TOKEN or the stored token
     rows = {}
     for key, source in sources.items():
         arguments: list[str | None] = [source.repo]
@@ -306,7 +306,7 @@ def _check_files(files: Sequence[Path]) -> None:
 
 
 def _load_dataset(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
-    """Return what `datasets.load_dataset` loads.
+    """Return the data set that `datasets.load_dataset` loads.
 
     Raises UserError (code 2) with one message for its many kinds of failure, or OSError if the disk
     is full.

@@ -101,11 +101,12 @@ def _check(
 
 
 def is_trained(message: Mapping[str, Any], n: int) -> bool:
-    """Return whether message `n` is trained, provided that the assistant says it.
+    """Return False if message `n` is an assistant message that is not to be trained.
 
-    It is not if it has "weight": 0 (OpenAI) or "loss": false (ms-swift). The result is True for
-    messages of other roles, which are never trained. Raises ValueError if a weight has another
-    value, if two weights contradict each other, or if a message of another role asks to be trained.
+    That is so if it has "weight": 0 (OpenAI) or "loss": false (ms-swift). The result is True for
+    all other messages, although those of other roles are never trained. Raises ValueError if a
+    weight has another value, if two weights contradict each other, or if a message of another role
+    asks to be trained.
     """
     is_assistant = message["role"] == "assistant"
     weights: set[bool] = set()

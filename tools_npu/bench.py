@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SECONDS = 3.0  # how long each measurement takes
 SLOW_SECONDS = 0.2  # the same on an emulated card, where a small matmul takes longer than SLOW
-SLOW = 1e-3  # seconds of 512^3: 0.3 TFLOP/s, a hundredth of the slowest chip that trains
+SLOW = 1e-3  # seconds of a 512^3 matmul at 0.3 TFLOP/s, 1/100 of the slowest chip that trains
 # The sizes of matmuls: rows, inner, columns.
 SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))
 SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))

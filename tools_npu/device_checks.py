@@ -44,7 +44,7 @@ UNKNOWN = (
     "nothing if the lines below pass: training tries each fused operator of this chip first",
     "如果下面各项都通过，不用处理：训练会先逐个试用这种芯片的融合算子",
 )
-# Words that say where the peak of a chip is known from.
+# Chinese for the words that say where the peak figures of the chips come from.
 SOURCES_ZH = {
     "data sheet": "产品手册",
     "estimate": "估计值",
@@ -305,7 +305,7 @@ def numerics(chip: Any, dtype: Any) -> list[Numeric]:
 
 
 def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
-    """Report the error of each operation, in comparison with fp32 on the host."""
+    """Report the error of each operation, compared with fp32 on the host."""
     from tools_npu.numerics import TOLERANCE
 
     for check in numerics(chip, dtype):
@@ -507,7 +507,11 @@ def report_failed_rank(out: Output, result: RankResult) -> None:
 
 
 def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
-    """Run the checks that need a usable card, of which `count` are visible."""
+    """Run the checks that need a usable card.
+
+    `count` is the number of visible cards, and `cann` the version of CANN. If `bench` is set, also
+    measure how fast the cards are.
+    """
     import torch
 
     from nanochat.platforms.ascend import chips as ascend_chips

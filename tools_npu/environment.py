@@ -29,7 +29,7 @@ FIRST_WITH_ASYNC_NAME = {(2, 7): 11, (2, 9): 9, (2, 10): 7, (2, 11): 3, (2, 12):
 
 
 class Variable(NamedTuple):
-    """A variable that the set-up exports unless the user has already set it."""
+    """An environment variable that the set-up exports unless the user has already set it."""
 
     name: str
     value: str
@@ -46,7 +46,11 @@ def allocator_variable(torch_npu: str) -> str:
 
 
 def is_since(torch_npu: str, first_patches: Mapping[tuple[int, ...], int]) -> bool:
-    """Return whether a torch_npu is 2.13 or newer, or has at least the first patch of its minor."""
+    """Return whether a torch_npu is new enough to have a feature.
+
+    It is new enough from 2.13 on, or from the patch that `first_patches` lists for its minor
+    version.
+    """
     release_numbers, patch = order(torch_npu)
     minor = release_numbers[:2]
     if minor >= (2, 13):
@@ -229,7 +233,7 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
 
 
 def advice(finding: Finding, fix: bool) -> tuple[str, str]:
-    """Return the message of set-up about a harmful variable, in English and Chinese.
+    """Return the warning of the set-up about a harmful variable, in English and Chinese.
 
     `fix` is set if --fix was given to a script that was run instead of sourced.
     """

@@ -223,7 +223,7 @@ class Card(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A process that holds memory of a chip."""
+    """A process that holds memory on a chip."""
 
     npu: int
     chip: int | None  # None if npu-smi names only the card, as it does for newer cards
@@ -256,7 +256,7 @@ class SmiInfo(NamedTuple):
 
 
 def parse_smi(text: str) -> SmiInfo:
-    """Return the output of `npu-smi info` in parsed form."""
+    """Return the version, the chips and the processes from what `npu-smi info` prints."""
     version = re.search(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)", text)
     cards = []
     holders = []
@@ -295,7 +295,7 @@ def _card(first_row: re.Match[str], second_row: re.Match[str]) -> Card:
 
 
 def parse_topology(text: str) -> dict[str, dict[str, str]]:
-    """Return the links[a][b] in the output of `npu-smi info -t topo`.
+    """Return the links between cards, as links[a][b], from what `npu-smi info -t topo` prints.
 
     The links of a card to itself and to the CPU are left out.
     """

@@ -474,7 +474,7 @@ def limits(folder: Path) -> Iterator[Line]:
 
 
 def base_folder(env: Mapping[str, str]) -> Path:
-    """Return the folder of all data and checkpoints, found as nanochat itself finds it."""
+    """Return the folder of all data and checkpoints, by the same rules as nanochat."""
     folder = env.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
     if folder.startswith("~/"):
         home = env.get("HOME") or os.path.expanduser("~")

@@ -159,12 +159,15 @@ def as_json(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def escape_unprintable() -> None:
-    """Print characters that standard output and error cannot encode as escape sequences."""
+    """Make standard output and error escape the characters that they cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def on_terminal(stream: Any) -> bool:
-    """Return whether to print colours, which needs a terminal and no variable NO_COLOR."""
+    """Return whether to print colours.
+
+    They need a terminal, and NO_COLOR must not be set.
+    """
     return bool(stream.isatty()) and "NO_COLOR" not in os.environ

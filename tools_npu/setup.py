@@ -27,7 +27,7 @@ from tools_npu import environment, host, lines, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
-# --fix leaves variables alone whose names begin so, because only the user knows the right value.
+# --fix does not touch variables whose names begin so, because only the user knows the right value.
 PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")
 PROBE_SECONDS = 180
 # The name of a missing library of CANN or the driver, which reinstalling the pair cannot provide.
@@ -37,7 +37,7 @@ PROBE = (
     "import torch; print('torch', torch.__version__)\n"
     "import torch_npu; print('torch_npu', torch_npu.__version__, flush=True)\n"
 )
-# An error here is due to the card, to another process on it or to numpy, not to the pair.
+# An error here is the fault of the card, of whoever uses it or of numpy, but not of the pair.
 OPEN = (
     "try: torch.npu.set_device(0)\nexcept Exception as failure: print('closed', ' "
     "'.join(str(failure).split()) or repr(failure))\n"
@@ -222,7 +222,7 @@ def set_defaults(job: dict[str, str], torch_npu: str) -> None:
 
 
 def add_driver(job: dict[str, str], driver: host.Driver | None) -> None:
-    """Put the libraries of the driver on LD_LIBRARY_PATH, unless they are already there."""
+    """Put the libraries of the driver on LD_LIBRARY_PATH if they are not there yet."""
     paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
     libraries = driver.libraries if driver else ()
     missing = [path for path in libraries if path not in paths]
@@ -320,7 +320,7 @@ def make_environment(
     env: Mapping[str, str],
     dry: bool,
 ) -> None:
-    """Make .venv with setup_env.sh and this major version of numpy.
+    """Make .venv with setup_env.sh and with the given major version of numpy.
 
     If `pick` is None, the installed pair stays. Raises Refusal if setup_env.sh fails.
     """
@@ -474,7 +474,7 @@ def check_pair(env: Mapping[str, str], cards: bool, fix: bool) -> None:
 
 
 def report_load_failure(pair: Pair, cards: bool, fix: bool) -> None:
-    """Report that the pair does not load, as a warning or, if there are cards, as a Refusal.
+    """Raise Refusal, or only warn if there are no cards, because the pair does not load.
 
     Without cards, for example while an image is built, the pair cannot load yet.
     """
@@ -514,7 +514,7 @@ def finish(options: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         "setup_ascend.sh",
         description=__doc__,
@@ -546,7 +546,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="",
         help="folder to put in front of every absolute path, for tests (default: none)",
     )
-    # The file that a shell which sources the script reads.
+    # The shell that sources the script reads this file.
     parser.add_argument("--env-file", default="", help=argparse.SUPPRESS)
     return parser
 

@@ -42,7 +42,7 @@ TABLE = (
 # The vendor's table does not list this release. It was built after CANN 9.1, so a newer CANN gets
 # it with a warning.
 NEWEST = Row("2.14.0", "9.1.0", (3, 14))
-# The torch that vllm-ascend, ms-swift and LLaMA-Factory are installed with beside CANN 9.1.
+# The torch with which vllm-ascend, ms-swift and LLaMA-Factory are installed on CANN 9.1.
 SHARED_TORCH = (2, 10)
 # The contract with torch_npu is tested on the oldest release, and on the last known patch of every
 # minor.
@@ -119,7 +119,7 @@ def refuse(english: str, chinese: str) -> Pick:
 
 
 def pick_of(row: Row, warning: tuple[str, str] = ("", "")) -> Pick:
-    """Return the pair of a row of the table."""
+    """Return the pair in a row of the table, with a warning if there is one."""
     return Pick(row.torch_npu, torch_for(row.torch_npu), row.python, warning)
 
 
