@@ -81,7 +81,7 @@ def bandwidth(rank: int, ranks: int, megabytes: int) -> float:
         return time.perf_counter() - start
 
     seconds_of(1)  # the first all_reduce connects the ranks
-    # Every rank runs the same number of collectives, which take about two seconds with large blocks.
+    # Every rank runs equally many collectives, which take about two seconds with large blocks.
     duration = 2.0 if megabytes >= 256 else 0.1
     count = torch.tensor([duration / seconds_of(1)], device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MIN)

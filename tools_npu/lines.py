@@ -58,8 +58,8 @@ def render(line: Line, language: str, color: bool) -> str:
     return text
 
 
-# The beginnings of the names of the checks that training needs. check_npu says "ready" only if all of
-# them passed.
+# The checks that training needs, by the beginnings of their names. check_npu says "ready" only if
+# all of them passed.
 NEEDED = (
     "cards",
     "torch",
