@@ -116,8 +116,8 @@ def device_lines(
     usable = False  # whether card 0 can be used
     try:
         with os.fdopen(reader, encoding="utf-8") as pipe:
-            for text in pipe:
-                message = json.loads(text)
+            for json_line in pipe:
+                message = json.loads(json_line)
                 running = message.get("begin", running)
                 ended = ended or "end" in message
                 if "line" in message:
@@ -183,24 +183,24 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
     """List the user's training processes, end those that are picked, and return the exit code."""
     env = dict(os.environ)
     output, _ = host.run_smi(["info"], env)
-    listed = processes.list_own(env, host.parse_smi(output).holders)
+    own_processes = processes.list_own(env, host.parse_smi(output).holders)
     zh = language == "zh"
-    if listed:
+    if own_processes:
         print(HEADER_ZH if zh else HEADER)
     elif zh:
         print("没有属于你的训练进程")
     else:
         print("none of your processes is training or using a card")
-    for process in listed:
+    for process in own_processes:
         cards = ",".join(process.cards) or "-"
         usage = f"{cards:<12} {process.used_mb:>6} MB"
         print(f"{process.pid:>8}  {process.minutes:7.1f} min  {usage}  {process.command[:100]}")
-    if not pids and listed:
+    if not pids and own_processes:
         if sys.stdin.isatty():
             pids = ask_for_pids(zh)
         else:
-            show_endings(listed, zh)
-    return 0 if processes.end(pids, listed, force) else 1
+            show_endings(own_processes, zh)
+    return 0 if processes.end(pids, own_processes, force) else 1
 
 
 def ask_for_pids(zh: bool) -> list[int]:

@@ -134,12 +134,12 @@ def rooms() -> dict[str, Room]:
         ]
         lines = sum(files[path].count("\n") for path in room_files)
         inside = {path.split("/")[2] for path in room_files if path.count("/") > 1}
-        entries = sorted(entry_name(entry) for entry in inside if not entry.startswith("__"))
+        entry_names = sorted(entry_name(entry) for entry in inside if not entry.startswith("__"))
         floors = {FLOOR[target] for room, target in pointing if room == name}
         house[name] = Room(
             label=f"{name}/" if inside else f"{name}.py",
             purpose=PURPOSES.get(name, ""),
-            files=tuple(entries),
+            files=tuple(entry_names),
             lines=max(100, round(lines, -2)),
             uses=tuple(sorted(used for used in floors if used < floor)),
         )
@@ -228,10 +228,10 @@ def draw_room(
         f'stroke="{edge}"/>',
         text(text_x, y + 22, room.label, NAME, theme.text, ' font-weight="700"'),
     ]
-    for number, (line, shade) in enumerate(small_text(room, width, theme)):
-        shapes.append(text(text_x, y + 41 + LINE * number, line, SMALL, shade))
-    for number, used in enumerate(room.uses):
-        shapes.append(chip(chips_left + number * (CHIP + 3), chips_top, used, theme))
+    for index, (line, shade) in enumerate(small_text(room, width, theme)):
+        shapes.append(text(text_x, y + 41 + LINE * index, line, SMALL, shade))
+    for index, used in enumerate(room.uses):
+        shapes.append(chip(chips_left + index * (CHIP + 3), chips_top, used, theme))
     size = f"{room.lines:,} lines"
     shapes.append(text(right, chips_top + 12, size, SMALL, theme.soft, ' text-anchor="end"'))
     return shapes

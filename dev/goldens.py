@@ -86,13 +86,13 @@ class Case:
 
 def cases() -> list[Case]:
     """Return every case, each after the case that it starts from."""
-    listed: list[Case] = []
+    all_cases: list[Case] = []
     for stage in ("base", "mid", "sft", "rl"):
-        listed.append(Case(stage, stage, parent="base"))
-        listed.append(Case(f"{stage}-ranks", stage, ranks=2, parent="base"))
-        listed.append(Case(f"{stage}-npu", stage, chip="910B3", parent="base"))
+        all_cases.append(Case(stage, stage, parent="base"))
+        all_cases.append(Case(f"{stage}-ranks", stage, ranks=2, parent="base"))
+        all_cases.append(Case(f"{stage}-npu", stage, chip="910B3", parent="base"))
     bf16 = {"NANOCHAT_DTYPE": "bfloat16"}
-    listed += [
+    all_cases += [
         Case("base-plain", "base", ("--kernels=plain",)),
         Case("base-bf16", "base", environment=bf16),
         Case("base-int8", "base", ("--matmul=int8",), environment=bf16),
@@ -107,9 +107,9 @@ def cases() -> list[Case]:
         Case("rl-rows", "rl", ("--no_trees",), parent="base"),
     ]
     for family in ("qwen2", "qwen3", "qwen3.5"):
-        listed.append(Case(f"lora-{family}", "tune", parent=family))
-        listed.append(Case(f"full-{family}", "tune", ("--lora_rank=0",), parent=family))
-    listed += [
+        all_cases.append(Case(f"lora-{family}", "tune", parent=family))
+        all_cases.append(Case(f"full-{family}", "tune", ("--lora_rank=0",), parent=family))
+    all_cases += [
         Case("lora-qwen3-bf16", "tune", environment=bf16, parent="qwen3"),
         Case("lora-qwen3-ranks", "tune", ranks=2, parent="qwen3"),
         Case("dpo-qwen3", "tune", ("--loss=dpo",), parent="qwen3"),
@@ -123,7 +123,7 @@ def cases() -> list[Case]:
             parent="qwen3",
         ),
     ]
-    return listed
+    return all_cases
 
 
 class Recorder:
@@ -137,7 +137,7 @@ class Recorder:
         self.python = str(self.tree / ".venv" / "bin" / "python")
         self.base.mkdir(parents=True, exist_ok=True)
 
-    def run(self, words: list[str], environment: dict[str, str] | None = None) -> str:
+    def run(self, arguments: list[str], environment: dict[str, str] | None = None) -> str:
         """Run Python with these arguments in the tree, and return what it printed.
 
         Raises SystemExit with the last output if the command fails.
@@ -154,7 +154,7 @@ class Recorder:
         if settings["NANOCHAT_DEVICE"] == "npu":
             del settings["NANOCHAT_DEVICE"]
         ended = subprocess.run(
-            [self.python, *words],
+            [self.python, *arguments],
             cwd=self.tree,
             env=settings,
             text=True,
@@ -163,7 +163,7 @@ class Recorder:
             stderr=subprocess.STDOUT,
         )
         if ended.returncode:
-            command = " ".join(words)
+            command = " ".join(arguments)
             last_lines = ended.stdout[-3000:]
             raise SystemExit(f"{command} ended with {ended.returncode}:\n{last_lines}")
         return ended.stdout
@@ -211,13 +211,13 @@ class Recorder:
         """Return the flags of a case: those of its stage, its inputs and outputs, and its own."""
         _, *flags = COMMANDS[case.stage]
         if case.stage == "tune":
-            data = "pairs" if "--loss=dpo" in case.flags else "chats"
+            data_name = "pairs" if "--loss=dpo" in case.flags else "chats"
             flags.append(f"--model={self.models / case.parent}")
-            flags.append(f"--data={self.folder / data}.jsonl")
+            flags.append(f"--data={self.folder / data_name}.jsonl")
         elif case.stage != "base":
             flags.append(f"--model_tag={case.parent}")
-        out = "model_tag" if case.stage == "base" else "out_tag"
-        flags.append(f"--{out}={case.tag}")
+        tag_flag = "model_tag" if case.stage == "base" else "out_tag"
+        flags.append(f"--{tag_flag}={case.tag}")
         if case.stage == "rl":
             flags.append(f"--problems={self.folder / 'problems'}.jsonl")
         return [*flags, *case.flags]
@@ -225,15 +225,15 @@ class Recorder:
     def command(self, case: Case) -> list[str]:
         """Return the arguments with which Python runs a case, on its ranks and its device."""
         module = COMMANDS[case.stage][0]
-        words = ["-m", module, *self.stage_flags(case)]
+        arguments = ["-m", module, *self.stage_flags(case)]
         if case.ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone"]
             ranks = f"--nproc_per_node={case.ranks}"
-            words = [*launcher, ranks, "-m", module, "--", *self.stage_flags(case)]
+            arguments = [*launcher, ranks, "-m", module, "--", *self.stage_flags(case)]
         if case.chip:
             emulator = ["-m", "tests.emulated_npu", "--chip", case.chip]
-            words = [*emulator, "--devices", str(case.ranks), "--", self.python, *words]
-        return words
+            arguments = [*emulator, "--devices", str(case.ranks), "--", self.python, *arguments]
+        return arguments
 
     def record(self, case: Case) -> None:
         """Run one case, and write its figures and the replies of its model to NAME.json."""
@@ -301,21 +301,21 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
     if len(before["figures"]) != len(after["figures"]):
         return f"{len(before['figures'])} and {len(after['figures'])} lines"
     largest_gaps: dict[str, float] = {}
-    words: list[str] = []
+    differences: list[str] = []
     for a, b in zip(before["figures"], after["figures"], strict=True):
         for key in sorted(a.keys() | b.keys()):
             if a.get(key) == b.get(key):
                 continue
             if not largest_gaps:
-                words.append(f"differs from step {a['step']} ({key})")
+                differences.append(f"differs from step {a['step']} ({key})")
             gap = abs(a.get(key, math.inf) - b.get(key, math.inf))
             largest_gaps[key] = max(largest_gaps.get(key, 0.0), gap)
-    words += [f"{key} by at most {gap:.2e}" for key, gap in largest_gaps.items()]
+    differences += [f"{key} by at most {gap:.2e}" for key, gap in largest_gaps.items()]
     for prompt, reply in before["replies"].items():
         # Records from before 2026-11-27 have every line that chat_cli printed.
         if reply_in(reply) != reply_in(after["replies"].get(prompt, "")):
-            words.append(f"another reply to {prompt!r}")
-    return ", ".join(words)
+            differences.append(f"another reply to {prompt!r}")
+    return ", ".join(differences)
 
 
 def main() -> int:

@@ -97,11 +97,11 @@ def save(name: str, png: bytes, colours: int) -> None:
     """Write a picture with a palette of `colours` colours, which takes a fraction of the bytes."""
     from PIL import Image
 
-    small = Image.open(io.BytesIO(png)).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
-    out = io.BytesIO()
-    small.save(out, "PNG", optimize=True)
-    write_atomic(FOLDER / f"{name}.png", out.getvalue())
-    print(f"{name}.png: {len(out.getvalue()):,} bytes")
+    reduced = Image.open(io.BytesIO(png)).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    reduced.save(buffer, "PNG", optimize=True)
+    write_atomic(FOLDER / f"{name}.png", buffer.getvalue())
+    print(f"{name}.png: {len(buffer.getvalue()):,} bytes")
 
 
 # --- the chat page -------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def chat(base: Path, tag: str | None) -> None:
     """Photograph a chat in both languages, with the call of the calculator unfolded."""
     with serving(base, *(["-g", tag] if tag else [])) as url:
         for theme, page in pages(url, WIDTH, SCALE):
-            for number, question in enumerate(QUESTIONS):
-                ask(page, question, number)
+            for answer_number, question in enumerate(QUESTIONS):
+                ask(page, question, answer_number)
             if page.locator("details.tool summary").count():
                 page.locator("details.tool summary").last.press(
                     "Enter"
@@ -256,8 +256,8 @@ def smoothed(values: Sequence[float], share: float = 0.9) -> list[float]:
     """
     means: list[float] = []
     mean = 0.0
-    for number, value in enumerate(values):
-        weight = max(1 - share, 1 / (number + 1))
+    for index, value in enumerate(values):
+        weight = max(1 - share, 1 / (index + 1))
         mean += weight * (value - mean)
         means.append(mean)
     return means
@@ -388,9 +388,9 @@ def curves(base: Path, tag: str | None) -> None:
 
 def picture(name: str, figure: Any) -> None:
     """Save a matplotlib figure as a picture."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=100 * SCALE)
-    save(name, out.getvalue(), 48)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100 * SCALE)
+    save(name, buffer.getvalue(), 48)
 
 
 # --- the tokenizer -------------------------------------------------------------------------------
@@ -430,16 +430,16 @@ def tokenizer(file: Path) -> None:
         plain(
             axes, theme, f"times as fast as other tokenizers (CPU seconds side by side, {threads})"
         )
-        places = range(len(bars), 0, -1)
+        positions = range(len(bars), 0, -1)
         colours = [
             theme.stages["base" if title.startswith("training") else "sft"] for title, _, _ in bars
         ]
-        axes.barh(places, [times for _, _, times in bars], color=colours, height=0.62)
-        axes.set_yticks(places, [f"{title} vs {whom}" for title, whom, _ in bars])
-        for place, (_, _, times) in zip(places, bars, strict=True):
+        axes.barh(positions, [times for _, _, times in bars], color=colours, height=0.62)
+        axes.set_yticks(positions, [f"{title} vs {whom}" for title, whom, _ in bars])
+        for position, (_, _, times) in zip(positions, bars, strict=True):
             axes.annotate(
                 f"{times:.1f}",
-                (times, place),
+                (times, position),
                 (4, 0),
                 textcoords="offset points",
                 va="center",

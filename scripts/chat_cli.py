@@ -208,7 +208,7 @@ def reply(chat: Chat, question: str) -> bool:
     engine = chat.engine
     prompt = prompt_tokens(chat, question)
     sampling = replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
-    number = engine.submit(prompt, sampling)
+    request_number = engine.submit(prompt, sampling)
     stream = TextStream(chat.loaded.tokenizer)
     call = ""
     tokens: list[int] = []
@@ -223,7 +223,7 @@ def reply(chat: Chat, question: str) -> bool:
                 finish = event.finish
                 for piece in stream.push(event.token):
                     call = show(piece, chat, call)
-        engine.cancel(number)
+        engine.cancel(request_number)
     for piece in stream.flush():
         call = show(piece, chat, call)
     print(file=chat.out, flush=True)
@@ -344,8 +344,8 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
         elif argument:
             changes["max_tokens"] = int(argument)
     except ValueError:
-        text = TEXTS[chat.lang]["number"]
-        raise UserError(text.format(command=name, given=argument)) from None
+        template = TEXTS[chat.lang]["number"]
+        raise UserError(template.format(command=name, given=argument)) from None
     chat.sampling = replace(chat.sampling, **changes)
     chat.changed |= changes.keys()  # only now, because a value out of range is refused above
     chat.note_settings("set")
@@ -363,7 +363,7 @@ def converse(chat: Chat) -> None:
         chat.note("hello")
         while True:
             try:
-                text = ask()
+                line = ask()
             except EOFError:
                 print(file=chat.out)
                 return
@@ -372,11 +372,11 @@ def converse(chat: Chat) -> None:
                 chat.note("bye")
                 continue
             try:
-                if text.startswith("/"):
-                    if not command(chat, text):
+                if line.startswith("/"):
+                    if not command(chat, line):
                         return
-                elif text.strip():
-                    reply(chat, text.strip())
+                elif line.strip():
+                    reply(chat, line.strip())
             except UserError as mistake:
                 chat.dim(str(mistake))
 

@@ -209,35 +209,35 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as failure:
-        text = (
+        advice = (
             f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave "
             "it out for 127.0.0.1"
         )
-        raise UserError(text) from None
+        raise UserError(advice) from None
     family, _, _, _, address = infos[0]
     try:
         return _bound(family, address)
     except OSError as failure:
         if failure.errno == errno.EADDRINUSE:
             free = next(_free_ports(family, address))
-            text = tr(
+            advice = tr(
                 "port {port} is taken by another program. Port {free} is free: add --port {free}",
                 port=port,
                 free=free,
             )
         elif failure.errno == errno.EACCES:
-            text = tr(
+            advice = tr(
                 "port {port} needs administrator rights: use a port from 1024 on, such as --port "
                 "8000",
                 port=port,
             )
         elif failure.errno == errno.EADDRNOTAVAIL:
-            text = (
+            advice = (
                 f"--host must be an address of this machine, got {host}: leave it out for 127.0.0.1"
             )
         else:
             raise
-        raise UserError(text) from None
+        raise UserError(advice) from None
 
 
 def _bound(family: int, address: tuple) -> socket.socket:
@@ -256,9 +256,9 @@ def _bound(family: int, address: tuple) -> socket.socket:
 def _free_ports(family: int, address: tuple) -> Iterator[int]:
     """Yield free ports, starting just above the one in use."""
     host, port, *scope = address
-    for other in (*range(port + 1, min(port + 100, 65535)), 0):
+    for candidate in (*range(port + 1, min(port + 100, 65535)), 0):
         try:
-            with _bound(family, (host, other, *scope)) as listener:
+            with _bound(family, (host, candidate, *scope)) as listener:
                 yield listener.getsockname()[1]
         except OSError:
             continue
@@ -387,11 +387,11 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     adapters = load_adapters(first, folders, compute)
     sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
     models: list[Loadable] = []
-    for (name, model), size in zip(chosen.items(), sizes, strict=True):
+    for (name, model), cache_size in zip(chosen.items(), sizes, strict=True):
         served, drawing = loadable(name, model, cfg, adapters if model is first else None)
         models.append(served)
         api_name = harmless(name) if cfg.also or folders else ""
-        log_model(model, cfg.slots, size, drawing, api_name)
+        log_model(model, cfg.slots, cache_size, drawing, api_name)
     adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
     for model in adapted:
         tag = harmless(model.announced.tag)
@@ -436,19 +436,19 @@ def named_models(
 def log_model(
     chosen: Chosen,
     slots: int,
-    size: int,
+    cache_bytes: int,
     drawing: Drawing,
     name: str,
 ) -> None:
     """Log which model is served, the size of its cache, and how it samples words.
 
-    `size` is in bytes. `name` is the model's name in the API, or "" if clients do not need it.
+    `name` is the model's name in the API, or "" if clients do not need it.
     """
     loaded = chosen.loaded
     api = f", in the API {name}" if name else ""
     model = f"stage {loaded.stage}, tag {harmless(loaded.tag)}, step {loaded.step}"
     log(f"模型 / model: {model}, context of {chosen.context} tokens{api}")
-    gigabytes = size / 1e9
+    gigabytes = cache_bytes / 1e9
     log(f"缓存 / cache: {slots} slots x {chosen.context:,} tokens, up to {gigabytes:.2g} GB")
     if chosen.latest:
         log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")

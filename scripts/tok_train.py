@@ -274,10 +274,10 @@ def noted(cfg: Config, data: Data) -> dict[str, Any]:
 
     The name of a single corpus is left out, because the tokenizer's folder has that name.
     """
-    values = dict(settings(cfg))
-    values.pop("export", None)
-    values["data"] = data.name if len(data.corpora) > 1 else None
-    return values
+    noted_settings = dict(settings(cfg))
+    noted_settings.pop("export", None)
+    noted_settings["data"] = data.name if len(data.corpora) > 1 else None
+    return noted_settings
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
@@ -297,11 +297,11 @@ def identity(paths: list[Path]) -> list[list[Any]]:
     These tell the shards from others with the same names.
     """
     recorded = read_about(paths[0].parent).get("shards", {}) if paths else {}
-    entries = []
+    identities_of_shards = []
     for path in paths:
         sha256 = recorded.get(path.name, {}).get("sha256")
-        entries.append([path.name, path.stat().st_size, sha256])
-    return entries
+        identities_of_shards.append([path.name, path.stat().st_size, sha256])
+    return identities_of_shards
 
 
 # --- results -------------------------------------------------------------------------------------

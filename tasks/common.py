@@ -176,9 +176,9 @@ class TaskMixture:
 
     def locate(self, i: int) -> tuple[Task, int]:
         """Return the task that problem i comes from, and the index of the problem in that task."""
-        number = self._order[i]
-        task_number = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return self.tasks[task_number], int(number - self._starts[task_number])
+        position = self._order[i]
+        task_number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return self.tasks[task_number], int(position - self._starts[task_number])
 
     def originals(self) -> np.ndarray:  # (problems,) int64
         """Return, for each position, the position of the first copy of its problem.

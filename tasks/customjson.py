@@ -178,15 +178,15 @@ def read_file(
             f"{shape}",
             2,
         )
-    items = []
+    read_records = []
     try:
         for place, value in records(path):
-            items.append(_read_at(place, value, to_record))
+            read_records.append(_read_at(place, value, to_record))
     except ValueError as broken:  # not UTF-8, not JSON, or against a rule of `to_record`
         raise UserError(f"{path}, {broken}. A line should look like {shape}") from broken
-    if not items:
+    if not read_records:
         raise UserError(f"{path} holds no {label}. Write one {label} per line: {shape}")
-    return items
+    return read_records
 
 
 def _read_at(

@@ -132,13 +132,13 @@ def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
         return [], _transcript(chosen), _transcript(rejected)
     # The prompt is the words that both texts begin with, up to the last space.
     shared = chosen[: _shared_beginning(chosen, rejected)]
-    words = re.match(r".*\s", shared, re.DOTALL)
-    if words is None:
+    shared_words = re.match(r".*\s", shared, re.DOTALL)
+    if shared_words is None:
         raise ValueError(
             'there is no "prompt", and chosen and rejected do not begin with the same words'
         )
-    prompt = _messages(words[0].strip(), "user")
-    end = words.end()
+    prompt = _messages(shared_words[0].strip(), "user")
+    end = shared_words.end()
     return prompt, _messages(chosen[end:]), _messages(rejected[end:])
 
 

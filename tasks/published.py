@@ -162,8 +162,11 @@ def load_subjects(
     """
     rows_by_subject, where = _open(sources, columns, folder)
     rows = _Joined({subject: rows_by_subject[subject] for subject in sources})
-    first = next(iter(sources.values()))
-    log(f"{first.name} {first.split}: {len(rows):,} rows in {len(sources)} subjects from {where}")
+    first_source = next(iter(sources.values()))
+    log(
+        f"{first_source.name} {first_source.split}: {len(rows):,} rows in {len(sources)} subjects "
+        f"from {where}"
+    )
     return Table(rows, where)
 
 
@@ -200,12 +203,12 @@ def _open(
 
     Raises UserError as load_table() does.
     """
-    first = next(iter(sources.values()))
-    place = Path(folder).expanduser() if folder is not None else first.local_folder()
-    if place is None:
+    first_source = next(iter(sources.values()))
+    source_folder = Path(folder).expanduser() if folder is not None else first_source.local_folder()
+    if source_folder is None:
         rows, where = _from_hub(sources)
     else:
-        rows, where = _from_folder(sources, columns, place)
+        rows, where = _from_folder(sources, columns, source_folder)
     for key, source in sources.items():
         place_of_rows = where if len(sources) == 1 else f"{where} ({key})"
         _check_columns(rows[key].column_names, columns, place_of_rows, source)
@@ -225,8 +228,8 @@ def _from_hub(sources: Mapping[str, Published]) -> tuple[dict[str, Any], str]:
             arguments.append(source.subset)
         advice = carry_in([source.repo])
         rows[key] = _load_dataset(str(source), *arguments, advice=advice, **options)
-    first = next(iter(sources.values()))
-    return rows, str(first) if len(sources) == 1 else first.repo
+    first_source = next(iter(sources.values()))
+    return rows, str(first_source) if len(sources) == 1 else first_source.repo
 
 
 def _from_folder(

@@ -496,11 +496,11 @@ def report_failed_rank(out: Output, result: RankResult) -> None:
     """Report the last line of a rank's errors, and its meaning if that is known."""
     sys.stderr.write(result.errors)
     error_lines = result.errors.strip().splitlines() or [f"exit code {result.exit_code}"]
-    last = error_lines[-1][:300]
+    last_line = error_lines[-1][:300]
     meaning = explanation(result.errors)
     remedy = meaning if meaning[0] else CHECK_PORTS
     rank = result.rank
-    out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"进程 {rank}：{last}", remedy))
+    out.line(Line("hccl", FAIL, f"rank {rank}: {last_line}", f"进程 {rank}：{last_line}", remedy))
 
 
 # --- all checks ----------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ def cann_version(home: Path) -> str:
 
     It is in <arch>-linux/ascend_*_install.info, or else in version.cfg.
     """
-    for info in sorted(home.glob("*-linux/ascend_*_install.info")):
-        version = first_value(info, "version")
+    for info_file in sorted(home.glob("*-linux/ascend_*_install.info")):
+        version = first_value(info_file, "version")
         if version:
             return version
     # In runtime_running_version=[7.0.0.1:8.3.RC1] the component's version comes first, the
@@ -184,24 +184,24 @@ def may_use_devices(
     """Return whether a user is root or in the driver's group, or the host has no such group."""
     if user == 0:
         return True
-    text = read_text(Path(prefix(environment) + "/etc/group"))
-    match = re.search(rf"^{GROUP}:[^:]*:(\d+):", text, re.M)
+    group_file = read_text(Path(prefix(environment) + "/etc/group"))
+    match = re.search(rf"^{GROUP}:[^:]*:(\d+):", group_file, re.M)
     return match is None or int(match[1]) in groups
 
 
 def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int], list[str]]:
     """Return the cards that ASCEND_RT_VISIBLE_DEVICES shows, and its entries that name no card."""
-    value = environment.get("ASCEND_RT_VISIBLE_DEVICES")
-    if value is None or not value.strip():
+    setting = environment.get("ASCEND_RT_VISIBLE_DEVICES")
+    if setting is None or not setting.strip():
         return list(range(cards)), []
     visible = []
-    wrong = []
-    for word in value.replace(" ", "").split(","):
+    unknown_entries = []
+    for word in setting.replace(" ", "").split(","):
         if word.isdigit() and (int(word) < cards or not cards):
             visible.append(int(word))
         else:
-            wrong.append(word)
-    return visible, wrong
+            unknown_entries.append(word)
+    return visible, unknown_entries
 
 
 # --- npu-smi -------------------------------------------------------------------------------------
@@ -334,8 +334,8 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
         return "", f"npu-smi: no answer within {SMI_SECONDS} s"
     except OSError as failure:
         return "", f"npu-smi: {failure}"
-    text = process.stdout.decode("utf-8", "replace")
+    output = process.stdout.decode("utf-8", "replace")
     if process.returncode == 0:
-        return text, ""
-    output_lines = text.strip().splitlines() or [f"npu-smi: exit code {process.returncode}"]
-    return text, output_lines[-1]
+        return output, ""
+    output_lines = output.strip().splitlines() or [f"npu-smi: exit code {process.returncode}"]
+    return output, output_lines[-1]

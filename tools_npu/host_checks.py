@@ -117,13 +117,13 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
         return
     key = versions.cann_key(cann.version)
     floor = versions.cann_key(versions.CANN_FLOOR)
-    place = f"{cann.version or '?'} in {cann.home}"
+    description = f"{cann.version or '?'} in {cann.home}"
     if key and floor and key < floor:
         yield Line(
             "cann",
             FAIL,
-            f"{place} is too old: {versions.CANN_FLOOR} or later is needed",
-            f"{place} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
+            f"{description} is too old: {versions.CANN_FLOOR} or later is needed",
+            f"{description} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
             (
                 "upgrade CANN: both the toolkit and its ops (kernels) package",
                 "升级 CANN：toolkit 和算子包（ops/kernels）都要升级",
@@ -133,15 +133,15 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
         yield Line(
             "cann",
             WARN,
-            f"{place}: the version of CANN cannot be read",
-            f"{place}：读不出 CANN 的版本",
+            f"{description}: the version of CANN cannot be read",
+            f"{description}：读不出 CANN 的版本",
             "bash setup_ascend.sh --torch-npu VERSION",
         )
     else:
         yield Line(
             "cann",
             PASS,
-            place,
+            description,
             f"{cann.version}，位于 {cann.home}",
             data={"version": cann.version, "home": cann.home},
         )
@@ -212,14 +212,14 @@ def permissions(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[
 
 def smi(env: Mapping[str, str], has_cards: bool) -> Iterator[Line]:
     """Check the health, memory and processes of every chip, and the links between the cards."""
-    text, failure = host.run_smi(["info"], env)
+    output, failure = host.run_smi(["info"], env)
     if failure:
         remedy = GROUP_REMEDY if "-8005" in failure else SMI_REMEDY
         # A container may lack npu-smi.
         status = WARN if has_cards and failure.endswith("not found") else FAIL
         yield Line("npu-smi", status, failure, failure, remedy)
         return
-    info = host.parse_smi(text)
+    info = host.parse_smi(output)
     if not info.cards:
         yield Line(
             "npu-smi",
@@ -341,8 +341,8 @@ def card_state(
 
 def topology(env: Mapping[str, str]) -> Line:
     """Check how the cards are linked: HCCS is fast, and every other link goes through the host."""
-    text, failure = host.run_smi(["info", "-t", "topo"], env)
-    links = host.parse_topology(text)
+    output, failure = host.run_smi(["info", "-t", "topo"], env)
+    links = host.parse_topology(output)
     if failure or not links:
         return Line(
             "topology",

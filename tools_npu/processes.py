@@ -90,9 +90,9 @@ def list_own(
             continue
         cards = open_cards(folder, devices)
         if cards or pid in used_mb or TRAINING.search(command):
-            words = " ".join(command.rstrip("\x00").split("\x00"))
+            command_line = " ".join(command.rstrip("\x00").split("\x00"))
             minutes = started_minutes_ago(folder)
-            processes.append(Process(pid, minutes, cards, used_mb.get(pid, 0), words))
+            processes.append(Process(pid, minutes, cards, used_mb.get(pid, 0), command_line))
     pids = {process.pid for process in processes}
     with_jobs = []
     for process in processes:

@@ -167,8 +167,8 @@ def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
         ["bash", "-c", code], env=dict(env), stdout=subprocess.PIPE, timeout=PROBE_SECONDS
     )
     variables = {}
-    for item in process.stdout.decode("utf-8", "replace").split("\0"):
-        name, equals, value = item.partition("=")
+    for assignment in process.stdout.decode("utf-8", "replace").split("\0"):
+        name, equals, value = assignment.partition("=")
         if equals:
             variables[name] = value
     return variables
@@ -277,9 +277,9 @@ def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
         failure = f"no answer within {PROBE_SECONDS} s"
     values = {}
     for line in output.decode("utf-8", "replace").splitlines():
-        words = line.split(None, 1)
-        if len(words) == 2:
-            values[words[0]] = words[1]
+        name_and_value = line.split(None, 1)
+        if len(name_and_value) == 2:
+            values[name_and_value[0]] = name_and_value[1]
     torch = values.get("torch", "")
     torch_npu = values.get("torch_npu", "")
     if cards and torch_npu and failure:  # both packages have loaded, so the card failed
@@ -328,9 +328,9 @@ def make_environment(
     if pick is not None:
         command += ["--npu", pick.torch_npu, "--python-max", str(pick.python[1])]
     command += ["--numpy", str(numpy)]
-    words = " ".join(map(shlex.quote, command))
+    quoted_command = " ".join(map(shlex.quote, command))
     script = shlex.quote(str(ROOT / "setup_env.sh"))
-    code = run(["bash", "-c", f"source {script} && {words}"], env, dry)
+    code = run(["bash", "-c", f"source {script} && {quoted_command}"], env, dry)
     if code != 0:
         raise Refusal(
             "the environment could not be made. The lines above say why and what to do; then type "
