@@ -265,7 +265,7 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
             f"torch_npu {torch_npu} is not in the table; CANN {cann} is probably new enough",
             f"配套表里没有 torch_npu {torch_npu}；CANN {cann} 应该够新",
         )
-    # As far as we know, an unlisted release needs at least the CANN of the listed release before it.
+    # As far as we know, an unlisted release needs at least the CANN of the listed one before it.
     not_newer = [row for row in same_minor if order(row.torch_npu) <= order(torch_npu)]
     row = max(not_newer, key=lambda row: order(row.torch_npu)) if not_newer else same_minor[-1]
     is_listed = row.torch_npu == torch_npu
