@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks an Ascend host from the driver to the collectives; says why a check failed and what to do.
+"""Checks an Ascend host from the driver to the collectives, and says what failed and what to do.
 
     python check_npu.py                  one line per check: PASS, WARN, FAIL or SKIP; the exit code is 1 if any fails
     python check_npu.py --json           the same as JSON, for programs
@@ -29,7 +29,7 @@ from typing import Iterator, Mapping, Sequence
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-# The repository need not be installed.
+# Thanks to the line above, the repository need not be installed.
 from tools_npu import host, host_checks, lines, processes, setup  # noqa: E402
 from tools_npu.lines import FAIL, SKIP, Line  # noqa: E402
 
@@ -40,7 +40,10 @@ HEADER_ZH = "  进程号       已运行  占用的卡          显存  命令"
 
 
 def python_with_torch() -> str:
-    """Return this Python if it has torch, otherwise .venv/bin/python; "" if neither has torch."""
+    """Return the path of this Python if it has torch, or else of .venv/bin/python.
+
+    The path is "" if neither has torch.
+    """
     if sys.version_info >= (3, 10) and importlib.util.find_spec("torch") is not None:
         return sys.executable
     python = ROOT / ".venv" / "bin" / "python"
@@ -51,7 +54,10 @@ def python_with_torch() -> str:
 
 
 def torch_npu_version(python: str) -> str:
-    """Return the version of the installed torch_npu from its metadata: importing it may fail."""
+    """Return the version of the installed torch_npu, or "" if there is none.
+
+    It is read from the metadata of the package, because importing torch_npu may fail.
+    """
     if not python:
         return ""
     code = "from importlib import metadata; print(metadata.version('torch_npu'))"
@@ -76,9 +82,9 @@ def device_lines(
     bench: bool,
     log: Path,
 ) -> Iterator[Line]:
-    """Yield the findings of the process with torch; its crash or hang is a finding too.
+    """Yield the results of the checks that need torch, which run in a process of their own.
 
-    `cann` is the version of CANN, or "".
+    A crash or a hang of that process is a result too. `cann` is the version of CANN, or "".
     """
     if not python:
         yield Line(
@@ -105,13 +111,13 @@ def device_lines(
 
     timer = threading.Timer(DEVICE_SECONDS, give_up)
     timer.start()
-    running = "torch"  # the check that runs now
+    running = "torch"  # the check that is running
     ended = False
     usable = False  # whether card 0 can be used
     try:
         with os.fdopen(reader, encoding="utf-8") as pipe:
-            for text in pipe:
-                message = json.loads(text)
+            for json_line in pipe:
+                message = json.loads(json_line)
                 running = message.get("begin", running)
                 ended = ended or "end" in message
                 if "line" in message:
@@ -136,7 +142,10 @@ def device_lines(
 
 
 def unanswered(name: str, exit_code: int | None, log: Path) -> Line:
-    """Return the line of the check whose process ended, or hung if the exit code is None."""
+    """Return the result of the check during which the process ended.
+
+    The exit code is None if the process hung.
+    """
     if exit_code is None:
         english = f"gave no answer within {DEVICE_SECONDS} s"
         chinese = f" {DEVICE_SECONDS} 秒内没有响应"
@@ -158,7 +167,7 @@ def unanswered(name: str, exit_code: int | None, log: Path) -> Line:
 
 
 def check(bench: bool, log: Path) -> Iterator[Line]:
-    """Yield the line of every check, in order."""
+    """Yield the result of every check, in order."""
     env = dict(os.environ)
     inventory = setup.take_inventory(env)
     python = python_with_torch()
@@ -171,31 +180,31 @@ def check(bench: bool, log: Path) -> Iterator[Line]:
 
 
 def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
-    """List your own training processes, end those that you pick, and return the exit code."""
+    """List the user's training processes, end those that are picked, and return the exit code."""
     env = dict(os.environ)
     output, _ = host.run_smi(["info"], env)
-    listed = processes.list_own(env, host.parse_smi(output).holders)
+    own_processes = processes.list_own(env, host.parse_smi(output).holders)
     zh = language == "zh"
-    if listed:
+    if own_processes:
         print(HEADER_ZH if zh else HEADER)
     elif zh:
         print("没有属于你的训练进程")
     else:
         print("none of your processes is training or using a card")
-    for process in listed:
+    for process in own_processes:
         cards = ",".join(process.cards) or "-"
         usage = f"{cards:<12} {process.used_mb:>6} MB"
         print(f"{process.pid:>8}  {process.minutes:7.1f} min  {usage}  {process.command[:100]}")
-    if not pids and listed:
+    if not pids and own_processes:
         if sys.stdin.isatty():
             pids = ask_for_pids(zh)
         else:
-            show_endings(listed, zh)
-    return 0 if processes.end(pids, listed, force) else 1
+            show_endings(own_processes, zh)
+    return 0 if processes.end(pids, own_processes, force) else 1
 
 
 def ask_for_pids(zh: bool) -> list[int]:
-    """Ask on the terminal which processes to end."""
+    """Ask on the terminal which processes to end, and return their ids."""
     question = "IDs to end, separated by spaces (Enter: none): "
     if zh:
         question = "要结束哪些进程？输入进程号，用空格分隔，直接回车则不结束："
@@ -204,7 +213,7 @@ def ask_for_pids(zh: bool) -> list[int]:
 
 
 def show_endings(listed: Sequence[processes.Process], zh: bool) -> None:
-    """Print for each job the command that ends it."""
+    """Print, for each job, the command that ends it."""
     for job in sorted({process.job for process in listed}):
         command = next(process.command for process in listed if process.pid == job)[:60]
         ids = " ".join(str(process.pid) for process in listed if process.job == job)
@@ -216,7 +225,10 @@ def show_endings(listed: Sequence[processes.Process], zh: bool) -> None:
 
 
 def share(python: str, language: str) -> int:
-    """Print what --bench has measured, and return the exit code. Only errors are in `language`."""
+    """Print the measurements of --bench, and return the exit code.
+
+    The measurements are in English; `language` is the language of errors.
+    """
     if not python:
         english = (
             "error: neither this Python nor .venv/bin/python has torch; run bash setup_ascend.sh"
@@ -231,19 +243,20 @@ def share(python: str, language: str) -> int:
 def log_file(base: Path) -> Path:
     """Return the file for the output of the checks that need torch.
 
-    It is in the base folder or, if that cannot be written, in the folder for temporary files.
+    It is in the base folder, or in the folder for temporary files if the base folder cannot be
+    written.
     """
     try:
         base.mkdir(parents=True, exist_ok=True)
         log = base / "check_npu.log"
         with open(log, "ab"):
             return log
-    except OSError:  # the check of the base folder says so
+    except OSError:  # the check of the base folder reports this
         return Path(tempfile.gettempdir()) / f"check_npu-{os.getuid()}.log"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         "check_npu.py",
         description=__doc__,
@@ -291,7 +304,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0 if no check failed."""
+    """Run the command line, and return the exit code, which is 1 if a check failed."""
     lines.escape_unprintable()
     options = make_parser().parse_args(words)
     language = options.lang or lines.language_of(os.environ)
@@ -316,6 +329,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that `| head` ends the script without a traceback.
+    # This lets `| head` end the script without a traceback.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -1,10 +1,11 @@
-"""Draws the floor plan of nanochat/ from its real imports: docs/architecture-light.svg and docs/architecture-dark.svg.
+"""Draws the floor plan of nanochat/ from its imports, to docs/architecture-{light,dark}.svg.
 
 python -m dev.floorplan            # writes both pictures
 python -m dev.floorplan --check    # exits 1 if a picture is not what the code would draw today
 
-A room is a folder or a file of nanochat/, and a room imports rooms of lower floors only (FLOORS in dev/house.py). Room
-sizes are rounded to hundreds of lines, so that a small edit does not make the pictures stale.
+A room is a folder or a file of nanochat/, and imports only rooms of lower floors (FLOORS in
+dev/house.py). The sizes of rooms are rounded to hundreds of lines, so that a small edit does not
+make the pictures stale.
 """
 
 import argparse
@@ -58,9 +59,9 @@ PURPOSES = {
 }
 
 WIDTH, GUTTER, GAP, PADDING = 960, 44, 7, 11  # pixels
-NAME, SMALL = 15.0, 11.5  # sizes of letters, in pixels
-LETTER = 0.602  # width of a letter of a monospace font, as a share of its size
-LINE, CHIP = 16, 16  # height of a line of small text, width and height of a chip
+NAME, SMALL = 15.0, 11.5  # font sizes, in pixels
+LETTER = 0.602  # the width of a letter in a monospace font, as a share of the font size
+LINE, CHIP = 16, 16  # the height of a line of small text, and the width and height of a chip
 ROOF, LEGEND = 78, 56
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
@@ -73,7 +74,10 @@ LEGEND_LINES = (
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a picture that do not depend on the floor, and how light and how strong a floor's colours are."""
+    """The colours of a picture.
+
+    `fill`, `edge` and `chip` say how light and how strong the colours of the floors are.
+    """
 
     name: str
     text: str
@@ -95,29 +99,32 @@ DARK = Theme(
 
 @dataclass(frozen=True)
 class Room:
-    """A folder or a file of nanochat/ as the picture shows it."""
+    """A folder or a file of nanochat/, as the picture shows it."""
 
     label: str  # data/ or gpt.py
     purpose: str
-    files: tuple[str, ...]  # what lies in a folder; empty for a file
+    files: tuple[str, ...]  # the entries of a folder, or empty for a file
     lines: int  # rounded to hundreds
     uses: tuple[int, ...]  # the floors of the rooms that it imports
 
 
 def colour(floor: int, tone: tuple[float, float]) -> str:
-    """The colour of a floor as #rrggbb: sand on the ground, green above it, blue under the roof."""
+    """Return the colour of a floor as #rrggbb.
+
+    The colours range from sand on the ground floor through green to blue under the roof.
+    """
     hue = (38 + 190 * floor / (len(FLOORS) - 1)) / 360
     red, green, blue = (round(255 * channel) for channel in colorsys.hls_to_rgb(hue, *tone))
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def entry_name(entry: str) -> str:
-    """Return how the picture shows an entry of a folder: `cache` for cache.py, `parts/` for a folder."""
+    """Return the name of an entry in the picture: `cache` for cache.py, `parts/` for a folder."""
     return entry.removesuffix(".py") if entry.endswith(".py") else f"{entry}/"
 
 
 def rooms() -> dict[str, Room]:
-    """Return the rooms of the house by name, as the code is today."""
+    """Return the rooms of the house, by name, as the code has them today."""
     files = sources(PACKAGE)
     pointing = arrows(files)
     house = {}
@@ -127,12 +134,12 @@ def rooms() -> dict[str, Room]:
         ]
         lines = sum(files[path].count("\n") for path in room_files)
         inside = {path.split("/")[2] for path in room_files if path.count("/") > 1}
-        entries = sorted(entry_name(entry) for entry in inside if not entry.startswith("__"))
+        entry_names = sorted(entry_name(entry) for entry in inside if not entry.startswith("__"))
         floors = {FLOOR[target] for room, target in pointing if room == name}
         house[name] = Room(
             label=f"{name}/" if inside else f"{name}.py",
             purpose=PURPOSES.get(name, ""),
-            files=tuple(entries),
+            files=tuple(entry_names),
             lines=max(100, round(lines, -2)),
             uses=tuple(sorted(used for used in floors if used < floor)),
         )
@@ -140,14 +147,17 @@ def rooms() -> dict[str, Room]:
 
 
 def min_width(room: Room) -> int:
-    """Return how wide a room must be for its label and for its chips."""
+    """Return the least width of a room that has space for its label and its chips."""
     label = len(room.label) * NAME * LETTER
     bottom = len(room.uses) * (CHIP + 3) + 11 * SMALL * LETTER
     return round(max(label, bottom)) + 2 * PADDING
 
 
 def widths(floor: list[Room], space: int) -> list[int]:
-    """Return how wide each room of a floor is: what it needs, and a share of the space by its lines."""
+    """Return the width of each room of a floor.
+
+    Each has what it needs, and a share of the remaining space that grows with its lines.
+    """
     needed = [min_width(room) for room in floor]
     spare = space - sum(needed) - GAP * (len(floor) - 1)
     total = sum(room.lines for room in floor)
@@ -157,14 +167,14 @@ def widths(floor: list[Room], space: int) -> list[int]:
 
 
 def text(x: float, y: float, words: str, size: float, fill: str, more: str = "") -> str:
-    """One line of text."""
+    """Return one line of text as an SVG element."""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{more}>{escape(words)}</text>'
     )
 
 
 def chip(x: float, y: float, floor: int, theme: Theme) -> str:
-    """A floor's number on its colour."""
+    """Return SVG elements that show the number of a floor on a square of the floor's colour."""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{CHIP}" height="{CHIP}" rx="4" fill="{colour(floor, theme.chip)}"/>'
         + text(
@@ -179,7 +189,10 @@ def chip(x: float, y: float, floor: int, theme: Theme) -> str:
 
 
 def small_text(room: Room, width: int, theme: Theme) -> list[tuple[str, str]]:
-    """Return the small text of a room of this width, as lines with their colours: its purpose, then its files."""
+    """Return the lines of small text in a room of this width, with their colours.
+
+    They give the purpose of the room, then its files.
+    """
     letters = int((width - 2 * PADDING) / (SMALL * LETTER))
     purpose = [(line, theme.text) for line in wrap(room.purpose, letters)]
     files = [(line, theme.soft) for line in wrap(", ".join(room.files), letters)]
@@ -187,7 +200,7 @@ def small_text(room: Room, width: int, theme: Theme) -> list[tuple[str, str]]:
 
 
 def on_one_line(room: Room, width: int) -> bool:
-    """Whether a room's name, its chips and its size fit beside each other."""
+    """Return whether a room's name, chips and size fit next to each other."""
     letters = len(room.label) * NAME + len("9,999 lines") * SMALL
     return letters * LETTER + len(room.uses) * (CHIP + 3) + 2 * PADDING + 3 * GAP <= width
 
@@ -195,9 +208,10 @@ def on_one_line(room: Room, width: int) -> bool:
 def draw_room(
     room: Room, floor: int, box: tuple[int, int, int, int], compact: bool, theme: Theme
 ) -> list[str]:
-    """Draw a room at (x, y, width, height): its name, what it is for, the floors that it uses, and its size.
+    """Return the shapes of a room in the box (x, y, width, height).
 
-    The chips and the size stand beside the name where the floor is `compact`, else at the bottom of the room.
+    They show its name, its purpose, the floors that it uses, and its size. If the floor is
+    `compact`, the chips and the size stand next to the name, otherwise at the bottom of the room.
     """
     x, y, width, height = box
     text_x = x + PADDING
@@ -214,17 +228,17 @@ def draw_room(
         f'stroke="{edge}"/>',
         text(text_x, y + 22, room.label, NAME, theme.text, ' font-weight="700"'),
     ]
-    for number, (line, shade) in enumerate(small_text(room, width, theme)):
-        shapes.append(text(text_x, y + 41 + LINE * number, line, SMALL, shade))
-    for number, used in enumerate(room.uses):
-        shapes.append(chip(chips_left + number * (CHIP + 3), chips_top, used, theme))
+    for index, (line, shade) in enumerate(small_text(room, width, theme)):
+        shapes.append(text(text_x, y + 41 + LINE * index, line, SMALL, shade))
+    for index, used in enumerate(room.uses):
+        shapes.append(chip(chips_left + index * (CHIP + 3), chips_top, used, theme))
     size = f"{room.lines:,} lines"
     shapes.append(text(right, chips_top + 12, size, SMALL, theme.soft, ' text-anchor="end"'))
     return shapes
 
 
 def draw_floor(number: int, floor: list[Room], top: int, theme: Theme) -> tuple[list[str], int]:
-    """Draw the rooms of a floor from `top` down; return the shapes and the height of the floor."""
+    """Return the shapes of a floor that begins at `top`, and the height of the floor."""
     placed = list(zip(floor, widths(floor, WIDTH - GUTTER - 1), strict=True))
     compact = all(on_one_line(room, width) for room, width in placed)
     lines = max(len(small_text(room, width, theme)) for room, width in placed)
@@ -238,7 +252,7 @@ def draw_floor(number: int, floor: list[Room], top: int, theme: Theme) -> tuple[
 
 
 def draw_roof(theme: Theme) -> list[str]:
-    """The scripts, which may use every room."""
+    """Return the shapes of the roof: the scripts, which may use every room."""
     names = sorted(path.stem for path in (ROOT / "scripts").glob("[!_]*.py"))
     middle = (GUTTER + WIDTH) / 2
     corners = f"{GUTTER},{ROOF} {GUTTER + 70},1 {WIDTH - 70},1 {WIDTH - 1},{ROOF}"
@@ -253,7 +267,7 @@ def draw_roof(theme: Theme) -> list[str]:
 
 
 def draw(house: dict[str, Room], theme: Theme) -> str:
-    """Return the whole picture as SVG text, the same bytes for the same house."""
+    """Return the whole picture as SVG text, which is the same for the same house."""
     body = draw_roof(theme)
     top = ROOF + GAP
     for number, names in reversed(list(enumerate(FLOORS))):
@@ -273,7 +287,7 @@ def draw(house: dict[str, Room], theme: Theme) -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """Each picture's path and what belongs there."""
+    """Return the content of each picture, by path."""
     house = rooms()
     return {
         FOLDER / f"architecture-{theme.name}.svg": draw(house, theme) for theme in (LIGHT, DARK)
@@ -281,7 +295,7 @@ def pictures() -> dict[Path, str]:
 
 
 def stale() -> list[str]:
-    """The names of the pictures that are missing or show another house."""
+    """Return the names of the pictures that are missing or do not show the code of today."""
     return [
         path.name
         for path, drawn in pictures().items()

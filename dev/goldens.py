@@ -1,11 +1,12 @@
-"""Records the losses and replies of short runs of every stage, to compare two versions of the code.
+"""Records losses and replies of short runs of every stage, to compare two versions of the code.
 
     python -m dev.goldens record ../before goldens/before    # runs every case with the code in ../before
     python -m dev.goldens record . goldens/after --models goldens/before/models
     python -m dev.goldens compare goldens/before goldens/after
 
-A case is a run of 200 steps of a tiny model on this machine, so goldens are compared between two trees on one machine
-and never between machines. `--only base sft` runs some cases; the cases that they start from must have run before.
+A case is a run of 200 steps of a tiny model on this machine. Goldens are therefore compared between
+two trees on one machine, and never between machines. `--only base sft` runs some of the cases; the
+cases that they start from must have run before.
 """
 
 import argparse
@@ -64,31 +65,34 @@ ABOUT_THE_RUN = ("device:", "model:", "other models", "temperature ")  # lines o
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a stage, its flags, the ranks and the device."""
+    """One run to record: its stage, flags, ranks and device."""
 
     name: str
     stage: str
     flags: tuple[str, ...] = ()
     ranks: int = 1
-    chip: str = ""  # of the emulated NPU; empty: the CPU
+    chip: str = ""  # the chip of the emulated NPU, or empty for the CPU
     environment: dict[str, str] = field(default_factory=dict)
     parent: str = ""  # the tag of the model that the stage starts from
 
     @property
     def tag(self) -> str:
-        """The tag of the model that the run trains. A stage finds the model of the stage before by one tag."""
+        """The tag of the model that the run trains.
+
+        The cases on which the next stage builds share one tag, by which that stage finds the model.
+        """
         return "base" if self.name in PASSED_ON else self.name
 
 
 def cases() -> list[Case]:
-    """Return every case, each after the cases that it starts from."""
-    listed: list[Case] = []
+    """Return every case, each after the case that it starts from."""
+    all_cases: list[Case] = []
     for stage in ("base", "mid", "sft", "rl"):
-        listed.append(Case(stage, stage, parent="base"))
-        listed.append(Case(f"{stage}-ranks", stage, ranks=2, parent="base"))
-        listed.append(Case(f"{stage}-npu", stage, chip="910B3", parent="base"))
+        all_cases.append(Case(stage, stage, parent="base"))
+        all_cases.append(Case(f"{stage}-ranks", stage, ranks=2, parent="base"))
+        all_cases.append(Case(f"{stage}-npu", stage, chip="910B3", parent="base"))
     bf16 = {"NANOCHAT_DTYPE": "bfloat16"}
-    listed += [
+    all_cases += [
         Case("base-plain", "base", ("--kernels=plain",)),
         Case("base-bf16", "base", environment=bf16),
         Case("base-int8", "base", ("--matmul=int8",), environment=bf16),
@@ -103,9 +107,9 @@ def cases() -> list[Case]:
         Case("rl-rows", "rl", ("--no_trees",), parent="base"),
     ]
     for family in ("qwen2", "qwen3", "qwen3.5"):
-        listed.append(Case(f"lora-{family}", "tune", parent=family))
-        listed.append(Case(f"full-{family}", "tune", ("--lora_rank=0",), parent=family))
-    listed += [
+        all_cases.append(Case(f"lora-{family}", "tune", parent=family))
+        all_cases.append(Case(f"full-{family}", "tune", ("--lora_rank=0",), parent=family))
+    all_cases += [
         Case("lora-qwen3-bf16", "tune", environment=bf16, parent="qwen3"),
         Case("lora-qwen3-ranks", "tune", ranks=2, parent="qwen3"),
         Case("dpo-qwen3", "tune", ("--loss=dpo",), parent="qwen3"),
@@ -119,11 +123,11 @@ def cases() -> list[Case]:
             parent="qwen3",
         ),
     ]
-    return listed
+    return all_cases
 
 
 class Recorder:
-    """Runs cases with the code of one tree and keeps their figures in a folder."""
+    """Runs cases with the code of one tree, and keeps their figures in a folder."""
 
     def __init__(self, tree: Path, folder: Path, models: Path | None):
         self.tree = tree.resolve()
@@ -133,8 +137,11 @@ class Recorder:
         self.python = str(self.tree / ".venv" / "bin" / "python")
         self.base.mkdir(parents=True, exist_ok=True)
 
-    def run(self, words: list[str], environment: dict[str, str] | None = None) -> str:
-        """Run Python with these words in the tree and return what it printed."""
+    def run(self, arguments: list[str], environment: dict[str, str] | None = None) -> str:
+        """Run Python with these arguments in the tree, and return what it printed.
+
+        Raises SystemExit with the last output if the command fails.
+        """
         settings = {
             **os.environ,
             "NANOCHAT_BASE_DIR": str(self.base),
@@ -147,7 +154,7 @@ class Recorder:
         if settings["NANOCHAT_DEVICE"] == "npu":
             del settings["NANOCHAT_DEVICE"]
         ended = subprocess.run(
-            [self.python, *words],
+            [self.python, *arguments],
             cwd=self.tree,
             env=settings,
             text=True,
@@ -156,13 +163,13 @@ class Recorder:
             stderr=subprocess.STDOUT,
         )
         if ended.returncode:
-            command = " ".join(words)
+            command = " ".join(arguments)
             last_lines = ended.stdout[-3000:]
             raise SystemExit(f"{command} ended with {ended.returncode}:\n{last_lines}")
         return ended.stdout
 
     def prepare(self) -> None:
-        """Make the corpus, its tokenizer and the random published models, unless they are there."""
+        """Make the corpus, its tokenizer and the random published models, unless they exist."""
         if not (self.base / "tokenizer").exists():
             self.run(["-m", "nanochat.dataset", "--data", "tinyworld"])
             self.run(["-m", "scripts.tok_train", "--data", "tinyworld", "--vocab_size", "1024"])
@@ -178,7 +185,10 @@ class Recorder:
         self._write_conversations()
 
     def _write_conversations(self) -> None:
-        """Write 400 conversations, 200 pairs of answers and 100 problems, the same on every machine."""
+        """Write 400 conversations, 200 pairs of answers and 100 problems.
+
+        They are the same on every machine.
+        """
         generator = random.Random(7)
         chats, pairs = [], []
         for _ in range(400):
@@ -198,35 +208,35 @@ class Recorder:
             (self.folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
     def stage_flags(self, case: Case) -> list[str]:
-        """Return the flags of a case: those of its stage, where it reads and writes, and its own."""
+        """Return the flags of a case: those of its stage, its inputs and outputs, and its own."""
         _, *flags = COMMANDS[case.stage]
         if case.stage == "tune":
-            data = "pairs" if "--loss=dpo" in case.flags else "chats"
+            data_name = "pairs" if "--loss=dpo" in case.flags else "chats"
             flags.append(f"--model={self.models / case.parent}")
-            flags.append(f"--data={self.folder / data}.jsonl")
+            flags.append(f"--data={self.folder / data_name}.jsonl")
         elif case.stage != "base":
             flags.append(f"--model_tag={case.parent}")
-        out = "model_tag" if case.stage == "base" else "out_tag"
-        flags.append(f"--{out}={case.tag}")
+        tag_flag = "model_tag" if case.stage == "base" else "out_tag"
+        flags.append(f"--{tag_flag}={case.tag}")
         if case.stage == "rl":
             flags.append(f"--problems={self.folder / 'problems'}.jsonl")
         return [*flags, *case.flags]
 
     def command(self, case: Case) -> list[str]:
-        """Return the words after `python` that run a case, on its ranks and its device."""
+        """Return the arguments with which Python runs a case, on its ranks and its device."""
         module = COMMANDS[case.stage][0]
-        words = ["-m", module, *self.stage_flags(case)]
+        arguments = ["-m", module, *self.stage_flags(case)]
         if case.ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone"]
             ranks = f"--nproc_per_node={case.ranks}"
-            words = [*launcher, ranks, "-m", module, "--", *self.stage_flags(case)]
+            arguments = [*launcher, ranks, "-m", module, "--", *self.stage_flags(case)]
         if case.chip:
             emulator = ["-m", "tests.emulated_npu", "--chip", case.chip]
-            words = [*emulator, "--devices", str(case.ranks), "--", self.python, *words]
-        return words
+            arguments = [*emulator, "--devices", str(case.ranks), "--", self.python, *arguments]
+        return arguments
 
     def record(self, case: Case) -> None:
-        """Run one case and write its figures, and the replies of its model, to NAME.json."""
+        """Run one case, and write its figures and the replies of its model to NAME.json."""
         checkpoints = self.base / f"{FOLDERS[case.stage]}_checkpoints" / case.tag
         shutil.rmtree(checkpoints, ignore_errors=True)
         environment = dict(case.environment)
@@ -243,7 +253,7 @@ class Recorder:
         print(f"{case.name}: {len(figures)} lines, last loss {figures[-1].get('loss')}", flush=True)
 
     def replies(self, case: Case) -> dict[str, str]:
-        """Return the greedy replies of the model to the prompts."""
+        """Return the model's greedy reply to each of the prompts."""
         chat = ["-m", "scripts.chat_cli", "-i", case.stage, "-g", case.tag, "-t", "0", "-m", "24"]
         return {
             prompt: reply_in(self.run([*chat, "-p", prompt], case.environment))
@@ -252,7 +262,10 @@ class Recorder:
 
 
 def reply_in(output: str) -> str:
-    """Return the reply and its tool calls in what chat_cli printed, without the lines about device, models and speed."""
+    """Return the reply and its tool calls in the output of chat_cli.
+
+    Lines about the device, the models and the speed are left out.
+    """
     lines = [
         line
         for line in output.splitlines()
@@ -262,7 +275,7 @@ def reply_in(output: str) -> str:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print a line for each case that was recorded before, and return how many cases differ."""
+    """Print a line for each recorded case, and return how many cases differ."""
     different = 0
     for path in sorted(before.glob("*.json")):
         if not (after / path.name).exists():
@@ -275,37 +288,38 @@ def compare(before: Path, after: Path) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the figures and the replies of a case."""
+    """Return the record of a case, with its figures and replies."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return what differs between two records: the first step, and the most that each figure differs by.
+    """Describe what differs between two records, or return "" if nothing does.
 
-    The text is empty if nothing differs.
+    The text names the first step that differs, the largest difference of each figure, and the
+    prompts with other replies.
     """
     if len(before["figures"]) != len(after["figures"]):
         return f"{len(before['figures'])} and {len(after['figures'])} lines"
     largest_gaps: dict[str, float] = {}
-    words: list[str] = []
+    differences: list[str] = []
     for a, b in zip(before["figures"], after["figures"], strict=True):
         for key in sorted(a.keys() | b.keys()):
             if a.get(key) == b.get(key):
                 continue
             if not largest_gaps:
-                words.append(f"differs from step {a['step']} ({key})")
+                differences.append(f"differs from step {a['step']} ({key})")
             gap = abs(a.get(key, math.inf) - b.get(key, math.inf))
             largest_gaps[key] = max(largest_gaps.get(key, 0.0), gap)
-    words += [f"{key} by at most {gap:.2e}" for key, gap in largest_gaps.items()]
+    differences += [f"{key} by at most {gap:.2e}" for key, gap in largest_gaps.items()]
     for prompt, reply in before["replies"].items():
-        # Records of before 2026-11-27 have every line that chat_cli printed.
+        # Records from before 2026-11-27 have every line that chat_cli printed.
         if reply_in(reply) != reply_in(after["replies"].get(prompt, "")):
-            words.append(f"another reply to {prompt!r}")
-    return ", ".join(words)
+            differences.append(f"another reply to {prompt!r}")
+    return ", ".join(differences)
 
 
 def main() -> int:
-    """Record or compare; return the exit code."""
+    """Record or compare, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dev.goldens",
         description=__doc__,

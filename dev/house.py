@@ -1,8 +1,10 @@
-"""Measures the house: its floors, the arrows between its rooms, circles of files, and the sizes of files and folders.
+"""Measures the house: its floors, the arrows between its rooms, circles of files, and sizes.
 
 python -m dev.house
 
-FLOORS is the one list of what may import what; tests/repository/test_architecture.py and dev/floorplan.py read it too.
+A room is a folder or a file of nanochat/, an arrow is an import from one room in another, and a
+circle is a group of files that import each other. FLOORS is the one list of what may import what.
+tests/repository/test_architecture.py and dev/floorplan.py read it too.
 """
 
 import ast
@@ -15,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "nanochat"
 LATE_IMPORTS = ("import_module", "__import__")
 
-# From the ground up. A room is a folder or a file of nanochat/. It imports rooms of lower floors only.
+# From the ground up. A room imports only rooms of lower floors.
 FLOORS = (
     ("common",),
     ("data", "linear", "cache", "attention", "loss", "muon", "schedule"),
@@ -48,7 +50,10 @@ def room_of(path: str) -> str:
 
 
 def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and the dotted name of every import, inside functions too, relative ones made absolute."""
+    """Yield the line and the dotted name of every import, also inside functions.
+
+    Relative imports are made absolute.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -69,7 +74,7 @@ def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def sources(*folders: str) -> dict[str, str]:
-    """Return the path and the text of every Python file below some folders of the repository."""
+    """Return the text of every Python file below some folders of the repository, by path."""
     text_of: dict[str, str] = {}
     for folder in folders:
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -79,13 +84,13 @@ def sources(*folders: str) -> dict[str, str]:
 
 
 def imported_room(name: str) -> str:
-    """Return the room that a dotted name is in; empty for names outside of the package."""
+    """Return the room that a dotted name is in, or "" if the name is not in the package."""
     package, _, inner = name.partition(".")
     return inner.split(".")[0] if package == PACKAGE else ""
 
 
 def arrows(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """Return how many imports lead from one room of the package to another: (importing, imported) -> count."""
+    """Return the number of imports of one room by another: (importing, imported) -> count."""
     counts: dict[tuple[str, str], int] = {}
     for path, text in files.items():
         if path == f"{PACKAGE}/__init__.py":
@@ -100,12 +105,12 @@ def arrows(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
 
 
 def module_of(path: str) -> str:
-    """Return the dotted name of a file."""
+    """Return the dotted module name of a file."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imported_files(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the files that each file imports."""
+    """Return, for each file, the files that it imports."""
     path_of = {module_of(path): path for path in files}
     targets: dict[str, set[str]] = {}
     for path, text in files.items():
@@ -120,7 +125,10 @@ def imported_files(files: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def circles(files: Mapping[str, str]) -> list[list[str]]:
-    """Return groups of files that import each other in a circle; empty in a house that stands."""
+    """Return the groups of files that import each other in a circle.
+
+    There are none in a house that stands.
+    """
     targets = imported_files(files)
     groups: list[list[str]] = []
     visited: set[str] = set()
@@ -139,23 +147,23 @@ def circles(files: Mapping[str, str]) -> list[list[str]]:
 
 
 def entries(folder: Path) -> int:
-    """Return how many files and folders a folder shows, without `__init__.py` and caches."""
+    """Return the number of files and folders in a folder, without `__init__.py` and caches."""
     hidden = ("__init__", "__pycache__", ".")
     return sum(not path.name.startswith(hidden) for path in folder.iterdir())
 
 
 @dataclass(frozen=True)
 class House:
-    """What is measured of the package."""
+    """The measurements of the package."""
 
     arrows: dict[tuple[str, str], int]
     circles: list[list[str]]
-    entries: dict[str, int]  # of each folder
-    median_lines: float  # of a file
+    entries: dict[str, int]  # the number of entries of each folder
+    median_lines: float  # the median number of lines of a file
 
 
 def measure() -> House:
-    """Measure the repository that this file belongs to."""
+    """Return the measurements of the repository that this file belongs to."""
     files = sources(PACKAGE)
     folders = sorted({(ROOT / path).parent for path in files})
     entry_counts = {folder.relative_to(ROOT).as_posix(): entries(folder) for folder in folders}
@@ -166,7 +174,7 @@ def measure() -> House:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print the measurements."""
     house = measure()
     rooms = {room for arrow in house.arrows for room in arrow}
     upwards = sum(FLOOR[target] >= FLOOR[room] for room, target in house.arrows)

@@ -1,4 +1,4 @@
-"""Keeps the Chinese of the translated messages complete: finds each tr("...") in the code and compiles the catalogue.
+"""Keeps the Chinese of messages complete: finds each tr("...") and compiles the catalogue.
 
 python -m dev.messages            # adds new messages to nanochat.po without Chinese, drops old ones, compiles
 python -m dev.messages --check    # says what is missing or stale, with exit code 1
@@ -19,13 +19,13 @@ PACKAGES = ("nanochat", "scripts", "tasks")
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """Yield the files whose messages are translated."""
+    """Yield the source files whose messages are translated."""
     for package in PACKAGES:
         yield from sorted((root / package).rglob("*.py"))
 
 
 def templates(root: Path = ROOT) -> dict[str, str]:
-    """Return every English template in the code, and the file that has it.
+    """Return the English templates in the code, each with the file that has it.
 
     Raises ValueError if a call of tr() has anything but a plain string.
     """
@@ -39,13 +39,13 @@ def templates(root: Path = ROOT) -> dict[str, str]:
 
 
 def names(template: str) -> set[str]:
-    """Return the names of the values in a template."""
+    """Return the names of the values that a template has."""
     fields = (name for _, name, _, _ in string.Formatter().parse(template))
     return {name for name in fields if name}
 
 
 def problems(catalogue: polib.POFile, file_of: dict[str, str]) -> list[str]:
-    """Return what is wrong with a catalogue, in words."""
+    """Return a line for each problem of a catalogue."""
     chinese_of = {entry.msgid: entry.msgstr for entry in catalogue}
     lines = []
     for template, file in file_of.items():
@@ -63,7 +63,10 @@ def problems(catalogue: polib.POFile, file_of: dict[str, str]) -> list[str]:
 
 
 def update(file: Path, file_of: dict[str, str]) -> polib.POFile:
-    """Write the catalogue, compiled too, with an entry for every template in the order of the code."""
+    """Write the catalogue, also in compiled form, and return it.
+
+    It has an entry for every template, in the order of the code.
+    """
     chinese_of = {}
     if file.exists():
         chinese_of = {entry.msgid: entry.msgstr for entry in polib.pofile(str(file))}
@@ -80,7 +83,7 @@ def update(file: Path, file_of: dict[str, str]) -> polib.POFile:
 
 
 def main() -> int:
-    """Update the catalogue, or only check it; return the exit code."""
+    """Update the catalogue, or only check it, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

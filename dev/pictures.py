@@ -1,12 +1,12 @@
-"""Makes the README's pictures from a finished run, small enough to commit, and prints the rows of its table of results.
+"""Makes the README's pictures from a finished run, and prints the rows of its table of results.
 
 python -m dev.pictures --base ~/.cache/nanochat                              # the pages and the curves
 python -m dev.pictures --base ~/.cache/nanochat --tokenizer bench.json       # and the bars of bench.tokenizer
 python -m dev.pictures --base DIR --only chat --tag speedrun
 
-docs/pictures/ then holds chat.png, compare.png, curves.png, runs.png and tokenizer.png for light pages, and
-NAME-dark.png for dark ones. The pages need Chromium on the PATH. The bars need what `python -m bench.tokenizer` printed
-when it was given --against.
+The pictures are small enough to commit. docs/pictures/ afterwards holds chat.png, compare.png,
+curves.png, runs.png and tokenizer.png for light pages, and NAME-dark.png for dark ones. The pages
+need Chromium on the PATH. The bars need the output of `python -m bench.tokenizer` with --against.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from dev.house import ROOT
 from nanochat.common import write_atomic
 
 FOLDER = ROOT / "docs" / "pictures"
-MOST_BYTES = 300_000  # all pictures of the README together, the floor plan included
+MOST_BYTES = 300_000  # of all pictures of the README together, including the floor plan
 
 QUESTIONS = ("What is the capital of France?", "法国的首都是哪里？", "What is 37 * 48?")
-TO_COMPARE = "Tell me about the moon."  # only fine-tuning teaches what the model cannot answer
-WIDTH, LEAST_HEIGHT = 860, 560  # of the page, in CSS pixels
+TO_COMPARE = "Tell me about the moon."  # only fine-tuning teaches a model what it cannot answer
+WIDTH, LEAST_HEIGHT = 860, 560  # the size of the page, in CSS pixels
 RUNS_WIDTH, COMPARE_WIDTH = 1060, 1000
 TO_THE_FOURTH_CHART = (
     "() => Math.ceil(document.querySelectorAll('.chart')[3].getBoundingClientRect().bottom) + 20"
 )
 OTHERS = ("runs", "compare")  # the pictures of docs/runs.md and docs/chat.md
-SCALE = 2  # pixels of a picture to one of its page
+SCALE = 2  # pixels of a picture per pixel of its page
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 TITLES = {"base": "base", "mid": "mid", "sft": "SFT", "rl": "RL"}
 PEERS = {"rustbpe": "karpathy/rustbpe", "tokenizers": "HF tokenizers", "tiktoken": "tiktoken"}
@@ -61,7 +61,7 @@ FROM_TOP_TO_BOTTOM = """() => {
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a picture."""
+    """The colours of a picture, and the colour scheme of the browser that shows the page."""
 
     suffix: str
     scheme: str
@@ -94,14 +94,14 @@ THEMES = (LIGHT, DARK)
 
 
 def save(name: str, png: bytes, colours: int) -> None:
-    """Write a picture with a palette of so many colours, which takes a fraction of the bytes."""
+    """Write a picture with a palette of `colours` colours, which takes a fraction of the bytes."""
     from PIL import Image
 
-    small = Image.open(io.BytesIO(png)).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
-    out = io.BytesIO()
-    small.save(out, "PNG", optimize=True)
-    write_atomic(FOLDER / f"{name}.png", out.getvalue())
-    print(f"{name}.png: {len(out.getvalue()):,} bytes")
+    reduced = Image.open(io.BytesIO(png)).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    reduced.save(buffer, "PNG", optimize=True)
+    write_atomic(FOLDER / f"{name}.png", buffer.getvalue())
+    print(f"{name}.png: {len(buffer.getvalue()):,} bytes")
 
 
 # --- the chat page -------------------------------------------------------------------------------
@@ -109,7 +109,10 @@ def save(name: str, png: bytes, colours: int) -> None:
 
 @contextmanager
 def serving(base: Path, *flags: str) -> Iterator[str]:
-    """The address of chat_web with these flags on a base folder."""
+    """Run chat_web with these flags on a base folder, and yield its address.
+
+    The server ends with the context. Exits with the server's last output if it does not start.
+    """
     command = [sys.executable, "-u", "-m", "scripts.chat_web", "--port", "0", *flags]
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
     with subprocess.Popen(
@@ -132,18 +135,18 @@ def serving(base: Path, *flags: str) -> Iterator[str]:
             server.terminate()
 
 
-def ask(page: Any, question: str, number: int) -> None:
+def ask(page: Any, question: str, answer_number: int) -> None:
     """Type a question and wait until its answer is complete."""
     from playwright.sync_api import expect
 
     page.fill("#prompt", question)
     page.press("#prompt", "Enter")
-    page.locator(".turn.model .meta").nth(number).wait_for()
+    page.locator(".turn.model .meta").nth(answer_number).wait_for()
     expect(page.locator(".body.streaming")).to_have_count(0, timeout=60_000)
 
 
 def pages(url: str, width: int, scale: int) -> Iterator[tuple[Theme, Any]]:
-    """A page of a server in a fresh browser, in every theme."""
+    """Yield each theme with the page at a URL, in a new browser window of that theme."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -168,23 +171,23 @@ def pages(url: str, width: int, scale: int) -> Iterator[tuple[Theme, Any]]:
 
 
 def chat(base: Path, tag: str | None) -> None:
-    """Photograph a chat in both languages, with the calculator's call unfolded."""
+    """Photograph a chat in both languages, with the call of the calculator unfolded."""
     with serving(base, *(["-g", tag] if tag else [])) as url:
         for theme, page in pages(url, WIDTH, SCALE):
-            for number, question in enumerate(QUESTIONS):
-                ask(page, question, number)
+            for answer_number, question in enumerate(QUESTIONS):
+                ask(page, question, answer_number)
             if page.locator("details.tool summary").count():
                 page.locator("details.tool summary").last.press(
                     "Enter"
                 )  # a click would leave the mouse on a button
             page.evaluate("() => document.activeElement.blur()")
             page.set_viewport_size({"width": WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)})
-            page.wait_for_timeout(500)  # fades and the scroll come to rest
+            page.wait_for_timeout(500)  # until fades and scrolling have ended
             save(f"chat{theme.suffix}", page.screenshot(), 64)
 
 
 def compare(base: Path, tag: str | None) -> None:
-    """Photograph the answers of the newest model and of the midtrained one to a question, next to each other."""
+    """Photograph the answers of the newest model and the midtrained one to the same question."""
     name = tag or trained_tag(base)
     with serving(base, "-g", name, "--also", f"mid/{name}") as url:
         for theme, page in pages(url, COMPARE_WIDTH, 1):
@@ -201,7 +204,7 @@ def compare(base: Path, tag: str | None) -> None:
 
 
 def trained_tag(base: Path) -> str:
-    """The tag whose midtrained model was saved last."""
+    """Return the tag of the midtrained model that was saved last."""
     folders = sorted(
         (base / "mid_checkpoints").glob("*/"), key=lambda folder: folder.stat().st_mtime
     )
@@ -220,7 +223,7 @@ def runs(base: Path) -> None:
             for box in page.get_by_role("checkbox").all()[: len(STAGES)]:
                 box.check()
             page.evaluate("() => document.activeElement.blur()")
-            page.wait_for_timeout(3000)  # the figures of all runs have come
+            page.wait_for_timeout(3000)  # until the figures of all runs have arrived
             page.set_viewport_size(
                 {"width": RUNS_WIDTH, "height": page.evaluate(TO_THE_FOURTH_CHART)}
             )
@@ -232,7 +235,10 @@ def runs(base: Path) -> None:
 
 
 def metrics(base: Path, stage: str, tag: str | None) -> list[dict[str, Any]]:
-    """The lines that a stage logged under a tag, else under the newest; empty if it never ran."""
+    """Return the lines that a stage logged under a tag, or under its newest tag if `tag` is None.
+
+    The list is empty if the stage never ran.
+    """
     folder = base / f"{STAGES[stage]}_checkpoints"
     files = [folder / tag / "metrics.jsonl"] if tag else list(folder.glob("*/metrics.jsonl"))
     files = sorted((file for file in files if file.exists()), key=lambda file: file.stat().st_mtime)
@@ -244,18 +250,21 @@ def metrics(base: Path, stage: str, tag: str | None) -> list[dict[str, Any]]:
 
 
 def smoothed(values: Sequence[float], share: float = 0.9) -> list[float]:
-    """A running mean in which each value weighs 1 - share; the first values weigh alike, so it has no slow start."""
+    """Return a running mean of values, in which each new value weighs 1 - share.
+
+    The first values all weigh the same, so that the mean does not start slowly.
+    """
     means: list[float] = []
     mean = 0.0
-    for number, value in enumerate(values):
-        weight = max(1 - share, 1 / (number + 1))
+    for index, value in enumerate(values):
+        weight = max(1 - share, 1 / (index + 1))
         mean += weight * (value - mean)
         means.append(mean)
     return means
 
 
 def plain(axes: Any, theme: Theme, title: str) -> None:
-    """Axes without a box: a title, a light grid, whole numbers of steps."""
+    """Give axes a title, a light grid and whole numbers of steps, and remove their box."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_title(title, loc="left", color=theme.text, fontsize=9.5, pad=10)
@@ -270,18 +279,18 @@ def plain(axes: Any, theme: Theme, title: str) -> None:
 
 
 def mark(axes: Any, x: float, y: float, words: str, colour: str, side: str = "above") -> None:
-    """A label in the colour of its curve, above a place on the curve or to its right."""
-    place = (
+    """Label a curve in its colour, above a point of the curve or to the right of it."""
+    offset = (
         {"xytext": (0, 5), "ha": "center"} if side == "above" else {"xytext": (7, -3), "ha": "left"}
     )
-    axes.annotate(words, (x, y), textcoords="offset points", color=colour, fontsize=8.5, **place)
+    axes.annotate(words, (x, y), textcoords="offset points", color=colour, fontsize=8.5, **offset)
 
 
-def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) -> None:
-    """Training loss of base, mid and SFT, one after another."""
+def draw_losses(axes: Any, stage_lines: dict[str, list[dict[str, Any]]], theme: Theme) -> None:
+    """Draw the training losses of base, mid and SFT, one after another."""
     start = 0
     for stage in ("base", "mid", "sft"):
-        lines = runs[stage]
+        lines = stage_lines[stage]
         if lines:
             steps, values = (
                 [start + line["step"] for line in lines],
@@ -303,10 +312,15 @@ def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) 
     axes.minorticks_off()
 
 
-def draw_bits(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) -> None:
-    """Bits per byte of held-out text: documents for base, conversations for mid and SFT."""
+def draw_bits(axes: Any, stage_lines: dict[str, list[dict[str, Any]]], theme: Theme) -> None:
+    """Draw the bits per byte of held-out text.
+
+    The text is documents for base, and conversations for mid and SFT.
+    """
     for stage in ("base", "mid", "sft"):
-        points = [(line["step"], line["val_bpb"]) for line in runs[stage] if "val_bpb" in line]
+        points = [
+            (line["step"], line["val_bpb"]) for line in stage_lines[stage] if "val_bpb" in line
+        ]
         if points:
             steps, values = zip(*points, strict=True)
             axes.plot(
@@ -326,7 +340,7 @@ def draw_bits(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) ->
 
 
 def draw_rewards(axes: Any, lines: list[dict[str, Any]], theme: Theme) -> None:
-    """RL: the share of sampled answers that are right, and of held-out problems that are answered rightly."""
+    """Draw the share of right answers in RL, for sampled replies and for held-out problems."""
     sampled = [(line["step"], line["reward"]) for line in lines if "reward" in line]
     held_out = [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
     colour = theme.stages["rl"]
@@ -347,21 +361,21 @@ def draw_rewards(axes: Any, lines: list[dict[str, Any]], theme: Theme) -> None:
 
 
 def curves(base: Path, tag: str | None) -> None:
-    """Draw loss, bits per byte and reward of a run's stages."""
+    """Draw the loss, the bits per byte and the reward of a run's stages."""
     from matplotlib.figure import Figure
 
-    runs = {stage: metrics(base, stage, tag) for stage in STAGES}
-    if not any(runs.values()):
+    stage_lines = {stage: metrics(base, stage, tag) for stage in STAGES}
+    if not any(stage_lines.values()):
         sys.exit(f"{base} holds no metrics.jsonl; give the base folder of a run that has trained")
     panels = [
-        ("training loss (log scale)", lambda axes, theme: draw_losses(axes, runs, theme)),
-        ("bits per byte of held-out text", lambda axes, theme: draw_bits(axes, runs, theme)),
+        ("training loss (log scale)", lambda axes, theme: draw_losses(axes, stage_lines, theme)),
+        ("bits per byte of held-out text", lambda axes, theme: draw_bits(axes, stage_lines, theme)),
     ]
-    if runs["rl"]:
+    if stage_lines["rl"]:
         panels.append(
             (
                 "RL: share of right answers",
-                lambda axes, theme: draw_rewards(axes, runs["rl"], theme),
+                lambda axes, theme: draw_rewards(axes, stage_lines["rl"], theme),
             )
         )
     for theme in THEMES:
@@ -373,17 +387,17 @@ def curves(base: Path, tag: str | None) -> None:
 
 
 def picture(name: str, figure: Any) -> None:
-    """Save a matplotlib figure."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=100 * SCALE)
-    save(name, out.getvalue(), 48)
+    """Save a matplotlib figure as a picture."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100 * SCALE)
+    save(name, buffer.getvalue(), 48)
 
 
 # --- the tokenizer -------------------------------------------------------------------------------
 
 
 def ratios(result: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """(what, beside whom, how many times as fast) of a JSON line of bench.tokenizer."""
+    """Return (task, peer, how many times as fast as the peer) from a result of bench.tokenizer."""
     return [
         (title, PEERS[peer], float(result[f"{kind}_vs_{peer}"]))
         for kind, title in BARS.items()
@@ -393,7 +407,10 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, str, float]]:
 
 
 def tokenizer(file: Path) -> None:
-    """Draw how many times as fast as its peers the tokenizer is, from the last JSON line of a file."""
+    """Draw how many times as fast as its peers the tokenizer is.
+
+    The figures come from the last JSON line of a file.
+    """
     from matplotlib.figure import Figure
 
     result = json.loads(
@@ -413,16 +430,16 @@ def tokenizer(file: Path) -> None:
         plain(
             axes, theme, f"times as fast as other tokenizers (CPU seconds side by side, {threads})"
         )
-        places = range(len(bars), 0, -1)
+        positions = range(len(bars), 0, -1)
         colours = [
             theme.stages["base" if title.startswith("training") else "sft"] for title, _, _ in bars
         ]
-        axes.barh(places, [times for _, _, times in bars], color=colours, height=0.62)
-        axes.set_yticks(places, [f"{title} vs {whom}" for title, whom, _ in bars])
-        for place, (_, _, times) in zip(places, bars, strict=True):
+        axes.barh(positions, [times for _, _, times in bars], color=colours, height=0.62)
+        axes.set_yticks(positions, [f"{title} vs {whom}" for title, whom, _ in bars])
+        for position, (_, _, times) in zip(positions, bars, strict=True):
             axes.annotate(
                 f"{times:.1f}",
-                (times, place),
+                (times, position),
                 (4, 0),
                 textcoords="offset points",
                 va="center",
@@ -441,7 +458,10 @@ def tokenizer(file: Path) -> None:
 
 
 def results(base: Path) -> list[str]:
-    """The rows of the README's table of results, from the report of a finished run: accuracy and 95 % interval."""
+    """Return the rows of the README's table of results, with accuracies and 95 % intervals.
+
+    They come from the report of a finished run.
+    """
     file = base / "report" / "report.json"
     if not file.exists():
         return [f"no {file} yet: the table of results needs a finished run"]
@@ -456,18 +476,21 @@ def results(base: Path) -> list[str]:
 
 
 def percent(score: dict[str, float]) -> str:
-    """A score such as 97.7 % (96.3–98.6)."""
+    """Return a score as text, such as 97.7 % (96.3–98.6)."""
     return f"{100 * score['accuracy']:.1f} % ({100 * score['low']:.1f}–{100 * score['high']:.1f})"
 
 
 def size() -> int:
-    """The bytes of all pictures of the README together; OTHERS are in the guides."""
+    """Return the total size of the README's pictures, in bytes.
+
+    OTHERS do not count, because they are in the guides.
+    """
     files = [*FOLDER.glob("*.png"), *FOLDER.parent.glob("architecture-*.svg")]
     return sum(file.stat().st_size for file in files if not file.name.startswith(OTHERS))
 
 
 def main() -> None:
-    """Make what was asked for, and check that everything together is small."""
+    """Make the requested pictures, and check that all pictures together are small enough."""
     parser = argparse.ArgumentParser(
         description="Make the pictures of the README from a finished run."
     )

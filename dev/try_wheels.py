@@ -1,10 +1,11 @@
-"""Tries the contract with torch_npu on every release that the package index has, and says what changed.
+"""Tries the contract with torch_npu on every release in the package index, and says what changed.
 
 python -m dev.try_wheels              # every release from 2.7 on: what the project calls, and what is new
 python -m dev.try_wheels 2.14.0       # these only
 
-Meant for a nightly run. The exit code is 1 if a release would not take a call of the project, or if the index has a
-release that tools_npu/versions.py does not know. Only the text of the wheels is read, about 3 MB each.
+It is meant for a nightly run. The exit code is 1 if a release would not accept a call of the
+project, or if the index has a release that tools_npu/versions.py does not know. Only the text of
+the wheels is read, about 3 MB each.
 """
 
 import sys
@@ -18,7 +19,10 @@ from tools_npu import versions
 
 
 def unlisted(names: Sequence[str]) -> list[str]:
-    """Return releases newer than the last patch of their minor that tools_npu/versions.py names."""
+    """Return the releases that tools_npu/versions.py does not know yet.
+
+    They are newer than the last known patch of their minor version.
+    """
     last_of_minor = {}
     for name in versions.LAST_PATCHES:
         last_of_minor[versions.release(name)[:2]] = versions.order(name)
@@ -32,12 +36,12 @@ def unlisted(names: Sequence[str]) -> list[str]:
 
 
 def parameters(signatures: Iterable[Any]) -> set[str]:
-    """Return the names of all parameters of some signatures."""
+    """Return the names of all parameters in some signatures."""
     return {parameter.name for signature in signatures for parameter in signature.parameters}
 
 
 def changes(before: Package, after: Package, calls: Sequence[Use]) -> list[str]:
-    """Return the names that the project uses and whose arguments differ in the next release."""
+    """Return a line for each name in `calls` whose parameters differ between two releases."""
     lines = []
     for name in sorted({use.name for use in calls}):
         old, new = before.find(name), after.find(name)
@@ -58,7 +62,7 @@ def changes(before: Package, after: Package, calls: Sequence[Use]) -> list[str]:
 
 
 def main(requested: Sequence[str]) -> int:
-    """Print a line for each release; return the exit code."""
+    """Print a line for each release, and return the exit code."""
     try:
         published = releases()
     except NoNetwork as why:

@@ -1,4 +1,4 @@
-"""Evaluate a base model: CORE, multiple choice, and bits per byte, as far as the data is here.
+"""Evaluate a base model by CORE, multiple choice and bits per byte, if their data is here.
 
 python -m scripts.base_eval
 python -m scripts.base_eval --max_per_task=100                 # a quick look
@@ -78,7 +78,7 @@ def table(core: Core, mean: float) -> str:
 
 
 def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, int]:
-    """Return the largest number of problems of a task, and of tokens in a pass."""
+    """Return the limits on problems per task (None for no limit) and on tokens per pass."""
     problems = cfg.max_per_task if cfg.max_per_task > 0 else None
     rows = cfg.device_batch_size
     if rows == "auto":
@@ -93,7 +93,10 @@ def answers(
     loaded: Loaded,
     compute: Compute,
 ) -> Records:
-    """Return the file of the answers to a task; with --again, without earlier answers."""
+    """Return the records of the answers to a task, which are kept in a file.
+
+    With --again, the file's earlier answers are deleted first.
+    """
     about = {
         "model": loaded.weights,
         "settings": {"limit": cfg.max_per_task, "dtype": str(compute.dtype)},
@@ -150,7 +153,10 @@ def evaluate_tasks(
 
 
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
-    """Measure CORE, write <base>/base_eval/<tag>_<step>.csv; None if there is no bundle."""
+    """Measure CORE, write it to <base>/base_eval/<tag>_<step>.csv, and return it.
+
+    Returns None if there is no eval bundle.
+    """
     bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
         log(
@@ -182,9 +188,9 @@ def evaluate_bits(
     loaded: Loaded,
     compute: Compute,
 ) -> loss_eval.Loss | None:
-    """Measure bits per byte on the validation split.
+    """Return the loss on the validation split, and log its bits per byte.
 
-    None if --data is not given and the corpus is not here.
+    Returns None if --data is not given and the corpus is not here.
     """
     try:
         data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
@@ -210,7 +216,7 @@ def evaluate_bits(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Run the evaluations whose data is here, write the figures to the report, and return them."""
+    """Run the evaluations that have their data, report their figures, and return them."""
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()

@@ -71,7 +71,7 @@ class Config:
 
 
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
-    """Return the continuation of each of PROMPTS, always with the likeliest token."""
+    """Return the model's greedy continuation of each sample prompt."""
     tokenizer = loaded.tokenizer
     engine = Engine(loaded.model, tokenizer)
     prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in PROMPTS]
@@ -89,7 +89,7 @@ def domain_losses(
     data: Data,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """Return the loss by language and domain, and log it."""
+    """Measure and log the loss for each language and domain, and return it."""
     platform = compute.platform
     if tokens == "auto":
         tokens = platform.split_tokens // 4
@@ -106,7 +106,7 @@ def domain_losses(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Measure and sample, write the figures to the report, and return them."""
+    """Measure the model and sample from it, write the figures to the report, and return them."""
     loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     log(f"{cfg.source} model {loaded.tag}, step {loaded.step:,}, on {data.name}")

@@ -1,4 +1,4 @@
-"""Pretraining: a GPT, or a Qwen3, from random weights, on the documents of a corpus.
+"""Pretraining: trains a GPT or a Qwen3 on the documents of a corpus, from random weights.
 
 python -m scripts.base_train --depth=4
 torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --total_batch_size=262144
@@ -26,7 +26,10 @@ from tasks.needs import warn_of_missing
 
 @dataclass(frozen=True)
 class ShapeFlags:
-    """The shape of the model. Every size left at auto is chosen by corpus and device, and printed."""
+    """The shape of the model.
+
+    Every size left at auto is chosen to suit the corpus and the device, and is printed.
+    """
 
     depth: int = 20
     """number of layers, the one dial of size: every size that is not given follows from it"""
@@ -57,7 +60,7 @@ class ShapeFlags:
 
 @dataclass(frozen=True)
 class ScheduleFlags:
-    """How long the run is, and how its learning rate rises and falls."""
+    """The length of the run, and the course of its learning rate."""
 
     num_iterations: int | None = None
     """number of steps; overrides target_flops and target_param_data_ratio"""
@@ -104,7 +107,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Train to the horizon, resuming from the newest checkpoint if there is one."""
+    """Pretrain a model to the horizon, resuming from the newest checkpoint if there is one."""
     corpus = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     tag = f"d{cfg.shape.depth}" if cfg.model_tag is None else cfg.model_tag

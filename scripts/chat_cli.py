@@ -82,15 +82,18 @@ class Config(ModelFlags):
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
-# Of a model that is loaded here, where the flags are auto.
+# For a model that is loaded here, if the flags are auto.
 TOP_K = 50
 MAX_TOKENS = 512
-SMOKE = "smoke"  # the tag of what `speedrun.sh --preset smoke` trains; the page knows it too
+SMOKE = "smoke"  # the tag of the model of `speedrun.sh --preset smoke`; the web page knows it too
 
 
 @dataclass
 class Chat:
-    """A chat with a loaded model. Replies go to `out`, everything else to `notes`."""
+    """A chat with a model that is loaded here or that a server runs.
+
+    Replies go to `out`, and everything else goes to `notes`.
+    """
 
     loaded: Loaded | None  # this and the engine are None if a server answers
     engine: Engine | None
@@ -98,18 +101,21 @@ class Chat:
     lang: str
     out: TextIO
     notes: TextIO
-    # Whole exchanges, perhaps after a system message.
+    # Complete exchanges, possibly after a system message.
     messages: list[Message] = field(default_factory=list)
     replies: int = 0
     server: Remote | None = None
-    # The settings that the user changed. A server hears only of these; its own defaults hold for
-    # the others.
+    # The settings that the user changed. Only these are sent to a server, which has defaults of its
+    # own for the others.
     changed: set[str] = field(default_factory=set)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the next reply, as the commands take them: top_k 0 means all tokens. None
-        is a default that the server does not tell."""
+        """The settings of the next reply, in the form that the commands use.
+
+        top_k is 0 for all tokens. A setting is None if it is a default that the server does not
+        report.
+        """
         settings: dict[str, Any] = {name: getattr(self.sampling, name) for name in SETTINGS}
         settings["top_k"] = self.sampling.top_k or 0
         if self.server is None:
@@ -117,17 +123,20 @@ class Chat:
         return self.server.settings({name: settings[name] for name in self.changed})
 
     def note_settings(self, name: str) -> None:
-        """Print a text that shows the settings of the next reply."""
-        shown: dict[str, Any] = {}
+        """Print a message that shows the settings of the next reply.
+
+        `name` is the key of the message in TEXTS.
+        """
+        display_values: dict[str, Any] = {}
         for key, value in self.settings.items():
             if value is None:
                 value = TEXTS[self.lang]["unsaid"]
-            shown[key] = f"{value:g}" if isinstance(value, float) else value
-        self.note(name, **shown)
+            display_values[key] = f"{value:g}" if isinstance(value, float) else value
+        self.note(name, **display_values)
         self.note_longest()
 
     def note_longest(self) -> None:
-        """Say so if the server's context has no room for replies as long as the user asked for."""
+        """Print a note if the server's context has no room for replies of the requested length."""
         longest = self.settings["max_tokens"]
         if self.server is None or "max_tokens" not in self.changed:
             return
@@ -135,11 +144,11 @@ class Chat:
             self.note("most", most=longest, context=self.server.context)
 
     def note(self, name: str, **values: Any) -> None:
-        """Print one of TEXTS to the notes."""
+        """Print a message to the notes, by its key in TEXTS and the values to fill in."""
         self.dim(TEXTS[self.lang][name].format(**values))
 
     def dim(self, text: str) -> None:
-        """Print a text to the notes, in grey on a terminal."""
+        """Print a text to the notes, in grey if they go to a terminal."""
         print(dim(text, self.notes), file=self.notes, flush=True)
 
 
@@ -147,15 +156,18 @@ class Chat:
 
 
 def prompt_tokens(chat: Chat, question: str) -> list[int]:
-    """Return the tokens of the chat and the question, without the first exchanges if they no longer
-    fit."""
+    """Return the tokens of the chat and the question.
+
+    If they no longer fit into the context, the earliest exchanges are left out. A base model gets
+    the question alone.
+    """
     tokenizer = chat.loaded.tokenizer
     length = chat.engine.length
     if chat.loaded.stage == "base":
         return [tokenizer.bos, *tokenizer.encode(question)]
     head = instructions(chat.messages)
     turns = [*chat.messages[len(head) :], user(question)]
-    least_reply = length // 4  # the least room for a reply
+    least_reply = length // 4  # always leave room for a reply of this length
     room = length - min(chat.sampling.max_tokens, least_reply)
     for forgotten in range(0, len(turns), 2):
         visible = Conversation((*head, *turns[forgotten:]))
@@ -168,8 +180,11 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
 
 
 def show(piece: Part, chat: Chat, call: str) -> str:
-    """Print a part of a reply. A calculator call waits for its answer: return the call that waits,
-    or an empty text."""
+    """Print a piece of a reply, and return the calculator call whose result comes next.
+
+    `call` is the call that the pieces before this one left open. It is empty if there is none, as
+    is the returned call.
+    """
     if piece.kind == "python":
         return piece.text
     if piece.kind == "text":
@@ -183,18 +198,17 @@ def show(piece: Part, chat: Chat, call: str) -> str:
 
 
 def reply(chat: Chat, question: str) -> bool:
-    """Answer a question word by word, and add question and reply to the chat. False if Ctrl-C
-    stopped the reply.
+    """Answer a question word by word, and add the question and the reply to the chat.
 
-    Raises UserError if the question does not fit into the context, or if the model is broken; the
-    chat then stays unchanged.
+    Returns False if Ctrl-C stopped the reply. Raises UserError if the question does not fit into
+    the context, or if the model is broken; the chat then stays unchanged.
     """
     if chat.server:
         return reply_of_server(chat, chat.server, question)
     engine = chat.engine
     prompt = prompt_tokens(chat, question)
     sampling = replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
-    number = engine.submit(prompt, sampling)
+    request_number = engine.submit(prompt, sampling)
     stream = TextStream(chat.loaded.tokenizer)
     call = ""
     tokens: list[int] = []
@@ -209,7 +223,7 @@ def reply(chat: Chat, question: str) -> bool:
                 finish = event.finish
                 for piece in stream.push(event.token):
                     call = show(piece, chat, call)
-        engine.cancel(number)
+        engine.cancel(request_number)
     for piece in stream.flush():
         call = show(piece, chat, call)
     print(file=chat.out, flush=True)
@@ -234,7 +248,7 @@ def note_ending(
     finish: str | None,
     has_parts: bool,
 ) -> None:
-    """Say so if a reply was stopped or cut off, or is empty."""
+    """Print a note if a reply was stopped or cut off, or is empty."""
     if finish is None:
         chat.note("stopped")
     elif finish == "length":
@@ -244,7 +258,7 @@ def note_ending(
 
 
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
-    """Do what reply() does where a server answers."""
+    """Answer a question as reply() does, with a reply from the server."""
     messages = [*chat.messages, user(question)]
     settings = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
@@ -271,8 +285,10 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
 
 
 def command(chat: Chat, line: str) -> bool:
-    """Carry out a line that begins with /. False if the line ends the chat. Raises UserError if the
-    command is wrong."""
+    """Carry out a command, which is a line that begins with /.
+
+    Returns False if the command ends the chat. Raises UserError if it is wrong.
+    """
     name, _, argument = line.partition(" ")
     argument = argument.strip()
     if name in ("/quit", "/exit"):
@@ -295,13 +311,16 @@ def command(chat: Chat, line: str) -> bool:
 
 
 def use_file(chat: Chat, name: str, argument: str) -> None:
-    """Save the chat to a file, or load a chat from a file and continue it."""
+    """Save the chat to a file, or load a chat from a file to continue it.
+
+    Raises UserError if the path is missing or cannot be used.
+    """
     texts = TEXTS[chat.lang]
     if not argument:
         raise UserError(texts["file"].format(command=name))
     try:
         path = Path(argument).expanduser()
-    except RuntimeError:  # such a user does not exist, or has no home folder
+    except RuntimeError:  # the user in ~user does not exist, or has no home folder
         raise UserError(texts["home"].format(command=name, given=argument)) from None
     if name == "/save":
         write_transcript(path, chat.messages)
@@ -312,7 +331,10 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
 
 
 def set_number(chat: Chat, name: str, argument: str) -> None:
-    """Change a sampling setting and print all of them; without a number, only print them."""
+    """Change a sampling setting and print all of them; without a number, only print them.
+
+    Raises UserError if the number is not valid.
+    """
     changes: dict[str, Any] = {}
     try:
         if name == "/temp" and argument:
@@ -322,10 +344,10 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
         elif argument:
             changes["max_tokens"] = int(argument)
     except ValueError:
-        text = TEXTS[chat.lang]["number"]
-        raise UserError(text.format(command=name, given=argument)) from None
+        template = TEXTS[chat.lang]["number"]
+        raise UserError(template.format(command=name, given=argument)) from None
     chat.sampling = replace(chat.sampling, **changes)
-    chat.changed |= changes.keys()  # only now, since a value out of range is refused above
+    chat.changed |= changes.keys()  # only now, because a value out of range is refused above
     chat.note_settings("set")
 
 
@@ -333,7 +355,7 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Chat until /quit or the end of input."""
+    """Chat until /quit or the end of the input."""
     path = base_dir() / "chat_history"
     with history(path) as problem, keyboard() as ask:
         if problem:
@@ -341,7 +363,7 @@ def converse(chat: Chat) -> None:
         chat.note("hello")
         while True:
             try:
-                text = ask()
+                line = ask()
             except EOFError:
                 print(file=chat.out)
                 return
@@ -350,17 +372,20 @@ def converse(chat: Chat) -> None:
                 chat.note("bye")
                 continue
             try:
-                if text.startswith("/"):
-                    if not command(chat, text):
+                if line.startswith("/"):
+                    if not command(chat, line):
                         return
-                elif text.strip():
-                    reply(chat, text.strip())
+                elif line.strip():
+                    reply(chat, line.strip())
             except UserError as mistake:
                 chat.dim(str(mistake))
 
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
-    """Load the model, or reach the server, and print which model it is and how it samples."""
+    """Load the model or connect to the server, and return the chat.
+
+    Prints which model answers, and how it samples.
+    """
     drawing = chat_drawing(None, cfg.temperature, cfg.min_p)
     # This checks the flags before the model loads.
     top_k = TOP_K if cfg.top_k == "auto" else cfg.top_k
@@ -380,7 +405,7 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 
 
 def open_server(cfg: Config, chat: Chat) -> None:
-    """Let a server answer the chat."""
+    """Connect the chat to the server that answers it."""
     api_key = cfg.api_key or os.environ.get("NANOCHAT_API_KEY", "")
     chat.server = Remote(cfg.url, api_key)
     chat.changed = {name for name in SETTINGS if getattr(cfg, name) != "auto"}
@@ -389,7 +414,7 @@ def open_server(cfg: Config, chat: Chat) -> None:
 
 
 def open_model(cfg: Config, chat: Chat) -> None:
-    """Load the model that answers the chat."""
+    """Load the model that answers the chat, and print notes about it."""
     with contextlib.redirect_stdout(chat.notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
         chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
@@ -428,7 +453,7 @@ def open_model(cfg: Config, chat: Chat) -> None:
 
 
 def main(cfg: Config) -> None:
-    """Chat, or answer one prompt from the command line or a pipe."""
+    """Chat interactively, or answer one prompt from the command line or a pipe."""
     take_any_text()
     piped = cfg.prompt is None and not sys.stdin.isatty()
     prompt = sys.stdin.read() if piped else cfg.prompt

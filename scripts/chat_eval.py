@@ -1,4 +1,4 @@
-"""Evaluate a chat model: what share of the problems of each task it solves.
+"""Evaluate a chat model by the share of problems that it solves in each task.
 
 python -m scripts.chat_eval                   # the latest stage, on the tasks that suit its corpus
 python -m scripts.chat_eval -i sft -a "ARC-Easy|GSM8K"
@@ -34,7 +34,7 @@ SAMPLES = 6  # replies of each task that the report shows
 
 @dataclass(frozen=True)
 class Config:
-    """Evaluate a chat model: what share of the problems of each task it solves."""
+    """Evaluate a chat model by the share of problems that it solves in each task."""
 
     source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = (
         None
@@ -105,8 +105,8 @@ def choose_tasks(
 ) -> tuple[list[Task], list[str]]:
     """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
-    `task_names` separates names by |; None means all tasks that suit the corpus. Raises UserError
-    (code 2) for an unknown name, or if no task is left.
+    `task_names` separates names by |, and None means all tasks that suit the corpus. Raises
+    UserError (code 2) if a name is unknown or no task is left.
     """
     makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if task_names is None:
@@ -147,7 +147,7 @@ def choose_tasks(
 
 
 class Listener:
-    """Collects the first replies of a task for the report, and logs the first `show` wrong ones."""
+    """Collects the first replies to a task for the report, and logs the first `show` wrong ones."""
 
     def __init__(self, task: Task, show: int):
         self.task = task
@@ -155,7 +155,7 @@ class Listener:
         self.samples: list[dict[str, Any]] = []
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
-        """Take the reply to problem `i` and its grade."""
+        """Receive the reply to problem `i` and its grade."""
         is_sample = len(self.samples) < SAMPLES
         is_shown = self.show > 0 and grade < 1
         if not is_sample and not is_shown:
@@ -177,9 +177,10 @@ class Listener:
 
 
 def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling:
-    """Return how replies are drawn: by the flags, else greedily, or as the task asks.
+    """Return how to sample the replies to a task.
 
-    Raises UserError (code 2) for a flag that is out of range, with any task or without one.
+    The flags decide. Without them, decoding is greedy unless the task asks to sample as a chat
+    does. Raises UserError (code 2) if a flag is out of range, also if the task is None.
     """
     chat = traits(corpus).chats if getattr(task, "drawn", False) else Drawing(temperature=0.0)
     temperature = chat.temperature if cfg.temperature is None else cfg.temperature
@@ -193,7 +194,7 @@ def figures(
     seconds: float,
     samples: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the figures of a task for the report."""
+    """Return the figures of a task that the report shows."""
     groups = {}
     for name, (right, total) in by_group(task, score).items():
         groups[name] = {"right": right, "total": total}
@@ -212,7 +213,7 @@ def figures(
 
 
 def settings(cfg: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that figures depend on, besides the model and the task's data."""
+    """Return the settings on which figures depend, besides the model and the task's data."""
     return {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -230,9 +231,9 @@ def saved_section(
     sampling: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the stage's section of the report, or an empty one for other weights or settings.
+    """Return the stage's section of the report, or an empty one if weights or settings differ.
 
-    A setting that the section of an earlier version does not name has its value in `defaults`.
+    A setting that a section of an earlier version does not name is taken from `defaults`.
     """
     about = {
         "tag": loaded.tag,
@@ -254,9 +255,10 @@ def save_figures(
     defaults: Mapping[str, Any],
     tasks: Mapping[str, Any],
 ) -> None:
-    """Add figures to the stage's section of the report, and ChatCORE once all its tasks are there.
+    """Add the figures of tasks to the stage's section of the report.
 
-    Figures of another checkpoint or other settings are dropped.
+    ChatCORE is added as soon as all its tasks are there. Figures of another checkpoint or of other
+    settings are dropped.
     """
     old_section = saved_section(loaded, sampling, defaults)
     section = {**old_section, "tasks": {**old_section["tasks"], **tasks}, "chat_core": None}
@@ -287,9 +289,9 @@ def measure(
 ) -> Score | None:
     """Return the score of a task, and write a record of every answer to a file.
 
-    If the file of an earlier evaluation with the same model, settings and data exists, its score is
-    returned on rank 0, and other ranks get None. UserError on every rank if the task is broken on
-    one of them.
+    If an earlier evaluation with the same model, settings and data has left a file, rank 0 returns
+    the score in it, and the other ranks return None. Raises UserError on every rank if the task is
+    broken on one of them.
     """
     with parallel.together(task.name, compute):
         data = fingerprint(task, cfg.max_problems) if compute.main else ""
@@ -330,7 +332,7 @@ def measure(
 
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
-    """Evaluate the tasks one after another, and add their figures to the report."""
+    """Evaluate the tasks one by one, add their figures to the report, and return the scores."""
     if cfg.num_samples > 1 and not cfg.temperature:
         raise UserError(
             tr(

@@ -1,4 +1,6 @@
-"""Reinforcement learning on problems with checkable answers: sample replies, grade them, make the better ones likelier.
+"""Reinforcement learning on problems with checkable answers.
+
+Each step samples replies, grades them, and makes the better ones more likely.
 
 python -m scripts.chat_rl
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
@@ -100,7 +102,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Train over the problems, resuming from the newest checkpoint if there is one."""
+    """Train a model on the problems, resuming from the newest checkpoint if there is one."""
     parent, tag = parent_of(cfg.source, cfg.source_step, "rl", cfg.stage, cfg.problems)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("rl", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
@@ -120,7 +122,7 @@ def train(cfg: Config, compute: Compute) -> None:
     reference = None
     if cfg.policy.kl:
         reference = Sampler(model, compute)
-        reference.renew(model)  # the weights that SFT left, whatever checkpoint is loaded later
+        reference.renew(model)  # the weights after SFT, whichever checkpoint is loaded later
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.run.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
     groups = None

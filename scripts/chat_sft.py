@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: of conversations only what the assistant says is trained. A row holds several of them.
+"""Supervised fine-tuning: trains the answers of conversations, several of which share a row.
 
 python -m scripts.chat_sft
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32
@@ -66,7 +66,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Fine-tune over the mixture, resuming from the newest checkpoint if there is one."""
+    """Fine-tune a model on the mixture, resuming from the newest checkpoint if there is one."""
     parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("sft", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)

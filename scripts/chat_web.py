@@ -45,7 +45,8 @@ from nanochat.serve.models import Announced, Loadable
 from nanochat.serve.server import Settings
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
-# A model of fewer updates, over all stages, has not learned its corpus; the smoke preset's has 43.
+# A model with fewer updates, over all stages, has not learned its corpus. The model of the preset
+# smoke has 43.
 FEW_UPDATES = 100
 
 
@@ -110,7 +111,7 @@ class Config(ModelFlags):
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError (code 2) for settings out of range."""
+    """Raise UserError (code 2) if a flag is out of range or contradicts another."""
     if cfg.num_gpus != 1:
         raise UserError(
             tr(
@@ -157,8 +158,7 @@ def check(cfg: Config) -> None:
 
 
 def check_key(cfg: Config) -> None:
-    """Raise UserError (code 2) for a key that a browser or another client could not send in a
-    header."""
+    """Raise UserError (code 2) if some clients could not send the key in a header."""
     for position, letter in enumerate(key_of(cfg), 1):
         if not "!" <= letter <= "~":
             text = tr(
@@ -173,13 +173,16 @@ def check_key(cfg: Config) -> None:
 
 
 def names_model(cfg: Config) -> bool:
-    """Whether a flag says which model to load."""
+    """Return whether a flag says which model to load."""
     named = (cfg.source, cfg.model_tag, cfg.step, cfg.model)
     return bool(cfg.also or cfg.adapter) or any(flag is not None for flag in named)
 
 
 def only_runs(cfg: Config) -> bool:
-    """Whether to show the runs without a model: as the flags say, or because there is none yet."""
+    """Return whether to show the runs without loading a model.
+
+    That is so if the flags ask for it, or if they ask for the runs and no model is trained yet.
+    """
     if cfg.runs_only or not cfg.runs or names_model(cfg):
         return cfg.runs_only
     try:
@@ -190,7 +193,7 @@ def only_runs(cfg: Config) -> bool:
 
 
 def key_of(cfg: Config) -> str:
-    """Return the key that clients must send; empty if they need none."""
+    """Return the key that clients must send, or "" if they need none."""
     return cfg.api_key or os.environ.get(KEY_VARIABLE, "")
 
 
@@ -198,44 +201,47 @@ def key_of(cfg: Config) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the port before the model loads, so that a port in use fails at once. UserError says
-    what to do."""
+    """Return a socket that listens on a port.
+
+    It is opened before the model loads, so that a port in use is reported at once. Raises
+    UserError, with advice, if the host or the port cannot be used.
+    """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as failure:
-        text = (
+        advice = (
             f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave "
             "it out for 127.0.0.1"
         )
-        raise UserError(text) from None
+        raise UserError(advice) from None
     family, _, _, _, address = infos[0]
     try:
         return _bound(family, address)
     except OSError as failure:
         if failure.errno == errno.EADDRINUSE:
             free = next(_free_ports(family, address))
-            text = tr(
+            advice = tr(
                 "port {port} is taken by another program. Port {free} is free: add --port {free}",
                 port=port,
                 free=free,
             )
         elif failure.errno == errno.EACCES:
-            text = tr(
+            advice = tr(
                 "port {port} needs administrator rights: use a port from 1024 on, such as --port "
                 "8000",
                 port=port,
             )
         elif failure.errno == errno.EADDRNOTAVAIL:
-            text = (
+            advice = (
                 f"--host must be an address of this machine, got {host}: leave it out for 127.0.0.1"
             )
         else:
             raise
-        raise UserError(text) from None
+        raise UserError(advice) from None
 
 
 def _bound(family: int, address: tuple) -> socket.socket:
-    """Return a socket that listens at an address. Raises OSError if that is not possible."""
+    """Return a socket that listens at an address, or raise OSError if that is not possible."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -250,21 +256,21 @@ def _bound(family: int, address: tuple) -> socket.socket:
 def _free_ports(family: int, address: tuple) -> Iterator[int]:
     """Yield free ports, starting just above the one in use."""
     host, port, *scope = address
-    for other in (*range(port + 1, min(port + 100, 65535)), 0):
+    for candidate in (*range(port + 1, min(port + 100, 65535)), 0):
         try:
-            with _bound(family, (host, other, *scope)) as listener:
+            with _bound(family, (host, candidate, *scope)) as listener:
                 yield listener.getsockname()[1]
         except OSError:
             continue
 
 
 def is_local(host: str) -> bool:
-    """Whether the address is reachable only from this machine."""
+    """Return whether an address is reachable only from this machine."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def addresses(listener: socket.socket, host: str) -> list[str]:
-    """Return the addresses to open in a browser."""
+    """Return the addresses at which a browser finds the page."""
     port = listener.getsockname()[1]
     names = [f"[{host}]" if ":" in host else host]
     if host in ("0.0.0.0", "::", ""):  # every address of this machine
@@ -276,8 +282,10 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 
 
 def about(chosen: Chosen) -> dict[str, Any]:
-    """Return what the page tells its visitors of the model, besides its name: data, size,
-    knowledge, and the other models."""
+    """Return what the page tells its visitors about the model, besides its name.
+
+    This is its corpus, its size, what it knows, and which other models there are.
+    """
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows
     if knows is not None and updates(chosen.loaded.meta) < FEW_UPDATES:
@@ -296,8 +304,10 @@ def loadable(
     cfg: Config,
     adapters: Adapters | None = None,
 ) -> tuple[Loadable, Drawing]:
-    """Return a chosen model with an engine, as the server takes it, and how it draws words. The
-    engine holds `adapters`."""
+    """Return a chosen model in the form that the server takes, and how it samples words.
+
+    The model gets an engine of its own, which holds `adapters`.
+    """
     loaded = chosen.loaded
     drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
     announced = Announced(
@@ -323,7 +333,10 @@ def loadable(
 
 
 def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
-    """Return the base with an adapter that its engine holds under a name."""
+    """Return the base model with an adapter, in the form that the server takes.
+
+    The engine of the base model already holds the adapter under `name`.
+    """
     announced = replace(
         base.announced,
         model=name,
@@ -334,7 +347,7 @@ def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
 
 
 def settings_of(cfg: Config) -> Settings:
-    """Return the server's settings, from the flags."""
+    """Return the settings of the server, according to the flags."""
     return Settings(
         per_address=cfg.per_address,
         api_key=key_of(cfg),
@@ -349,13 +362,15 @@ def settings_of(cfg: Config) -> Settings:
 
 
 def hosts_of(cfg: Config) -> tuple[str, ...]:
-    """Return the host names that the server answers to."""
+    """Return the host names for which the server answers requests."""
     return (cfg.host, socket.gethostname(), *cfg.allowed_hosts)
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
-    """Load the models that the flags name, the default one first. Raises UserError if one cannot be
-    served."""
+    """Load and return the models that the flags name, the default one first.
+
+    Raises UserError if one of them cannot be served.
+    """
     also = [value for value in cfg.also if not names_adapter(value)]
     also_adapters = [value for value in cfg.also if names_adapter(value)]
     folders = adapter_folders([*cfg.adapter, *also_adapters], cfg.model)
@@ -372,18 +387,18 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     adapters = load_adapters(first, folders, compute)
     sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
     models: list[Loadable] = []
-    for (name, model), size in zip(chosen.items(), sizes, strict=True):
+    for (name, model), cache_size in zip(chosen.items(), sizes, strict=True):
         served, drawing = loadable(name, model, cfg, adapters if model is first else None)
         models.append(served)
-        shown_name = harmless(name) if cfg.also or folders else ""
-        log_model(model, cfg.slots, size, drawing, shown_name)
+        api_name = harmless(name) if cfg.also or folders else ""
+        log_model(model, cfg.slots, cache_size, drawing, api_name)
     adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
     for model in adapted:
         tag = harmless(model.announced.tag)
         log(f"适配器 / adapter: {tag}, in the API {harmless(model.announced.model)}")
     if first.other_models and not cfg.also:
         log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.other_models))}")
-    # The adapters of --adapter come before their base, those of --also behind it.
+    # The adapters of --adapter come before their base, and those of --also come after it.
     count = len(cfg.adapter)
     return [*adapted[:count], models[0], *adapted[count:], *models[1:]]
 
@@ -395,8 +410,10 @@ def named_models(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> dict[str, Chosen]:
-    """Return the first model and those of --also by their names in the API. Raises UserError if a
-    name is taken."""
+    """Return the first model and those of --also, by their names in the API.
+
+    Raises UserError if a name is already taken.
+    """
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
     if name in folders:
@@ -419,17 +436,19 @@ def named_models(
 def log_model(
     chosen: Chosen,
     slots: int,
-    size: int,
+    cache_bytes: int,
     drawing: Drawing,
     name: str,
 ) -> None:
-    """Log which model is served, with the bytes of its cache; `name` is its name in the API, if
-    clients need it."""
+    """Log which model is served, the size of its cache, and how it samples words.
+
+    `name` is the model's name in the API, or "" if clients do not need it.
+    """
     loaded = chosen.loaded
     api = f", in the API {name}" if name else ""
     model = f"stage {loaded.stage}, tag {harmless(loaded.tag)}, step {loaded.step}"
     log(f"模型 / model: {model}, context of {chosen.context} tokens{api}")
-    gigabytes = size / 1e9
+    gigabytes = cache_bytes / 1e9
     log(f"缓存 / cache: {slots} slots x {chosen.context:,} tokens, up to {gigabytes:.2g} GB")
     if chosen.latest:
         log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")
@@ -442,12 +461,12 @@ def chat_web(
     compute: Compute,
     listener: socket.socket,
 ) -> None:
-    """Load the models and serve them until Ctrl-C."""
+    """Load the models, and serve them until Ctrl-C."""
     serve_until_stopped(cfg, create_app(models_of(cfg, compute), settings_of(cfg)), listener)
 
 
 def show_runs(cfg: Config, listener: socket.socket) -> None:
-    """Show the training runs without a model until Ctrl-C."""
+    """Serve the page of training runs, without a model, until Ctrl-C."""
     log(f"训练过程 / training runs under: {harmless(str(base_dir()))}")
     if not cfg.runs_only:
         log(
@@ -461,7 +480,7 @@ def serve_until_stopped(
     app: App,
     listener: socket.socket,
 ) -> None:
-    """Say where the server can be reached, and serve."""
+    """Log where the server can be reached, and serve until Ctrl-C."""
     if not is_local(cfg.host) and not key_of(cfg):
         action = "use the model" if app.threads else "see the training runs"
         warn(

@@ -1,4 +1,6 @@
-"""Fine-tune a published model (Qwen1.5 to Qwen3.5) on your own conversations or preferences: an adapter, or all of it.
+"""Fine-tune a published model (Qwen1.5 to Qwen3.5), or an adapter of it, on your own data.
+
+The data are conversations, or preferences with --loss=dpo.
 
 python -m scripts.finetune --model ./Qwen3-0.6B --data chats.jsonl
 python -m scripts.finetune --model ./Qwen3-0.6B --data preferences.jsonl --loss=dpo
@@ -41,7 +43,7 @@ from nanochat.train.setup import set_up
 from nanochat.train.validation import Validation
 from tasks.mixtures import HELD_OUT, Mix, own_conversations, own_pairs
 
-# Facts that no flag names. A run does not resume under other rules than it was begun with
+# Facts that no flag names. A run resumes only under the rules that it was begun with.
 HELD_OUT_FACT = "held out"
 RATE_FACT = "automatic learning rate"
 FIRST_RATE_RULE = BEFORE_FLAGS[RATE_FACT]
@@ -49,7 +51,7 @@ FIRST_RATE_RULE = BEFORE_FLAGS[RATE_FACT]
 
 @dataclass(frozen=True)
 class LossFlags:
-    """What is learned."""
+    """The objective of training, and the settings of dpo."""
 
     loss: Literal["answers", "dpo"] = "answers"
     """what is learned; answers: to say what the assistant says in the data.
@@ -64,7 +66,7 @@ class LossFlags:
 
     @property
     def preference(self) -> PreferenceLoss | None:
-        """The loss of pairs of answers; None to learn from conversations.
+        """The loss of pairs of answers, or None to learn from conversations.
 
         Raises UserError if a flag is out of range.
         """
@@ -74,7 +76,7 @@ class LossFlags:
 
 @dataclass(frozen=True)
 class AdapterFlags:
-    """The adapter that is trained."""
+    """The shape of the adapter that is trained."""
 
     lora_rank: int = 8
     """rank of the adapter; 0: no adapter, every parameter is trained"""
@@ -152,13 +154,13 @@ class Config:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes each layer again."""
+        """Whether the backward pass computes each layer a second time."""
         return self.checkpoint_activations or self.offload_activations
 
     def rate(self, width: int, steps: int, rule: str) -> float:
-        """Return the highest learning rate for a model of `width` channels.
+        """Return the highest learning rate for a model with `width` channels.
 
-        An automatic rate is logged; `rule` says how it is chosen.
+        `rule` says how an automatic rate is chosen.
         """
         if self.learning_rate != "auto":
             return self.learning_rate
@@ -175,10 +177,11 @@ class Config:
         return rate
 
     def as_begun(self, begun: Mapping[str, Any]) -> "Config":
-        """Return the flags with the defaults that a run was begun with whose settings are `begun`.
+        """Return the flags, with the defaults of the version that began the run.
 
-        Runs of earlier versions, which held one in 50 conversations out, chose nothing by the data:
-        rows had 2,048 tokens, steps 32 rows, and a run one epoch.
+        `begun` holds the settings of the run, and is empty for a new one. Earlier versions held out
+        one conversation in 50 and did not adapt to the data: rows had 2,048 tokens, steps had 32
+        rows, and a run had one epoch.
         """
         if not begun or HELD_OUT_FACT in begun:
             return self
@@ -194,7 +197,7 @@ class Config:
 
     @property
     def tag(self) -> str:
-        """The name of the result."""
+        """The tag of the resulting model."""
         first = Path(self.data[0].rpartition(":")[0] or self.data[0]).stem
         if self.out_tag is not None:
             return self.out_tag
@@ -202,12 +205,15 @@ class Config:
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of dropout in a step on a rank: the same after a resume, and below 2**63."""
+    """Return the seed of dropout for a step on a rank.
+
+    It is below 2**63, and the same after a resume.
+    """
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
 def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
-    """Return the tokens of a row: --max_length, or as many as suit the data, which is logged."""
+    """Return the tokens of a row: --max_length or, if it is auto, a length that suits the data."""
     if cfg.max_length != "auto":
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
@@ -220,9 +226,9 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
 def pass_loss(
     preference: PreferenceLoss | None, model: nn.Module, *tensors: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of a pass's losses (), and for preferences the sums of their figures (F,).
+    """Return the summed loss of a pass (), and for preferences the sums of its figures (F,).
 
-    `tensors` are the inputs and targets of packed rows, and what their rows name besides.
+    `tensors` are the inputs and targets of packed rows, then the other tensors of the rows.
     """
     if preference is None:
         idx, targets, documents = tensors
@@ -233,7 +239,7 @@ def pass_loss(
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Fine-tune, resuming from the newest checkpoint if there is one."""
+    """Fine-tune a model, resuming from the newest checkpoint if there is one."""
     begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
     cfg = cfg.as_begun(begun)
     lora = cfg.adapter.shape

@@ -1,4 +1,4 @@
-"""Midtraining: the base model learns the form of a chat, tools and tasks.
+"""Midtraining: the base model learns the form of a chat, the use of tools, and tasks.
 
 python -m scripts.mid_train
 torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_size=16
@@ -33,7 +33,7 @@ from tasks.needs import warn_of_missing
 
 @dataclass(frozen=True)
 class Config:
-    """Flags of midtraining. The model is the one that base_train has trained."""
+    """Flags of midtraining, which starts from a model that base_train has trained."""
 
     base_step: Free[Rare[int | None]] = None
     """step of the base checkpoint to start from; default: the newest"""
@@ -64,7 +64,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Train over the mixture, resuming from the newest checkpoint if there is one."""
+    """Train a base model on the mixture, resuming from the newest checkpoint if there is one."""
     parent, tag = parent_of("base", cfg.base_step, "mid", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("mid", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)

@@ -1,4 +1,4 @@
-"""Checks before a run that every stage finds its data, disk and memory; estimates the duration.
+"""Check before a run that data, disk and memory suffice, and estimate how long it takes.
 
 python -m scripts.preflight --data fineweb --shards 40 --depth 12
 """
@@ -37,7 +37,7 @@ from tasks.published import carry_in
 
 @dataclass(frozen=True)
 class Config:
-    """What is going to be trained."""
+    """The run to check: its data, its model and its devices."""
 
     data: str = "tinyworld"
     """Corpus to pretrain on, by name, or a mixture.
@@ -71,7 +71,7 @@ class Config:
 
 
 def describe(place: str) -> str:
-    """Return in words where this machine gets a data set."""
+    """Return a phrase that says where this machine gets a data set."""
     return {
         "NANOCHAT_TASK_DIR": tr("here, in NANOCHAT_TASK_DIR"),
         "cache": tr("here, in the cache of Hugging Face"),
@@ -89,7 +89,7 @@ def published(cfg: Config) -> list[Source]:
 
 
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield each data set that the stages and evaluations read, and where this machine gets it.
+    """Yield each data set that the run reads, with the place from which this machine gets it.
 
     The place is "" if this machine cannot get it.
     """
@@ -106,12 +106,12 @@ def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder, 0 if there is no folder."""
+    """Return the total size of a folder's files in bytes, or 0 if there is no folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def bytes_of_steps(folder: Path) -> float:
-    """Return the bytes of the checkpoints of a stage, or infinity if the stage is done.
+    """Return the size of a stage's checkpoints in bytes, or infinity if the stage is done.
 
     Steps that were set aside do not count, because the stage will not replace them.
     """
@@ -127,9 +127,9 @@ def bytes_of_steps(folder: Path) -> float:
 def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> float:
     """Return the largest number of bytes that the run may still write.
 
-    These are the parts that disk.of_run() names, less the bytes that are on the disk already.
-    `checkpoint` is the bytes of the tensors of a checkpoint; without `downloads` all conversations
-    are here.
+    These are the parts that disk.of_run() names, less the bytes that are already on the disk.
+    `checkpoint` is the size of a checkpoint's tensors in bytes. Without `downloads`, all
+    conversations are already here.
     """
     texts: dict[str, float] = {}
     written: dict[str, float] = {"chats": size_of(base_dir() / "chat_data")}
@@ -156,10 +156,10 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
 
 
 def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> float:
-    """Return the seconds of pretraining.
+    """Return how many seconds pretraining will take.
 
-    On cards that the planner knows, they are the planner's prediction. Elsewhere, and for models of
-    another shape, they follow from the usual share of the peak.
+    If the planner knows the card and the model's shape, this is the planner's prediction. Otherwise
+    it follows from the usual share of the peak FLOP/s.
     """
     chip = compute.platform.chip
     if chip is not None and chip.trains:
@@ -176,7 +176,10 @@ def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> floa
 
 
 def check(cfg: Config, compute: Compute) -> None:
-    """Print what the run needs. UserError (code 2) names everything that is missing."""
+    """Print what the run needs.
+
+    Raises UserError (code 2), naming everything that is missing, if anything is.
+    """
     if cfg.devices < 1:
         raise UserError(
             tr("--devices must be at least 1, got {devices}", devices=cfg.devices), exit_code=2
@@ -214,7 +217,7 @@ def check(cfg: Config, compute: Compute) -> None:
 
 
 def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
-    """Log where each data set comes from, and return a problem for each that cannot be had."""
+    """Log where each data set comes from, and return a problem for each that is unavailable."""
     problems = []
     for name, place in places.items():
         log(tr("data    {what}: {where}", what=name, where=describe(place)))
@@ -231,21 +234,21 @@ def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
 
 
 def check_disk(needed: float) -> list[str]:
-    """Log the space of the disk, and return a problem if the run writes more than that."""
+    """Log the free disk space, and return a problem if the run may write more than that."""
     free = shutil.disk_usage(base_dir()).free
-    space = {"folder": base_dir(), "needed": amount(needed, "B"), "free": amount(free, "B")}
-    log(tr("disk    up to {needed} in {folder}, which has {free} free", **space))
+    values = {"folder": base_dir(), "needed": amount(needed, "B"), "free": amount(free, "B")}
+    log(tr("disk    up to {needed} in {folder}, which has {free} free", **values))
     if needed <= free:
         return []
-    return [tr("{folder} has {free} free, and the run writes up to {needed}", **space)]
+    return [tr("{folder} has {free} free, and the run writes up to {needed}", **values)]
 
 
 def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
-    """Log the memory of the training state, and return a problem if the devices have less."""
+    """Log the memory that training needs, and return a problem if the devices have less."""
     memory = device.memory_total(compute)
     state = sizes.STATE_BYTES * parameters
-    size = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}
-    log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **size))
+    values = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}
+    log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **values))
     if compute.platform.has_own_memory:
         memory *= cfg.devices
     if state <= memory:
@@ -253,13 +256,13 @@ def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
     return [
         tr(
             "{parameters:,} parameters need more memory than there is: take a smaller --depth",
-            **size,
+            **values,
         )
     ]
 
 
 def log_time(cfg: Config, model: GPT, compute: Compute) -> None:
-    """Log how long pretraining takes."""
+    """Log how long pretraining will take."""
     tokens = cfg.tokens or 12 * model.parameter_counts()["scaling"]
     seconds = seconds_of(cfg, model, tokens, compute)
     log(
@@ -274,7 +277,7 @@ def log_time(cfg: Config, model: GPT, compute: Compute) -> None:
 
 
 def advice(problems: Sequence[str], missing: Sequence[str]) -> str:
-    """Return a text with everything that is missing, and the commands that help."""
+    """Return a message that names everything that is missing and the commands that help."""
     lines = [tr("this run would stop later, because of:")]
     lines += [f"  - {problem}" for problem in problems]
     repositories = [name for name in missing if "/" in name]

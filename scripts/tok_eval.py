@@ -1,10 +1,10 @@
-"""Measure how well the tokenizer compresses text, in bytes per token: more is better.
+"""Measure how well the tokenizer compresses text, in bytes per token: higher is better.
 
 python -m scripts.tok_eval
 python -m scripts.tok_eval --data fineweb
 
-The table compares the tokenizer with published vocabularies: always on the samples below, and on
-the corpora if tiktoken has cached the published vocabulary.
+The table compares the tokenizer with published vocabularies. It always does so on the samples
+below, and on the corpora if tiktoken has cached the published vocabulary.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ class Published:
     """A published vocabulary, with the number of tokens that it gives for each sample.
 
     The vocabulary itself is used only if tiktoken has cached its files. They are never downloaded,
-    since most hosts of this project have no network; so the counts for the samples are kept here.
+    because most hosts of this project have no network, so the counts for the samples are kept here.
     """
 
     size: int  # without special tokens
@@ -150,8 +150,10 @@ Row = dict[str, float | str]
 
 
 def train(cfg: Config) -> list[Row]:
-    """Print a table and keep it for the report: one row per kind of text, one column per
-    vocabulary."""
+    """Print a table of bytes per token, write it to the report, and return its rows.
+
+    The table has one row per kind of text and one column per vocabulary.
+    """
     data = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     texts_by_kind = {name: [text] for name, text in SAMPLES.items()}
@@ -184,7 +186,7 @@ def train(cfg: Config) -> list[Row]:
 
 
 def first_documents(corpus: Corpus, split: Literal["train", "val"]) -> list[str]:
-    """Return the first documents of a split, which represent the corpus."""
+    """Return the first 1,000 documents of a split, as a sample of the corpus."""
     return list(islice(texts(shards(corpus, split)), CORPUS_DOCUMENTS))
 
 
@@ -194,8 +196,10 @@ def measure(
     tokenizer: Tokenizer,
     data_name: str,
 ) -> Row:
-    """Return bytes, tokens and their ratio for one kind of text. Raises UserError if a text does
-    not come back from its tokens."""
+    """Return the number of bytes and of tokens in one kind of text, and their ratio.
+
+    Raises UserError if a text does not come back when its tokens are decoded.
+    """
     tokens = tokenizer.encode_batch(documents)
     if [tokenizer.decode(ids) for ids in tokens] != documents:
         raise UserError(
@@ -213,13 +217,15 @@ def measure(
 
 
 def count_bytes(documents: list[str]) -> int:
-    """Return the UTF-8 length of texts."""
+    """Return the total length of texts in UTF-8, in bytes."""
     return sum(len(text.encode()) for text in documents)
 
 
 def published_ratios(texts_by_kind: dict[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Return bytes per token of each published vocabulary for each kind of text. Vocabularies that
-    tiktoken has not cached have figures for the samples only."""
+    """Return the bytes per token of each published vocabulary, for each kind of text.
+
+    A vocabulary that tiktoken has not cached has figures for the samples only.
+    """
     ratios: dict[str, dict[str, float]] = {}
     for name, vocabulary in PUBLISHED.items():
         token_counts = dict(vocabulary.samples)
@@ -249,7 +255,7 @@ def print_table(
     tokenizer: Tokenizer,
     data_name: str,
 ) -> None:
-    """Print bytes per token, with a column for each published vocabulary."""
+    """Print a table of bytes per token, with a column for each published vocabulary."""
     vocabulary_text = f"{tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}"
     table = Table(title=f"{data_name}, {vocabulary_text}: bytes per token")
     table.add_column("text", no_wrap=True)

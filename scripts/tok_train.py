@@ -22,9 +22,10 @@ from nanochat.runtime.progress import Progress, duration
 from nanochat.tokenizer import DEFAULT_PATTERN, FILE_NAME, PATTERNS, Tokenizer, tokenizer_dir
 
 Auto = Literal["auto"]
-# Characters; a smaller corpus gets a small vocabulary, since its models are small too.
+# In characters. A smaller corpus gets a small vocabulary, because its models are small too.
 SMALL_CORPUS = 50_000_000
-# Beside tokenizer.json; with the same settings and shards, a second call trains nothing.
+# A file next to tokenizer.json, which tells a second call with the same settings and shards that
+# there is nothing to train.
 NOTE = "training.json"
 PROGRESS_SECONDS = 10
 
@@ -54,8 +55,10 @@ class Config:
 
 
 def train(cfg: Config) -> Tokenizer:
-    """Train, check and save the tokenizer, and write its section of the report; or find that all
-    this is done."""
+    """Train, check and save the tokenizer, and write its section of the report.
+
+    If the same settings and shards have a saved tokenizer, that one is returned instead.
+    """
     _check(cfg)
     exported = export_folder(cfg)
     data = resolve_data(cfg.data)
@@ -117,7 +120,7 @@ def train(cfg: Config) -> Tokenizer:
 
 
 def _check(cfg: Config) -> None:
-    """Raise UserError (code 2) for values of flags that are out of range."""
+    """Raise UserError (code 2) if the value of a flag is out of range."""
     for name in ("max_chars", "doc_cap"):
         value = getattr(cfg, name)
         if value <= 0:
@@ -146,9 +149,9 @@ def _check(cfg: Config) -> None:
 
 @dataclass
 class Used:
-    """How much text the tokenizer was trained on."""
+    """The amount of text that the tokenizer was trained on."""
 
-    shards: list[int]  # how many of each corpus
+    shards: list[int]  # the number of shards of each corpus
     documents: int = 0
     characters: int = 0
 
@@ -159,10 +162,10 @@ def sample(
     cfg: Config,
     used: Used,
 ) -> Iterator[str]:
-    """Yield documents cut to `doc_cap` characters, until `max_chars` characters are read; `used`
-    counts them.
+    """Yield documents to train on, and count them in `used`.
 
-    Each of several corpora gives its share of the characters, until one of the corpora ends.
+    Each is cut to `doc_cap` characters, and reading stops after `max_chars` characters. Each of
+    several corpora gives its share of the characters, until one of the corpora ends.
     """
 
     def read(k: int) -> Iterator[str]:
@@ -173,7 +176,7 @@ def sample(
     readers = [read(k) for k in range(len(corpora))]
     characters = [0] * len(corpora)
     while used.characters < cfg.max_chars:
-        # The corpus that is furthest behind its share comes next.
+        # Read next from the corpus that is furthest behind its share.
         k = min(range(len(readers)), key=lambda k: characters[k] / shares[k])
         text = next(readers[k], None)
         if text is None:
@@ -186,7 +189,7 @@ def sample(
 
 
 def known_characters(data: Data) -> int | None:
-    """Return how many characters a sample of all corpora can have; None if that is not known."""
+    """Return how many characters a sample of all corpora can have, or None if that is unknown."""
     totals = []
     for corpus, share in zip(data.corpora, data.shares, strict=True):
         characters = read_about(corpus.folder).get("characters", {}).get("train")
@@ -197,7 +200,7 @@ def known_characters(data: Data) -> int | None:
 
 
 def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
-    """Return the requested size, or a size that suits the corpus, with the reason in the log."""
+    """Return the requested vocabulary size, or log and return one that suits the corpus."""
     if requested != "auto":
         return requested
     size = 32_768
@@ -209,7 +212,7 @@ def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
 
 
 class Merging:
-    """Prints every ten seconds how many merges have been learned."""
+    """Prints the number of learned merges every ten seconds."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -226,8 +229,10 @@ def compression(
     data: Data,
     split: Literal["train", "val"],
 ) -> float:
-    """Return bytes per token on the first 1,000 documents of each corpus. Also checks that decoding
-    gives the same texts."""
+    """Return the bytes per token on the first 1,000 documents of each corpus.
+
+    Raises AssertionError if a document does not come back when its tokens are decoded.
+    """
     documents: list[str] = []
     for corpus in data.corpora:
         documents += islice(texts(shards(corpus, split)), 1_000)
@@ -247,8 +252,10 @@ def saved_tokenizer(
     data: Data,
     corpora: list[list[Path]],
 ) -> Tokenizer | None:
-    """Return the tokenizer that was trained with these settings on these shards, if there is one.
-    Shards that were added since then do not matter."""
+    """Return the saved tokenizer if it was trained with these settings on these shards, or None.
+
+    Shards that were added since then do not matter.
+    """
     if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
         return None
     note = read_json(folder / NOTE)
@@ -263,17 +270,21 @@ def saved_tokenizer(
 
 
 def noted(cfg: Config, data: Data) -> dict[str, Any]:
-    """Return the settings that belong to a tokenizer. The name of a single corpus is left out,
-    since it names the folder."""
-    values = dict(settings(cfg))
-    values.pop("export", None)
-    values["data"] = data.name if len(data.corpora) > 1 else None
-    return values
+    """Return the settings that identify a tokenizer.
+
+    The name of a single corpus is left out, because the tokenizer's folder has that name.
+    """
+    noted_settings = dict(settings(cfg))
+    noted_settings.pop("export", None)
+    noted_settings["data"] = data.name if len(data.corpora) > 1 else None
+    return noted_settings
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
-    """Return the identity of the first `counts[k]` shards of each corpus k; for a single corpus,
-    without the outer list."""
+    """Return the identities of the first `counts[k]` shards of each corpus k.
+
+    A single corpus has no outer list.
+    """
     by_corpus = []
     for paths, count in zip(corpora, counts, strict=True):
         by_corpus.append(identity(paths[:count]))
@@ -281,22 +292,26 @@ def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
 
 
 def identity(paths: list[Path]) -> list[list[Any]]:
-    """Return the names, sizes and known SHA-256s of shards, which tell them from other shards with
-    the same names."""
+    """Return the names, sizes and known SHA-256s of shards.
+
+    These tell the shards from others with the same names.
+    """
     recorded = read_about(paths[0].parent).get("shards", {}) if paths else {}
-    entries = []
+    identities_of_shards = []
     for path in paths:
         sha256 = recorded.get(path.name, {}).get("sha256")
-        entries.append([path.name, path.stat().st_size, sha256])
-    return entries
+        identities_of_shards.append([path.name, path.stat().st_size, sha256])
+    return identities_of_shards
 
 
 # --- results -------------------------------------------------------------------------------------
 
 
 def export_folder(cfg: Config) -> Path | None:
-    """Return where --export writes to, None without the flag. Raises UserError (code 2) if a file
-    has this name."""
+    """Return the folder that --export names, or None without that flag.
+
+    Raises UserError (code 2) if it is a file or below a file.
+    """
     if cfg.export is None:
         return None
     folder = cfg.export.expanduser()
@@ -314,7 +329,7 @@ def export_folder(cfg: Config) -> Path | None:
 
 
 def export(tokenizer: Tokenizer, folder: Path | None) -> None:
-    """Write the vocabulary in the formats of other libraries, if --export was given."""
+    """Write the vocabulary to a folder in the formats of other libraries; None writes nothing."""
     if folder is not None:
         paths = tokenizer.export(folder)
         log("exported: " + ", ".join(map(str, paths)))
@@ -328,7 +343,7 @@ def _report(
     seconds: float,
     ratios: dict[str, float],
 ) -> None:
-    """Write the section of the report."""
+    """Write the tokenizer's section of the report."""
     lengths = tokenizer.token_bytes()
     lengths = lengths[lengths > 0]  # special tokens have no bytes
     section = {

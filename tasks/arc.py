@@ -13,12 +13,15 @@ from tasks.published import Published, load_table
 
 
 def source(subset: str, split: str) -> Published:
-    """Return a split of ARC on the hub."""
+    """Return the location of a split of ARC on the Hugging Face hub."""
     return Published("allenai/ai2_arc", subset, split, (subset,))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
-    """Some rows letter their choices A to D, some 1 to 4: we count positions instead."""
+    """Return the problem in a row, with its answer as a position.
+
+    Positions are needed because some rows label their choices A to D, and others 1 to 4.
+    """
     labels = row["choices"]["label"]
     texts = tuple(row["choices"]["text"])
     answer = labels.index(row["answerKey"]) if row["answerKey"] in labels else -1
@@ -26,7 +29,7 @@ def _read(row: Mapping[str, Any]) -> ChoiceProblem:
 
 
 class ARC(ChoiceTask):
-    """subset: ARC-Easy or ARC-Challenge. split: train, validation or test."""
+    """The problems of ARC-Easy or ARC-Challenge, from the train, validation or test split."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Every task that can be measured, by its name."""
+"""Every task on which models can be evaluated, by its name."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from tasks.mixtures import CURRICULA
 from tasks.mmlu import MMLU
 from tasks.mmlu_pro import MMLUPro
 
-# Tasks that show examples, with the number of examples that their authors show.
+# Tasks that show examples, with the number that their authors show.
 FEW_SHOT: Mapping[str, tuple[Callable[..., Task], int]] = {
     "C-Eval": (CEval, 5),
     "CMMLU": (CMMLU, 5),
@@ -26,8 +26,10 @@ FEW_SHOT: Mapping[str, tuple[Callable[..., Task], int]] = {
 
 
 def use_task_data(folder: str | None) -> None:
-    """Read the rows of tasks from copies in a folder, as NANOCHAT_TASK_DIR does. Raises UserError
-    (code 2) if it is none."""
+    """Make tasks read their rows from the copies in a folder, by setting NANOCHAT_TASK_DIR.
+
+    Does nothing if the folder is None. Raises UserError (code 2) if it does not exist.
+    """
     if folder is not None:
         if not Path(folder).expanduser().is_dir():
             raise UserError(
@@ -37,10 +39,10 @@ def use_task_data(folder: str | None) -> None:
 
 
 def chat_tasks(unsafe_exec: bool, shots: int | None = None) -> dict[str, Callable[[], Task]]:
-    """Return functions that make the tasks of chat models. `shots`: examples to show; None: as many
-    as the authors show.
+    """Return a function for each task of chat models, by name, that makes the task.
 
-    The tasks of ChatCORE show none in any case, so that ChatCORE is the same everywhere.
+    `shots` is the number of examples to show, or None to show as many as the authors. The tasks of
+    ChatCORE never show any, so that ChatCORE is the same everywhere.
     """
     tasks: dict[str, Callable[[], Task]] = {}
     for curriculum in CURRICULA.values():
@@ -51,8 +53,10 @@ def chat_tasks(unsafe_exec: bool, shots: int | None = None) -> dict[str, Callabl
 
 
 def choice_tasks(shots: int | None = None) -> dict[str, Callable[[], ChoiceTask]]:
-    """Return functions that make the tasks of base models, which continue a text; `shots` as
-    above."""
+    """Return a function for each task of base models, by name, that makes the task.
+
+    `shots` is the number of examples to show, or None to show five. ARC never shows any.
+    """
     five_shots = 5 if shots is None else shots
     return {
         "ARC-Easy": lambda: ARC("ARC-Easy", "test"),

@@ -1,4 +1,4 @@
-"""C-Eval: Chinese examinations in 52 subjects, with four choices.
+"""C-Eval: four-choice questions from Chinese examinations in 52 subjects.
 
 Huang et al. 2023, arXiv:2305.08322.
 """
@@ -70,7 +70,7 @@ COLUMNS = ("question", "A", "B", "C", "D", "answer")
 
 
 def source(subject: str, split: str) -> Published:
-    """Return a split of a subject on the hub, or in the authors' zip, unpacked."""
+    """Return the location of a subject's split, on the hub or in the authors' unpacked zip."""
     return Published(
         "ceval/ceval-exam",
         subject,
@@ -81,14 +81,14 @@ def source(subject: str, split: str) -> Published:
 
 
 def intro(subject: str) -> str:
-    """Return the line that a text of C-Eval's questions begins with."""
+    """Return the line that introduces questions on a subject in a text for base models."""
     return f"以下是中国关于{SUBJECTS[subject]}的单项选择题，请选出其中的正确答案。\n\n"
 
 
 class CEval(ChoiceTask):
-    """The problems of C-Eval, from the split val or dev.
+    """The problems of C-Eval, from the val or dev split.
 
-    The answers of the split test are not published. Questions of dev are the examples.
+    The answers of the test split are not published. The examples are questions of the dev split.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CEval(ChoiceTask):
 
 
 def _load(split: str, folder: str | Path | None) -> Table:
-    """Load the rows of all subjects of a split."""
+    """Return the rows of all subjects of a split."""
     sources = {subject: source(subject, split) for subject in SUBJECTS}
     return load_subjects(sources, COLUMNS, folder)
 

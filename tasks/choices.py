@@ -1,4 +1,4 @@
-"""Multiple-choice questions, for chat models and for models that only continue a text."""
+"""Multiple-choice questions, for chat models and for base models, which only continue a text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class ChoiceProblem:
 
 
 def render_choices(question: str, choices: Sequence[str]) -> str:
-    """Return the text of a question with choices, as the user asks it.
+    """Return a question and its choices as the message of a user.
 
-    Each letter comes after its choice. Attention only looks back, so at that position a model has
-    already seen what the letter stands for, which small models need. The letter is alone on its
-    line, so that it is the same token as in the answer.
+    Each letter comes after its choice. Attention only looks back, so when a model reads a letter,
+    it has already seen what the letter stands for, which small models need. Each letter is alone on
+    its line, so that it is the same token as in the answer.
     """
     lines = [question, "", "The choices, each with its letter below it:"]
     for choice, letter in zip(choices, LETTERS, strict=False):
@@ -38,13 +38,13 @@ def render_choices(question: str, choices: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Plain:
-    """The wording of a task's questions in a text that a model continues.
+    """Phrases the questions of a task as text for a base model to continue.
 
-    The wordings are those of lm-evaluation-harness. With `lettered`, the choices are listed and the
-    model continues with a letter; otherwise it continues with a choice.
+    The wordings are those of lm-evaluation-harness. If `lettered` is set, the choices are listed
+    and the model continues with a letter. Otherwise it continues with the text of a choice.
     """
 
-    intro: Callable[[str], str] = lambda subject: ""  # before the first example, of the subject
+    intro: Callable[[str], str] = lambda subject: ""  # the text before the first example
     opening: str = ""
     cue: str = "\nAnswer:"
     lettered: bool = True
@@ -60,15 +60,15 @@ class Plain:
         return f"{self.opening}{question}{self.cue}"
 
     def answers(self, problem: ChoiceProblem) -> tuple[str, ...]:
-        """Return the possible continuations, one text for each choice."""
+        """Return the possible continuations, one for each choice."""
         return _letters(problem) if self.lettered else problem.choices
 
 
 class ChoiceTask:
-    """A task of multiple-choice questions, made from a table and a function that reads one row.
+    """A task of multiple-choice questions that are read from a table.
 
-    The function is `to_problem`. `examples` is a table of questions with answers; before each
-    question, the first `shots` examples of the same subject are shown.
+    `to_problem` converts a row of a table to a problem. `examples` is a table of questions with
+    answers. The first `shots` of them with the same subject precede each question.
     """
 
     kind: Literal["choice", "generative"] = "choice"
@@ -97,18 +97,22 @@ class ChoiceTask:
     def problem(self, i: int) -> ChoiceProblem:
         """Return problem i.
 
-        Raises UserError unless there are 2 to 26 choices and the answer is one of them.
+        Raises UserError if it does not have 2 to 26 choices, or if its answer is not one of them.
         """
         return _checked(self._to_problem(self._table[i]), self._table.source)
 
     def identify(self, i: int) -> str:
-        """Return the name of problem i in records: its subject, and its number as published."""
+        """Return the name by which records identify problem i, such as anatomy/17.
+
+        It consists of the subject, if there is one, and the id of the problem. A data set without
+        ids gives the position of the row in the published files.
+        """
         problem = self.problem(i)
         number = problem.id or str(self._table.number(i))
         return f"{problem.subject}/{number}" if problem.subject else number
 
     def group(self, i: int) -> str:
-        """Return the subject of problem i, by which reports group their scores."""
+        """Return the group of problem i in reports: its subject, or else the task's name."""
         return self.problem(i).subject or self.name
 
     def _examples_for(self, problem: ChoiceProblem) -> list[ChoiceProblem]:
@@ -123,7 +127,7 @@ class ChoiceTask:
         return Conversation(tuple(messages))
 
     def cloze(self, i: int) -> Cloze:
-        """Return problem i as a text to continue, with examples before it."""
+        """Return problem i as a text to continue, preceded by its examples."""
         problem = self.problem(i)
         plain = self._plain
         examples = []
@@ -162,7 +166,7 @@ def _checked(problem: ChoiceProblem, where: str) -> ChoiceProblem:
 def _by_subject(
     table: Table, to_problem: Callable[[Mapping[str, Any]], ChoiceProblem]
 ) -> dict[str, list[ChoiceProblem]]:
-    """Return the examples of each subject in the order in which they were published."""
+    """Return the examples of each subject, in the order in which they were published."""
     examples: dict[str, list[ChoiceProblem]] = {}
     for i in table.in_published_order():
         problem = _checked(to_problem(table[i]), table.source)
@@ -178,7 +182,7 @@ def letter_columns(
 ) -> ChoiceProblem:
     """Return the problem in a row that has a column for each choice.
 
-    The row also has a column for the question, and one for the letter of the answer.
+    `question` and `answer` name the columns with the question and with the letter of the answer.
     """
     answer_letter = str(row[answer]).strip()
     return ChoiceProblem(

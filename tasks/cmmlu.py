@@ -1,4 +1,4 @@
-"""CMMLU: Chinese questions in 67 subjects, with four choices (Li et al. 2023, arXiv:2306.09212)."""
+"""CMMLU: four-choice questions in Chinese on 67 subjects (Li et al. 2023, arXiv:2306.09212)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,8 +82,10 @@ COLUMNS = ("Question", "A", "B", "C", "D", "Answer")
 
 
 def source(subject: str, split: str) -> Published:
-    """Return a split of a subject: on the hub's branch of parquet files, or in the authors' zip,
-    unpacked."""
+    """Return the location of a split of a subject.
+
+    It is on the hub's branch of parquet files, or in the authors' unpacked zip file.
+    """
     patterns = (
         f"{subject}/{split}/*.parquet",
         f"{subject}/cmmlu-{split}.parquet",
@@ -93,12 +95,15 @@ def source(subject: str, split: str) -> Published:
 
 
 def intro(subject: str) -> str:
-    """Return the line that a text of CMMLU's questions begins with."""
+    """Return the line that introduces questions on a subject in a text for base models."""
     return f"以下是关于{SUBJECTS[subject]}的单项选择题，请直接给出正确答案的选项。\n\n"
 
 
 class CMMLU(ChoiceTask):
-    """split: test or dev. Questions of dev are the examples."""
+    """The problems of CMMLU, from the test or dev split.
+
+    The examples are questions of the dev split.
+    """
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class CMMLU(ChoiceTask):
 
 
 def _load(split: str, folder: str | Path | None) -> Table:
-    """Load the rows of all subjects of a split."""
+    """Return the rows of all subjects of a split."""
     sources = {subject: source(subject, split) for subject in SUBJECTS}
     return load_subjects(sources, COLUMNS, folder)
 

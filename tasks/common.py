@@ -1,6 +1,6 @@
 """Functions and classes that the tasks share.
 
-They check arguments, read numbers in texts and conversations in records, and form subsets and
+They check arguments, read numbers from texts and conversations from records, and build subsets and
 mixtures of tasks.
 """
 
@@ -22,10 +22,7 @@ def one_of(
     value: str,
     allowed: Sequence[str],
 ) -> str:
-    """Return `value` if it is allowed.
-
-    Raises UserError with the allowed values if it is not.
-    """
+    """Return `value`, or raise UserError with the allowed values if it is not one of them."""
     if value not in allowed:
         raise UserError(f"{label} must be one of {', '.join(allowed)}, got {value!r}")
     return value
@@ -37,10 +34,10 @@ _NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?(?:\d|\.\d+)")
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the number that a text ends with, or None if there is none.
+    """Return the final number in a text, or None if there is none.
 
-    This is the first number after the last `####`, or the last number of a text without `####`.
-    Returns None also if the number is longer than 64 characters.
+    That is the first number after the last `####`, or the last number in a text without `####`. The
+    result is also None if that number is longer than 64 characters.
     """
     text = unicodedata.normalize("NFKC", text)
     _, marker, after = text.rpartition("####")
@@ -52,12 +49,11 @@ def final_number(text: str) -> Fraction | None:
 
 
 def read_messages(messages: Any) -> Conversation:
-    """Return a conversation from a list of {"role", "content"}.
+    """Return a conversation made from a list of messages with "role" and "content".
 
-    Raises ValueError with the broken rule if the list breaks one of these rules: after an optional
-    system message, user and assistant take turns, and the assistant speaks last. Every content is a
-    text that is not empty. An assistant message with "weight": 0 or "loss": false is not trained,
-    and at least one assistant message is.
+    Raises ValueError, naming the broken rule, unless user and assistant take turns after an
+    optional system message, the assistant speaks last, and every content is non-empty text. An
+    assistant message with "weight": 0 or "loss": false is not trained, but at least one must be.
     """
     if not isinstance(messages, list):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -85,7 +81,7 @@ def _read_message(
 ) -> Message:
     """Return message `n` of a conversation as a turn.
 
-    Raises ValueError with the broken rule if the message breaks one.
+    Raises ValueError, naming the broken rule, if the message breaks one.
     """
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise ValueError(f'message {n} must be an object with "role" and "content"')
@@ -106,7 +102,7 @@ def _read_message(
 
 
 class Ungraded:
-    """Base class of tasks that only train a model: they have no letters and cannot be graded."""
+    """Base class of tasks that can only train a model: they have no letters and no grades."""
 
     kind: Literal["choice", "generative"] = "generative"
     name: str
@@ -124,7 +120,10 @@ class Ungraded:
 
 
 class Subset:
-    """Every `step`-th problem of a task from `start` to `stop`, or the problems in `numbers`."""
+    """A subset of a task's problems.
+
+    It has every `step`-th problem from `start` up to `stop`, or the problems listed in `numbers`.
+    """
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ def first_places(numbers: np.ndarray) -> np.ndarray:  # (N,) int64, both
 class TaskMixture:
     """Several tasks shuffled into one, in an order that depends only on the seed.
 
-    A task that is listed twice counts twice.
+    If a task is listed twice, its problems occur twice.
     """
 
     kind: Literal["choice", "generative"] = "generative"
@@ -176,15 +175,15 @@ class TaskMixture:
         return len(self._order)
 
     def locate(self, i: int) -> tuple[Task, int]:
-        """Return the task that problem i comes from, and the number of the problem in that task."""
-        number = self._order[i]
-        task_number = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return self.tasks[task_number], int(number - self._starts[task_number])
+        """Return the task that problem i comes from, and the index of the problem in that task."""
+        position = self._order[i]
+        task_number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return self.tasks[task_number], int(position - self._starts[task_number])
 
     def originals(self) -> np.ndarray:  # (problems,) int64
-        """Return the position of the first copy of each problem.
+        """Return, for each position, the position of the first copy of its problem.
 
-        This is the problem's own position, unless its task is listed twice.
+        The two differ only for problems of a task that is listed twice.
         """
         task_numbers = np.searchsorted(self._starts, self._order, side="right") - 1
         numbers_in_task = self._order - self._starts[task_numbers]

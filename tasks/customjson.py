@@ -1,5 +1,4 @@
-"""Your own conversations, from JSON files in the layouts that people have: messages, ShareGPT,
-Alpaca."""
+"""Your own conversations, from JSON files in common layouts: messages, ShareGPT and Alpaca."""
 
 import json
 import reprlib
@@ -31,8 +30,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class CustomJSON(Ungraded):
-    """The conversations of a file in one of the layouts of read_record(). Raises UserError as
-    read_file() says."""
+    """The conversations in a file, in any layout that read_record() knows.
+
+    Raises UserError as read_file() does.
+    """
 
     def __init__(self, filepath: str | Path):
         self.name = Path(filepath).expanduser().stem
@@ -49,8 +50,9 @@ class CustomJSON(Ungraded):
 
 
 def read_record(value: Any) -> Conversation:
-    """Return a conversation in any of the known layouts. ValueError names the rule that the value
-    breaks.
+    """Return a conversation, read from any of the known layouts.
+
+    Raises ValueError, naming the broken rule, if the value breaks one.
 
     messages: a list of {"role", "content"}, or an object with such a list under "messages" or
     "conversations".
@@ -59,8 +61,9 @@ def read_record(value: Any) -> Conversation:
     Alpaca: {"instruction", "input", "output"}, or {"query", "response"}, with "system" and
     "history", a list of [question, answer]. The input is appended to the instruction on a line of
     its own.
-    "system" may stand beside the messages in every layout. Keys that ask for what cannot be trained
-    are refused, as check_record() says.
+
+    Every layout may have "system" next to the messages. Keys that ask for what cannot be trained
+    are refused, as check_record() describes.
     """
     if isinstance(value, list):
         return read_messages(value)
@@ -86,16 +89,15 @@ def read_record(value: Any) -> Conversation:
 
 
 def first_keys(value: Mapping[str, Any]) -> str:
-    """Return the first keys of a record for a message."""
+    """Return the names of a record's first keys, for an error message."""
     return ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
 
 
 def with_system(value: Mapping[str, Any], messages: Any) -> Any:
-    """Return the messages behind the system message that many records have under "system" and many
-    leave empty.
+    """Return messages, preceded by the system message that a record has under "system".
 
-    Raises ValueError if the messages begin with another system message. What is no list is left to
-    read_messages().
+    The messages are returned unchanged if "system" is empty or missing, or if they are not a list,
+    which read_messages() then refuses. Raises ValueError if they begin with another system message.
     """
     system = value.get("system")
     if not system or not isinstance(messages, list):
@@ -112,9 +114,10 @@ def with_system(value: Mapping[str, Any], messages: Any) -> Any:
 
 
 def plain_turns(turns: Any) -> Iterator[Any]:
-    """Yield turns of {"from", "value"} as messages.
+    """Yield turns as messages, converting those with "from" and "value".
 
-    Turns in another form stay as they are, and read_messages() checks them.
+    Turns in another form stay as they are, and read_messages() checks them. Raises ValueError if
+    `turns` is not a list, or if a name in "from" is unknown.
     """
     if not isinstance(turns, list):
         raise ValueError(f"a conversation is a list of messages, got {type(turns).__name__}")
@@ -132,7 +135,10 @@ def plain_turns(turns: Any) -> Iterator[Any]:
 
 
 def alpaca_turns(value: Mapping[str, Any], question: str) -> Iterator[dict[str, Any]]:
-    """Yield the earlier exchanges of an Alpaca record, then its question, as messages."""
+    """Yield the earlier exchanges of an Alpaca record, then its question, as messages.
+
+    Raises ValueError if "history" is not a list of pairs, or if the question is not a text.
+    """
     history = value.get("history") or []
     if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise ValueError('"history" must be a list of [question, answer]')
@@ -159,11 +165,11 @@ def read_file(
     label: str,
     shape: str,
 ) -> list[Record]:
-    """Return the records that `to_record` makes of the JSON values of a file.
+    """Return the records that `to_record` makes from the JSON values in a file.
 
     The file holds one value per line, or one list of values. In error messages, `label` names such
-    a value and `shape` shows one. The complete file is checked at once. Raises UserError with the
-    file, the line and the rule of the first mistake.
+    a value and `shape` shows one. The whole file is checked at once. Raises UserError, naming the
+    file, the line and the rule, at the first mistake.
     """
     path = Path(filepath).expanduser()
     if not path.is_file():
@@ -172,15 +178,15 @@ def read_file(
             f"{shape}",
             2,
         )
-    items = []
+    read_records = []
     try:
         for place, value in records(path):
-            items.append(_read_at(place, value, to_record))
-    except ValueError as broken:  # not UTF-8, not JSON, or against a rule of `read`
+            read_records.append(_read_at(place, value, to_record))
+    except ValueError as broken:  # not UTF-8, not JSON, or against a rule of `to_record`
         raise UserError(f"{path}, {broken}. A line should look like {shape}") from broken
-    if not items:
+    if not read_records:
         raise UserError(f"{path} holds no {label}. Write one {label} per line: {shape}")
-    return items
+    return read_records
 
 
 def _read_at(
@@ -188,8 +194,10 @@ def _read_at(
     value: Any,
     to_record: Callable[[Any], Record],
 ) -> Record:
-    """Return what `read` makes of a record. ValueError, which names its place, if it breaks a
-    rule."""
+    """Return the record that `to_record` makes from a value.
+
+    Raises ValueError, naming the place in the file, if the value breaks a rule.
+    """
     try:
         return to_record(value)
     except ValueError as broken:
@@ -197,10 +205,10 @@ def _read_at(
 
 
 def records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield every JSON value of a file with its place in words, such as "line 3".
+    """Yield every JSON value in a file, with its place in words, such as "line 3".
 
     The file holds one value per line, or is a single JSON list of records. Empty lines are skipped.
-    ValueError, which names the place, for what is no UTF-8 or no JSON.
+    Raises ValueError, naming the place, if something is not UTF-8 or not JSON.
     """
     values = _list_of_records(path)
     if values is not None:
@@ -218,9 +226,9 @@ def records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _list_of_records(path: Path) -> list[Any] | None:
-    """Return the values of a file that is one JSON list of records.
+    """Return the records of a file that is a single JSON list.
 
-    Returns None if its first line is a value by itself.
+    Returns None if the first line of the file is a value by itself.
     """
     with open(path, "rb") as file:
         beginning = file.read(64)
@@ -238,7 +246,7 @@ def _list_of_records(path: Path) -> list[Any] | None:
 
 
 def _is_conversation(values: list[Any]) -> bool:
-    """Return whether a list holds messages, not records."""
+    """Return whether a list holds the messages of one conversation instead of records."""
     if not values or not isinstance(values[0], Mapping):
         return False
     return "role" in values[0] or "from" in values[0]
@@ -247,8 +255,8 @@ def _is_conversation(values: list[Any]) -> bool:
 def _over_lines(data: bytes) -> list[Any] | None:
     """Return the values of a JSON list that spans several lines.
 
-    Returns None if the first line is wrong by itself. Raises ValueError with the line if a later
-    line is wrong.
+    Returns None if the first line is invalid, or if the data is not UTF-8 or nested too deeply.
+    Raises ValueError, naming the line, if a later line is invalid.
     """
     try:
         return parse_json(data)

@@ -17,15 +17,15 @@ _CALL = re.compile(r"<<([^<>]*)>>")
 
 
 def source(split: str, subset: str = "main") -> Published:
-    """Return a split of GSM8K on the hub."""
+    """Return the location of a split of GSM8K on the Hugging Face hub."""
     return Published("openai/gsm8k", subset, split, (subset, "."))
 
 
 def read_solution(solution: str) -> list[Part]:
-    """Return a published solution as parts, with its calculations as calculator calls.
+    """Return a published solution as parts, with its calculations as calls of the calculator.
 
-    Each `<<48/2=24>>` becomes a call and its output. The output comes from our calculator, as it
-    does in a chat. An expression that our calculator refuses is dropped.
+    Each `<<48/2=24>>` becomes a call and its output, which comes from our calculator, as in a chat.
+    Expressions that our calculator refuses are dropped.
     """
     parts: list[Part] = []
     end = 0
@@ -42,7 +42,10 @@ def read_solution(solution: str) -> list[Part]:
 
 
 class GSM8K:
-    """split: train or test. A reply is right if it ends with the right number; see final_number."""
+    """The problems of GSM8K, from the train or test split.
+
+    A reply is right if it ends with the right number, as final_number() reads it.
+    """
 
     name = "GSM8K"
     kind: Literal["choice", "generative"] = "generative"

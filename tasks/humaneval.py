@@ -1,4 +1,4 @@
-"""HumanEval: write Python functions, graded by running their tests.
+"""HumanEval: Python functions to write, graded by running their tests.
 
 Chen et al. 2021, arXiv:2107.03374.
 """
@@ -21,8 +21,8 @@ def _defines(code: str, function: str) -> bool:
 def extract_code(reply: str, function: str) -> str:
     """Return the code in a reply.
 
-    This is the first fenced block that defines the function, or else the first block, or else the
-    complete reply.
+    That is the first fenced block that defines the function, or else the first block, or else the
+    whole reply.
     """
     blocks = _BLOCK.findall(reply) or [reply]
     for block in blocks:
@@ -39,9 +39,10 @@ def build_program(
 ) -> str:
     """Return the program that grades a reply.
 
-    It consists of the prompt, the code of the reply, the tests, and the call of the tests. A reply
+    It consists of the prompt, the code in the reply, the tests, and a call of the tests. A reply
     may repeat the head of the function or continue the prompt. In both cases the program includes
-    the imports and helper functions of the prompt.
+    the imports and helper functions of the prompt, or only its imports if the prompt does not
+    parse.
     """
     code = extract_code(reply, function)
     if not _defines(code, function):
@@ -56,7 +57,7 @@ def build_program(
 
 
 def _is_complete(prompt: str) -> bool:
-    """Return whether a prompt is a program: a head with a docstring is a complete function."""
+    """Return whether a prompt parses as a program, as a function head with a docstring does."""
     try:
         ast.parse(prompt)
     except SyntaxError:
@@ -65,7 +66,7 @@ def _is_complete(prompt: str) -> bool:
 
 
 def source() -> Published:
-    """Return HumanEval on the hub."""
+    """Return the location of HumanEval on the Hugging Face hub."""
     return Published(
         "openai/openai_humaneval",
         "openai_humaneval",
@@ -77,8 +78,8 @@ def source() -> Published:
 class HumanEval:
     """The problems of HumanEval, whose only split is test.
 
-    Grading runs the replies as programs, so UserError is raised at once if this machine cannot
-    isolate them (nanochat/evals/sandbox.py).
+    Because grading runs the replies as programs, the constructor raises UserError if this machine
+    cannot isolate them (nanochat/evals/sandbox.py).
     """
 
     name = "HumanEval"

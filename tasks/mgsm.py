@@ -13,12 +13,14 @@ from tasks.common import final_number, one_of
 from tasks.published import Published, Table, load_table
 
 COLUMNS = {"train": ("question", "answer", "answer_number"), "test": ("question", "answer_number")}
-_LABEL = re.compile(r"^\s*(?:问题|逐步解答)\s*[:：]\s*")  # the examples begin with these words
+_LABEL = re.compile(r"^\s*(?:问题|逐步解答)\s*[:：]\s*")  # the words that begin the examples
 
 
 def source(split: str) -> Published:
-    """Return a split on the hub's branch of parquet files; the authors' mgsm_zh.tsv has the split
-    test."""
+    """Return the location of a split on the hub's branch of parquet files.
+
+    For the split test, the authors' file mgsm_zh.tsv is also accepted.
+    """
     patterns = [f"zh/{split}/*.parquet", f"zh/mgsm-{split}.parquet"]
     if split == "test":
         patterns.append("mgsm_zh.tsv")
@@ -43,9 +45,10 @@ def _number(row: dict[str, str | int], source: str) -> str:
 
 
 class MGSM:
-    """split: test or train. A reply is right if it ends with the right number; see final_number.
+    """The problems of MGSM in Chinese, from the test or train split.
 
-    Problems of the split train, with their solutions, are the examples; the paper shows eight.
+    A reply is right if it ends with the right number, as final_number() reads it. The examples are
+    problems of the train split with their solutions, of which the paper shows eight.
     """
 
     name = "MGSM-zh"
@@ -69,7 +72,7 @@ class MGSM:
         return len(self._table)
 
     def identify(self, i: int) -> str:
-        """Return the name of problem i in records: its position in the published file."""
+        """Return the name of problem i in records, which is its position in the published file."""
         return str(self._table.number(i))
 
     def __getitem__(self, i: int) -> Conversation:
@@ -87,7 +90,7 @@ class MGSM:
 
 
 def _examples(table: Table) -> list[Message]:
-    """Return the published examples as turns, each with the number that it ends on."""
+    """Return the published examples as turns, with the final number after each solution."""
     turns: list[Message] = []
     for i in table.in_published_order():
         row = table[i]

@@ -1,8 +1,8 @@
-"""What each stage after pretraining learns from: TinyWorld's own conversations, the published
-mixtures, or your own files.
+"""The training data of each stage after pretraining.
 
-mix(), own_conversations(), own_pairs() and rl_tasks() are what the stages call; CURRICULA at the
-end names what goes into them by default.
+It comes from TinyWorld's own conversations, from published data sets, or from your own files. The
+stages call mix(), own_conversations(), own_pairs() and rl_tasks(). CURRICULA, at the end, defines
+what they get by default.
 """
 
 import re
@@ -32,14 +32,15 @@ from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SimpleSpelling, SpellingBee
 
 Stage = Literal["mid", "sft"]
-Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
+Measures = Mapping[str, Callable[[], Task]]  # by name; a call reads the data of the task
 
 HELD_OUT = 50  # one conversation in 50 is for validation
-# Of your own files about 30 conversations are held out, but at most one in 10.
+# About 30 conversations of your own files are held out, but at most one in 10.
 OWN_HELD_OUT = 30
 MOST_HELD_OUT = 10
-MOST_TIMES = 1000  # that the conversations of a file may be repeated
-# In the keys of mixtures with copies, which earlier versions trained on.
+MOST_TIMES = 1000  # how often the conversations of a file may be repeated
+# Part of the key of a mixture with copies, because earlier versions trained on copies of held-out
+# conversations.
 COPIES_TOGETHER = ", copies held out together"
 
 
@@ -49,7 +50,7 @@ Item = TypeVar("Item", covariant=True)
 
 
 class Records(Protocol[Item]):
-    """A task or a list: anything that can be counted and indexed."""
+    """Anything that has a length and items by index, such as a task or a list (Protocol)."""
 
     def __len__(self) -> int: ...
 
@@ -61,12 +62,12 @@ Conversations = Records[Conversation]
 
 @runtime_checkable
 class WithCopies(Protocol):
-    """Items of which some may occur several times."""
+    """A collection in which an item may occur several times (Protocol)."""
 
     def originals(self) -> np.ndarray:  # (items,) int64
-        """Return a number for each position, which only copies of the same item share.
+        """Return, for each position, a number that identifies the item there.
 
-        Items are held out by these numbers.
+        Copies of an item share its number. These numbers decide which items are held out.
         """
         ...
 
@@ -77,7 +78,7 @@ def _originals(items: Records[Item]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Numbered(Generic[Item]):
-    """Items with the numbers that WithCopies.originals() gives them."""
+    """Items, each with the number that originals() returns for it."""
 
     items: Sequence[Item]
     numbers: np.ndarray  # (items,) int64
@@ -95,21 +96,21 @@ class Numbered(Generic[Item]):
 
 @dataclass(frozen=True)
 class Mix:
-    """The conversations of a stage.
+    """The conversations that a stage trains and validates on.
 
-    `key` identifies their content. `load` is called only if their tokens are not saved. All copies
-    of a conversation are held out or none, so that validation never reads what was trained.
+    `key` identifies their content. `load` is called only if their tokens are not saved. Either all
+    copies of a conversation are held out or none, so that validation never reads what was trained.
     """
 
     name: str
     key: str
     load: Callable[[], Conversations]
-    together: int = 1  # how many conversations in a row stay together, such as the two of a pair
-    held_out_every: int = HELD_OUT  # one conversation, or pair, in so many is for validation
+    together: int = 1  # how many adjacent conversations stay together, such as the two of a pair
+    held_out_every: int = HELD_OUT  # one conversation or pair out of this many is for validation
 
     @cached_property
     def conversations(self) -> Conversations:
-        """All conversations, loaded once."""
+        """All conversations, which are loaded on first use."""
         return self.load()
 
     @cached_property
@@ -118,11 +119,11 @@ class Mix:
         return numbers // self.together % self.held_out_every == 0
 
     def train(self) -> Iterable[Conversation]:
-        """Return all conversations that are not held out."""
+        """Return the conversations that are not held out."""
         return self._at(np.flatnonzero(~self._held_out))
 
     def val(self) -> Iterable[Conversation]:
-        """Return the conversations that are held out, without their copies."""
+        """Return the conversations that are held out, without copies."""
         numbers = _originals(self.conversations)
         _, first_positions = np.unique(numbers, return_index=True)
         return self._at(np.sort(first_positions[self._held_out[first_positions]]))
@@ -142,10 +143,10 @@ def mix(
     custom: str | None = None,
     added: str | None = None,
 ) -> Mix:
-    """Return the conversations of stage mid or sft for a corpus.
+    """Return the conversations of a corpus for the stage mid or sft.
 
-    `custom` names your own JSONL file to use instead; `added` names one to add. Raises UserError
-    (code 2) for both.
+    `custom` names a JSONL file of your own to use instead, and `added` names one to add. Raises
+    UserError (code 2) if both are given.
     """
     if custom is not None and added is not None:
         raise UserError(
@@ -174,10 +175,10 @@ def mix(
 
 
 class WithYours:
-    """A mixture with your own conversations added, repeated until one in ten is yours, all in a
-    seeded order.
+    """A mixture with your own conversations added, in an order that depends only on the seed.
 
-    Of yours that are repeated, every HELD_OUT-th is held out; if there are fewer, all are trained.
+    Your conversations are repeated until one in ten is yours. If that repeats them, every
+    HELD_OUT-th of them is held out, or none if there are fewer.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class WithYours:
         self._copies = max(round(len(mixture) / (9 * len(yours))), 1)
         your_numbers = -1 - np.tile(np.arange(len(yours)), self._copies)
         numbers = np.concatenate([np.arange(len(mixture)), your_numbers])
-        self._numbers = np.random.default_rng(seed).permutation(numbers)  # below zero: of yours
+        self._numbers = np.random.default_rng(seed).permutation(numbers)  # negative for yours
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -201,14 +202,17 @@ class WithYours:
         return self._mixture[number] if number >= 0 else self._yours[-1 - number]
 
     def originals(self) -> np.ndarray:
-        """See WithCopies. The mixture's own conversations are held out as they are without
-        yours."""
+        """Return the numbers that decide what is held out, as WithCopies describes.
+
+        If yours are repeated, the mixture's own conversations are held out exactly as they are
+        without yours.
+        """
         after_mixture = -(-len(self._mixture) // HELD_OUT) * HELD_OUT
         is_mixture = self._numbers >= 0
         of_mixture = _originals(self._mixture)[np.maximum(self._numbers, 0)]
         numbers = np.where(is_mixture, of_mixture, after_mixture - self._numbers)
-        # What is not repeated is held out by position, as in earlier versions, whose runs may then
-        # be resumed.
+        # If yours are not repeated, items are held out by position, as in earlier versions, so that
+        # their runs can be resumed.
         return numbers if self._copies > 1 else first_places(numbers)
 
 
@@ -216,11 +220,11 @@ class WithYours:
 
 
 def own_conversations(files: Sequence[str], held_out_every: int | None = None) -> Mix:
-    """Return the conversations of your own files, one file after the other.
+    """Return the conversations in your own files, one file after the other.
 
-    FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. One conversation in
-    `held_out_every` is held out; None chooses this by their number. Raises UserError with the file,
-    the line and the rule if a file cannot be read.
+    FILE:2 takes the conversations of a file twice, and FILE:0.5 takes every second one. One
+    conversation in `held_out_every` is held out; None chooses this by how many there are. Raises
+    UserError, naming the file, the line and the rule, if a file cannot be read.
     """
     name, key, conversations = _read_weighted(files, CustomJSON, "conversations", held_out_every)
     digest = sha256(key.encode()).hexdigest()
@@ -231,8 +235,8 @@ def own_conversations(files: Sequence[str], held_out_every: int | None = None) -
 def own_pairs(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """Return the pairs of answers in your own files as conversations.
 
-    The preferred one of each pair comes first, then the rejected one. Weights and errors are as in
-    own_conversations().
+    Each pair gives two conversations, first the one with the preferred answer. Weights,
+    `held_out_every` and errors are as in own_conversations().
     """
     name, key, pairs = _read_weighted(files, read_pairs, "pairs", held_out_every)
     digest = sha256(f"pairs {key}".encode()).hexdigest()
@@ -247,19 +251,21 @@ def _read_weighted(
     label: str,
     held_out_every: int | None,
 ) -> tuple[str, str, Numbered[Item]]:
-    """Return the names of files, a key of their content, and what `read` finds in each, as often as
-    the file's weight says.
+    """Return the names of files, a key of their content, and the records in them.
 
-    If anything is there twice, also because a file is, the items are numbered so that the last of
-    every HELD_OUT different ones is held out, or the last of all if there are fewer: short files
-    begin with what matters most. If nothing is there twice, OWN_HELD_OUT of fewer than 1,500 items
-    are held out, since 6 of 300 measure little.
+    `read_records` reads a file, and each of its records is taken as often as the file's weight
+    says. If any record occurs twice, for example because a file is named twice, the records are
+    numbered so that the last of every HELD_OUT different ones is held out, or the last of all if
+    there are fewer. Short files begin with what matters most.
+
+    If every record occurs once, one in `held_out_every` is held out. None then holds out about
+    OWN_HELD_OUT of fewer than 1,500 records, because 6 of 300 would measure little.
     """
     items: list[Item] = []
-    originals: list[
-        int
-    ] = []  # for each item, the position of its original among the different ones
-    original_of: dict[tuple[str, int], int] = {}  # (content of the file, number in it) -> position
+    # For each item, the position of its original among the different ones.
+    originals: list[int] = []
+    # (content of the file, number in it) -> position among the different ones
+    original_of: dict[tuple[str, int], int] = {}
     names = []
     keys = []
     for file in files:
@@ -293,9 +299,9 @@ def _read_weighted(
 
 
 def _split_weight(file: str) -> tuple[str, float]:
-    """Split FILE:WEIGHT into a path and its weight.
+    """Return the path and the weight in FILE:WEIGHT; a FILE alone has weight 1.
 
-    Raises UserError if the weight is not above 0.
+    Raises UserError (code 2) if the weight is not above 0 and at most MOST_TIMES.
     """
     path, colon, weight = file.rpartition(":")
     if not colon or Path(file).expanduser().exists():
@@ -303,7 +309,7 @@ def _split_weight(file: str) -> tuple[str, float]:
     try:
         value = float(weight)
     except ValueError:
-        return file, 1.0  # a name with a colon, which CustomJSON will say is missing
+        return file, 1.0  # a name with a colon; CustomJSON will report that there is no such file
     if not 0 < value <= MOST_TIMES:
         raise UserError(
             f"{file}: the weight of a file must be above 0 and at most {MOST_TIMES}, got {weight}",
@@ -313,8 +319,11 @@ def _split_weight(file: str) -> tuple[str, float]:
 
 
 def _content(file: str) -> str:
-    """Return what a file holds and how it is read. Files with keys that older versions ignored are
-    tokenised again."""
+    """Return a key for what a file holds and how it is read.
+
+    The key of a file with keys that older versions ignored differs from theirs, so that the file is
+    tokenised again.
+    """
     path = Path(file).expanduser()
     reads_keys = re.search(rb'"(system|weight|loss)"\s*:', path.read_bytes())
     return sha256_of(path) + (" with its system messages and weights" if reads_keys else "")
@@ -324,10 +333,10 @@ def _content(file: str) -> str:
 
 
 def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
-    """Return the task that RL trains on for a corpus, and the task that RL is measured on.
+    """Return two tasks for a corpus: one that RL trains on, and one that RL is measured on.
 
-    `problems` names your own JSONL file to use instead, of which every tenth problem is for
-    measuring.
+    `problems` names a JSONL file of your own to use instead, of which every tenth problem is for
+    measuring. Raises UserError if the file has fewer than 2 problems.
     """
     if problems is None:
         return curriculum(corpus).rl()
@@ -346,23 +355,23 @@ def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The data of the stages after pretraining, and the evaluations of their models."""
+    """The training data of the stages after pretraining, and the evaluations of their models."""
 
     title: str
-    conversations: Mapping[Stage, Callable[[int], Conversations]]  # of a seed
+    conversations: Mapping[Stage, Callable[[int], Conversations]]  # from a seed
     rl: Callable[[], tuple[Task, Task]]  # RL trains on the first and is measured on the second
-    measures: Callable[[bool], Measures]  # of `unsafe_exec`, see HumanEval
+    measures: Callable[[bool], Measures]  # from `unsafe_exec`, which HumanEval takes
     needs: Callable[[], tuple[Published, ...]] = tuple  # the data sets that all of these read
-    repeats: tuple[Stage, ...] = ()  # the stages whose mixtures name a task twice
+    repeats: tuple[Stage, ...] = ()  # the stages whose mixtures list a task twice
 
 
 def curriculum(corpus: str | None) -> Curriculum:
-    """Return the curriculum that fits a corpus."""
+    """Return the curriculum of a corpus, or the default one if the corpus is None."""
     return CURRICULA[traits(corpus).curriculum]
 
 
 class Identity(Ungraded):
-    """Questions about who the assistant is, in both languages."""
+    """Questions about who the assistant is, in English and Chinese."""
 
     name = "Identity"
 
@@ -377,8 +386,10 @@ class Identity(Ungraded):
 
 
 def _published_mid(seed: int) -> TaskMixture:
-    """Return upstream's mixture of November 2025: about 850 thousand conversations; those about
-    identity come twice."""
+    """Return upstream's midtraining mixture of November 2025, with about 850,000 conversations.
+
+    The conversations about identity come twice.
+    """
     identity = Identity()
     return TaskMixture(
         [
@@ -395,7 +406,7 @@ def _published_mid(seed: int) -> TaskMixture:
 
 
 def _published_sft(seed: int) -> TaskMixture:
-    """Return upstream's mixture of November 2025: about 23 thousand conversations."""
+    """Return upstream's SFT mixture of November 2025, with about 23,000 conversations."""
     return TaskMixture(
         [
             ARC("ARC-Easy", "train"),
@@ -411,7 +422,7 @@ def _published_sft(seed: int) -> TaskMixture:
 
 
 def _published_measures(unsafe_exec: bool) -> Measures:
-    """Return the tasks of ChatCORE."""
+    """Return the tasks of ChatCORE, by name."""
     return {
         "ARC-Easy": lambda: ARC("ARC-Easy", "test"),
         "ARC-Challenge": lambda: ARC("ARC-Challenge", "test"),
@@ -442,12 +453,12 @@ def _published_needs() -> tuple[Published, ...]:
 
 
 def _world() -> Any:
-    """Return TinyWorld, an appendix. Raises UserError if it was torn out of the tree."""
+    """Return TinyWorld's module, or raise UserError if this copy of nanochat lacks it."""
     return required_appendix("nanochat.data.tinyworld.world", "a chat of nanochat")
 
 
 def _tinyworld_tasks() -> Any:
-    """Return TinyWorld's tasks, a part of that appendix."""
+    """Return the module of TinyWorld's tasks, or raise UserError as _world() does."""
     return required_appendix("tasks.tinyworld", "--data tinyworld")
 
 
@@ -460,13 +471,13 @@ def _tinyworld_sft(seed: int) -> Conversations:
 
 
 def _tinyworld_rl() -> tuple[Task, Task]:
-    """Return mental sums to train on and to measure on."""
+    """Return mental sums to train on, and others to measure on."""
     tasks = _tinyworld_tasks()
     return tasks.TinyWorld("mental", _world().rl_problems()), tasks.mental()
 
 
 def _tinyworld_measures(unsafe_exec: bool) -> Measures:
-    """Return TinyWorld's own measures, which run no programs."""
+    """Return TinyWorld's own evaluations, none of which runs a program that a model wrote."""
     return _tinyworld_tasks().measures()
 
 

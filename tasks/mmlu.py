@@ -1,4 +1,4 @@
-"""MMLU: questions from 57 subjects, with four choices (Hendrycks et al. 2020, arXiv:2009.03300)."""
+"""MMLU: four-choice questions from 57 subjects (Hendrycks et al. 2020, arXiv:2009.03300)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,28 +12,29 @@ _SPLITS = {"all": ("test", "validation", "dev"), "auxiliary_train": ("train",)}
 
 
 def source(subset: str, split: str) -> Published:
-    """Return a split of MMLU on the hub."""
+    """Return the location of a split of MMLU on the Hugging Face hub."""
     return Published("cais/mmlu", subset, split, (subset,))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
-    row = row.get("train") or row  # the rows of auxiliary_train are wrapped once more
+    row = row.get("train") or row  # the rows of auxiliary_train are wrapped in another object
     subject = row.get("subject") or ""
     return ChoiceProblem(row["question"], tuple(row["choices"]), row["answer"], subject)
 
 
 def intro(subject: str) -> str:
-    """Return the line that a text of MMLU's questions begins with."""
+    """Return the line that introduces questions on a subject in a text for base models."""
     topic = subject.replace("_", " ")
     return f"The following are multiple choice questions (with answers) about {topic}.\n\n"
 
 
 class MMLU(ChoiceTask):
-    """subset: `all` (split test, validation or dev) or `auxiliary_train` (split train: other exams,
-    for training).
+    """The problems of MMLU.
 
-    With `shots`, as many questions of the split dev are shown first; published figures of base
-    models show five.
+    The subset "all" has the splits test, validation and dev. The subset "auxiliary_train" has
+    questions from other exams, for training, and only the split train. With `shots` above 0, that
+    many questions of the same subject from the split dev precede each question. Published scores of
+    base models use five.
     """
 
     def __init__(

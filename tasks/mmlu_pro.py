@@ -1,8 +1,8 @@
-"""MMLU-Pro: harder questions of 14 subjects, with up to ten choices (Wang et al. 2024,
-arXiv:2406.01574).
+"""MMLU-Pro: harder questions in 14 subjects, with up to ten choices.
 
-The authors let models reason before they answer. Here the likeliest letter is the answer, as in
-MMLU, which small models can do; figures of the two kinds cannot be compared.
+Wang et al. 2024, arXiv:2406.01574. The authors let models reason before they answer. Here the most
+likely letter is the answer, as in MMLU, because small models can do that. Scores of the two kinds
+cannot be compared.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,15 @@ COLUMNS = ("question_id", "question", "options", "answer", "answer_index", "cate
 
 
 def source(split: str) -> Published:
-    """Return a split of MMLU-Pro on the hub."""
+    """Return the location of a split of MMLU-Pro on the Hugging Face hub."""
     return Published("TIGER-Lab/MMLU-Pro", None, split, ("data", "."))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
-    """The letter and the index of the answer must agree; where they do not, the row has no
-    answer."""
+    """Return the problem in a row.
+
+    The row has no right answer if the letter and the index of its answer disagree.
+    """
     index = row["answer_index"]
     is_letter = isinstance(index, int) and 0 <= index < len(LETTERS)
     if not is_letter or LETTERS[index] != row["answer"]:
@@ -39,9 +41,9 @@ def _read(row: Mapping[str, Any]) -> ChoiceProblem:
 
 
 class MMLUPro(ChoiceTask):
-    """The problems of MMLU-Pro, from the split test or validation.
+    """The problems of MMLU-Pro, from the test or validation split.
 
-    Questions of the split validation are the examples, without their reasoning.
+    The examples are questions of the validation split, without their reasoning.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Find which data sets a corpus needs in later stages, and whether this machine can get them."""
+"""Finds which data sets a corpus needs in later stages, and whether this machine can get them."""
 
 import urllib.error
 import urllib.request
@@ -10,14 +10,14 @@ from nanochat.data.sources.hub import endpoint
 from tasks.mixtures import curriculum
 from tasks.published import Published, carry_in
 
-HUB_SECONDS = 10  # how long to wait for an answer of the hub
+HUB_SECONDS = 10  # how long to wait for an answer from the hub
 
 
 def whereabouts(sources: Iterable[Published]) -> dict[Published, str]:
-    """Return the place from which this machine gets each data set.
+    """Return, for each data set, the place from which this machine gets it.
 
     The place is "NANOCHAT_TASK_DIR", "cache", "hub", or "" if this machine cannot get the data set.
-    The hub is asked once for each repository, and not again if it could not be reached.
+    The hub is asked once for each repository, and not again after it could not be reached.
     """
     places: dict[Published, str] = {}
     on_hub: dict[str, bool] = {}  # by repository
@@ -40,7 +40,7 @@ def whereabouts(sources: Iterable[Published]) -> dict[Published, str]:
 
 
 def _is_cached(source: Published) -> bool:
-    """Return whether the library `datasets` has read this data set before."""
+    """Return whether the library `datasets` has this data set in its cache."""
     from datasets import config  # here, since the import takes a second or two
 
     repo = source.repo.replace("/", "___")
@@ -49,7 +49,7 @@ def _is_cached(source: Published) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server has a page at this address.
+    """Return whether a server has a page at a URL.
 
     Raises OSError if the server cannot be reached, or if HF_HUB_OFFLINE forbids the request.
     """
@@ -68,7 +68,8 @@ def answers(url: str) -> bool:
 def repos(corpus: str | None) -> dict[str, str]:
     """Return the place of each repository that the curriculum of a corpus reads.
 
-    The place is "" if this machine cannot get all of the repository.
+    They are named as in whereabouts(). The place is "" if this machine cannot get every part of the
+    repository.
     """
     places: dict[str, str] = {}
     for source, place in whereabouts(curriculum(corpus).needs()).items():
@@ -78,7 +79,10 @@ def repos(corpus: str | None) -> dict[str, str]:
 
 
 def warn_of_missing(corpus: str) -> None:
-    """Warn on rank 0, at the start of a long stage, if data for later stages is missing."""
+    """Warn on rank 0 if this machine cannot get the data of later stages.
+
+    A long stage calls this when it starts, so that there is time to get the data.
+    """
     if rank() > 0:
         return
     missing = [repo for repo, place in repos(corpus).items() if not place]

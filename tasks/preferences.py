@@ -1,4 +1,4 @@
-"""Pairs of answers, of which one is preferred, from JSON files in the layouts that people have."""
+"""Pairs of a preferred and a rejected answer, from JSON files in common layouts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from tasks.common import read_messages
 from tasks.customjson import alpaca_turns, first_keys, plain_turns, read_file, with_system
 from tasks.record_keys import check_record
 
-# The preferred answer and the rejected one, each after all that came before it.
+# The conversations with the preferred and with the rejected answer.
 Pair = tuple[Conversation, Conversation]
 _SHAPE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 _ALPACA = ("instruction", "question", "query")
@@ -19,17 +19,20 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 def read_pairs(filepath: str) -> list[Pair]:
-    """Return the pairs of a file in the layouts of read_pair(). Raises UserError as read_file()
-    says."""
+    """Return the pairs of answers in a file, in any layout that read_pair() knows.
+
+    Raises UserError as read_file() does.
+    """
     return read_file(filepath, read_pair, "pair of answers", _SHAPE)
 
 
 def read_pair(value: Any) -> Pair:
-    """Return a pair of answers in any of the known layouts. ValueError names the rule that the
-    value breaks.
+    """Return a pair of answers, read from any of the known layouts.
+
+    Raises ValueError, naming the broken rule, if the value breaks one.
 
     TRL: {"prompt", "chosen", "rejected"}, each a text or a list of messages. The prompt may be left
-    out where both answers begin with it: as messages, as a text, or as turns after "Human:" and
+    out if both answers begin with it: as messages, as a text, or as turns after "Human:" and
     "Assistant:" (HH-RLHF).
     ShareGPT of LLaMA-Factory: {"conversations": [...], "chosen": {...}, "rejected": {...},
     "system"}.
@@ -61,7 +64,7 @@ def _read(name: str, messages: Any) -> Conversation:
 
 
 def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
-    """Return two conversations whose common first turns are marked as their prompt.
+    """Return two conversations, with the first turns that they share marked as their prompt.
 
     Raises ValueError if they do not answer the same question, or if one of the answers is not to be
     trained.
@@ -82,7 +85,7 @@ def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
 
 
 def _shared_beginning(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many items at the beginning of two sequences are equal."""
+    """Return how many items are equal at the beginning of two sequences."""
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
@@ -111,7 +114,7 @@ def _chosen_and_rejected(value: Mapping[str, Any]) -> tuple[list[Any], list[Any]
 def _continue(before: list[Any], answer: list[Any]) -> list[Any]:
     """Return the messages before an answer, then the answer.
 
-    If the answer brings its own earlier messages, it is returned alone.
+    An answer that brings its own earlier messages is returned alone.
     """
     return [*before, *answer] if _first_role(answer) in (None, "assistant") else answer
 
@@ -129,21 +132,18 @@ def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
         return [], _transcript(chosen), _transcript(rejected)
     # The prompt is the words that both texts begin with, up to the last space.
     shared = chosen[: _shared_beginning(chosen, rejected)]
-    words = re.match(r".*\s", shared, re.DOTALL)
-    if words is None:
+    shared_words = re.match(r".*\s", shared, re.DOTALL)
+    if shared_words is None:
         raise ValueError(
             'there is no "prompt", and chosen and rejected do not begin with the same words'
         )
-    prompt = _messages(words[0].strip(), "user")
-    end = words.end()
+    prompt = _messages(shared_words[0].strip(), "user")
+    end = shared_words.end()
     return prompt, _messages(chosen[end:]), _messages(rejected[end:])
 
 
 def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
-    """Return the messages that a record has under a key of their own.
-
-    Returns None if the record has no such key.
-    """
+    """Return the messages that precede both answers, or None if the record has no key for them."""
     if "prompt" in value:
         return _messages(value["prompt"], "user")
     for name in _TURNS:
@@ -158,7 +158,7 @@ def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _messages(content: Any, role: str = "assistant") -> list[Any]:
-    """Return messages from a text, from one message, or from a list of messages.
+    """Return the messages in a text, in a single message, or in a list of messages.
 
     A text becomes one message with the given role.
     """
@@ -168,9 +168,9 @@ def _messages(content: Any, role: str = "assistant") -> list[Any]:
 
 
 def _transcript(text: str) -> list[dict[str, str]]:
-    """Return the turns of a text in which "Human:" or "Assistant:" begins each turn.
+    """Return the turns of a text in which "Human:" or "Assistant:" starts each turn.
 
-    Each of these words begins the text or follows a blank line.
+    Each of these words is at the beginning of the text or follows a blank line.
     """
     _, *pieces = re.split(r"(?:^|\n\n)(Human|Assistant):", text.lstrip())
     turns = zip(pieces[::2], pieces[1::2], strict=True)
@@ -178,9 +178,9 @@ def _transcript(text: str) -> list[dict[str, str]]:
 
 
 def _first_role(messages: list[Any]) -> Any:
-    """Return the role of the first message.
+    """Return the role of the first message, or None if it is not a message.
 
-    Returns None if it is not a message, which read_messages() then refuses.
+    read_messages() later refuses what is not a message.
     """
     if messages and isinstance(messages[0], Mapping):
         return messages[0].get("role")

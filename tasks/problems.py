@@ -1,4 +1,4 @@
-"""Your own problems with answers that can be checked, from JSON files in common layouts."""
+"""Your own problems with checkable answers, from JSON files in common layouts."""
 
 import re
 import unicodedata
@@ -22,16 +22,16 @@ _NUMBER = re.compile(r"[-+]?[$¥€]?\s*\d[\d,]*(\.\d+)?\s*[%.。]?")
 
 @dataclass(frozen=True)
 class Problem:
-    """A conversation whose last turn is the first right answer, and all right answers."""
+    """A conversation that ends with the first right answer to a problem, and all right answers."""
 
     conversation: Conversation
     answers: tuple[str, ...]
 
 
 class Problems:
-    """The problems of a file.
+    """The problems in a file.
 
-    Raises UserError with the file, the line and the rule if a record breaks a rule.
+    Raises UserError, naming the file, the line and the rule, if a record breaks a rule.
     """
 
     kind: Literal["choice", "generative"] = "generative"
@@ -58,9 +58,9 @@ class Problems:
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer that a text gives.
+    """Return the final answer in a text.
 
-    This is the content of the last \\boxed{...}, or else what follows the last `####`, "answer is",
+    That is the content of the last \\boxed{...}, or else what follows the last `####`, "answer is",
     "Answer:" or 答案, or else the last line that is not empty.
     """
     boxed = _BOXED.findall(text)
@@ -75,16 +75,16 @@ def final_answer(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text without differences that do not matter.
+    """Return a text without the differences that grading ignores.
 
-    These are case, width, spaces, and marks around the text.
+    These are the case, the width of characters, spaces, and marks around the text.
     """
     folded = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return folded.strip(_AROUND)
 
 
 def is_right(reply: str, answer: str) -> bool:
-    """Return whether a reply ends with an answer: with the same number, or with the same words."""
+    """Return whether a reply ends with the right answer, compared as a number or as words."""
     reply_answer = final_answer(reply)
     right_answer = final_answer(answer)
     if _NUMBER.fullmatch(unicodedata.normalize("NFKC", right_answer).strip()):
@@ -98,13 +98,14 @@ def is_right(reply: str, answer: str) -> bool:
 
 
 def read_problem(value: Any) -> Problem:
-    """Return a problem in any of the known layouts. ValueError names the rule that the value
-    breaks.
+    """Return a problem, read from any of the known layouts.
 
-    The question is a text or a list of messages under one of `_QUESTIONS`; the answer is a text, a
-    number or a list of right answers under one of `_ANSWERS`, or stands in verl's
-    {"reward_model": {"ground_truth": ...}}. A published solution is reduced to its final answer
-    when replies are compared with it.
+    Raises ValueError, naming the broken rule, if the value breaks one.
+
+    The question is a text or a list of messages under one of `_QUESTIONS`. The answer is a text, a
+    number or a list of right answers under one of `_ANSWERS`, or under the same keys in verl's
+    {"reward_model": {"ground_truth": ...}}. Only the final answer of a published solution is
+    compared with replies.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"a problem is an object, got {type(value).__name__}")
@@ -127,7 +128,10 @@ def read_problem(value: Any) -> Problem:
 
 
 def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the right answers of a problem."""
+    """Return the right answers of a problem.
+
+    Raises ValueError if there is none, or if one of them is empty.
+    """
     answer = _first_value(value, _ANSWERS)
     reward_model = value.get("reward_model")
     if answer is None and isinstance(reward_model, Mapping):
@@ -145,7 +149,7 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of these names that a record has, or None."""
+    """Return the value under the first of these names that the record has, or None."""
     for name in names:
         if record.get(name) is not None:
             return record[name]

@@ -1,8 +1,8 @@
-"""Published data sets: where their rows are, and how they are read and checked.
+"""Finds, reads and checks the rows of published data sets.
 
-A task names its data set with Published and reads it with load_table() or, if every subject is a
-data set of its own, load_subjects(): from a folder, from NANOCHAT_TASK_DIR, or from the Hugging
-Face hub.
+A task names its data set with Published. It reads the rows with load_table() or, if every subject
+is a data set of its own, with load_subjects(). They come from a folder, from NANOCHAT_TASK_DIR, or
+from the Hugging Face hub.
 """
 
 import csv
@@ -23,8 +23,8 @@ from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
 from nanochat.data.parquet_footers import check_packing
 from nanochat.data.sources.hub import endpoint, is_hub
 
-# File ending -> builder of `datasets`, best first; csv and tsv are read here, where every cell
-# stays the text it is.
+# File ending -> builder of the library `datasets`, the best ending first. This module reads csv and
+# tsv itself, so that every cell stays text.
 _BUILDERS = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "", "tsv": ""}
 
 
@@ -32,9 +32,9 @@ _BUILDERS = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "", "
 class Published:
     """A split of a data set on the Hugging Face hub.
 
-    A copy of the hub's repository has its files (`<split>*.parquet` or `<split>*.jsonl`) in the
-    folders `inside`, which are searched in this order, or in files that one of
-    `patterns` names.
+    In a copy of the hub's repository, the split is in the files `<split>*.parquet` or
+    `<split>*.jsonl` of one of the folders `inside`, which are searched in this order, or in files
+    that match one of `patterns`.
     """
 
     repo: str
@@ -43,17 +43,20 @@ class Published:
     inside: tuple[str, ...]
     patterns: tuple[str, ...] = ()
     header: tuple[str, ...] = ()  # the columns of a tsv file, which has no line with their names
-    # Whether the hub's main branch is a program; then another branch has what the program makes, in
-    # a folder per subset.
+    # Whether the hub's main branch holds a program instead of data. Another branch then has the
+    # output of the program as parquet files, in one folder for each subset.
     parquet_branch: bool = False
 
     @property
     def name(self) -> str:
-        """The last part of the name on the hub: the name of its folder in NANOCHAT_TASK_DIR."""
+        """The last part of the repository's name, which is also the name of a local copy.
+
+        Local copies are folders in NANOCHAT_TASK_DIR.
+        """
         return self.repo.rpartition("/")[2]
 
     def local_folder(self) -> Path | None:
-        """Return the folder with a copy in NANOCHAT_TASK_DIR, or None."""
+        """Return the folder in NANOCHAT_TASK_DIR that has a copy of the data set, or None."""
         task_dir = os.environ.get("NANOCHAT_TASK_DIR")
         if not task_dir:
             return None
@@ -61,9 +64,9 @@ class Published:
         return folder if folder.is_dir() else None
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the files of the split below a folder, or [] if there are none.
+        """Return the files of the split below a folder, all of the best type that exists there.
 
-        All are of the best type that exists there.
+        The list is empty if there are none.
         """
         for name in self.inside:
             for ending, builder in _BUILDERS.items():
@@ -87,7 +90,7 @@ class Published:
 
 
 def carry_in(repos: Sequence[str]) -> str:
-    """Return how to get data sets of the hub onto this machine, in two sentences."""
+    """Return two sentences on how to get data sets from the hub onto this machine."""
     commands = []
     for repo in repos:
         folder = repo.rpartition("/")[2]
@@ -127,7 +130,7 @@ class Table:
         return int(self._order[i])
 
     def in_published_order(self) -> list[int]:
-        """Return the numbers of all rows of this table in the order of the published files."""
+        """Return the indices of this table's rows, in the order of the published files."""
         return sorted(range(len(self)), key=self.number)
 
 
@@ -136,10 +139,10 @@ def load_table(
     columns: Sequence[str],
     folder: str | Path | None = None,
 ) -> Table:
-    """Load the rows of a published data set from `folder`, from NANOCHAT_TASK_DIR, or from the
-    Hugging Face hub.
+    """Return the rows of a published data set.
 
-    columns: the columns that every row must have. UserError (exit 2) if the rows cannot be read or
+    They come from `folder`, or else from NANOCHAT_TASK_DIR, or else from the Hugging Face hub.
+    Every row must have the named columns. Raises UserError (code 2) if the rows cannot be read or
     lack a column.
     """
     rows_by_split, where = _open({source.split: source}, columns, folder)
@@ -153,22 +156,25 @@ def load_subjects(
     columns: Sequence[str],
     folder: str | Path | None = None,
 ) -> Table:
-    """Load the rows of all subjects of a data set, like load_table.
+    """Return the rows of all subjects of a data set in one table, read as load_table() reads them.
 
-    Each row names its subject in `subject`.
+    The column `subject` of each row names its subject.
     """
     rows_by_subject, where = _open(sources, columns, folder)
     rows = _Joined({subject: rows_by_subject[subject] for subject in sources})
-    first = next(iter(sources.values()))
-    log(f"{first.name} {first.split}: {len(rows):,} rows in {len(sources)} subjects from {where}")
+    first_source = next(iter(sources.values()))
+    log(
+        f"{first_source.name} {first_source.split}: {len(rows):,} rows in {len(sources)} subjects "
+        f"from {where}"
+    )
     return Table(rows, where)
 
 
 class _Joined:
-    """The rows of several subjects one after another.
+    """The rows of several subjects, one subject after another.
 
-    Each row has its subject in the column `subject`, and its position among the rows of the subject
-    in the column `id` if there is none.
+    Each row has its subject in the column `subject`. If it has no column `id`, its position among
+    the rows of the subject becomes its id.
     """
 
     def __init__(self, parts: Mapping[str, Any]):
@@ -193,14 +199,16 @@ def _open(
     columns: Sequence[str],
     folder: str | Path | None,
 ) -> tuple[dict[str, Any], str]:
-    """Return the rows of several splits, which have the columns, and where they are from; see
-    load_table."""
-    first = next(iter(sources.values()))
-    place = Path(folder).expanduser() if folder is not None else first.local_folder()
-    if place is None:
+    """Return the rows of several splits, by key, and a description of where they came from.
+
+    Raises UserError as load_table() does.
+    """
+    first_source = next(iter(sources.values()))
+    source_folder = Path(folder).expanduser() if folder is not None else first_source.local_folder()
+    if source_folder is None:
         rows, where = _from_hub(sources)
     else:
-        rows, where = _from_folder(sources, columns, place)
+        rows, where = _from_folder(sources, columns, source_folder)
     for key, source in sources.items():
         place_of_rows = where if len(sources) == 1 else f"{where} ({key})"
         _check_columns(rows[key].column_names, columns, place_of_rows, source)
@@ -208,7 +216,7 @@ def _open(
 
 
 def _from_hub(sources: Mapping[str, Published]) -> tuple[dict[str, Any], str]:
-    token = None if is_hub(endpoint()) else False  # None is HF_TOKEN or the stored token
+    token = None if is_hub(endpoint()) else False  # None stands for HF_TOKEN or the stored token
     rows = {}
     for key, source in sources.items():
         arguments: list[str | None] = [source.repo]
@@ -220,8 +228,8 @@ def _from_hub(sources: Mapping[str, Published]) -> tuple[dict[str, Any], str]:
             arguments.append(source.subset)
         advice = carry_in([source.repo])
         rows[key] = _load_dataset(str(source), *arguments, advice=advice, **options)
-    first = next(iter(sources.values()))
-    return rows, str(first) if len(sources) == 1 else first.repo
+    first_source = next(iter(sources.values()))
+    return rows, str(first_source) if len(sources) == 1 else first_source.repo
 
 
 def _from_folder(
@@ -288,7 +296,7 @@ def _check_columns(
 
 
 def _check_files(files: Sequence[Path]) -> None:
-    """Raise UserError for a file that would fill the memory when it is read."""
+    """Raise UserError (code 2) if a file cannot be read, or would fill the memory."""
     for path in files:
         try:
             check_regular(path, max_bytes=path.stat().st_size)
@@ -301,7 +309,11 @@ def _check_files(files: Sequence[Path]) -> None:
 
 
 def _load_dataset(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
-    """Call `datasets.load_dataset`, and turn its many kinds of failure into one message."""
+    """Return the data set that `datasets.load_dataset` loads.
+
+    Raises UserError (code 2) with one message for its many kinds of failure, or OSError if the disk
+    is full.
+    """
     # Imported here, since the import takes a second or two and only tasks with rows need it.
     import datasets
     import datasets.exceptions
@@ -324,10 +336,7 @@ def _load_dataset(where: str, *arguments: Any, advice: str, **options: Any) -> A
 
 
 class _Cells(list[dict[str, Any]]):
-    """The rows of csv or tsv files.
-
-    Every cell stays the text that stands there, such as 1.50, 01 and None.
-    """
+    """The rows of csv or tsv files, in which every cell stays text, such as 1.50, 01 or None."""
 
     def __init__(self, files: Sequence[Path], header: Sequence[str]):
         super().__init__()

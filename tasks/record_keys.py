@@ -1,6 +1,6 @@
-"""The keys of training records.
+"""Checks the keys of training records.
 
-Some are honoured, some are notes, and some ask for what cannot be trained.
+Some keys are honoured, some are notes, and some ask for what cannot be trained.
 """
 
 from collections.abc import Container, Mapping
@@ -39,9 +39,9 @@ _SWITCHES = {
     **dict.fromkeys(("train", "training", "trainable"), _LOSS),
     **dict.fromkeys(("label", "kto_tag"), _DISLIKED),
 }
-# These keys weigh a whole record, or one message; the latter are honoured, as is_trained() says.
+# These keys weigh a whole record, which is refused, or a message, which is_trained() honours.
 _WEIGHTS = ("weight", "loss")
-# Lists and objects that say something about a record, or that belong to another way of training it.
+# Lists and objects that describe a record, or that belong to another way of training on it.
 _NOTES = (
     "metadata",
     "meta",
@@ -61,11 +61,11 @@ _NOTES = (
 
 
 def check_record(record: Mapping[str, Any], layout: Container[str]) -> None:
-    """Raise ValueError if a record has a key that would change what is learned and that is not
-    read.
+    """Raise ValueError if a record has an unread key that would change what is learned.
 
-    `layout` holds the keys that are read. Other texts and numbers, such as "id" and "source", are
-    ignored, and so are lists and objects under the name of a note, such as "metadata".
+    `layout` holds the keys that are read. Other keys with a text or a number, such as "id" and
+    "source", are ignored, and so are lists and objects under the name of a note, such as
+    "metadata".
     """
     for key, value in record.items():
         if key not in layout:
@@ -73,10 +73,7 @@ def check_record(record: Mapping[str, Any], layout: Container[str]) -> None:
 
 
 def check_message(message: Mapping[str, Any], n: int) -> None:
-    """Raise ValueError if message `n` of a record has a key that is wrongly ignored.
-
-    Such a key would change what is learned, but is not read.
-    """
+    """Raise ValueError if message `n` has an unread key that would change what is learned."""
     for key, value in message.items():
         if key not in ("role", "content", *_WEIGHTS):
             _check(key, value, f" of message {n}")
@@ -104,9 +101,13 @@ def _check(
 
 
 def is_trained(message: Mapping[str, Any], n: int) -> bool:
-    """Return whether message `n` is trained, if the assistant says it: not with "weight": 0
-    (OpenAI) or "loss": false (ms-swift). Raises ValueError for other values, and for words of
-    others that should be trained."""
+    """Return False if message `n` is an assistant message that is not to be trained.
+
+    That is so if it has "weight": 0 (OpenAI) or "loss": false (ms-swift). The result is True for
+    all other messages, although those of other roles are never trained. Raises ValueError if a
+    weight has another value, if two weights contradict each other, or if a message of another role
+    asks to be trained.
+    """
     is_assistant = message["role"] == "assistant"
     weights: set[bool] = set()
     for key in _WEIGHTS:

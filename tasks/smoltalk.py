@@ -12,14 +12,14 @@ from tasks.published import Published, load_table
 
 
 def source(split: str) -> Published:
-    """Return a split of SmolTalk on the hub."""
+    """Return the location of a split of SmolTalk on the Hugging Face hub."""
     return Published("HuggingFaceTB/smol-smoltalk", None, split, ("data", "."))
 
 
 class SmolTalk(Ungraded):
-    """The conversations of SmolTalk, from the split train (460 K) or test (24 K).
+    """The conversations of SmolTalk, from the train split (460 K) or the test split (24 K).
 
-    A last question without an answer is dropped.
+    If a conversation ends with a question, that question is dropped.
     """
 
     name = "SmolTalk"

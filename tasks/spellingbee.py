@@ -1,9 +1,9 @@
 """Tasks about letters: spelling a word, and counting a letter in it.
 
-A letter is counted first by hand and then with the tool. Models read tokens, not letters, so they
-must learn the letters of each token. SimpleSpelling teaches the letters, and SpellingBee needs
-them. The words and sentences were written for this project. Each problem depends only on its number
-and its split.
+A solution counts the letter by hand and then checks the count with the calculator. Models read
+tokens, not letters, so they must learn the letters of each token. SimpleSpelling teaches the
+letters, and SpellingBee needs them. The words and sentences were written for this project. Each
+problem depends only on its number and its split.
 """
 
 import random
@@ -44,7 +44,7 @@ _QUOTES = ("{}", "'{}'", '"{}"')
 
 @lru_cache(maxsize=1)
 def words() -> tuple[str, ...]:
-    """Return about two thousand common English words, in order."""
+    """Return about two thousand common English words, in the order of words.txt."""
     text = Path(__file__).with_name("words.txt").read_text(encoding="utf-8")
     return tuple(text.split())
 
@@ -53,7 +53,7 @@ def words() -> tuple[str, ...]:
 def words_of(split: str) -> tuple[str, ...]:
     """Return the words of a split.
 
-    A checksum assigns about one word in ten to the test split, and the others to the train split.
+    A checksum puts about one word in ten into the test split, and the others into the train split.
     """
     return tuple(word for word in words() if _is_for_test(word) == (split == "test"))
 
@@ -74,7 +74,7 @@ def _solution(
     """Return a worked solution that counts a letter in a word.
 
     It spells the word, goes through its letters with a running count, checks the count with the
-    tool, and answers after ####.
+    calculator, and gives the answer after ####.
     """
     count = 0
     lines = []
@@ -103,7 +103,7 @@ def _solution(
 class SpellingBee:
     """Asks how often a letter occurs in a word.
 
-    The splits train and test use different words.
+    The train split and the test split use different words.
     """
 
     name = "SpellingBee"
@@ -117,7 +117,7 @@ class SpellingBee:
         return self._size
 
     def _draw(self, i: int) -> tuple[random.Random, str, str]:
-        """Return the random generator of problem i, its word and its letter."""
+        """Return the random generator, the word and the letter of problem i."""
         if not 0 <= i < self._size:
             raise IndexError(i)
         rng = random.Random(f"spelling bee {self.split} {i}")
@@ -145,7 +145,8 @@ class SpellingBee:
 class SimpleSpelling(Ungraded):
     """Asks for the spelling of a word.
 
-    Both splits use all words, since a model cannot know the spelling of a word that it never saw.
+    Both splits use all words, because a model cannot know the spelling of a word that it has never
+    seen.
     """
 
     name = "SimpleSpelling"

@@ -1,6 +1,6 @@
-"""TinyWorld's measures as tasks.
+"""TinyWorld's evaluations as tasks.
 
-They are open questions in both languages, the calculator, and mental sums.
+They cover open questions in English and Chinese, the calculator, and mental sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ class TinyWorld:
 
     @property
     def drawn(self) -> bool:
-        """Whether replies are sampled as in a chat.
+        """Whether replies are sampled, as in a chat, instead of decoded greedily.
 
-        Stories need this, because the most likely words tell the same story each time.
+        Stories need this, because greedy decoding would tell the same story each time.
         """
         return any(problem.tale for problem in self.problems)
 
@@ -40,18 +40,18 @@ class TinyWorld:
         return self.problems[i].conversation
 
     def letters(self, i: int) -> tuple[str, ...]:
-        """Return no letters, since the questions are open."""
+        """Return no letters, because the questions have no choices."""
         return ()
 
     def group(self, i: int) -> str:
-        """Return the relation that problem i asks about; reports give figures per relation."""
+        """Return the relation that problem i asks about, by which reports group the scores."""
         return self.problems[i].relation
 
     def grade(self, i: int, reply: str | Sequence[Part]) -> float:
-        """Return 1 if the value is right, else 0.
+        """Return 1 if the reply gives the right value, else 0.
 
-        For problems of the calculator, pass the parts of the reply, since a right reply has called
-        the calculator.
+        For problems of the calculator, pass the parts of the reply, because a right reply must have
+        called the calculator.
         """
         return float(tinyworld.grade(self.problems[i], reply))
 
@@ -59,11 +59,11 @@ class TinyWorld:
 
 
 def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
-    """Return the functions that make the measures, by name.
+    """Return a function for each evaluation, by name, that makes its task.
 
-    They are held-out wordings, the calculator, held-out combinations, unknown things, questions
-    about stories, follow-up questions, stories on request, questions about nanochat itself, and the
-    mental sums of RL.
+    The evaluations are held-out wordings, the calculator, held-out combinations, unknown things,
+    questions about stories, follow-up questions, stories on request, questions about nanochat
+    itself, and the mental sums of RL.
     """
     problems: dict[str, Callable[[], Problems]] = {}
     for language in tinyworld.LANGUAGES:
@@ -93,9 +93,9 @@ def mental(
     difficulty: tinyworld.Mental | None = None,
     unseen: bool = False,
 ) -> TinyWorld:
-    """Return mental sums in held-out wordings, which measure RL.
+    """Return the task that measures RL: mental sums in held-out wordings.
 
-    With `unseen`, no training ever adds the same terms.
+    If `unseen` is set, no training example adds the same terms.
     """
     name = "mental_unseen" if unseen else "mental"
     return TinyWorld(name, tinyworld.rl_evaluation(seed, mental=difficulty, unseen=unseen))

@@ -8,7 +8,7 @@ in this order:
 - versions.py: which torch_npu fits which CANN and Python.
 - environment.py: the variables that a job on NPUs needs, and those that harm it.
 - setup.py: sets a host up; the implementation of setup_ascend.sh.
-- lines.py: the lines that check_npu.py prints. host_checks.py makes those that need no torch;
-  device_checks.py makes the others, with numerics.py, collectives.py (HCCL) and bench.py (speed).
+- lines.py: the lines that check_npu.py prints. host_checks.py makes those that need no torch, and
+  device_checks.py makes the others with numerics.py, collectives.py (HCCL) and bench.py (speed).
 - processes.py: lists your training processes, and ends those that you pick.
 """

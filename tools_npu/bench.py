@@ -2,9 +2,9 @@
 
 python -m tools_npu.bench      # print the measurements as Markdown: check_npu.py --share
 
-Every figure is the average of work that is queued without a pause for seconds. A single operation
-that is waited for would measure its launch and a cool card. The file is card_bench.json in the base
-folder.
+Every figure is an average over several seconds, in which work is queued without a pause. Waiting
+for every single operation would measure its launch, on a card that stays cool. The result is
+card_bench.json in the base folder.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tools_npu.lines import PASS, Line, language_of
 if TYPE_CHECKING:
     from nanochat.planner.calibration import Bench
 
-SECONDS = 3.0  # of each measurement
+SECONDS = 3.0  # how long each measurement takes
 SLOW_SECONDS = 0.2  # the same on an emulated card, where a small matmul takes longer than SLOW
-SLOW = 1e-3  # seconds of 512^3: 0.3 TFLOP/s, a hundredth of the slowest chip that trains
-# Of matmuls: rows, inner, columns.
+SLOW = 1e-3  # seconds of a 512^3 matmul at 0.3 TFLOP/s, 1/100 of the slowest chip that trains
+# The sizes of matmuls: rows, inner, columns.
 SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))
 SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))
 
@@ -39,9 +39,9 @@ def average(
     seconds: float,
     wait: Callable[[], None],
 ) -> float:
-    """Return the seconds of one call of `work`, averaged over calls that are queued at once.
+    """Return the seconds per call of `work`, averaged over calls that are queued at once.
 
-    The calls take at least `seconds` together.
+    The calls take at least `seconds` in total.
     """
     work()  # the first call compiles or loads the operator
     wait()
@@ -59,7 +59,7 @@ def average(
 
 
 class Card:
-    """Measures the first card."""
+    """Measures how fast the first card is."""
 
     def __init__(self, dtype: Any, seconds: float | None = None):
         import torch
@@ -89,7 +89,7 @@ class Card:
         return lambda: self.torch.mm(a, b)
 
     def matmul(self, dtype: Any) -> float:
-        """Return the TFLOP/s of the best of several shapes."""
+        """Return the TFLOP/s of matmuls, for the best of several shapes."""
         best = 0.0
         for rows, inner, columns in SLOW_SHAPES if self.slow else SHAPES:
             seconds = self._average(self._multiply(rows, inner, columns, dtype))
@@ -119,7 +119,7 @@ class Card:
         return 2 * a.numel() * a.element_size() / seconds / 1e9
 
     def launch(self) -> float:
-        """Return the microseconds of the host for one small operator."""
+        """Return the microseconds that the host takes to launch one small operator."""
         x = self._random(64, dtype=self.torch.float32)
 
         def launch_hundred() -> None:
@@ -130,7 +130,7 @@ class Card:
         return 1e6 * self._average(launch_hundred) / 100
 
     def copies(self) -> tuple[float, float]:
-        """Return the GB/s from pinned memory of the host to the card, and back."""
+        """Return the GB/s of copies from pinned host memory to the card, and of copies back."""
         size = (1 << 18) if self.slow else (64 << 20)
         host = self.torch.ones(size).pin_memory()
         card = host.to("npu:0")
@@ -145,7 +145,7 @@ def measure(
     line: Callable[[Line], None],
     dtype: Any,
 ) -> dict[str, float]:
-    """Measure the first card, report each figure as a line, and return the figures."""
+    """Measure the first card, report each figure as a line, and return all figures by name."""
     import torch
 
     card = Card(dtype)
@@ -214,7 +214,7 @@ def save(
     dtype: Any,
     toolkit: str,
 ) -> Line:
-    """Write the file that the planner reads, and return the line about it."""
+    """Write the file that the planner reads, and return a line that says so."""
     import torch
     import torch_npu
 
@@ -243,13 +243,13 @@ def save(
 
 
 def digits(figure: float) -> str:
-    """Return a figure with three significant digits: 0.0547, 12.3, 1,230."""
+    """Return a figure with three significant digits, such as 0.0547, 12.3 or 1,230."""
     rounded = float(f"{figure:.3g}")
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
 
 
 def shared(bench: Bench) -> str:
-    """Return the measurements and the planner's predictions from them as Markdown.
+    """Return the measurements, and what the planner predicts from them, as Markdown.
 
     The text has no names of hosts, users or folders.
     """
@@ -280,7 +280,7 @@ def shared(bench: Bench) -> str:
 
 
 def main() -> int:
-    """Print the measurements of this host; return 1 if there are none."""
+    """Print the measurements of this host, and return the exit code: 1 if there are none."""
     from nanochat.common import UserError
     from nanochat.planner import calibration
 

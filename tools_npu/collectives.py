@@ -65,7 +65,7 @@ def wrong_collectives(rank: int, ranks: int) -> list[str]:
 
 
 def bandwidth(rank: int, ranks: int, megabytes: int) -> float:
-    """Return the GB/s that all_reduce of a block moves over each link."""
+    """Return the GB/s that an all_reduce of `megabytes` moves over each link."""
     import torch
     import torch.distributed as dist
 
@@ -80,9 +80,8 @@ def bandwidth(rank: int, ranks: int, megabytes: int) -> float:
         torch.npu.synchronize()
         return time.perf_counter() - start
 
-    seconds_of(1)  # the first one connects the ranks
-    # Every rank runs the same number of collectives in a row, for about two seconds with large
-    # blocks.
+    seconds_of(1)  # the first all_reduce connects the ranks
+    # Every rank runs equally many collectives, which take about two seconds with large blocks.
     duration = 2.0 if megabytes >= 256 else 0.1
     count = torch.tensor([duration / seconds_of(1)], device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MIN)

@@ -1,10 +1,10 @@
-"""Runs the checks that need torch, in a separate process.
+"""Runs the checks that need torch, in a process of their own.
 
 python -m tools_npu.device_checks PIPE [--bench]
 
 The process writes each result to the file descriptor PIPE as a line of JSON. Before each check it
-writes a line that names the check, so that check_npu.py knows which check was running if this
-process crashes or hangs.
+writes a line that names the check. If the process crashes or hangs, check_npu.py therefore knows
+which check was running.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNKNOWN = (
     "nothing if the lines below pass: training tries each fused operator of this chip first",
     "如果下面各项都通过，不用处理：训练会先逐个试用这种芯片的融合算子",
 )
-# Words in the sources of the chips' peaks.
+# Chinese for the words that say where the peak figures of the chips come from.
 SOURCES_ZH = {
     "data sheet": "产品手册",
     "estimate": "估计值",
@@ -62,7 +62,7 @@ COLLECTIVES = (
 
 
 class Output:
-    """The pipe to check_npu.py."""
+    """The pipe on which results go to check_npu.py."""
 
     def __init__(self, pipe: int):
         self.file = os.fdopen(pipe, "w", encoding="utf-8")
@@ -82,7 +82,7 @@ class Output:
 
 
 def first_line(failure: BaseException) -> str:
-    """Return the first line of an exception's message, at most 300 characters."""
+    """Return the first line of an exception's message, cut to 300 characters."""
     message = str(failure).strip() or repr(failure)
     return message.splitlines()[0][:300]
 
@@ -94,16 +94,15 @@ def explanation(text: str) -> tuple[str, str]:
     return ascend_errors.explain(text, "en"), ascend_errors.explain(text, "zh")
 
 
-# --- loading
-# ---------------------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------------
 
 
 def load(out: Output, cann: str) -> str:
-    """Import torch and torch_npu and check that they fit CANN.
+    """Import torch and torch_npu, and check that they fit CANN.
 
     Returns the version of torch_npu, or "" if it is unusable.
     """
-    # Otherwise `import torch` itself fails if CANN is missing.
+    # Without this, `import torch` itself fails if CANN is missing.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     torch = load_torch(out)
     if not torch:
@@ -137,7 +136,7 @@ def load(out: Output, cann: str) -> str:
 
 
 def load_torch(out: Output) -> str:
-    """Import torch and return its version, or "" if it cannot be imported."""
+    """Import torch and return its version, or "" if the import fails."""
     out.begin("torch")
     try:
         import torch
@@ -152,7 +151,7 @@ def load_torch(out: Output) -> str:
 
 
 def load_torch_npu(out: Output) -> str:
-    """Import torch_npu and return its version, or "" if it cannot be imported."""
+    """Import torch_npu and return its version, or "" if the import fails."""
     from nanochat.platforms.ascend import errors as ascend_errors
 
     out.begin("torch_npu")
@@ -196,7 +195,7 @@ def check_numpy(out: Output, cann: str) -> None:
 
 
 def open_card(out: Output) -> int:
-    """Compute on the first card; return how many cards are visible, 0 if none can be used."""
+    """Compute on the first card, and return the number of visible cards, or 0 if none works."""
     import torch
 
     from nanochat.platforms.ascend import chips as ascend_chips
@@ -256,27 +255,29 @@ def open_card(out: Output) -> int:
     return count
 
 
-# --- numerics
-# --------------------------------------------------------------------------------------
+# --- numerics ------------------------------------------------------------------------------------
 
 
 class Numeric(NamedTuple):
-    """A check of an operation that training needs."""
+    """A check that measures the error of an operation that training needs."""
 
     name: str
     error: Callable[[], float]  # runs the operation, and returns its error
-    dtype: Any  # whose tolerance the error must keep
+    dtype: Any  # the number format, whose tolerance limits the error
     skip: tuple[str, str] = ("", "")  # why this chip skips the check, in English and Chinese
 
 
 def numerics(chip: Any, dtype: Any) -> list[Numeric]:
-    """Return a check for every operation that training needs."""
+    """Return a check of every operation that training needs.
+
+    `chip` is None if the chip is unknown. `dtype` is the number format of training.
+    """
     import torch
 
     from tools_npu import numerics as check
 
     short = str(dtype).removeprefix("torch.")
-    training = ("", "")  # whether this chip skips operations that only training needs
+    training = ("", "")  # why this chip skips operations that only training needs
     if chip is not None and not chip.trains:
         training = ("this inference card has no backward operators", "推理卡没有反向算子")
     bf16 = training
@@ -304,7 +305,7 @@ def numerics(chip: Any, dtype: Any) -> list[Numeric]:
 
 
 def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
-    """Report the error of each operation compared with fp32 on the host."""
+    """Report the error of each operation, compared with fp32 on the host."""
     from tools_npu.numerics import TOLERANCE
 
     for check in numerics(chip, dtype):
@@ -332,12 +333,11 @@ def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
         )
 
 
-# --- speed
-# -----------------------------------------------------------------------------------------
+# --- speed ---------------------------------------------------------------------------------------
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> float:
-    """Return the time of the fastest of `repeats` runs, including the work on the device."""
+    """Return the seconds of the fastest of `repeats` runs, including the work on the device."""
     import torch
 
     best = float("inf")
@@ -392,8 +392,7 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
     )
 
 
-# --- collectives
-# -------------------------------------------------------------------------------------
+# --- collectives ---------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -404,7 +403,7 @@ def free_port() -> int:
 
 
 class RankResult(NamedTuple):
-    """How the process of one rank ended."""
+    """The output and the exit code of one rank's process."""
 
     rank: int
     exit_code: int
@@ -413,7 +412,10 @@ class RankResult(NamedTuple):
 
 
 def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
-    """Check each HCCL collective over all visible cards; return GB/s of all_reduce, if any."""
+    """Check each HCCL collective over all visible cards.
+
+    Returns the GB/s of all_reduce, or None if there is one card or a result is wrong.
+    """
     from nanochat.platforms.ascend.environment import PortBlocks
 
     if ranks < 2:
@@ -441,7 +443,7 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[str]]) -> list[RankResult]:
-    """Wait for all ranks, and kill all of them if one takes too long."""
+    """Return the results of all ranks, and kill all of them if one takes too long."""
     deadline = time.monotonic() + HCCL_SECONDS
     results = []
     for rank, process in enumerate(processes):
@@ -462,7 +464,10 @@ def report_collectives(
     results: Sequence[RankResult],
     ranks: int,
 ) -> float | None:
-    """Report the results of all ranks; return GB/s of all_reduce if all of them are correct."""
+    """Report the results of all ranks.
+
+    Returns the GB/s of all_reduce, or None if a rank failed or a result is wrong.
+    """
     failed = [result for result in results if result.exit_code != 0]
     if failed:
         report_failed_rank(out, failed[0])
@@ -488,21 +493,25 @@ def report_collectives(
 
 
 def report_failed_rank(out: Output, result: RankResult) -> None:
-    """Report the last line of a rank's errors, and what it means if that is known."""
+    """Report the last line of a rank's errors, and its meaning if that is known."""
     sys.stderr.write(result.errors)
     error_lines = result.errors.strip().splitlines() or [f"exit code {result.exit_code}"]
-    last = error_lines[-1][:300]
+    last_line = error_lines[-1][:300]
     meaning = explanation(result.errors)
     remedy = meaning if meaning[0] else CHECK_PORTS
     rank = result.rank
-    out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"进程 {rank}：{last}", remedy))
+    out.line(Line("hccl", FAIL, f"rank {rank}: {last_line}", f"进程 {rank}：{last_line}", remedy))
 
 
 # --- all checks ----------------------------------------------------------------------------------
 
 
 def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
-    """Run the checks that need a usable card; `count` cards are visible."""
+    """Run the checks that need a usable card.
+
+    `count` is the number of visible cards, and `cann` the version of CANN. If `bench` is set, also
+    measure how fast the cards are.
+    """
     import torch
 
     from nanochat.platforms.ascend import chips as ascend_chips
@@ -533,7 +542,7 @@ def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
 
 
 def main() -> None:
-    """Run all checks; stop early if a check fails that the later ones need."""
+    """Run all checks, but stop early if one fails that the others need."""
     out = Output(int(sys.argv[1]))
     cann = os.environ.get("NANOCHAT_CHECK_CANN", "")
     if load(out, cann):

@@ -11,10 +11,10 @@ from typing import Mapping, NamedTuple
 
 from tools_npu.versions import order
 
-OPEN_FILES = 4096  # that jobs with many ranks need
-SHELL_VARIABLES = {"_", "PWD", "OLDPWD", "SHLVL"}  # every shell sets these itself
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")  # of torch, of torch_npu
-# Variable, smallest and largest number of seconds, and the value that set-up exports.
+OPEN_FILES = 4096  # how many open files a job with many ranks needs
+SHELL_VARIABLES = {"_", "PWD", "OLDPWD", "SHLVL"}  # every shell sets these by itself
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")  # for torch and torch_npu
+# Each variable with the smallest and largest number of seconds, and the value that set-up exports.
 TIME_OUTS = (
     ("HCCL_CONNECT_TIMEOUT", 120, 7200, "1200"),
     ("HCCL_EXEC_TIMEOUT", 0, 2147483647, "1836"),
@@ -23,19 +23,20 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 # The first patch of each minor of torch_npu that reads PYTORCH_ALLOC_CONF: TorchNPU 26.2 with torch
 # 2.10 or later.
 FIRST_WITH_TORCH_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
-# Those that read TORCH_HCCL_ASYNC_ERROR_HANDLING, and warn of the older name.
+# The first patch of each minor that reads TORCH_HCCL_ASYNC_ERROR_HANDLING and warns about the older
+# name.
 FIRST_WITH_ASYNC_NAME = {(2, 7): 11, (2, 9): 9, (2, 10): 7, (2, 11): 3, (2, 12): 3}
 
 
 class Variable(NamedTuple):
-    """A variable that set-up exports unless the user has already set it."""
+    """An environment variable that the set-up exports unless the user has already set it."""
 
     name: str
     value: str
 
 
 def allocator_variable(torch_npu: str) -> str:
-    """Return the allocator variable that a torch_npu reads.
+    """Return the name of the allocator variable that a torch_npu reads.
 
     nanochat/platforms/ascend/environment.py sets the same variable for a job.
     """
@@ -45,16 +46,20 @@ def allocator_variable(torch_npu: str) -> str:
 
 
 def is_since(torch_npu: str, first_patches: Mapping[tuple[int, ...], int]) -> bool:
-    """Return whether a torch_npu is at least as new as the first patch of its minor, or as 2.13."""
-    number, patch = order(torch_npu)
-    minor = number[:2]
+    """Return whether a torch_npu is new enough to have a feature.
+
+    It is new enough from 2.13 on, or from the patch that `first_patches` lists for its minor
+    version.
+    """
+    release_numbers, patch = order(torch_npu)
+    minor = release_numbers[:2]
     if minor >= (2, 13):
         return True
     return minor in first_patches and patch >= first_patches[minor]
 
 
 def exported_variables(torch_npu: str) -> list[Variable]:
-    """Return the variables that setup_ascend.sh exports, unless the user has set them.
+    """Return the variables that setup_ascend.sh exports unless the user has set them.
 
     HCCL_IF_BASE_PORT is not among them, because each job picks a free block of ports when it
     starts.
@@ -130,7 +135,7 @@ def _allocator(environment: Mapping[str, str], torch_npu: str) -> list[Finding]:
 
 
 def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
-    """Return a finding for every variable that conflicts, has no effect, or slows a run down."""
+    """Return a finding for each variable that conflicts, has no effect, or slows a run down."""
     findings = _allocator(environment, torch_npu)
 
     def add(
@@ -228,9 +233,9 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
 
 
 def advice(finding: Finding, fix: bool) -> tuple[str, str]:
-    """Return the message of set-up about a harmful variable, in English and Chinese.
+    """Return the warning of the set-up about a harmful variable, in English and Chinese.
 
-    `fix` says that --fix was given to a script that was started and not sourced.
+    `fix` is set if --fix was given to a script that was run instead of sourced.
     """
     if not fix:
         return (
@@ -246,7 +251,10 @@ def advice(finding: Finding, fix: bool) -> tuple[str, str]:
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the lines that turn one environment into the other in any shell."""
+    """Return the shell commands that change one environment into another.
+
+    They also raise the limit of open files if it is too low.
+    """
     names = sorted({*old, *new} - SHELL_VARIABLES)
     names = [name for name in names if NAME.fullmatch(name)]
     lines = []
@@ -263,7 +271,7 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def port_is_free(port: int) -> bool:
-    """Return whether this process can bind a TCP port of this host."""
+    """Return whether this process can bind a TCP port on this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))

@@ -1,4 +1,4 @@
-"""Finds what an Ascend host has, without torch: CANN, the driver, device files, groups, npu-smi.
+"""Finds what an Ascend host has, without torch: CANN, driver, device files, groups and npu-smi.
 
 Absolute paths are looked up under the folder ASCEND_ROOT_PREFIX, which is empty on a real host.
 Tests set it to a folder that imitates a host.
@@ -23,7 +23,7 @@ SMI_SECONDS = 30
 
 
 class Cann(NamedTuple):
-    """An installed CANN: its folder, the script that sets its variables, and its version."""
+    """An installed CANN: its folder, the script that sets its variables, its version and layout."""
 
     home: str
     set_env: str
@@ -40,14 +40,14 @@ class Driver(NamedTuple):
 
 
 class Device(NamedTuple):
-    """A file under /dev and whether this user may read and write it."""
+    """A file under /dev, and whether this user may read and write it."""
 
     path: str
     usable: bool
 
 
 def prefix(environment: Mapping[str, str]) -> str:
-    """Return the folder that is put in front of every absolute path."""
+    """Return the folder to put in front of every absolute path, or ""."""
     return environment.get("ASCEND_ROOT_PREFIX", "").rstrip("/")
 
 
@@ -60,15 +60,18 @@ def read_text(path: Path) -> str:
 
 
 def first_value(path: Path, name: str) -> str:
-    """Return the value of the first `name=value` line of a file, or ""."""
+    """Return the value in the first `name=value` line of a file, or "" if there is none."""
     match = re.search(rf"^{name}\s*=\s*(\S+)", read_text(path), re.M | re.I)
     return match[1] if match else ""
 
 
 def cann_version(home: Path) -> str:
-    """Return the version in <arch>-linux/ascend_*_install.info, or else in version.cfg."""
-    for info in sorted(home.glob("*-linux/ascend_*_install.info")):
-        version = first_value(info, "version")
+    """Return the version of the CANN in a folder, or "" if no file names it.
+
+    It is in <arch>-linux/ascend_*_install.info, or else in version.cfg.
+    """
+    for info_file in sorted(home.glob("*-linux/ascend_*_install.info")):
+        version = first_value(info_file, "version")
         if version:
             return version
     # In runtime_running_version=[7.0.0.1:8.3.RC1] the component's version comes first, the
@@ -84,7 +87,8 @@ def cann_version(home: Path) -> str:
 def home_of(set_env: Path) -> Path:
     """Return the folder of the libraries that belong to a set_env.sh.
 
-    It is `latest` beside the script in the old layout, and the script's own folder in the new one.
+    In the old layout it is `latest` next to the script, and in the new one it is the script's own
+    folder.
     """
     latest = set_env.parent / "latest"
     return latest if latest.is_dir() else set_env.parent
@@ -102,12 +106,12 @@ def installed_in(folder: Path) -> list[Cann]:
 
 
 def newest_first(canns: list[Cann]) -> list[Cann]:
-    """Return the same list, sorted by version."""
+    """Return a list sorted by version, the newest first."""
     return sorted(canns, key=lambda cann: cann_key(cann.version) or (0, 0, 0, 0), reverse=True)
 
 
 def named_cann(environment: Mapping[str, str]) -> Cann | None:
-    """Return the CANN that the environment names.
+    """Return the CANN that the environment names, or None.
 
     A variable names the folder of CANN or, as ASCEND_HOME does in guides, the folder above it.
     """
@@ -125,7 +129,7 @@ def named_cann(environment: Mapping[str, str]) -> Cann | None:
 
 
 def find_canns(environment: Mapping[str, str]) -> list[Cann]:
-    """Return every CANN of this host: first the one that the environment names, then the newest."""
+    """Return every CANN of this host: the one that the environment names, then the newest first."""
     folders = [Path(prefix(environment) + "/usr/local/Ascend")]
     if environment.get("HOME"):
         folders.append(Path(environment["HOME"]) / "Ascend")
@@ -140,10 +144,10 @@ def find_canns(environment: Mapping[str, str]) -> list[Cann]:
 
 
 def find_driver(environment: Mapping[str, str]) -> Driver | None:
-    """Return the driver; /etc/ascend_install.info may name its folder.
+    """Return the driver, or None if there is none.
 
-    In a container of the Ascend Docker Runtime, which mounts the libraries without version.info,
-    the version is "".
+    /etc/ascend_install.info may name its folder. The Ascend Docker Runtime mounts the libraries
+    without version.info, so in its containers the version is "".
     """
     root = prefix(environment)
     named = first_value(Path(root + "/etc/ascend_install.info"), "Driver_Install_Path_Param")
@@ -160,7 +164,7 @@ def find_driver(environment: Mapping[str, str]) -> Driver | None:
 
 
 def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Device]]:
-    """Return the device files of the cards by number, and the manager files that exist."""
+    """Return the device files of the cards, sorted by number, and the manager files that exist."""
     folder = Path(prefix(environment) + "/dev")
 
     def device(path: Path) -> Device:
@@ -180,32 +184,31 @@ def may_use_devices(
     """Return whether a user is root or in the driver's group, or the host has no such group."""
     if user == 0:
         return True
-    text = read_text(Path(prefix(environment) + "/etc/group"))
-    match = re.search(rf"^{GROUP}:[^:]*:(\d+):", text, re.M)
+    group_file = read_text(Path(prefix(environment) + "/etc/group"))
+    match = re.search(rf"^{GROUP}:[^:]*:(\d+):", group_file, re.M)
     return match is None or int(match[1]) in groups
 
 
 def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int], list[str]]:
     """Return the cards that ASCEND_RT_VISIBLE_DEVICES shows, and its entries that name no card."""
-    value = environment.get("ASCEND_RT_VISIBLE_DEVICES")
-    if value is None or not value.strip():
+    setting = environment.get("ASCEND_RT_VISIBLE_DEVICES")
+    if setting is None or not setting.strip():
         return list(range(cards)), []
     visible = []
-    wrong = []
-    for word in value.replace(" ", "").split(","):
+    unknown_entries = []
+    for word in setting.replace(" ", "").split(","):
         if word.isdigit() and (int(word) < cards or not cards):
             visible.append(int(word))
         else:
-            wrong.append(word)
-    return visible, wrong
+            unknown_entries.append(word)
+    return visible, unknown_entries
 
 
-# --- npu-smi
-# ---------------------------------------------------------------------------------------
+# --- npu-smi -------------------------------------------------------------------------------------
 
 
 class Card(NamedTuple):
-    """A chip as `npu-smi info` shows it."""
+    """A chip in the table that `npu-smi info` prints."""
 
     npu: int
     chip: int
@@ -220,10 +223,10 @@ class Card(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A process that holds memory of a chip."""
+    """A process that holds memory on a chip."""
 
     npu: int
-    chip: int | None  # None where npu-smi names the card alone, as it does for newer cards
+    chip: int | None  # None if npu-smi names only the card, as it does for newer cards
     pid: int
     name: str  # empty if the process runs in another container
     used_mb: int
@@ -241,7 +244,7 @@ HOLDER = re.compile(
 )
 
 
-CARD_NAME = re.compile(r"(NPU|Phy-?ID)\d+", re.I)  # as the topology names a card
+CARD_NAME = re.compile(r"(NPU|Phy-?ID)\d+", re.I)  # the name of a card in the topology
 
 
 class SmiInfo(NamedTuple):
@@ -253,7 +256,7 @@ class SmiInfo(NamedTuple):
 
 
 def parse_smi(text: str) -> SmiInfo:
-    """Parse the output of `npu-smi info`."""
+    """Return the version, the chips and the processes from what `npu-smi info` prints."""
     version = re.search(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)", text)
     cards = []
     holders = []
@@ -292,7 +295,10 @@ def _card(first_row: re.Match[str], second_row: re.Match[str]) -> Card:
 
 
 def parse_topology(text: str) -> dict[str, dict[str, str]]:
-    """Return `npu-smi info -t topo` as links[a][b], without the diagonal and the CPU column."""
+    """Return the links between cards, as links[a][b], from what `npu-smi info -t topo` prints.
+
+    The links of a card to itself and to the CPU are left out.
+    """
     links: dict[str, dict[str, str]] = {}
     header: list[str] = []
     for line in text.splitlines():
@@ -310,7 +316,7 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 
 
 def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the output of npu-smi, and why the call failed ("" if it succeeded)."""
+    """Return the output of npu-smi, and why the call failed, or "" if it succeeded."""
     root = prefix(environment)
     folders = [environment.get("PATH", ""), root + "/usr/local/bin", root + "/usr/local/sbin"]
     program = shutil.which("npu-smi", path=os.pathsep.join(folders))
@@ -328,8 +334,8 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
         return "", f"npu-smi: no answer within {SMI_SECONDS} s"
     except OSError as failure:
         return "", f"npu-smi: {failure}"
-    text = process.stdout.decode("utf-8", "replace")
+    output = process.stdout.decode("utf-8", "replace")
     if process.returncode == 0:
-        return text, ""
-    output_lines = text.strip().splitlines() or [f"npu-smi: exit code {process.returncode}"]
-    return text, output_lines[-1]
+        return output, ""
+    output_lines = output.strip().splitlines() or [f"npu-smi: exit code {process.returncode}"]
+    return output, output_lines[-1]

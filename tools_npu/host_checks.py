@@ -1,4 +1,4 @@
-"""Runs the checks that need no torch: system, driver, CANN, cards, npu-smi, variables, limits."""
+"""Runs the checks without torch: system, driver, CANN, cards, npu-smi, variables and limits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def system() -> Iterator[Line]:
 
 
 def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]:
-    """Check the driver, CANN, and whether this shell has the variables of CANN."""
+    """Check the driver and CANN, and whether this shell has the variables of CANN."""
     driver = inventory.driver
     if driver and driver.version:
         yield Line(
@@ -117,13 +117,13 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
         return
     key = versions.cann_key(cann.version)
     floor = versions.cann_key(versions.CANN_FLOOR)
-    place = f"{cann.version or '?'} in {cann.home}"
+    description = f"{cann.version or '?'} in {cann.home}"
     if key and floor and key < floor:
         yield Line(
             "cann",
             FAIL,
-            f"{place} is too old: {versions.CANN_FLOOR} or later is needed",
-            f"{place} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
+            f"{description} is too old: {versions.CANN_FLOOR} or later is needed",
+            f"{description} 版本过低：需要 {versions.CANN_FLOOR} 或更高",
             (
                 "upgrade CANN: both the toolkit and its ops (kernels) package",
                 "升级 CANN：toolkit 和算子包（ops/kernels）都要升级",
@@ -133,15 +133,15 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
         yield Line(
             "cann",
             WARN,
-            f"{place}: the version of CANN cannot be read",
-            f"{place}：读不出 CANN 的版本",
+            f"{description}: the version of CANN cannot be read",
+            f"{description}：读不出 CANN 的版本",
             "bash setup_ascend.sh --torch-npu VERSION",
         )
     else:
         yield Line(
             "cann",
             PASS,
-            place,
+            description,
             f"{cann.version}，位于 {cann.home}",
             data={"version": cann.version, "home": cann.home},
         )
@@ -158,7 +158,7 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
 
 
 def permissions(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]:
-    """Check the device files of the cards and the group of the user."""
+    """Check the device files of the cards, and whether this user may use them."""
     if not inventory.cards:
         yield Line(
             "cards",
@@ -211,15 +211,15 @@ def permissions(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[
 
 
 def smi(env: Mapping[str, str], has_cards: bool) -> Iterator[Line]:
-    """Check health, memory and processes of every chip, and the links between the cards."""
-    text, failure = host.run_smi(["info"], env)
+    """Check the health, memory and processes of every chip, and the links between the cards."""
+    output, failure = host.run_smi(["info"], env)
     if failure:
         remedy = GROUP_REMEDY if "-8005" in failure else SMI_REMEDY
         # A container may lack npu-smi.
         status = WARN if has_cards and failure.endswith("not found") else FAIL
         yield Line("npu-smi", status, failure, failure, remedy)
         return
-    info = host.parse_smi(text)
+    info = host.parse_smi(output)
     if not info.cards:
         yield Line(
             "npu-smi",
@@ -274,7 +274,7 @@ def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
-        # Docker makes a folder of a file that the host does not have.
+        # If the host lacks a file that is mounted, Docker makes a folder of its name.
         yield Line(
             "hccl_rootinfo",
             FAIL,
@@ -303,7 +303,7 @@ def card_state(
     card: host.Card,
     holders: Sequence[host.Holder],
 ) -> Iterator[Line]:
-    """Report a chip that is unhealthy (FAIL), in use or hot (WARN); say nothing of other chips."""
+    """Yield a FAIL if a chip is unhealthy and a WARN if it is in use or hot, otherwise nothing."""
     if card.health != "OK":
         yield Line(
             name,
@@ -340,9 +340,9 @@ def card_state(
 
 
 def topology(env: Mapping[str, str]) -> Line:
-    """Check how the cards are linked: HCCS is fast, every other link goes through the host."""
-    text, failure = host.run_smi(["info", "-t", "topo"], env)
-    links = host.parse_topology(text)
+    """Check how the cards are linked: HCCS is fast, and every other link goes through the host."""
+    output, failure = host.run_smi(["info", "-t", "topo"], env)
+    links = host.parse_topology(output)
     if failure or not links:
         return Line(
             "topology",
@@ -370,7 +370,7 @@ def topology(env: Mapping[str, str]) -> Line:
 
 
 def launch(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]:
-    """Compare the number of ranks that would be launched with the number of visible cards."""
+    """Check that the number of ranks fits the visible cards, and that no rank variable is set."""
     if not inventory.cards:
         return
     visible, wrong = host.visible_cards(env, len(inventory.cards))
@@ -414,7 +414,7 @@ def launch(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]
 
 
 def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
-    """Report variables that conflict with each other, have no effect, or slow a run down."""
+    """Report environment variables that conflict, have no effect, or slow a run down."""
     findings = environment.lint(env, torch_npu)
     for finding in findings:
         yield Line(
@@ -438,7 +438,7 @@ def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
 
 
 def limits(folder: Path) -> Iterator[Line]:
-    """Check the limit of open files and the free disk space."""
+    """Check the limit of open files, the access to the base folder, and the free disk space."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < environment.OPEN_FILES:
         yield Line(
@@ -474,7 +474,7 @@ def limits(folder: Path) -> Iterator[Line]:
 
 
 def base_folder(env: Mapping[str, str]) -> Path:
-    """Return the folder of all data and checkpoints, as nanochat itself finds it."""
+    """Return the folder of all data and checkpoints, by the same rules as nanochat."""
     folder = env.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
     if folder.startswith("~/"):
         home = env.get("HOME") or os.path.expanduser("~")
@@ -487,7 +487,7 @@ def all_of(
     env: Mapping[str, str],
     torch_npu: str,
 ) -> Iterator[Line]:
-    """Run every check of this file; a check comes before the checks that fail because of it."""
+    """Run every check of this file, each before the checks that fail because of it."""
     yield from system()
     yield from driver_and_cann(inventory, env)
     yield from permissions(inventory, env)

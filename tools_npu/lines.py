@@ -16,7 +16,7 @@ COLORS = {PASS: "32", WARN: "33", FAIL: "31", SKIP: "90"}
 
 
 class Line(NamedTuple):
-    """The result of one check: name, status, finding, and the remedy for a WARN or FAIL."""
+    """The result of one check: its name, status and finding, and the remedy for a WARN or FAIL."""
 
     name: str
     status: str
@@ -26,18 +26,18 @@ class Line(NamedTuple):
     data: dict[str, Any] = {}  # noqa: RUF012 - never changed; figures for the JSON
 
     def text(self, language: str) -> str:
-        """Return the finding in a language."""
+        """Return the finding in English or Chinese."""
         return self.chinese if language == "zh" else self.english
 
     def remedy_in(self, language: str) -> str:
-        """Return the remedy in a language."""
+        """Return the remedy in English or Chinese."""
         if isinstance(self.remedy, str):
             return self.remedy
         return self.remedy[1] if language == "zh" else self.remedy[0]
 
 
 def language_of(environment: Mapping[str, str]) -> str:
-    """Return the language of messages, zh or en, by NANOCHAT_LANG or the locale."""
+    """Return the language of messages, zh or en, according to NANOCHAT_LANG or the locale."""
     for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
         value = environment.get(name)
         if value:
@@ -46,7 +46,7 @@ def language_of(environment: Mapping[str, str]) -> str:
 
 
 def render(line: Line, language: str, color: bool) -> str:
-    """Return a line for a terminal: status, name and finding, and the remedy on the next line."""
+    """Return a result as text for the terminal, with the remedy, if needed, on a second line."""
     mark = f"\033[{COLORS[line.status]}m{line.status}\033[0m" if color else line.status
     text = f"{mark}  {line.name}"
     finding = line.text(language)
@@ -58,8 +58,8 @@ def render(line: Line, language: str, color: bool) -> str:
     return text
 
 
-# Training needs these checks, by the beginning of their names: check_npu says "ready" only if all
-# of them passed.
+# The checks that training needs, by the beginnings of their names. check_npu says "ready" only if
+# all of them passed.
 NEEDED = (
     "cards",
     "torch",
@@ -77,18 +77,24 @@ NEEDED = (
 
 
 def unproven(lines: Sequence[Line]) -> list[str]:
-    """Return the checks that training needs and that failed, were skipped or never ran."""
+    """Return the names of the checks that training needs and that did not pass.
+
+    They failed, were skipped or never ran.
+    """
     return [name for name in NEEDED if not has_line(lines, name, (PASS, WARN))]
 
 
 def has_line(lines: Sequence[Line], name: str, statuses: Sequence[str]) -> bool:
-    """Return whether a check of this name, or one that begins with it, has one of the statuses."""
+    """Return whether a check whose name begins with these words has one of the statuses."""
     names = [line.name for line in lines if line.status in statuses]
     return any(f"{line_name} ".startswith(f"{name} ") for line_name in names)
 
 
 def inference_only(lines: Sequence[Line]) -> bool:
-    """Return whether the first card cannot train and skipped all checks that are unproven."""
+    """Return whether the first card is for inference only.
+
+    That is so if it cannot train, and if all checks that did not pass were skipped.
+    """
     if not all(has_line(lines, name, (SKIP,)) for name in unproven(lines)):
         return False
     cards = [line for line in lines if line.name == "npu:0"]
@@ -96,7 +102,7 @@ def inference_only(lines: Sequence[Line]) -> bool:
 
 
 def summary(lines: Sequence[Line], language: str) -> str:
-    """Return the last line: the number of checks by status, and whether this host can train."""
+    """Return the last line: how many checks have each status, and whether this host can train."""
     counts = count(lines)
     figures = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
     failed = ", ".join(line.name for line in lines if line.status == FAIL)
@@ -119,12 +125,15 @@ def summary(lines: Sequence[Line], language: str) -> str:
 
 
 def count(lines: Sequence[Line]) -> dict[str, int]:
-    """Return how many lines have each status."""
+    """Return the number of lines with each status."""
     return {status: sum(line.status == status for line in lines) for status in STATUSES}
 
 
 def as_json(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return every line for programs; `causes` holds the failed checks with their remedies."""
+    """Return all results as a JSON object for programs.
+
+    `causes` holds the failed checks with their remedies.
+    """
     checks = []
     causes = []
     for line in lines:
@@ -150,12 +159,15 @@ def as_json(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def escape_unprintable() -> None:
-    """Print characters that standard output cannot encode as escape sequences, not as errors."""
+    """Make standard output and error escape the characters that they cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def on_terminal(stream: Any) -> bool:
-    """Return whether to print colours: the stream is a terminal, and NO_COLOR is not set."""
+    """Return whether to print colours.
+
+    They need a terminal, and NO_COLOR must not be set.
+    """
     return bool(stream.isatty()) and "NO_COLOR" not in os.environ

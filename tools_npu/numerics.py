@@ -1,6 +1,6 @@
 """Compares each operation that training needs on one NPU with fp32 on the host.
 
-This file is imported only after torch_npu has loaded.
+This file is imported only after torch_npu has been loaded.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ Function = Callable[..., Tensor]
 
 
 def operations() -> Operations:
-    """Return the operations that the project uses on the card; UserError if some are missing."""
+    """Return the operations that the project uses on the card.
+
+    Raises UserError if some of them are missing.
+    """
     return Operations() if DEVICE == "cpu" else Ascend().operations(requested_kernels("auto"))
 
 
 def error(results: Tensors, expected: Tensors) -> float:
-    """Return the largest difference over the largest value; infinity if not all are finite."""
+    """Return the largest difference, relative to the largest value.
+
+    The result is infinity if any value is not finite.
+    """
     largest_error = 0.0
     for result, reference in zip(results, expected, strict=True):
         result = result.detach().cpu().float()
@@ -44,13 +50,13 @@ def error(results: Tensors, expected: Tensors) -> float:
 
 
 def inputs(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Return standard normal fp32 tensors on the host."""
+    """Return fp32 tensors on the host, filled from a standard normal distribution."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def with_gradients(function: Function, tensors: list[Tensor]) -> Tensors:
-    """Return the output of a function, and the gradients of a weighted sum of it."""
+    """Return the output of a function, and the gradients of a weighted sum of that output."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     output = function(*leaves)
     (weights,) = inputs(10, tuple(output.shape))
@@ -66,7 +72,7 @@ def compare(
     dtype: torch.dtype,
     backward: bool = True,
 ) -> float:
-    """Return the error of a function on the NPU in `dtype`, against a reference in fp32."""
+    """Return the error of a function on the NPU in `dtype`, compared with a reference in fp32."""
     rounded = [tensor.to(dtype) for tensor in tensors]
     on_card = [tensor.to(DEVICE) for tensor in rounded]
     on_host = [tensor.float() for tensor in rounded]
@@ -86,7 +92,10 @@ def attention(
     v: Tensor,  # (B, S, Hkv, D)
     window: int,
 ) -> Tensor:  # (B, T, H, D)
-    """Plain softmax attention; a query sees its own key and at most `window` keys before it."""
+    """Return plain softmax attention.
+
+    A query sees its own key and at most `window` keys before it.
+    """
     queries_per_key = q.size(2) // k.size(2)
     q = q.transpose(1, 2)
     k = k.repeat_interleave(queries_per_key, 2).transpose(1, 2)
@@ -101,7 +110,7 @@ def attention(
 
 
 def rms(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension."""
+    """Return the RMS norm over the last dimension."""
     mean_square = x.square().mean(-1, keepdim=True)
     return x * torch.rsqrt(mean_square + 1.19e-7)
 
@@ -110,7 +119,7 @@ def rms(x: Tensor) -> Tensor:
 
 
 def matmul(dtype: torch.dtype) -> float:
-    """Check a product of two matrices, forward and backward."""
+    """Return the error of a product of two matrices, forward and backward."""
     a, b = inputs(
         0,
         (256, 384),
@@ -120,7 +129,7 @@ def matmul(dtype: torch.dtype) -> float:
 
 
 def stacked_matmul(dtype: torch.dtype) -> float:
-    """Check baddbmm over a stack of matrices, which Muon computes."""
+    """Return the error of baddbmm over a stack of matrices, which Muon computes."""
     a, b, c = inputs(
         1,
         (6, 64, 64),
@@ -131,7 +140,7 @@ def stacked_matmul(dtype: torch.dtype) -> float:
 
 
 def there_and_back() -> float:
-    """Check a copy from pinned memory to the card, a sum on the card, and a copy back."""
+    """Return the error of a copy from pinned memory to the card, a sum there, and a copy back."""
     (x,) = inputs(
         2,
         (1024, 1024),
@@ -143,7 +152,10 @@ def there_and_back() -> float:
 
 
 def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
-    """Check the attention of training, forward and backward; a `window` below 255 is a band."""
+    """Return the error of the attention of training, forward and backward.
+
+    A `window` below 255 makes the attention a band.
+    """
     kernels = operations()
     q, k, v = inputs(
         3,
@@ -162,12 +174,12 @@ def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
 
 
 def norm(dtype: torch.dtype) -> float:
-    """Check the RMS norm, forward and backward."""
+    """Return the error of the RMS norm, forward and backward."""
     return compare(operations().norm, rms, inputs(4, (4, 128, 768)), dtype)
 
 
 def rotary(dtype: torch.dtype) -> float:
-    """Check the rotary embedding, forward and backward."""
+    """Return the error of the rotary embedding, forward and backward."""
     (x,) = inputs(
         5,
         (2, 128, 4, 64),
@@ -192,7 +204,10 @@ def rotary(dtype: torch.dtype) -> float:
 
 
 def loss(dtype: torch.dtype) -> float:
-    """Check the chunked loss and its gradients against plain cross-entropy of softcapped logits."""
+    """Return the error of the chunked loss and its gradients.
+
+    The reference is the plain cross-entropy of softcapped logits.
+    """
     x, weight = inputs(
         6,
         (96, 64),
@@ -221,7 +236,7 @@ def loss(dtype: torch.dtype) -> float:
 
 
 def adamw() -> float:
-    """Check two steps of the fused AdamW on an fp32 parameter."""
+    """Return the error of two steps of the fused AdamW on an fp32 parameter."""
     start, gradient = inputs(
         8,
         (64, 64),
@@ -242,7 +257,10 @@ def adamw() -> float:
 
 
 def decode(dtype: torch.dtype, window: int = 95) -> float:
-    """Check the cached attention of one new token in two sequences of different lengths."""
+    """Return the error of cached attention, for one new token in each of two sequences.
+
+    The sequences have different lengths.
+    """
     lengths = [96, 40]
     rounded = inputs(
         9,

@@ -18,18 +18,18 @@ PATIENCE_SECONDS = 10.0
 
 
 class Process(NamedTuple):
-    """A process of this user that trains or that holds the device file of a card open."""
+    """A process of this user that trains, or that holds the device file of a card open."""
 
     pid: int
     minutes: float  # since it started
     cards: tuple[str, ...]  # names of the card files that the process has open
-    used_mb: int  # memory that the process holds on cards; 0 if npu-smi does not tell
+    used_mb: int  # memory that the process holds on cards; 0 if npu-smi does not report it
     command: str
     job: int = 0  # the id of the first process of its job: a launcher and its ranks are one job
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file; empty if the file cannot be read."""
+    """Return the content of a file, or b"" if the file cannot be read."""
     try:
         return path.read_bytes()
     except OSError:  # the process has ended or belongs to another user
@@ -37,7 +37,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def stat_fields(folder: Path) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name: the state, the parent's id, and so on."""
+    """Return the fields of /proc/PID/stat after the name, which begin with state and parent id."""
     text = read_bytes(folder / "stat").decode("utf-8", "replace")
     return text.rpartition(")")[2].split()
 
@@ -57,9 +57,9 @@ def open_cards(folder: Path, device_folder: str) -> tuple[str, ...]:
 
 
 def started_minutes_ago(folder: Path) -> float:
-    """Return the minutes since a process started.
+    """Return the minutes since a process started, or 0 if they are not known.
 
-    Field 22 of /proc/PID/stat counts clock ticks from boot to that start.
+    Field 22 of /proc/PID/stat counts the clock ticks from boot to the start of the process.
     """
     fields = stat_fields(folder)
     uptime = read_bytes(folder.parent / "uptime").split()
@@ -74,7 +74,7 @@ def list_own(
     holders: Sequence[Holder] = (),
     proc: Path = Path("/proc"),
 ) -> list[Process]:
-    """Return this user's training processes, without this process and its ancestors."""
+    """Return this user's training processes, except this process and its ancestors."""
     ancestors = set(ancestry(os.getpid(), proc))
     used_mb: dict[int, int] = {}  # memory on cards by process
     for holder in holders:
@@ -90,9 +90,9 @@ def list_own(
             continue
         cards = open_cards(folder, devices)
         if cards or pid in used_mb or TRAINING.search(command):
-            words = " ".join(command.rstrip("\x00").split("\x00"))
+            command_line = " ".join(command.rstrip("\x00").split("\x00"))
             minutes = started_minutes_ago(folder)
-            processes.append(Process(pid, minutes, cards, used_mb.get(pid, 0), words))
+            processes.append(Process(pid, minutes, cards, used_mb.get(pid, 0), command_line))
     pids = {process.pid for process in processes}
     with_jobs = []
     for process in processes:
@@ -103,7 +103,7 @@ def list_own(
 
 
 def belongs_to_user(folder: Path) -> bool:
-    """Return whether a process belongs to this user; False if it has ended."""
+    """Return whether a process belongs to this user, which is False if it has ended."""
     try:
         return folder.stat().st_uid == os.geteuid()
     except OSError:
@@ -111,7 +111,7 @@ def belongs_to_user(folder: Path) -> bool:
 
 
 def ancestry(pid: int, proc: Path) -> list[int]:
-    """Return the id of a process, of the process that started it, and so on up to the first."""
+    """Return the ids of a process and its ancestors, from the process itself to the first."""
     pids: list[int] = []
     while pid > 1 and pid not in pids:
         pids.append(pid)
@@ -132,10 +132,10 @@ def end(
     force: bool,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """End listed processes by id: SIGTERM first, then SIGKILL if `force` is set.
+    """End listed processes by id, with SIGTERM and then, if `force` is set, with SIGKILL.
 
-    Returns True if every id was listed and every process has ended. Ids that are not listed are
-    refused.
+    Ids that are not listed are refused. Returns True if every id was listed and every process has
+    ended.
     """
     listed_pids = {process.pid for process in listed}
     strangers = [pid for pid in pids if pid not in listed_pids]
@@ -143,9 +143,9 @@ def end(
         say(f"{pid}: not among your training processes, left alone / 不是你的训练进程，没有处理")
     chosen = [pid for pid in pids if pid in listed_pids]
     signals = (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,)
-    for number in signals:
+    for signal_number in signals:
         for pid in filter(is_alive, chosen):
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while any(is_alive(pid) for pid in chosen) and time.monotonic() < deadline:
             time.sleep(0.1)

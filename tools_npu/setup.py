@@ -27,17 +27,17 @@ from tools_npu import environment, host, lines, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
-# --fix leaves variables with these beginnings alone, because only the user knows the right value.
+# --fix does not touch variables whose names begin so, because only the user knows the right value.
 PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")
 PROBE_SECONDS = 180
-# A missing library of CANN or the driver, which reinstalling the pair cannot fix.
+# The name of a missing library of CANN or the driver, which reinstalling the pair cannot provide.
 LIBRARY = r"lib\w+\.so[\w.]*"
 PROBE = (
     "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
     "import torch; print('torch', torch.__version__)\n"
     "import torch_npu; print('torch_npu', torch_npu.__version__, flush=True)\n"
 )
-# An error here blames the card, its owner or numpy, not the pair.
+# An error here is the fault of the card, of whoever uses it or of numpy, but not of the pair.
 OPEN = (
     "try: torch.npu.set_device(0)\nexcept Exception as failure: print('closed', ' "
     "'.join(str(failure).split()) or repr(failure))\n"
@@ -45,7 +45,7 @@ OPEN = (
 
 
 class Refusal(Exception):
-    """Stops set-up with a reason in both languages and an exit code."""
+    """Stops the set-up, with a reason in both languages and an exit code."""
 
     def __init__(self, english: str, chinese: str, code: int = 1):
         super().__init__(english)
@@ -55,7 +55,7 @@ class Refusal(Exception):
 
 
 def say(english: str, chinese: str = "", mark: str = "ascend") -> None:
-    """Print a line in English, and in Chinese if there is one."""
+    """Print a line in English, and one in Chinese if `chinese` is given."""
     print(f"{mark}: {english}", flush=True)
     if chinese:
         print(f"{mark}: {chinese}", flush=True)
@@ -67,12 +67,11 @@ def glibc() -> tuple[int, ...]:
     return versions.release(version) if name == "glibc" else ()
 
 
-# --- the host
-# --------------------------------------------------------------------------------------
+# --- the host ------------------------------------------------------------------------------------
 
 
 class Inventory(NamedTuple):
-    """What the host has: CANN, the driver, and the device files of cards and managers."""
+    """The parts of an Ascend host: CANN, the driver, and the device files of cards and managers."""
 
     cann: host.Cann | None
     driver: host.Driver | None
@@ -81,14 +80,14 @@ class Inventory(NamedTuple):
 
 
 def take_inventory(env: Mapping[str, str]) -> Inventory:
-    """Find CANN, the driver and the device files of this host."""
+    """Return the CANN, the driver and the device files that this host has."""
     canns = host.find_canns(env)
     cards, managers = host.find_devices(env)
     return Inventory(canns[0] if canns else None, host.find_driver(env), cards, managers)
 
 
 def describe(inventory: Inventory) -> None:
-    """Print one line each about CANN, the driver and the cards."""
+    """Print a line each about CANN, the driver and the cards."""
     cann = inventory.cann
     driver = inventory.driver
     unknown = "(unknown version)"
@@ -105,9 +104,10 @@ def describe(inventory: Inventory) -> None:
 
 
 def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
-    """Return the pair to install; `torch_npu` is the version that the user names, or "".
+    """Return the pair of torch and torch_npu to install.
 
-    Raises Refusal if the host is too old or lacks something.
+    `torch_npu` is the version that the user names, or "". Raises Refusal if the host is too old or
+    lacks something.
     """
     libc = glibc()
     if libc and libc < versions.GLIBC_FLOOR:
@@ -154,12 +154,11 @@ def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
     return pick
 
 
-# --- variables
-# -------------------------------------------------------------------------------------
+# --- variables -----------------------------------------------------------------------------------
 
 
 def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment after CANN's set_env.sh.
+    """Return the environment after CANN's set_env.sh has been sourced.
 
     Bash sources the script, because it may use features of bash.
     """
@@ -168,8 +167,8 @@ def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
         ["bash", "-c", code], env=dict(env), stdout=subprocess.PIPE, timeout=PROBE_SECONDS
     )
     variables = {}
-    for item in process.stdout.decode("utf-8", "replace").split("\0"):
-        name, equals, value = item.partition("=")
+    for assignment in process.stdout.decode("utf-8", "replace").split("\0"):
+        name, equals, value = assignment.partition("=")
         if equals:
             variables[name] = value
     return variables
@@ -178,7 +177,7 @@ def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
 def is_sourced(cann: host.Cann, env: Mapping[str, str]) -> bool:
     """Return whether the variables of this CANN are already set.
 
-    Sourcing set_env.sh twice would add its paths twice.
+    Sourcing set_env.sh a second time would add its paths twice.
     """
     home = os.path.realpath(env.get("ASCEND_HOME_PATH") or "/")
     return home == os.path.realpath(cann.home) and bool(env.get("ASCEND_OPP_PATH"))
@@ -190,7 +189,10 @@ def job_environment(
     env: Mapping[str, str],
     fix: bool,
 ) -> dict[str, str]:
-    """Return the complete environment that a job should see."""
+    """Return the complete environment for a job on this host.
+
+    `torch_npu` is the version that the job uses. If `fix` is set, harmful variables are repaired.
+    """
     new = dict(env)
     cann = inventory.cann
     if cann and cann.set_env and not is_sourced(cann, env):
@@ -214,13 +216,13 @@ def job_environment(
 
 
 def set_defaults(job: dict[str, str], torch_npu: str) -> None:
-    """Set the variables that set-up exports, unless the user has set them."""
+    """Set the variables that the set-up exports, unless the user has set them."""
     for variable in environment.exported_variables(torch_npu):
         job.setdefault(variable.name, variable.value)
 
 
 def add_driver(job: dict[str, str], driver: host.Driver | None) -> None:
-    """Put the libraries of the driver on LD_LIBRARY_PATH."""
+    """Put the libraries of the driver on LD_LIBRARY_PATH if they are not there yet."""
     paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
     libraries = driver.libraries if driver else ()
     missing = [path for path in libraries if path not in paths]
@@ -238,17 +240,16 @@ def activate_venv(job: dict[str, str]) -> None:
         job.pop("PYTHONHOME", None)
 
 
-# --- the environment
-# -------------------------------------------------------------------------------
+# --- the environment -----------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
-    """The torch and torch_npu in .venv, and what happens when they are loaded."""
+    """The torch and torch_npu in .venv, and the result of loading them."""
 
     torch: str  # version; "" if it does not load
     torch_npu: str
-    failure: str  # the last line of the error if a package does not load, else ""
-    closed: str = ""  # why card 0 does not open; "" if it opens, or was not tried
+    failure: str  # the last line of the error if a package does not load, or ""
+    closed: str = ""  # why card 0 does not open, or "" if it opens or was not tried
 
     @property
     def loads(self) -> bool:
@@ -257,7 +258,10 @@ class Pair(NamedTuple):
 
 
 def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
-    """Import torch and torch_npu in the environment of a job; open card 0 if there are cards."""
+    """Return what happens when a job imports torch and torch_npu.
+
+    If there are cards, the job also opens card 0.
+    """
     code = PROBE + (OPEN if cards else "")
     failure = ""
     try:
@@ -273,9 +277,9 @@ def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
         failure = f"no answer within {PROBE_SECONDS} s"
     values = {}
     for line in output.decode("utf-8", "replace").splitlines():
-        words = line.split(None, 1)
-        if len(words) == 2:
-            values[words[0]] = words[1]
+        name_and_value = line.split(None, 1)
+        if len(name_and_value) == 2:
+            values[name_and_value[0]] = name_and_value[1]
     torch = values.get("torch", "")
     torch_npu = values.get("torch_npu", "")
     if cards and torch_npu and failure:  # both packages have loaded, so the card failed
@@ -290,9 +294,10 @@ def venv_python() -> str:
 
 
 def can_stay(pair: Pair, cann: str, torch_npu: str) -> bool:
-    """Return whether the installed pair can stay: it loads, and fits itself and CANN.
+    """Return whether the installed pair can stay.
 
-    `torch_npu` is the version that the user names, or "".
+    It can if it loads, if torch and torch_npu fit each other and CANN, and if the user does not
+    name another version. `torch_npu` is the version that the user names, or "".
     """
     if not pair.loads or (torch_npu and torch_npu != pair.torch_npu):
         return False
@@ -302,7 +307,7 @@ def can_stay(pair: Pair, cann: str, torch_npu: str) -> bool:
 
 
 def run(command: Sequence[str], env: Mapping[str, str], dry: bool) -> int:
-    """Run a command and return its exit code; in a dry run only print the command."""
+    """Run a command and return its exit code, or only print the command in a dry run."""
     if dry:
         say("would run: " + " ".join(shlex.quote(word) for word in command))
         return 0
@@ -315,14 +320,17 @@ def make_environment(
     env: Mapping[str, str],
     dry: bool,
 ) -> None:
-    """Make .venv with setup_env.sh, with this major version of numpy; None keeps the pair."""
+    """Make .venv with setup_env.sh and with the given major version of numpy.
+
+    If `pick` is None, the installed pair stays. Raises Refusal if setup_env.sh fails.
+    """
     command = ["setup_env"]
     if pick is not None:
         command += ["--npu", pick.torch_npu, "--python-max", str(pick.python[1])]
     command += ["--numpy", str(numpy)]
-    words = " ".join(map(shlex.quote, command))
+    quoted_command = " ".join(map(shlex.quote, command))
     script = shlex.quote(str(ROOT / "setup_env.sh"))
-    code = run(["bash", "-c", f"source {script} && {words}"], env, dry)
+    code = run(["bash", "-c", f"source {script} && {quoted_command}"], env, dry)
     if code != 0:
         raise Refusal(
             "the environment could not be made. The lines above say why and what to do; then type "
@@ -332,8 +340,7 @@ def make_environment(
         )
 
 
-# --- permissions
-# -----------------------------------------------------------------------------------
+# --- permissions ---------------------------------------------------------------------------------
 
 
 def check_permissions(
@@ -342,7 +349,10 @@ def check_permissions(
     fix: bool,
     dry: bool,
 ) -> None:
-    """Warn if this user may not use the cards; with --fix, try to add the user to the group."""
+    """Warn if this user may not use the cards.
+
+    With --fix, try to add the user to the group first.
+    """
     devices = [*inventory.cards, *inventory.managers]
     unusable = [device.path for device in devices if not device.usable]
     is_member = host.may_use_devices(env, os.geteuid(), os.getgroups())
@@ -370,12 +380,14 @@ def check_permissions(
     )
 
 
-# --- set-up
-# ----------------------------------------------------------------------------------------
+# --- set-up --------------------------------------------------------------------------------------
 
 
 def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Set the host up, and return the exit code."""
+    """Set up the host, and return the exit code.
+
+    Raises Refusal if that is not possible.
+    """
     inventory = take_inventory(env)
     describe(inventory)
     pick = choose_pair(inventory, options.torch_npu)
@@ -407,9 +419,9 @@ def install_pair(
     options: argparse.Namespace,
     env: Mapping[str, str],
 ) -> str:
-    """Install the pair, or keep the installed one if it fits; return the version of torch_npu.
+    """Install the pair, or keep the installed one if it fits, and return the version of torch_npu.
 
-    Raises Refusal if the pair cannot be installed, or does not load on a host with cards.
+    Raises Refusal if the pair cannot be installed, or if it does not load on a host with cards.
     """
     cann = inventory.cann.version if inventory.cann else ""
     cards = bool(inventory.cards)
@@ -436,8 +448,8 @@ def install_pair(
         make_environment(pick, numpy, env, options.dry_run)
         pair = Pair("", "", "not yet loaded")
 
-    # A pair that stays has been loaded above, but another numpy may open a card that did not open
-    # there.
+    # A pair that stays was already loaded above. With another numpy, a card may open that did not
+    # open there.
     if not options.dry_run and (not pair.loads or pair.closed):
         new = job_environment(inventory, torch_npu, env, options.fix)
         check_pair(new, cards, options.fix)
@@ -445,7 +457,10 @@ def install_pair(
 
 
 def check_pair(env: Mapping[str, str], cards: bool, fix: bool) -> None:
-    """Load the pair and open card 0, and report what fails."""
+    """Load the pair, open card 0 if there are cards, and report what fails.
+
+    Raises Refusal if the pair does not load on a host with cards.
+    """
     python = venv_python() or shutil.which("python", path=env.get("PATH")) or sys.executable
     pair = probe(python, env, cards)
     if not pair.loads:
@@ -459,9 +474,9 @@ def check_pair(env: Mapping[str, str], cards: bool, fix: bool) -> None:
 
 
 def report_load_failure(pair: Pair, cards: bool, fix: bool) -> None:
-    """Report that the pair does not load: an error if there are cards, otherwise a warning.
+    """Raise Refusal, or only warn if there are no cards, because the pair does not load.
 
-    Without cards, as in the build of an image, the pair cannot load yet.
+    Without cards, for example while an image is built, the pair cannot load yet.
     """
     missing = re.search(LIBRARY, pair.failure)
     library = f" ({missing[0]})" if missing else ""
@@ -499,7 +514,7 @@ def finish(options: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         "setup_ascend.sh",
         description=__doc__,
@@ -531,7 +546,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="",
         help="folder to put in front of every absolute path, for tests (default: none)",
     )
-    # The file that a sourcing shell reads.
+    # The shell that sources the script reads this file.
     parser.add_argument("--env-file", default="", help=argparse.SUPPRESS)
     return parser
 
@@ -546,7 +561,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(
             f"unrecognized arguments: {flags}; bash setup_ascend.sh --help lists the flags"
         )
-    if unknown:  # a script that sources this file passes on its own flags
+    if unknown:  # they belong to the script that sources this one
         say(
             f"ignored, because they are not flags of setup_ascend.sh: {flags}",
             f"已忽略（不是 setup_ascend.sh 的参数）：{flags}",
@@ -557,7 +572,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return set_up(options, env)
     except Refusal as refusal:
-        # A sourcing script may continue without an NPU.
+        # The script that sources this one may continue without an NPU.
         if refusal.code == NO_NPU and options.env_file:
             say(refusal.english, refusal.chinese)
             return NO_NPU

@@ -9,7 +9,7 @@ from typing import NamedTuple
 PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 7)
 CANN_FLOOR = "8.3.RC1"
-# an older CANN needs numpy < 2 up to Python 3.12; no torch_npu for it has a wheel for 3.13
+# An older CANN needs numpy < 2 up to Python 3.12. No torch_npu for it has a wheel for Python 3.13.
 NUMPY_2_FLOOR = "9.0.0"
 GLIBC_FLOOR = (2, 28)
 
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     python: tuple[int, int]
 
 
-# The pairs of the vendor's own table, the best first; every release has wheels for Python 3.10.
+# The pairs in the vendor's table, the best first. Every release has wheels for Python 3.10.
 TABLE = (
     Row("2.12.0", "9.1.0", (3, 13)),
     Row("2.11.0", "9.1.0", (3, 13)),
@@ -42,7 +42,7 @@ TABLE = (
 # The vendor's table does not list this release. It was built after CANN 9.1, so a newer CANN gets
 # it with a warning.
 NEWEST = Row("2.14.0", "9.1.0", (3, 14))
-# The torch that vllm-ascend, ms-swift and LLaMA-Factory are installed with beside CANN 9.1.
+# The torch with which vllm-ascend, ms-swift and LLaMA-Factory are installed on CANN 9.1.
 SHARED_TORCH = (2, 10)
 # The contract with torch_npu is tested on the oldest release, and on the last known patch of every
 # minor.
@@ -60,7 +60,10 @@ LAST_PATCHES = (
 
 
 def cann_key(version: str) -> tuple[int, int, int, int] | None:
-    """Return a CANN version as a tuple that sorts, 8.3.RC1 before 8.3.0; None for other texts."""
+    """Return a CANN version as a tuple that sorts, or None if the text is not a version.
+
+    8.3.RC1 comes before 8.3.0.
+    """
     match = re.match(r"(\d+)\.(\d+)(?:\.?(RC|T|alpha|beta)?\.?(\d+))?", version.strip(), re.I)
     if not match:
         return None
@@ -70,9 +73,9 @@ def cann_key(version: str) -> tuple[int, int, int, int] | None:
 
 
 def numpy_for(cann: str) -> int:
-    """Return the major version of numpy that a CANN works with.
+    """Return the major version of numpy that works with a CANN.
 
-    It is 1, which works everywhere, if the version of CANN is not known.
+    If the version of CANN is not known, it is 1, which works everywhere.
     """
     key = cann_key(cann)
     floor = cann_key(NUMPY_2_FLOOR)
@@ -80,25 +83,28 @@ def numpy_for(cann: str) -> int:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a package's version: 2.9.0.post2 -> (2, 9, 0)."""
+    """Return the release numbers of a package version, such as (2, 9, 0) for 2.9.0.post2."""
     match = re.match(r"\d+(\.\d+)*", version.strip())
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def order(version: str) -> tuple[tuple[int, ...], int]:
-    """Return a package's version as a tuple that sorts: 2.9.0.post2 -> ((2, 9, 0), 2)."""
+    """Return a package version as a tuple that sorts, such as ((2, 9, 0), 2) for 2.9.0.post2."""
     match = re.search(r"post(\d+)", version)
     patch = int(match[1]) if match else 0
     return release(version), patch
 
 
 def torch_for(torch_npu: str) -> str:
-    """Return the torch that a torch_npu extends, which is the torch of the same release."""
+    """Return the version of torch that a torch_npu extends, which has the same release numbers."""
     return ".".join(map(str, release(torch_npu)))
 
 
 class Pick(NamedTuple):
-    """The pair to install; `warning` and `refusal` are (English, Chinese), or empty."""
+    """The pair to install, or a refusal.
+
+    `warning` and `refusal` are texts in English and Chinese, and empty if there is none.
+    """
 
     torch_npu: str
     torch: str
@@ -108,17 +114,17 @@ class Pick(NamedTuple):
 
 
 def refuse(english: str, chinese: str) -> Pick:
-    """Return a refusal with its reason and the next step in both languages."""
+    """Return a refusal, with its reason and the next step in both languages."""
     return Pick("", "", (0, 0), refusal=(english, chinese))
 
 
 def pick_of(row: Row, warning: tuple[str, str] = ("", "")) -> Pick:
-    """Return the pair of a row of the table."""
+    """Return the pair in a row of the table, with a warning if there is one."""
     return Pick(row.torch_npu, torch_for(row.torch_npu), row.python, warning)
 
 
 def resolve(cann: str) -> Pick:
-    """Return the newest torch_npu for an installed CANN, or a refusal with the reason."""
+    """Return the best pair for an installed CANN, or a refusal with the reason."""
     key = cann_key(cann)
     floor = cann_key(CANN_FLOOR)
     if key is None or floor is None:
@@ -160,7 +166,7 @@ def resolve(cann: str) -> Pick:
 
 
 def nearest_row(key: tuple[int, int, int, int]) -> Row:
-    """Return the best row for the minor of a CANN, or else the row of the newest older CANN.
+    """Return the best row for a CANN's minor version, or else for the newest older CANN.
 
     A CANN that is newer than the whole table gets NEWEST.
     """
@@ -173,7 +179,10 @@ def nearest_row(key: tuple[int, int, int, int]) -> Row:
 
 
 def explain(cann: str, pick: Pick, named: bool) -> tuple[str, str]:
-    """Return which pair is chosen for a CANN, why, and what else fits, in both languages."""
+    """Return which pair is chosen for a CANN and why, and which others fit, in both languages.
+
+    `named` is set if the user named the version.
+    """
     same_cann = [row.torch_npu for row in TABLE if cann_key(row.cann) == cann_key(cann)]
     alternatives = [name for name in same_cann if name != pick.torch_npu]
     chosen = f"CANN {cann or '?'} -> torch_npu {pick.torch_npu} -> torch {pick.torch}"
@@ -195,9 +204,9 @@ def explain(cann: str, pick: Pick, named: bool) -> tuple[str, str]:
 
 
 def pick_named(torch_npu: str) -> Pick:
-    """Return the pair for a torch_npu that the user names."""
-    number = release(torch_npu)
-    if len(number) < 2 or number[:2] < TORCH_FLOOR:
+    """Return the pair for a torch_npu that the user names, or a refusal if it is too old."""
+    release_numbers = release(torch_npu)
+    if len(release_numbers) < 2 or release_numbers[:2] < TORCH_FLOOR:
         return refuse(
             f"torch_npu {torch_npu} is too old: {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or later is "
             "needed. Name a newer one, or leave out --torch-npu and NANOCHAT_TORCH_NPU to have one "
@@ -212,7 +221,7 @@ def pick_named(torch_npu: str) -> Pick:
 
 
 class Fit(NamedTuple):
-    """Whether installed versions fit each other: PASS, WARN or FAIL, and the reason."""
+    """Whether installed versions fit each other, as PASS, WARN or FAIL with the reason."""
 
     status: str
     english: str = ""
@@ -220,7 +229,7 @@ class Fit(NamedTuple):
 
 
 def pair_fits(torch: str, torch_npu: str) -> Fit:
-    """Return whether torch and torch_npu have the same major.minor, and are not too old."""
+    """Return whether torch and torch_npu have the same major.minor and are new enough."""
     if release(torch)[:2] == release(torch_npu)[:2]:
         if release(torch)[:2] < TORCH_FLOOR:
             return Fit(
@@ -256,8 +265,7 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
             f"torch_npu {torch_npu} is not in the table; CANN {cann} is probably new enough",
             f"配套表里没有 torch_npu {torch_npu}；CANN {cann} 应该够新",
         )
-    # As far as is known, an unlisted release needs at least the CANN of the release that is listed
-    # before it.
+    # As far as we know, an unlisted release needs at least the CANN of the listed one before it.
     not_newer = [row for row in same_minor if order(row.torch_npu) <= order(torch_npu)]
     row = max(not_newer, key=lambda row: order(row.torch_npu)) if not_newer else same_minor[-1]
     is_listed = row.torch_npu == torch_npu
@@ -296,10 +304,10 @@ def numpy_fits(numpy: str, cann: str, python: tuple[int, int]) -> Fit:
 
 
 def remedy(fit: Fit, cann: str) -> tuple[str, str]:
-    """Return what to do about a torch_npu that may not work with a CANN, in English and Chinese.
+    """Return what to do if a torch_npu may not work with a CANN, in English and Chinese.
 
-    Set-up keeps a torch_npu that loads and is not known to be wrong, so for a WARN it needs the
-    version to install.
+    The set-up keeps a torch_npu that loads and is not known to be wrong. For a WARN, it therefore
+    needs to be told which version to install.
     """
     picked = resolve(cann).torch_npu
     if fit.status == "WARN" and picked:
