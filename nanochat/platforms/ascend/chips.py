@@ -7,10 +7,10 @@ generation, `Ascend910B3` of the second. This module needs no torch.
 from dataclasses import dataclass
 from typing import Literal
 
-# Which operators a chip has. "fused": the fused operators of the second generation. "chunked": none of
-# them, so attention is computed with matmuls over blocks of queries. "inference": the operators of
-# inference cards. "listed": the operators that the chip's row in the table names, or that passed a
-# test.
+# Which operators a chip has. "fused": the fused operators of the second generation. "chunked": none
+# of them, so attention is computed with matmuls over blocks of queries. "inference": the operators
+# of inference cards. "listed": the operators that the chip's row in the table names, or that passed
+# a test.
 Kernels = Literal["fused", "chunked", "inference", "listed"]
 
 
@@ -31,9 +31,9 @@ class AscendChip:
     operators: tuple[str, ...] = ()  # names in torch_npu, if kernels is "listed"
 
 
-# The operators that op-plugin's pages list for the Ascend 950 (the products table of each operator, August
-# 2026). The pages do not list npu_rms_norm, npu_rotary_mul or npu_fused_infer_attention_score, and
-# op-plugin's C++ refuses a 310P's operators on this chip.
+# The operators that op-plugin's pages list for the Ascend 950 (the products table of each operator,
+# August 2026). The pages do not list npu_rms_norm, npu_rotary_mul or
+# npu_fused_infer_attention_score, and op-plugin's C++ refuses a 310P's operators on this chip.
 OPERATORS_950 = ("npu_fusion_attention", "npu_add_rms_norm", "npu_apply_rotary_pos_emb")
 
 CHIPS = (

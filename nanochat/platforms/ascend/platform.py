@@ -32,9 +32,7 @@ class Ascend(Platform):
 
     def __init__(self, index: int = 0):
         super().__init__(index)
-        self.ports = (
-            PortBlocks()
-        )  # reserves ports for this job's collectives while this object lives
+        self.ports = PortBlocks()  # reserves ports for this job's collectives
 
     def unavailable(self) -> str:
         """Return why torch_npu cannot be used here, or "" if it can.
@@ -53,9 +51,7 @@ class Ascend(Platform):
             return f"torch_npu could not be loaded: {why}"
         try:
             is_usable = importlib.import_module("torch_npu").npu.is_available()
-        except (
-            Exception
-        ) as failure:  # a foreign library may raise anything; the user sees the reason
+        except Exception as failure:  # a foreign library may raise anything
             why = errors.cannot_load(str(failure) or repr(failure))
             return f"torch_npu could not be loaded: {why}"
         return "" if is_usable else "torch_npu loaded, but sees no NPU"
