@@ -23,8 +23,8 @@ from nanochat.platforms.cpu.kernels import (
     library_of,
 )
 
-# The number of pointers, sizes and fp32 numbers that each function takes, as in kernels.py. The first
-# size is the number of threads.
+# The number of pointers, sizes and fp32 numbers that each function takes, as in kernels.py. The
+# first size is the number of threads.
 FUNCTIONS = {
     "norm_back": (4, 3, 1),
     "mix_back": (9, 3, 0),
