@@ -27,8 +27,8 @@ from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 from nanochat.platforms.together import empty_weight
 
-# In decoding, two products beat torch's operator if there are at least this many rows times keys, and
-# at most this many numbers in all keys.
+# In decoding, two products beat torch's operator if there are at least this many rows times keys,
+# and at most this many numbers in all keys.
 DECODED_KEYS = 256
 DECODED_NUMBERS = 1 << 24
 # The most rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
