@@ -39,7 +39,7 @@ NEEDS = {
 
 
 def missing(operators: Sequence[str]) -> list[str]:
-    """Return those given operators that this torch_npu does not have."""
+    """Return the operators in a list that this torch_npu does not have."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     return [name for name in operators if not hasattr(torch_npu, name)]

@@ -245,7 +245,7 @@ def _rotated(
 ) -> Tensor:
     """Return x rotated by npu_apply_rotary_pos_emb, which overwrites both of its inputs.
 
-    The operator also requires keys. One head of copied queries in their place is cheaper than
+    The operator also requires keys. A copy of one query head serves as keys, which is cheaper than
     splitting x into queries and keys.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]

@@ -255,7 +255,7 @@ class Product8:
     untraceable = "--matmul int8 multiplies by kernels that torch.compile cannot read"
 
     def __init__(self, use: Trained):
-        """`use` are kernels that compute in 8 bits."""
+        """`use` holds kernels that compute in 8 bits."""
         self.use = use
 
     def __call__(

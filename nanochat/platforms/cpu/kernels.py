@@ -490,7 +490,7 @@ class Kernels:
     def loss(
         self,
         logits: Tensor,  # (n, V') contiguous, overwritten with the gradient of the result
-        targets: Tensor,  # (n,) token ids below `vocab`; any number where the weight is 0
+        targets: Tensor,  # (n,) token ids below `vocab`; any number if the weight is 0
         weights: Tensor,  # (n,) fp32
         vocab: int,
         cap: float,  # of the softcap; 0 if there is none

@@ -399,7 +399,7 @@ class CpuOperations(Operations):
         matrix: nn.Module,
         cast_weight: Tensor | None,
     ) -> Tensor:
-        """Implement Operations.project with Product in training."""
+        """Implement Operations.project with one autograd function in training."""
         use = self._train_with([matrix], x)
         if use is None:
             return super().project(x, matrix, cast_weight)
@@ -636,10 +636,10 @@ class CpuOperations(Operations):
 
 
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
-    """Return whether a matrix is a plain Linear of this project that the kernels can replace.
+    """Return whether the kernels can multiply in place of a matrix module.
 
-    It must have no adapter, and may multiply only with its own weight, rounded to the format of the
-    activations or to 8 bits.
+    It must be a Linear of this project without an adapter, and multiply only with its own weight,
+    rounded to the format of the activations or to 8 bits.
     """
     if type(matrix) is not Linear or type(matrix.weight) is not nn.Parameter:
         return False

@@ -32,7 +32,7 @@ class Cpu(Host):
         int8.use_int8(model, operations)
 
     def preset_matmul(self, dtype: torch.dtype) -> Matmul:
-        """Return int8 for a bf16 GPT if the processor and the kernels support it, or else auto.
+        """Return int8 for a bf16 GPT if kernels for it exist and are faster here, or else auto.
 
         This compiles the kernels if they are missing.
         """

@@ -220,9 +220,12 @@ class Training:
         w: Tensor,  # (H, R) contiguous
         value_embedding: Tensor,  # (N, H, D) contiguous
         opened: Tensor,  # (N, H) fp32
-        x_grad: Tensor,  # (N, C) contiguous; the gradient through the gates is added here
+        x_grad: Tensor,  # (N, C) contiguous, changed here
     ) -> tuple[Tensor, Tensor]:  # (N, H, D), (H, R) fp32
-        """Return the gradients of the value embedding and of w."""
+        """Return the gradients of the value embedding and of w.
+
+        The gradient of x through the gates is added to `x_grad`.
+        """
         N, H, D = value_embedding.shape
         R = w.size(1)
         embedding_grad = torch.empty_like(value_embedding)
@@ -352,7 +355,7 @@ class Training:
 
     def attention(
         self,
-        q: Tensor,  # (B, T, H, D), where takes() is True
+        q: Tensor,  # (B, T, H, D), for which takes() is True
         k: Tensor,  # (B, T, Hkv, D)
         v: Tensor,  # (B, T, Hkv, D)
         window: int,
@@ -372,12 +375,12 @@ class Training:
 
     def attention_back(
         self,
-        q: Tensor,  # (B, T, H, D); all tensors are those of attention()
+        q: Tensor,  # q, k and v as passed to attention()
         k: Tensor,
         v: Tensor,
-        y: Tensor,
-        y_grad: Tensor,
-        log_sums: Tensor,
+        y: Tensor,  # from attention()
+        y_grad: Tensor,  # (B, T, H, D)
+        log_sums: Tensor,  # from attention()
         input_grads: Sequence[Tensor],  # of q, k and v, written here
         window: int,
         scale: float,
