@@ -1,8 +1,8 @@
 """The arithmetic of layers and of the loss, in as few operators and memory accesses as possible.
 
-Each function has its own backward pass. They suit devices on which every operator costs a launch and
-memory traffic. They are plain torch, which runs everywhere, and their results equal those of
-operations.py and loss.py up to rounding. Shapes: B batch, T time, C channels, H heads, D head
+Each function has its own backward pass. They suit devices on which every operator costs a launch
+and memory traffic. They are plain torch, which runs everywhere, and up to rounding they compute the
+same results as operations.py and loss.py. Shapes: B batch, T time, C channels, H heads, D head
 dimension, N tokens, V vocabulary.
 """
 
@@ -119,7 +119,7 @@ def add_values(
 ) -> Tensor:  # (B, T, H, D)
     """Return v + 3 sigmoid(logits) * value.
 
-    This takes two operators in the forward pass and six in the backward pass, of which three read
+    This takes two operators in the forward pass and six in the backward pass. Three of the six read
     large tensors.
     """
     return _AddValues.apply(v, value, logits)  # type: ignore[no-any-return]
@@ -157,7 +157,7 @@ def offset_keys(
     k: Tensor,  # (B, T, H, D)
     zeros: Tensor,  # (B, 1, H, 2, D / 4) of k's dtype and device, made once by the caller
 ) -> Tensor:  # (B, T, H, D)
-    """Return keys of which half comes from the token before, with two operators in each pass."""
+    """Return keys with half of each from the token before, using two operators in each pass."""
     return _OffsetKeys.apply(k, zeros)  # type: ignore[no-any-return]
 
 

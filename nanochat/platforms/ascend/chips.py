@@ -1,37 +1,39 @@
-"""Ascend chips by SoC version; needs no torch.
+"""A table of Ascend chips by SoC version.
 
-A chip is known by its SoC version alone. Names mislead: `Ascend910B` is of the first generation, `Ascend910B3` of the
-second.
+A chip is identified by its SoC version alone, because names mislead: `Ascend910B` is of the first
+generation, `Ascend910B3` of the second. This module needs no torch.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Which operators a chip has: "fused" are the fused operators of the second generation; "chunked" is a chip without
-# them, so that attention is made of matmuls over blocks of queries; "inference" are the operators of inference cards;
-# "listed" is a chip whose row, or whose trial, names each operator.
+# Which operators a chip has. "fused": the fused operators of the second generation. "chunked": none
+# of them, so attention is computed with matmuls over blocks of queries. "inference": the operators
+# of inference cards. "listed": the operators that the chip's row in the table names, or that passed
+# a test.
 Kernels = Literal["fused", "chunked", "inference", "listed"]
 
 
 @dataclass(frozen=True)
 class AscendChip:
-    """A family of chips: its number format, its operators, its peak. What is 0 is asked of the device instead."""
+    """A family of chips, with its number formats, operators, peak and memory."""
 
     name: str
     socs: tuple[int, ...]  # torch.npu.get_soc_version()
     bf16: bool
     kernels: Kernels
-    tflops: float  # dense fp16/bf16 peak of what one device number stands for; 0 where none is published
-    source: str  # of the peak
-    memory_gib: float
+    tflops: float  # dense fp16/bf16 peak of the unit with one device number; 0 if none is published
+    source: str  # where the peak comes from
+    memory_gib: float  # 0 if the device must be asked
     trains: bool = True  # inference cards lack every backward operator that matters
-    # An overflow gives the largest number instead of inf; only a status flag then shows it.
+    # Whether an overflow gives the largest number instead of inf, and only sets a status flag.
     saturates: bool = False
-    operators: tuple[str, ...] = ()  # of torch_npu, where kernels is "listed"
+    operators: tuple[str, ...] = ()  # names in torch_npu, if kernels is "listed"
 
 
-# What op-plugin's pages list for the Ascend 950 (products table of each operator, August 2026). They do not list
-# npu_rms_norm, npu_rotary_mul or npu_fused_infer_attention_score, and its C++ refuses the operators of a 310P there.
+# The operators that op-plugin's pages list for the Ascend 950 (the products table of each operator,
+# August 2026). The pages do not list npu_rms_norm, npu_rotary_mul or
+# npu_fused_infer_attention_score, and op-plugin's C++ refuses a 310P's operators on this chip.
 OPERATORS_950 = ("npu_fusion_attention", "npu_add_rms_norm", "npu_apply_rotary_pos_emb")
 
 CHIPS = (
@@ -109,8 +111,8 @@ CHIPS = (
         source="estimate from cores and clock, bf16",
         memory_gib=64,
     ),
-    # torch_npu says of every SoC from 220 on that it has bf16, of this inference chip too; CANN's
-    # pages list fp16 only.
+    # torch_npu reports bf16 for every SoC from 220 on, including this inference chip, but CANN's
+    # pages list only fp16.
     AscendChip(
         "310B",
         socs=tuple(range(240, 244)),
@@ -144,7 +146,7 @@ CHIPS = (
 
 
 def chip_of(soc: int) -> AscendChip | None:
-    """Return the chip of a SoC version, or None for a version that is not in the table."""
+    """Return the chip with a SoC version, or None if the table does not have that version."""
     for chip in CHIPS:
         if soc in chip.socs:
             return chip

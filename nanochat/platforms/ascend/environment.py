@@ -1,4 +1,7 @@
-"""The environment of torch_npu and of Ascend's collectives: variables, time-outs and ports; needs no torch."""
+"""Sets the environment variables, time-outs and ports of torch_npu and its collectives.
+
+This module needs no torch.
+"""
 
 import os
 import re
@@ -8,24 +11,26 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
-NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without end
-BLOCK = 32  # ports that a job's collectives take from HCCL_IF_BASE_PORT on: 16 before CANN 8.5
-# Blocks lie above the ports that Linux hands out by itself (32768-60999).
+NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without limit
+BLOCK = 32  # ports from HCCL_IF_BASE_PORT on that a job's collectives use; 16 before CANN 8.5
+# Blocks lie above the ports that Linux assigns automatically (32768-60999).
 FIRST_BLOCK = 61008
 LAST_BLOCK = 65504
 
 
 # --- variables -----------------------------------------------------------------------------------
 
-# The first patch of each minor of torch_npu in which PYTORCH_ALLOC_CONF is read (TorchNPU 26.2 with torch 2.10 or
-# later, seen in the compiled library of each wheel); all read PYTORCH_NPU_ALLOC_CONF.
+# The first patch of each minor version of torch_npu that reads PYTORCH_ALLOC_CONF (TorchNPU 26.2
+# with torch 2.10 or later, found in the compiled library of each wheel). All versions read
+# PYTORCH_NPU_ALLOC_CONF.
 FIRST_WITH_TORCHS_NAME: dict[tuple[int, ...], int] = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
 
 
 def allocator_variable(torch_npu: str) -> str:
-    """Return the variable by which a torch_npu is best told how to allocate.
+    """Return the name of the environment variable that configures the memory allocator.
 
-    It is torch's own name where this torch_npu reads that.
+    It is torch's own name if the version `torch_npu` reads that one, and torch_npu's name
+    otherwise.
     """
     torchs_name, own_name = ALLOCATORS
     version = re.match(r"(\d+)\.(\d+)", torch_npu)
@@ -44,12 +49,14 @@ def prepare_loading(
     torch_npu: str,
     environ: MutableMapping[str, str] = os.environ,
 ) -> str:
-    """Set what a version of torch_npu reads while it loads, where the user has not.
+    """Set the environment variables that the version `torch_npu` reads while it loads.
 
-    Returns why loading would abort, or "".
+    Returns why loading would abort, or "" if it would not. Variables that the user has set are
+    kept.
 
-    The task queue lets Python run ahead of the device, the affinity keeps its threads on near cores, and segments
-    that grow keep the memory from fragmenting. Both names of the allocator's variable at once abort the process.
+    The task queue lets Python run ahead of the device, the CPU affinity keeps its threads on nearby
+    cores, and expandable segments keep memory from fragmenting. torch_npu aborts the process if
+    both names of the allocator's variable are set.
     """
     if all(name in environ for name in ALLOCATORS):
         return f"{ALLOCATORS[0]} and {ALLOCATORS[1]} are both set, on which it aborts; unset {ALLOCATORS[1]}"
@@ -61,18 +68,17 @@ def prepare_loading(
 
 
 def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
-    """Set the time-outs of collectives, where the user has not.
+    """Set HCCL's environment variables, and return the process group's time-out in seconds.
 
-    Returns the seconds that the process group must wait.
-
-    Ranks may load for minutes before they first meet. Each outer time-out must exceed the time-out inside it, or the
-    innermost cause is never named.
+    Variables that the user has set are kept. The ranks may take minutes to load before they first
+    meet. Each time-out must exceed those that can expire within it, because otherwise the original
+    cause is never reported.
     """
     environ.setdefault("HCCL_CONNECT_TIMEOUT", "1200")
     environ.setdefault("HCCL_WHITELIST_DISABLE", "1")
     seconds = environ.get("HCCL_EXEC_TIMEOUT", "")
-    inner = int(seconds) if seconds.isdigit() else 1836  # its default
-    if inner == 0:  # HCCL's word for never, which no outer time-out may cut short
+    inner = int(seconds) if seconds.isdigit() else 1836  # HCCL's default
+    if inner == 0:  # to HCCL, 0 means no time-out, and no outer time-out may cut the wait short
         return NEVER
     if seconds.isdigit():
         environ.setdefault("HCCL_EVENT_TIMEOUT", str(inner + 120))
@@ -80,9 +86,10 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
 
 
 def card_file(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the device file of this host's first card, whether or not torch_npu can use it.
+    """Return the device file of this host's first card, or "" if the host has no card.
 
-    "" if there is none. ASCEND_ROOT_PREFIX names the root folder of a fake host in tests.
+    torch_npu need not be able to use the card. Tests set ASCEND_ROOT_PREFIX to the root folder of a
+    fake host.
     """
     folder = Path(environ.get("ASCEND_ROOT_PREFIX", "") + "/dev")
     cards = []
@@ -97,7 +104,7 @@ def card_file(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def port_taken(port: int) -> bool:
-    """Return whether another process listens on a port of this host."""
+    """Return whether another process on this host listens on a port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -108,16 +115,16 @@ def port_taken(port: int) -> bool:
 
 
 def _claim(port: int) -> socket.socket | None:
-    """Claim a port for this job; None if another process has claimed the port.
+    """Return a socket that reserves a port for this job, or None if another process reserved it.
 
-    Collectives bind their ports only when the ranks first meet, so that jobs which start together all find the same
-    ports free. A job therefore also takes a name for each port, among the kernel's unix sockets. These names belong to
-    the same network as the ports do (containers with --network host included), and vanish with the process, however
-    the process ends.
+    Collectives bind their ports only when the ranks first meet, so jobs that start together would
+    all find the same ports free. A job therefore also binds a name for each port among the kernel's
+    abstract Unix sockets. These names belong to the same network as the ports (also in containers
+    with --network host), and vanish when the process ends, however it ends.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:
-        if sys.platform == "linux":  # no other system has such names, or cards
+        if sys.platform == "linux":  # other systems have neither such names nor cards
             claim.bind(f"\0nanochat-hccl-port-{port}")
     except OSError:
         claim.close()
@@ -126,15 +133,18 @@ def _claim(port: int) -> socket.socket | None:
 
 
 class PortBlocks:
-    """The blocks of ports that a process holds for its job's collectives, as long as this object lives."""
+    """The blocks of ports that a process reserves for its job's collectives.
+
+    They stay reserved as long as this object lives.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, list[socket.socket]] = {}
 
     def hold(self, base: int) -> int:
-        """Hold the block of ports from `base` on.
+        """Reserve the block of ports that starts at `base`.
 
-        Returns 0, or the first port that another process has.
+        Returns 0, or the first port that another process has taken; then nothing is reserved.
         """
         if base in self._held:
             return 0
@@ -150,13 +160,13 @@ class PortBlocks:
         return 0
 
     def release(self, base: int) -> None:
-        """Let other processes have a block that is held here."""
+        """Release a reserved block, so that other processes can use it."""
         _close(self._held.pop(base, []))
 
     def free(self, first: int = FIRST_BLOCK, hold: bool = False) -> int:
-        """Return the first port of a free block; 0 if there is no free block.
+        """Return the first port of a free block, or 0 if no block is free.
 
-        `hold`: the block is held from then on.
+        The search begins at port `first`. With `hold`, the block is also reserved.
         """
         for base in range(first, LAST_BLOCK, BLOCK):
             if base in self._held or self.hold(base):
@@ -173,7 +183,7 @@ def _close(claims: Iterable[socket.socket]) -> None:
 
 
 def block_words(base: int, taken_port: int) -> str:
-    """Return why the block of HCCL_IF_BASE_PORT cannot be had, with a free block."""
+    """Return a message that the block of HCCL_IF_BASE_PORT is taken, with a free one to use."""
     free = PortBlocks().free()
     return (
         f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "

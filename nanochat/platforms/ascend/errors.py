@@ -1,6 +1,7 @@
-"""What the errors of torch_npu, HCCL and the driver mean, in English and Chinese, and what to do; needs no torch.
+"""Explains errors of torch_npu, HCCL and the driver in English and Chinese, with advice.
 
-Messages are returned as text: the caller decides whether to raise them.
+The functions return messages as text, and the caller decides whether to raise them. This module
+needs no torch.
 """
 
 import os
@@ -11,7 +12,7 @@ from nanochat.platforms.ascend.environment import PortBlocks
 
 Language = Literal["en", "zh"]
 
-# A pattern of the error, and what the error means and what to do, in English and Chinese.
+# A pattern that matches the error, and what it means and what to do, in English and Chinese.
 TROUBLES = (
     (
         r"out of memory|EL0004|\b207001\b|\b207018\b",
@@ -75,7 +76,8 @@ TROUBLES = (
     ),
 )
 
-# A pattern of what importing torch_npu raises, what this means, and the command that fixes it.
+# A pattern that matches an error from importing torch_npu, what the error means in English and
+# Chinese, and the command that fixes it.
 LOADING = (
     (
         r"libascend_hal|libdrvdsmi|libdcmi|libdrv",
@@ -112,9 +114,9 @@ LOADING = (
 
 
 def why_not_loaded(failure: str) -> tuple[str, str, str]:
-    """Return why importing torch_npu failed, in English and Chinese, and the command that fixes it.
+    """Return why torch_npu could not be imported, in English and Chinese, and a command that helps.
 
-    All three are empty if the reason is unknown.
+    All three strings are empty if the reason is unknown.
     """
     for pattern, english, chinese, remedy in LOADING:
         if re.search(pattern, failure):
@@ -123,7 +125,7 @@ def why_not_loaded(failure: str) -> tuple[str, str, str]:
 
 
 def cannot_load(failure: str) -> str:
-    """Return the first line of the error that importing torch_npu raised, with a known remedy."""
+    """Return the first line of an error from importing torch_npu, with a remedy if known."""
     first_line = failure.splitlines()[0]
     why, _, remedy = why_not_loaded(failure)
     if not why:
@@ -132,9 +134,9 @@ def cannot_load(failure: str) -> str:
 
 
 def spoken() -> Language:
-    """Return the language of messages, by NANOCHAT_LANG or the locale.
+    """Return the language of messages, from NANOCHAT_LANG or the locale.
 
-    nanochat.common does the same, but needs packages.
+    nanochat.common has the same function, but it needs packages that may be missing here.
     """
     for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
         setting = os.environ.get(name)
@@ -146,22 +148,22 @@ def spoken() -> Language:
 def explain(failure: str, language: Language | None = None) -> str:
     """Return what a known error of torch_npu, HCCL or the driver means, and what to do.
 
-    "" for an unknown error.
+    Returns "" for an unknown error.
     """
     for pattern, english, chinese in TROUBLES:
         if not re.search(pattern, failure):
             continue
         words = chinese if (language or spoken()) == "zh" else english
-        if "{block}" in words:  # looking for a free block takes time
+        if "{block}" in words:  # finding a free block takes time
             return words.format(block=PortBlocks().free())
         return words
     return ""
 
 
 def in_use(card: int, free: int, total: int, language: Language | None = None) -> str:
-    """Return a warning about a card whose memory another process holds.
+    """Return a warning if other processes hold memory of a card, or "" if nearly all is free.
 
-    `free` and `total` are bytes. "" if at least 80 % of the memory is free.
+    `free` and `total` are in bytes. Nearly all means at least 80 % of the memory.
     """
     if free >= 0.8 * total:
         return ""
@@ -179,7 +181,7 @@ def in_use(card: int, free: int, total: int, language: Language | None = None) -
 
 
 def cannot_open(card: int, failure: str) -> str:
-    """Return why a card could not be opened, and what may help."""
+    """Return a message that says why a card could not be opened, and what may help."""
     words = explain(failure)
     lines = failure.splitlines() or ["no reason given"]
     if spoken() == "zh":

@@ -1,8 +1,8 @@
-"""How Ascend NPUs compute: by torch's own operators, by blocks of matmuls, or by fused operators.
+"""Operators for Ascend NPUs: torch's own, attention by matmuls over blocks, and fused operators.
 
-The fused operators are torch_npu's, which is imported where it is used, that is, only where a
-tensor lies on an NPU. Its masks are True where a key is hidden. Shapes: B batch, T time, H heads,
-Hkv heads of keys and values, D head dimension, C channels, K keys.
+torch_npu has the fused operators. It is imported where it is used, that is, only if a tensor is on
+an NPU. Its masks are True where a key is hidden. Shapes: B batch, T time, H heads, Hkv heads of
+keys and values, D head dimension, C channels, K keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from nanochat.platforms.muon import ForeachMuon, FusedMuon
 from nanochat.platforms.operations import Operations, finite_mask
 from nanochat.platforms.together import HasUnits, cast_together
 
-EPSILON = 2.0**-23  # of fp32: what F.rms_norm adds where none is given, for every format
-WHOLE = 2147483647  # a window without end
-# The operators of torch_npu that each kind of chip computes with.
+EPSILON = 2.0**-23  # fp32's epsilon, which F.rms_norm adds by default in every format
+WHOLE = 2147483647  # an unlimited window
+# The torch_npu operators that each kind of chip needs.
 NEEDS = {
     "fused": (
         "npu_fusion_attention",
@@ -39,7 +39,7 @@ NEEDS = {
 
 
 def missing(operators: Sequence[str]) -> list[str]:
-    """Return those of the operators that this torch_npu lacks."""
+    """Return the operators in a list that this torch_npu does not have."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     return [name for name in operators if not hasattr(torch_npu, name)]
@@ -49,20 +49,20 @@ def missing(operators: Sequence[str]) -> list[str]:
 
 
 class AscendPlain(Operations):
-    """torch's own operators on an NPU."""
+    """Computes with torch's own operators on an NPU."""
 
     name = "plain"
     grain = 64
     muon_class = ForeachMuon
 
     def __init__(self, stacks_matrices: bool = True, saturates: bool = False):
-        """`saturates`: the chip would take the inf of an fp16 mask for an overflow."""
+        """With `saturates`, the chip would report the inf of an fp16 mask as an overflow."""
         super().__init__(stacks_matrices)
         self.saturates = saturates
         self.constants = TensorCache(16)  # masks, and vectors of zeros and ones
 
     def mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
-        """See PlainAttention.mask."""
+        """Implement PlainAttention.mask, without inf if the chip would report an overflow."""
         if self._needs_finite_mask(dtype):
             return finite_mask(visible, dtype)
         return visible
@@ -74,14 +74,14 @@ class AscendPlain(Operations):
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:
-        """See PlainAttention.causal."""
+        """Implement PlainAttention.causal, without inf if the chip would report an overflow."""
         if not self._needs_finite_mask(q.dtype):
             return super().causal(q, k, v, scale)
         T = q.size(2)
         dtype = q.dtype
         device = q.device
 
-        def triangle() -> Tensor:  # (T, T) which keys each query sees
+        def triangle() -> Tensor:  # (T, T) mask of the keys that each query sees
             visible = torch.ones(T, T, dtype=torch.bool, device=device).tril()
             return finite_mask(visible, dtype)
 
@@ -105,7 +105,10 @@ class AscendPlain(Operations):
 
 
 class AscendChunked(AscendPlain):
-    """For chips without fused attention (910A): attention by matmuls, and few launches elsewhere."""
+    """Computes attention with matmuls and the rest with few launches, on chips such as the 910A.
+
+    These chips have no fused attention.
+    """
 
     name = "chunked"
     fuses_layers = True
@@ -117,9 +120,9 @@ class AscendChunked(AscendPlain):
         layers: Sequence[HasUnits],
         dtype: torch.dtype,
     ) -> list[list[Tensor]] | None:
-        """See Operations.cast_together.
+        """Implement Operations.cast_together, but return None if gradients are disabled.
 
-        Without gradients parameters mostly have the compute dtype already.
+        Without gradients, most parameters already have the compute dtype.
         """
         if not torch.is_grad_enabled():
             return None
@@ -136,9 +139,9 @@ class AscendChunked(AscendPlain):
         sharpen: float,
         joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """See Operations.heads.
+        """Implement Operations.heads with one matmul for all heads.
 
-        One matmul makes all heads, and queries and keys are rotated and normed together.
+        Queries and keys are also rotated and normalized together.
         """
         weights = [cast(Tensor, matrix.weight) for matrix in matrices]
         H, Hkv, _ = (len(weight) // head_dim for weight in weights)
@@ -163,7 +166,7 @@ class AscendChunked(AscendPlain):
         sharpen: float,
         cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """See Operations.gated_heads."""
+        """Implement Operations.gated_heads with the operators of few_launches.py."""
         if cast_weights is None:
             qkv_weight = None
             gate_weight = cast(Tensor, gate.weight).to(x.dtype)
@@ -174,7 +177,7 @@ class AscendChunked(AscendPlain):
         return q, k, few_launches.add_values(v, value.view_as(v), logits)
 
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
-        """Return queries and keys times `sharpen`."""
+        """Return queries and keys multiplied by `sharpen`."""
         return qk * sharpen
 
     def mix(
@@ -184,21 +187,21 @@ class AscendChunked(AscendPlain):
         a: Tensor,  # ()
         b: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """See Operations.mix."""
+        """Implement Operations.mix with the operators of few_launches.py."""
         return few_launches.mix(x, x0, a, b)
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
-        """See Operations.offset_keys."""
+        """Implement Operations.offset_keys with the operators of few_launches.py."""
         B, _, Hkv, D = k.shape
         zeros = self._zeros((B, 1, Hkv, 2, D // 4), k)
         return few_launches.offset_keys(k, zeros)
 
     def squared_relu(self, x: Tensor) -> Tensor:
-        """See Operations.squared_relu."""
+        """Implement Operations.squared_relu with the operators of few_launches.py."""
         return few_launches.squared_relu(x, self._zeros((), x))
 
     def _zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return zeros of the format and device of a tensor, which are made once."""
+        """Return zeros with the dtype and device of `like`, allocated once for each shape."""
         dtype = like.dtype
         device = like.device
 
@@ -217,13 +220,13 @@ class AscendChunked(AscendPlain):
         chunk: int,
         capped: bool = True,
     ) -> Tensor:
-        """See Operations.loss."""
+        """Implement Operations.loss with few_launches.chunked_loss() if logits are softcapped."""
         if not capped:
             return super().loss(x, head, targets, vocab, weights, chunk, capped)
         return few_launches.chunked_loss(x, head, targets, vocab, weights, chunk, HIDDEN)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-        """See Operations.square_sums."""
+        """Implement Operations.square_sums with one norm operator for all gradients."""
         return few_launches.square_sums(gradients)
 
     def attend(
@@ -234,9 +237,9 @@ class AscendChunked(AscendPlain):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.attend."""
+        """Implement PlainAttention.attend with matmuls over a few blocks of queries."""
         k, v = ungrouped(q, k, v)
-        if scale is not None:  # the matmuls in blocks divide by sqrt(D)
+        if scale is not None:  # BlockedAttention divides scores by sqrt(D)
             q = q * (scale * q.size(3) ** 0.5)
         return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
 
@@ -245,7 +248,10 @@ class AscendChunked(AscendPlain):
 
 
 class AscendInference(AscendChunked):
-    """For inference cards (310P), by their own attention operators: no gradients, fp16, no grouped heads."""
+    """Computes fp16 attention with the operators of inference cards such as the 310P.
+
+    These operators have no gradients and no grouped heads.
+    """
 
     name = "inference"
 
@@ -257,13 +263,13 @@ class AscendInference(AscendChunked):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.attend."""
+        """Implement PlainAttention.attend with prompt() for fp16 queries."""
         if q.dtype != torch.float16:
             return super().attend(q, k, v, window, scale)
         T = q.size(1)
         device = q.device
 
-        def causal() -> Tensor:  # (1, 1, T, T) which keys each query sees
+        def causal() -> Tensor:  # (1, 1, T, T) mask of the keys that each query sees
             positions = torch.arange(T, device=device)
             return cache_mask(positions[None], T, window)
 
@@ -278,7 +284,7 @@ class AscendInference(AscendChunked):
         visible: Tensor,  # (B, 1, T, K)
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.masked."""
+        """Implement PlainAttention.masked with prompt() for fp16 queries."""
         if q.dtype == torch.float16:
             return prompt(q, k, v, visible, scale)
         return super().masked(q, k, v, visible, scale)
@@ -294,9 +300,9 @@ class AscendInference(AscendChunked):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """See PlainAttention.by_lengths.
+        """Implement PlainAttention.by_lengths with decode() for one 16-bit query per row.
 
-        The card's operator multiplies 16-bit numbers of one query, in units of 16 channels.
+        The card's operator requires a head dimension that is a multiple of 16.
         """
         if q.size(1) > 1 or not _in_units(q):
             return None
@@ -311,7 +317,10 @@ def prompt(
     visible: Tensor,  # (1 or B, 1, T, K) bool, True = visible
     scale: float | None = None,
 ) -> Tensor:  # (B, T, H, D)
-    """Return attention of many queries on an inference card, which takes whole masks only."""
+    """Return the attention of many queries on an inference card.
+
+    The card's operator knows no window, only a mask of all keys for every query.
+    """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     scale = _scale(q, scale)
@@ -335,7 +344,10 @@ def decode(
     ends: Sequence[int],
     scale: float | None = None,
 ) -> Tensor:  # (B, 1, H, D)
-    """Return attention of one query a row over the first `ends` keys, on an inference card."""
+    """Return the attention of one query per row to the row's first `ends` keys.
+
+    This runs on an inference card.
+    """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     scale = _scale(q, scale)
@@ -356,9 +368,9 @@ def decode(
 
 
 class AddNorm(torch.autograd.Function):
-    """norm(x + y) and x + y in one operator.
+    """Computes norm(x + y) and x + y with one operator.
 
-    torch_npu gives that operator no gradient; the gradient of its plain norm is used.
+    torch_npu has no gradient for this operator, so the gradient of its plain norm is used.
     """
 
     @staticmethod
@@ -390,32 +402,32 @@ class AddNorm(torch.autograd.Function):
 
 
 class AscendFused(AscendChunked):
-    """For the second generation (910B, 910C), by torch_npu's fused operators."""
+    """Computes with torch_npu's fused operators, on chips of the second generation (910B, 910C)."""
 
     name = "fused"
 
     def causal_mask(self, device: torch.device) -> Tensor:
-        """Return (2048, 2048) bool, True above the diagonal.
+        """Return a bool mask of shape (2048, 2048) that is True above the diagonal.
 
-        One mask serves causal and banded attention of any length.
+        The fused operators use it for causal and windowed attention of any length.
         """
 
         def make() -> Tensor:
-            places = torch.arange(2048, device=device)
-            return places[None] > places[:, None]
+            positions = torch.arange(2048, device=device)
+            return positions[None] > positions[:, None]
 
         return self.constants.get(device, make)
 
     # --- norms -----------------------------------------------------------------------------------
 
     def norm(self, x: Tensor) -> Tensor:
-        """See Operations.norm."""
+        """Implement Operations.norm with npu_rms_norm."""
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         return torch_npu.npu_rms_norm(x, self.ones(x), EPSILON)[0]
 
     def ones(self, x: Tensor) -> Tensor:
-        """Return the factors of a norm over the last dimension of x, all 1."""
+        """Return cached norm weights of 1 for the last dimension of x."""
         C = x.size(-1)
         dtype = x.dtype
         device = x.device
@@ -430,7 +442,7 @@ class AscendFused(AscendChunked):
         x: Tensor,  # (..., C)
         y: Tensor,  # (..., C)
     ) -> tuple[Tensor, Tensor]:
-        """See Operations.add_norm."""
+        """Implement Operations.add_norm with npu_add_rms_norm."""
         return AddNorm.apply(x, y, self.ones(x))  # type: ignore[no-any-return]
 
     def weighted_norm(
@@ -439,7 +451,7 @@ class AscendFused(AscendChunked):
         weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
         epsilon: float,
     ) -> Tensor:
-        """See Operations.weighted_norm."""
+        """Implement Operations.weighted_norm with npu_rms_norm."""
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         return torch_npu.npu_rms_norm(x, weight.to(x.dtype), epsilon)[0]
@@ -454,7 +466,10 @@ class AscendFused(AscendChunked):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:  # (length, D) each
-        """Return cosines, and sines negated, both halves alike, as the fused operator reads them."""
+        """Return cosines and negated sines, in the layout that the fused operator reads.
+
+        Each row holds its D/2 numbers twice.
+        """
         cos, sin = super().rotary_tables(length, head_dim, device, dtype, base)
         both_cos = torch.cat((cos, cos), dim=-1)
         both_sin = torch.cat((sin, sin), dim=-1)
@@ -466,7 +481,11 @@ class AscendFused(AscendChunked):
         cos: Tensor,  # (1 or B, T, 1, D), from rotary_tables
         sin: Tensor,  # (1 or B, T, 1, D)
     ) -> Tensor:
-        """See Operations.rotary. The operator gives cos * x + sin * (-second half, first half)."""
+        """Implement Operations.rotary with npu_rotary_mul.
+
+        The operator computes cos * x + sin * concat(-x2, x1), where x1 and x2 are the halves of x
+        along D.
+        """
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         return torch_npu.npu_rotary_mul(x, cos, sin)
@@ -474,11 +493,11 @@ class AscendFused(AscendChunked):
     # --- attention -------------------------------------------------------------------------------
 
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
-        """Return queries and keys as they are: softmax_scale() sharpens the scores."""
+        """Return queries and keys unchanged, because softmax_scale() includes the factor."""
         return qk
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """See Operations.softmax_scale."""
+        """Return the factor for the scores, which includes `sharpen` for queries and for keys."""
         return sharpen**2 * head_dim**-0.5
 
     def attend(
@@ -489,7 +508,10 @@ class AscendFused(AscendChunked):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.attend. A window is a band of the mask that ends at the diagonal."""
+        """Implement PlainAttention.attend with npu_fusion_attention.
+
+        A window is a band of the mask that ends at the diagonal.
+        """
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         T = k.size(1)
@@ -504,7 +526,8 @@ class AscendFused(AscendChunked):
         }
         if not torch_npu.npu.is_current_stream_capturing():
             return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", **options)[0]
-        # The first version forks to a stream that no graph has, and no other layout can be captured.
+        # npu_fusion_attention uses a second stream, which a graph does not include, and v3 can only be
+        # captured in the layout BNSD.
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
@@ -522,10 +545,10 @@ class AscendFused(AscendChunked):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """See PlainAttention.by_lengths.
+        """Implement PlainAttention.by_lengths with npu_fused_infer_attention_score.
 
-        The operator multiplies 16-bit numbers, in units of 16 channels. With one query it knows no
-        window, and is given the last W + 1 keys alone.
+        The operator requires 16-bit queries and a head dimension that is a multiple of 16. It
+        supports no window for a single query, so it then gets only the last W + 1 keys.
         """
         if not _in_units(q):
             return None
@@ -565,12 +588,12 @@ KINDS: dict[str, type[AscendPlain]] = {
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
-    """Return the factor of the scores, 1/sqrt(D) by default."""
+    """Return the factor for the scores, which is 1/sqrt(D) if `scale` is None."""
     return q.size(3) ** -0.5 if scale is None else scale
 
 
 def _in_units(q: Tensor) -> bool:  # (B, T, H, D)
-    """Return whether queries have 16 bits and heads of a multiple of 16 channels."""
+    """Return whether queries have 16 bits and a head dimension that is a multiple of 16."""
     return q.element_size() == 2 and q.size(3) % 16 == 0
 
 
@@ -581,13 +604,13 @@ def _last_keys(
     recent: Callable[[], Tensor],
     window: int,
 ) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Return keys, values and their counts, cut to the window of one query.
+    """Return the keys, values and lengths that a single query per row sees in its window.
 
-    They stay as they are where no row is longer than the window.
+    If no row is longer than the window, they are returned unchanged.
     """
     if max(ends) <= window + 1:
         return k, v, ends
     rows = torch.arange(k.size(0), device=k.device)[:, None]
-    places = recent()
+    positions = recent()
     counts = [min(end, window + 1) for end in ends]
-    return k[rows, places], v[rows, places], counts
+    return k[rows, positions], v[rows, positions], counts

@@ -1,8 +1,8 @@
-"""Chips whose fused operators are a list: the Ascend 950, and chips that no table knows.
+"""Operators for chips that have only some fused operators: the Ascend 950, and unknown chips.
 
-The operators of an unknown chip are tried. Two operators of the Ascend 950 have no derivative in
-torch_npu (op-plugin's derivatives.yaml has none), so that the backward passes are written here.
-npu_apply_rotary_pos_emb also overwrites what it is given.
+The operators of an unknown chip are tested before use. torch_npu has no derivatives for two
+operators of the Ascend 950 (op-plugin's derivatives.yaml does not list them), so their backward
+passes are written here. npu_apply_rotary_pos_emb also overwrites its arguments.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -15,19 +15,19 @@ from nanochat.common import log
 from nanochat.platforms.ascend.kernels import EPSILON, AscendChunked, AscendFused, missing
 from nanochat.platforms.operations import Operations
 
-# What may do each work, the best first. Without any, attention is made of matmuls and the rest of
-# torch's operators.
+# The operators that can do each job, best first. Without any, attention is computed with matmuls, and
+# the rest with torch's operators.
 ATTENTION = "npu_fusion_attention"
 DECODING = "npu_fused_infer_attention_score"
 NORMS = ("npu_rms_norm", "npu_add_rms_norm")
 ROTATIONS = ("npu_rotary_mul", "npu_apply_rotary_pos_emb")
-# From this error on, relative to the largest value, a tried operator counts as broken; bf16 reaches
-# 0.01.
+# An operator with an error above this share of the largest value counts as broken. In bf16 the error
+# reaches 0.01.
 WRONG = 0.03
 
 
 class AscendListed(AscendFused):
-    """Uses the fused operators that are listed, and torch's own for the rest."""
+    """Computes with the fused operators in a list, and with torch's own for the rest."""
 
     name = "listed"
 
@@ -43,7 +43,7 @@ class AscendListed(AscendFused):
     # --- norms -----------------------------------------------------------------------------------
 
     def norm(self, x: Tensor) -> Tensor:
-        """See Operations.norm."""
+        """Implement Operations.norm with npu_rms_norm, or else with npu_add_rms_norm."""
         if "npu_rms_norm" in self.operators:
             return super().norm(x)
         if "npu_add_rms_norm" not in self.operators:
@@ -55,9 +55,9 @@ class AscendListed(AscendFused):
         x: Tensor,  # (..., C)
         y: Tensor,  # (..., C)
     ) -> tuple[Tensor, Tensor]:
-        """See Operations.add_norm.
+        """Implement Operations.add_norm with npu_add_rms_norm if the chip lacks npu_rms_norm.
 
-        The fused operator's backward pass is written here, in torch's operators.
+        The backward pass is written here, with torch's operators.
         """
         has_norm = "npu_rms_norm" in self.operators
         if has_norm or "npu_add_rms_norm" not in self.operators:
@@ -70,7 +70,7 @@ class AscendListed(AscendFused):
         weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
         epsilon: float,
     ) -> Tensor:
-        """See Operations.weighted_norm."""
+        """Implement Operations.weighted_norm with npu_rms_norm if the chip has it."""
         if "npu_rms_norm" in self.operators:
             return super().weighted_norm(x, weight, epsilon)
         return Operations.weighted_norm(self, x, weight, epsilon)
@@ -85,7 +85,7 @@ class AscendListed(AscendFused):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
-        """Return tables for the operator that rotates.
+        """Return tables in the layout of the operator that rotates on this chip.
 
         See AscendFused.rotary_tables and Operations.rotary_tables.
         """
@@ -99,7 +99,7 @@ class AscendListed(AscendFused):
         cos: Tensor,  # (1 or B, T, 1, D or D/2), from rotary_tables
         sin: Tensor,
     ) -> Tensor:
-        """See Operations.rotary."""
+        """Implement Operations.rotary with npu_rotary_mul, or else npu_apply_rotary_pos_emb."""
         if "npu_rotary_mul" in self.operators:
             return super().rotary(x, cos, sin)
         if "npu_apply_rotary_pos_emb" not in self.operators:
@@ -109,16 +109,16 @@ class AscendListed(AscendFused):
     # --- attention -------------------------------------------------------------------------------
 
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
-        """Return queries and keys as attend() reads them.
+        """Return queries and keys, multiplied by `sharpen` if attention is not fused.
 
-        Only the fused operator takes a factor of the scores.
+        Fused attention gets the factor from softmax_scale() instead.
         """
         if ATTENTION in self.operators:
             return qk
         return qk * sharpen
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """See Operations.softmax_scale."""
+        """Return the factor for the scores if attention is fused, or None for 1/sqrt(D)."""
         if ATTENTION in self.operators:
             return super().softmax_scale(head_dim, sharpen)
         return None
@@ -131,7 +131,7 @@ class AscendListed(AscendFused):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.attend."""
+        """Implement PlainAttention.attend with fused attention if the chip has it."""
         if ATTENTION in self.operators:
             return super().attend(q, k, v, window, scale)
         return AscendChunked.attend(self, q, k, v, window, scale)
@@ -147,7 +147,7 @@ class AscendListed(AscendFused):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:
-        """See PlainAttention.by_lengths."""
+        """Implement PlainAttention.by_lengths if the chip has the fused decoding operator."""
         if DECODING not in self.operators:
             return None
         return super().by_lengths(q, k, v, new, ends, recent, window, scale)
@@ -157,9 +157,9 @@ class AscendListed(AscendFused):
 
 
 class _DoubledNorm(torch.autograd.Function):
-    """The RMS norm of x by npu_add_rms_norm(x, x).
+    """Computes the RMS norm of x as npu_add_rms_norm(x, x) with four times the epsilon.
 
-    Doubling x and taking four times epsilon changes nothing.
+    The result is the same, because 2x has four times the mean square of x.
     """
 
     @staticmethod
@@ -182,7 +182,7 @@ class _DoubledNorm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """norm(x + y) and x + y by npu_add_rms_norm."""
+    """Computes norm(x + y) and x + y with npu_add_rms_norm."""
 
     @staticmethod
     def forward(
@@ -207,11 +207,11 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _through_norm(
-    g: Tensor,  # (..., C) gradient of the normed
-    normed: Tensor,  # (..., C)
-    rstd: Tensor,  # (..., 1) fp32 factor by which the norm multiplied
+    g: Tensor,  # (..., C) gradient of the norm's output
+    normed: Tensor,  # (..., C) the norm's output
+    rstd: Tensor,  # (..., 1) fp32 factor that the norm applied
 ) -> Tensor:  # (..., C)
-    """Return the gradient of what an RMS norm was given."""
+    """Return the gradient of an RMS norm's input."""
     g = g.float()
     along = (g * normed).mean(dim=-1, keepdim=True)
     across = g - normed * along
@@ -219,7 +219,7 @@ def _through_norm(
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation by npu_apply_rotary_pos_emb, which overwrites its queries and its keys."""
+    """Rotates x with npu_apply_rotary_pos_emb."""
 
     @staticmethod
     def forward(
@@ -234,7 +234,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        x_grad = _rotated(grads[0], cos, -sin)  # the transpose of a rotation turns back
+        x_grad = _rotated(grads[0], cos, -sin)  # the transpose of a rotation reverses it
         return x_grad, None, None
 
 
@@ -243,9 +243,10 @@ def _rotated(
     cos: Tensor,  # (1 or B, T, 1, D)
     sin: Tensor,
 ) -> Tensor:
-    """Return x rotated.
+    """Return x rotated by npu_apply_rotary_pos_emb, which overwrites both of its inputs.
 
-    The operator also wants keys; one more head is cheaper than splitting queries and keys.
+    The operator also requires keys. A copy of one query head serves as keys, which is cheaper than
+    splitting x into queries and keys.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -254,15 +255,15 @@ def _rotated(
     return torch_npu.npu_apply_rotary_pos_emb(queries, one_head, cos, sin, "BSND", "half")[0]
 
 
-# --- trying ----------------------------------------------------------------------------------------
+# --- testing ---------------------------------------------------------------------------------------
 
 Trial = Callable[[Operations, list[Tensor]], Tensor]  # computes something from q, k and v
 
 
 def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the fused operators that work on this card; logs why others do not.
+    """Return the fused operators that work on this card, and log why the others do not.
 
-    Each is compared with fp32 on the host.
+    The results of each operator are compared with those of fp32 on the host.
     """
     trials = {
         (ATTENTION,): _attends,
@@ -270,15 +271,15 @@ def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
         ROTATIONS: _rotates,
         (DECODING,): _decodes,
     }
-    works = []
+    usable = []
     for operators, trial in trials.items():
         for operator in operators:
             why = _why_not(operator, trial, device, dtype)
             if not why:
-                works.append(operator)
+                usable.append(operator)
                 break
             log(f"{operator} cannot be used here: {why}")
-    return tuple(works)
+    return tuple(usable)
 
 
 def _why_not(
@@ -287,9 +288,9 @@ def _why_not(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str:
-    """Return why an operator cannot be used.
+    """Return why an operator cannot be used, or "" if it works.
 
-    "" if it gives what the host gives, forward and backward.
+    It works if its results and gradients are close to those of the host.
     """
     if missing((operator,)):
         return "this torch_npu does not have it"
@@ -302,7 +303,7 @@ def _why_not(
         on_host.append(x.float())
     try:
         results = [
-            result.float().cpu()  # where an error of the card shows
+            result.float().cpu()  # raises the card's errors, which come late
             for result in _results(trial, AscendListed((operator,)), on_device)
         ]
     except RuntimeError as failure:
@@ -324,7 +325,7 @@ def _results(
     operations: Operations,
     qkv: list[Tensor],
 ) -> list[Tensor]:
-    """Return what a trial computes, and its gradients; decoding has none."""
+    """Return the result of a trial, and its gradients, except for decoding."""
     if trial is _decodes:
         with torch.no_grad():
             return [trial(operations, qkv)]

@@ -1,4 +1,4 @@
-"""Huawei Ascend NPUs under torch_npu: which chip this is, how models compute on it, how its ranks meet."""
+"""Huawei Ascend NPUs: detects the chip, chooses its operators, and prepares its collectives."""
 
 import importlib
 import importlib.util
@@ -25,35 +25,42 @@ from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Ascend(Platform):
-    """An NPU; torch_npu is imported when unavailable() first asks for it."""
+    """An Ascend NPU, for which unavailable() imports torch_npu."""
 
     name = "npu"
     backend = "hccl"
 
     def __init__(self, index: int = 0):
         super().__init__(index)
-        self.ports = PortBlocks()  # of this job's collectives, held while this object lives
+        self.ports = PortBlocks()  # reserves ports for this job's collectives
 
     def unavailable(self) -> str:
-        """Try to import torch_npu. Every failure (no CANN, a wrong version) is a reason, not an error."""
+        """Return why torch_npu cannot be used here, or "" if it can.
+
+        This imports torch_npu. Any failure to do so, such as a missing CANN or a wrong version, is
+        returned as a reason rather than raised.
+        """
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
         try:
             version = metadata.version("torch_npu")
-        except metadata.PackageNotFoundError:  # built from source: as torch's own release
+        except metadata.PackageNotFoundError:  # built from source, so assume torch's own version
             version = torch.__version__
         why = environment.prepare_loading(version)
         if why:
             return f"torch_npu could not be loaded: {why}"
         try:
             is_usable = importlib.import_module("torch_npu").npu.is_available()
-        except Exception as failure:  # the edge to a foreign library; the reason is shown
+        except Exception as failure:  # a foreign library may raise anything
             why = errors.cannot_load(str(failure) or repr(failure))
             return f"torch_npu could not be loaded: {why}"
         return "" if is_usable else "torch_npu loaded, but sees no NPU"
 
     def idle_cards(self) -> str:
-        """Name the device file, the reason, and the commands that make the cards usable."""
+        """Return advice if this host has NPUs that cannot be used, or "" otherwise.
+
+        The advice names the device file, the reason, and the commands that make the cards usable.
+        """
         file = environment.card_file()
         if not file:
             return ""
@@ -69,7 +76,10 @@ class Ascend(Platform):
 
     @cached_property
     def chip(self) -> AscendChip:
-        """The chip by its SoC version. torch_npu and the device say what the table does not."""
+        """The chip, identified by its SoC version.
+
+        torch_npu and the device supply what the table of chips does not contain.
+        """
         soc = int(self.module.get_soc_version())
         chip = chip_of(soc) or self._unknown_chip(soc)
         if chip.memory_gib:
@@ -90,18 +100,18 @@ class Ascend(Platform):
         )
 
     def chips(self) -> Sequence[AscendChip]:
-        """Return every chip whose peak is known, so that one can plan for it elsewhere."""
+        """Return all chips with a known peak, which the planner can plan for on any host."""
         return [chip for chip in CHIPS if chip.tflops]
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """Return bf16 where the chip has bf16, else fp16."""
+        """Return bf16 if the chip supports it, or else fp16, and the reason."""
         if self.chip.bf16:
             return torch.bfloat16, "the NPU has bf16"
         how = "a gradient scaler is used" if self.chip.trains else "for inference only"
         return torch.float16, f"the NPU has no bf16; {how}"
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Return the refusal of bf16 on a chip without bf16."""
+        """Return why the chip cannot compute in a format (bf16 on some chips), or "" if it can."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
         return tr(
@@ -109,24 +119,28 @@ class Ascend(Platform):
         )
 
     def cannot_open(self, failure: str) -> str:
-        """Return why the card could not be opened, and what may help."""
+        """Return a message that says why the card could not be opened, and what may help."""
         return errors.cannot_open(self.index, failure)
 
     def in_use(self, free: int, total: int) -> str:
-        """Return a warning if less than 80 % of the card's memory is free."""
+        """Return a warning if less than 80 % of the card's memory is free, or "" otherwise."""
         return errors.in_use(self.index, free, total)
 
     # --- ranks -----------------------------------------------------------------------------------
 
     def prepare_collectives(self) -> int:
-        """Set HCCL's time-outs where the user has not.
+        """Set HCCL's environment variables, and return the process group's time-out in seconds.
 
-        Returns the time-out of the process group in seconds.
+        Variables that the user has set are kept.
         """
         return environment.prepare_collectives()
 
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
-        """Give this job's collectives a block of ports of their own, the same for all of a host."""
+        """Reserve a block of ports for this job's collectives, the same for all ranks of a host.
+
+        The local rank 0 reserves the block of HCCL_IF_BASE_PORT, or any free block if the variable
+        is not set. Raises UserError if the block of the variable is taken.
+        """
         if world_size == 1:
             return
         requested_port = os.environ.get("HCCL_IF_BASE_PORT")
@@ -150,9 +164,11 @@ class Ascend(Platform):
     # --- work ------------------------------------------------------------------------------------
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return what the chip has, or torch's own operators where plain was asked for.
+        """Return the chip's operators, or torch's own if plain kernels were requested.
 
-        On a chip that is not in the table, each fused operator is tried first.
+        On a chip that is not in the table, each fused operator is tested first. Raises UserError if
+        fused kernels were requested and the chip has no fused attention, or if torch_npu lacks an
+        operator that the chip computes with.
         """
         chip = self.chip
         if choice == "plain":
@@ -185,7 +201,7 @@ class Ascend(Platform):
         return KINDS[chip.kernels](saturates=chip.saturates)
 
     def cannot_train(self) -> str:
-        """Return why an inference card cannot train."""
+        """Return why an inference card cannot train, or "" for a card that can."""
         if self.chip.trains:
             return ""
         return tr(
@@ -195,12 +211,15 @@ class Ascend(Platform):
         )
 
     def clear_overflow(self) -> None:
-        """Forget earlier overflows, on a chip that saturates."""
+        """Clear the overflow flag of a chip that saturates."""
         if self.chip.saturates:
             self.module.amp.GradScaler.clear_npu_overflow_flag()
 
     def overflows(self) -> list[torch.Tensor]:
-        """Return the status flag of a chip that saturates, as torch_npu's GradScaler reads it."""
+        """Return the overflow flag of a chip that saturates, or an empty list for other chips.
+
+        The flag is read as torch_npu's GradScaler reads it.
+        """
         if not self.chip.saturates:
             return []
         device = torch.device(self.name, self.index)
@@ -210,22 +229,25 @@ class Ascend(Platform):
         return [torch_npu.npu_get_float_status(status)[:1]]
 
     def explain(self, failure: RuntimeError) -> str:
-        """Return what a known error of torch_npu, HCCL or the driver means."""
+        """Return what a known error of torch_npu, HCCL or the driver means, and what to do."""
         return errors.explain(str(failure)) or super().explain(failure)
 
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer:
-        """Return torch_npu's profiler."""
+        """Return a tracer that uses torch_npu's profiler."""
         return AscendTracer(folder, name, steps)
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """Return the dense peak of a chip whose peak is published or estimated."""
+        """Return the chip's dense peak FLOP/s and its source, or None if no peak is known."""
         chip = self.chip
         if not chip.tflops:
             return None
         return chip.tflops * 1e12, f"{chip.name}, {chip.source} dense"
 
     def graphs_missing(self) -> str:
-        """Return what the chip, torch_npu or the environment lacks."""
+        """Return why graphs cannot be captured, or "" if they can.
+
+        The chip, torch_npu and the variable TASK_QUEUE_ENABLE must all allow it.
+        """
         if self.chip is not None and self.chip.kernels != "fused":
             return tr(
                 "a {chip} captures no graphs; the second generation (910B, 910C) does",
@@ -233,7 +255,7 @@ class Ascend(Platform):
             )
         if not hasattr(self.module, "make_graphed_callables"):
             return tr("this torch_npu has no make_graphed_callables; install a newer one")
-        # torch's own attention calls it too where it exists.
+        # torch's own attention also calls it if it exists.
         if kernels.missing(("npu_fusion_attention_v3",)):
             return tr(
                 "the attention of this torch_npu cannot be captured; 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 and "
@@ -246,9 +268,9 @@ class Ascend(Platform):
         return ""
 
     def new_graph(self) -> Any:
-        """Return an empty graph of torch_npu."""
+        """Return an empty torch_npu graph."""
         return self.module.NPUGraph()
 
     def compiler_missing(self) -> str:
-        """Return that compilers for NPUs are not used."""
+        """Return that torch.compile is not used on NPUs."""
         return tr("off on NPUs")

@@ -1,7 +1,7 @@
-"""Traces of an Ascend NPU by torch_npu's profiler, which leaves a folder of tables and a Chrome trace.
+"""Traces steps on an Ascend NPU with torch_npu's profiler.
 
-torch_npu is imported where it is used. Its profiler only prints what fails, so this module checks that the tables are
-there.
+The profiler writes a folder of tables and a Chrome trace. It only prints its failures, so this
+module checks that the tables exist. torch_npu is imported where it is used.
 """
 
 import csv
@@ -11,7 +11,8 @@ from typing import Any
 from nanochat.common import UserError
 from nanochat.platforms.base import Trace
 
-# Files of the folder that the profiler's analysis leaves, and their columns that are read, all in microseconds.
+# The files that the profiler's analysis writes, and the columns that are read. All times are in
+# microseconds.
 OUTPUT = "ASCEND_PROFILER_OUTPUT"
 TRACE = "trace_view.json"
 STEPS = "step_trace_time.csv"
@@ -21,7 +22,7 @@ KERNEL_COLUMNS = ("Name", "Type", "Duration(us)")
 
 
 class AscendTracer:
-    """Traces `steps` steps of one rank, after a step in which the profiler settles."""
+    """Traces `steps` steps of one rank, after one step in which the profiler warms up."""
 
     def __init__(self, folder: Path, name: str, steps: int):
         from torch_npu import profiler  # pyright: ignore[reportMissingImports]
@@ -39,15 +40,18 @@ class AscendTracer:
         )
 
     def start(self) -> None:
-        """Begin the step in which the profiler settles."""
+        """Begin the step in which the profiler warms up."""
         self._profiler.start()
 
     def step(self) -> None:
-        """End a step; after the last one the profiler writes its files."""
+        """End a step. After the last one, the profiler writes its files."""
         self._profiler.step()
 
     def finish(self) -> Trace:
-        """Return what was traced. Raises UserError if the profiler has not left its files."""
+        """Stop the profiler, and return its measurements.
+
+        Raises UserError if the profiler has not written its files.
+        """
         self._profiler.stop()
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))
         if not folders:
@@ -74,13 +78,13 @@ class AscendTracer:
 
 
 def _mean_milliseconds(rows: list[dict[str, str]], column: str) -> float:
-    """Return the mean of a column in microseconds."""
+    """Return the mean, in milliseconds, of a column that holds microseconds."""
     total = sum(float(row[column]) for row in rows)
     return total / len(rows) / 1000
 
 
 def _kernel_name(row: dict[str, str]) -> str:
-    """Return the kind of a kernel, such as MatMulV2, or its own name if its kind is not known."""
+    """Return the type of a kernel, such as MatMulV2, or its own name if the type is unknown."""
     kind = row["Type"]
     if kind in ("", "N/A"):
         return row["Name"]
@@ -90,7 +94,7 @@ def _kernel_name(row: dict[str, str]) -> str:
 def _read(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     """Return the rows of one of the profiler's tables.
 
-    Raises UserError if the table or a column is missing.
+    Raises UserError if the table is missing or empty, or lacks a column.
     """
     rows: list[dict[str, str]] = []
     if path.exists():

@@ -1,13 +1,15 @@
-"""CPUs.
+"""Training and inference on CPUs.
 
-What it gives: C++ kernels for inference and training that the machine compiles for itself, and 8
-bits for decoding. Without a compiler everything runs in plain torch. To read, in this order:
+The package has C++ kernels for inference and training, which each machine compiles for itself, and
+8-bit matrices for training. Without a compiler, everything runs in plain torch. Its files, in
+reading order:
 
-platform.py     what the project asks of a device, answered for a host
+platform.py     answers for a host what the project asks of a device
 operations.py   the operators that faster layers call
-kernels.py      compiles the C++ of cpp/, and calls what inference needs of it
-training.py     calls what training needs of it; gradients.py makes it known to autograd
-products.py     products of training, in the format of the activations or in 8 bits
-int8.py         lets a GPT train with products in 8 bits
-decoding.py     attention of few new tokens as products of matrices
+kernels.py      compiles the C++ sources in cpp/, and calls the functions for inference
+training.py     calls the functions for training
+gradients.py    registers the functions for training with autograd
+products.py     multiplies in training, in the format of the activations or in 8 bits
+int8.py         makes a GPT train with 8-bit products
+decoding.py     computes attention of few new tokens as matrix products
 """

@@ -1,4 +1,4 @@
-"""Attention under a mask as products of matrices, where torch's own operator is slower."""
+"""Masked attention as matrix products, for cases in which torch's own operator is slower."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ def one_query(
     mask: Tensor,  # (B, 1, 1, K) bool, True = visible
     scale: float | None,
 ) -> Tensor:  # (B, 1, H, D)
-    """Return masked() for one query a row, as two products for each row.
+    """Return masked attention for one query per row, as two products for each row.
 
-    Keys and values are read as the cache holds them: each query is multiplied with the keys of all
-    heads, and the other heads' products meet zeros. That is more arithmetic, but no key is moved.
+    Keys and values are read in the layout of the cache. Each query is multiplied with the keys of
+    all heads, with zeros for the heads that are not its own. That is more arithmetic, but no key is
+    moved.
     """
     B, _, H, D = q.shape
     J = k.size(2)
@@ -48,7 +49,7 @@ def by_products(
     mask: Tensor,  # (B, 1, T, K) bool, True = visible
     scale: float | None,
 ) -> Tensor:  # (B, T, H, D)
-    """Return masked() as two products with a softmax between them.
+    """Return masked attention as two products with a softmax between them.
 
     The scores of all heads are in memory at the same time.
     """

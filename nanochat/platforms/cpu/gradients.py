@@ -1,7 +1,7 @@
-"""Operations of training with compiled kernels, as functions that torch's autograd knows.
+"""Training operators that run compiled kernels, as torch autograd functions.
 
-Each of them keeps as little as its gradient needs, and gives the gradients of several inputs in one
-loop over memory. Shapes: B batch, T time, C channels, H heads, D head dimension, N tokens.
+Each function keeps as little as its gradient needs, and computes the gradients of several inputs in
+one loop over memory. Shapes: B batch, T time, C channels, H heads, D head dimension, N tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from nanochat.platforms.cpu.products import Matrix, Matrix8
 from nanochat.platforms.cpu.training import Training, side_by_side
 
 Gradients = tuple[Tensor | None, ...]
-# Overwrites logits with their gradient and returns the loss. The arguments are logits, targets,
+# Overwrites logits with their gradient, and returns the loss. The arguments are logits, targets,
 # weights, vocab and cap.
 FusedLoss = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What computes operations and their gradients."""
+    """The kernels that compute training operators and their gradients."""
 
     kernels: Kernels
     training: Training
     int8: bool = False  # whether matrices multiply bf16 activations in integers of 8 bits
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
-        """Return what multiplies activations such as x.
+        """Return an object that multiplies activations in the format of x.
 
-        `masters` are matrices (outputs, inputs) that lie below one another.
+        `masters` are matrices of shape (outputs, inputs), which are stacked.
         """
         if self.int8:
             return Matrix8(self.training, masters)
@@ -42,9 +42,9 @@ class Trained:
 
 
 class Norm(torch.autograd.Function):
-    """RMS norm of x, and x itself: what uses both gets one gradient in one loop.
+    """Computes the RMS norm of x, or of x + added, and also returns the norm's input.
 
-    With `added`, of x + added.
+    The gradients of both results are combined in one loop.
     """
 
     @staticmethod
@@ -56,7 +56,7 @@ class Norm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         y, total = use.kernels.norm(x, None, EPSILON, added)
         if added is None:
-            total = total.view_as(total)  # an output must not be an input
+            total = total.view_as(total)  # an output must not be the same tensor as an input
         ctx.use = use
         ctx.has_added = added is not None
         ctx.save_for_backward(total)
@@ -77,7 +77,10 @@ class Norm(torch.autograd.Function):
 
 
 class Mix(torch.autograd.Function):
-    """a x + b x0, and x0 itself, whose gradients add up in the loop that makes them."""
+    """Computes a x + b x0, and also returns x0.
+
+    The gradients that x0 gets from both results are added in the loop that computes them.
+    """
 
     @staticmethod
     def forward(
@@ -107,10 +110,11 @@ class Mix(torch.autograd.Function):
 
 
 class Heads(torch.autograd.Function):
-    """Queries, keys and values by one product; queries and keys are normed, sharpened and rotated.
+    """Computes queries, keys and values with one product.
 
-    With `value`, each head of a value gains 3 sigmoid(gate x) times it. The gate reads the first
-    channels of x.
+    Queries and keys are then normalized, multiplied by `sharpen` and rotated. If there is a value
+    embedding, 3 sigmoid(gate x) times it is added to each value head, where the gate reads the
+    first channels of x.
     """
 
     @staticmethod
@@ -122,8 +126,8 @@ class Heads(torch.autograd.Function):
         sin: Tensor,
         sharpen: float,
         gate: Tensor | None,  # (Hkv, R)
-        value: Tensor | None,  # (B, T, Hkv * D)
-        *weights: Tensor,  # of queries, keys and values: (H * D, C), (Hkv * D, C), (Hkv * D, C)
+        value_embedding: Tensor | None,  # (B, T, Hkv * D)
+        *weights: Tensor,  # for queries, keys and values: (H * D, C), (Hkv * D, C), (Hkv * D, C)
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         rows = x.flatten(0, -2)
         D = 2 * cos.size(-1)
@@ -137,18 +141,18 @@ class Heads(torch.autograd.Function):
         heads = products.view(*x.shape[:-1], -1, D)
         q, k, v = heads.split(ctx.head_counts, dim=2)
         opened = None
-        if gate is not None and value is not None:
+        if gate is not None and value_embedding is not None:
             gate = gate.to(x.dtype)
-            value = value.contiguous().view(len(rows), -1, D)
-            opened = use.training.gate(rows, gate, value, v.flatten(0, 1))
-        ctx.save_for_backward(rows, products, cos, sin, gate, value, opened)
+            value_embedding = value_embedding.contiguous().view(len(rows), -1, D)
+            opened = use.training.gate(rows, gate, value_embedding, v.flatten(0, 1))
+        ctx.save_for_backward(rows, products, cos, sin, gate, value_embedding, opened)
         q = use.kernels.turn(q, None, cos, sin, EPSILON, sharpen)
         k = use.kernels.turn(k, None, cos, sin, EPSILON, sharpen)
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        rows, products, cos, sin, gate, value, opened = ctx.saved_tensors
+        rows, products, cos, sin, gate, value_embedding, opened = ctx.saved_tensors
         training = ctx.use.training
         q_grad, k_grad, v_grad = grads
         B, T, _, D = q_grad.shape
@@ -158,7 +162,7 @@ class Heads(torch.autograd.Function):
             return x.view(B, T, -1, D).split(ctx.head_counts, dim=2)
 
         q, k, _ = by_heads(products)
-        to_q, to_k, to_v = by_heads(product_grads)  # views, written here
+        to_q, to_k, to_v = by_heads(product_grads)  # views, which are written below
         training.turn_back(q_grad, q, cos, sin, to_q, EPSILON, ctx.sharpen)
         training.turn_back(k_grad, k, cos, sin, to_k, EPSILON, ctx.sharpen)
         to_v.copy_(v_grad)
@@ -166,22 +170,24 @@ class Heads(torch.autograd.Function):
         x_grad = ctx.matrix.back(product_grads)
         weight_grads = ctx.matrix.slope(product_grads, rows).split(ctx.sizes)
         gate_grad = None
-        value_grad = None
+        embedding_grad = None
         if gate is not None:
             v_rows = side_by_side(to_v).flatten(0, 1)
-            value_grad, gate_grad = training.gate_back(v_rows, rows, gate, value, opened, x_grad)
-            value_grad = value_grad.view(B, T, -1)
-        by_weight = []
+            embedding_grad, gate_grad = training.gate_back(
+                v_rows, rows, gate, value_embedding, opened, x_grad
+            )
+            embedding_grad = embedding_grad.view(B, T, -1)
+        cast_weight_grads = []
         for grad, dtype in zip(weight_grads, ctx.formats, strict=True):
-            by_weight.append(grad.to(dtype))
+            cast_weight_grads.append(grad.to(dtype))
         x_grad = x_grad.view(B, T, -1)
-        return None, x_grad, None, None, None, gate_grad, value_grad, *by_weight
+        return None, x_grad, None, None, None, gate_grad, embedding_grad, *cast_weight_grads
 
 
 class SquaredReluMlp(torch.autograd.Function):
-    """Two matrices with a squared ReLU between them.
+    """Computes two matrix products with a squared ReLU between them.
 
-    What lies between them is kept once, after the squared ReLU.
+    The only activations kept between the two are those after the squared ReLU.
     """
 
     @staticmethod
@@ -217,7 +223,7 @@ class SquaredReluMlp(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """Activations times a matrix."""
+    """Multiplies activations with a matrix."""
 
     @staticmethod
     def forward(
@@ -244,12 +250,12 @@ class Product(torch.autograd.Function):
 
 
 class Product8:
-    """Multiplies with a matrix in 8 bits in training; fills the slot `multiply` of a Linear."""
+    """Multiplies with a matrix in 8 bits during training, as the `multiply` of a Linear."""
 
     untraceable = "--matmul int8 multiplies by kernels that torch.compile cannot read"
 
     def __init__(self, use: Trained):
-        """`use` computes in 8 bits."""
+        """`use` holds kernels that compute in 8 bits."""
         self.use = use
 
     def __call__(
@@ -257,14 +263,14 @@ class Product8:
         x: Tensor,  # (..., inputs) bf16
         weight: Tensor,  # (outputs, inputs)
     ) -> Tensor:  # (..., outputs)
-        """Return x times the transposed weight. Passes without gradients do not use 8 bits."""
+        """Return x times the transposed weight, in 8 bits only if gradients are enabled."""
         if not torch.is_grad_enabled():
             return F.linear(x, weight.to(x.dtype))
         return Product.apply(self.use, x, weight)
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention in a window. The weights are computed again for the gradients."""
+    """Computes causal attention with a window, and recomputes the weights for the gradients."""
 
     @staticmethod
     def forward(
@@ -304,7 +310,7 @@ class Attention(torch.autograd.Function):
 
 
 class Smear(torch.autograd.Function):
-    """x with a gated part of the token before."""
+    """Adds a gated share of the token before to each token."""
 
     @staticmethod
     def forward(
@@ -340,7 +346,7 @@ class Smear(torch.autograd.Function):
 
 
 class Offset(torch.autograd.Function):
-    """Keys, half of each from the token before."""
+    """Replaces half of each key with that of the token before."""
 
     @staticmethod
     def forward(
@@ -357,7 +363,7 @@ class Offset(torch.autograd.Function):
 
 
 class Loss(torch.autograd.Function):
-    """The loss of loss.chunked_loss(), whose chunks are computed by one function each."""
+    """Computes loss.chunked_loss(), with one function call for the loss of each chunk."""
 
     @staticmethod
     def forward(
@@ -368,9 +374,10 @@ class Loss(torch.autograd.Function):
         weights: Tensor,  # (N,) fp32
         vocab: int,
         chunk: int,
-        cap: float,  # of the softcap; 0: the logits are not capped
+        cap: float,  # of the softcap; 0 if the logits are not capped
         fused: FusedLoss,
-        multiply: Callable[[Tensor], Tensor] | None,  # with the head, instead of torch
+        multiply: Callable[[Tensor], Tensor]
+        | None,  # multiplies with the head; None for torch's own
     ) -> Tensor:
         def chunk_loss(
             x_chunk: Tensor,

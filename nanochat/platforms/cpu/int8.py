@@ -1,7 +1,7 @@
-"""Lets a GPT train with products in integers of 8 bits; products.py has the arithmetic.
+"""Makes a GPT train with 8-bit integer products; products.py has the arithmetic.
 
-Each large matrix of a layer gets a product in 8 bits for its slot `multiply`, which the fused
-operators of operations.py recognise, and the head makes the logits of a loss in 8 bits.
+Each large matrix of a layer gets an 8-bit product in its `multiply` attribute, which the fused
+operators of operations.py recognize. The head computes the logits of a loss in 8 bits.
 """
 
 from typing import Any, cast
@@ -19,18 +19,18 @@ from nanochat.platforms.cpu.products import OUTPUTS
 from nanochat.platforms.layers import OperatorHead, check_sides, matrices_named
 from nanochat.platforms.operations import Operations
 
-LARGE = ("c_q", "c_k", "c_v", "c_fc", "c_proj")  # the matrices of a layer, without gates
+LARGE = ("c_q", "c_k", "c_v", "c_fc", "c_proj")  # all matrices of a layer except the gates
 
 
 def is_faster() -> bool:
-    """Return whether this processor multiplies integers of 8 bits faster than bf16."""
+    """Return whether this processor multiplies 8-bit integers faster than bf16."""
     flags = host.cpu_flags()
-    has_amx = "amx_bf16" in flags  # it multiplies bf16 faster than VNNI multiplies 8 bits
+    has_amx = "amx_bf16" in flags  # multiplies bf16 faster than VNNI multiplies 8 bits
     return "avx512_vnni" in flags and not has_amx
 
 
 class Int8Head(OperatorHead):
-    """The head, whose loss makes logits in 8 bits."""
+    """An output head that computes the logits of its loss in 8 bits."""
 
     use: Trained
 
@@ -40,7 +40,7 @@ class Int8Head(OperatorHead):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """See Head.loss."""
+        """Implement Head.loss with logits in 8 bits."""
         operations = cast(CpuOperations, self.operations)
         return operations.loss(
             x,
@@ -54,17 +54,17 @@ class Int8Head(OperatorHead):
 
 
 def kernels_of(operations: Operations) -> Trained | None:
-    """Return the kernels that train in 8 bits; None if a model with these operations has none."""
+    """Return the kernels that train in 8 bits, or None if these operations have none."""
     if not isinstance(operations, CpuOperations):
         return None
     return operations.in_int8()
 
 
 def use_int8(model: Model, operations: Operations) -> None:
-    """Let the large matrices of a GPT, and the logits of its loss, multiply in 8 bits in training.
+    """Make a GPT's large matrices, and the logits of its loss, multiply in 8 bits in training.
 
-    Raises UserError (code 2) for other models, for sizes that the kernels do not take, and without
-    kernels.
+    Raises UserError (code 2) if the model is not a GPT or does not compute in bf16, if the kernels
+    do not support its sizes, or if there are no kernels.
     """
     check_bf16(model, "int8")
     use = kernels_of(operations)

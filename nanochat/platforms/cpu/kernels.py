@@ -1,8 +1,9 @@
-"""Compiles kernels.cpp and training.cpp on this machine, once, and calls kernels.cpp on tensors.
+"""Compiles kernels.cpp and training.cpp on this machine, and calls kernels.cpp on tensors.
 
-torch's compiler is not used: its code would check its inputs at every call and has to be compiled
-for every model. This file takes a second or two, serves every model, and is found again by the next
-process. Shapes: B batch, T time, H heads, D head dimension, C channels.
+torch's compiler is not used, because its code would check its inputs in every call, and would have
+to be compiled for every model. A C++ source takes a second or two to compile, serves every model,
+and the next process finds the library again. Shapes: B batch, T time, H heads, D head dimension, C
+channels.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ from nanochat.platforms.host import compiler
 CPP = Path(__file__).with_name("cpp")
 SOURCE = CPP / "kernels.cpp"
 TRAINING = CPP / "training.cpp"
-# The headers that both include.
+# The headers that the two sources include.
 HEADERS = (
     "common.h",
     "products.h",
@@ -34,8 +35,8 @@ HEADERS = (
     "attention_fp32.h",
     "int8.h",
 )
-# Sums may be reordered, so that vectors compute them. Flags that change how the whole process
-# rounds are not used.
+# Sums may be reordered so that they can be vectorized. Flags that change the rounding of the whole
+# process are not used.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -48,10 +49,10 @@ FLAGS = (
     "-fassociative-math",
     "-ffp-contract=fast",
 )
-BLOCK = 64  # outputs of a matrix whose weights lie together, as in products.h
-SECONDS = 120  # that compiling may take
-# How many pointers, sizes and fp32 numbers each function takes, in this order. The first size is
-# the number of threads that it may use.
+BLOCK = 64  # outputs of a matrix whose weights are stored together, as in products.h
+SECONDS = 120  # time limit for compiling
+# The number of pointers, sizes and fp32 numbers that each function takes, in this order. The first
+# size is the number of threads that the function may use.
 FUNCTIONS = {
     "norm": (5, 3, 1),
     "turn": (5, 7, 2),
@@ -63,8 +64,8 @@ FUNCTIONS = {
     "log_total": (2, 3, 0),
     "loss": (4, 4, 1),
 }
-CHECKED = ("attend", "loss")  # functions that return whether their indices were in range
-EPSILON = 2.0**-23  # that torch's RMS norm adds by default
+CHECKED = ("attend", "loss")  # these functions return whether their indices were in range
+EPSILON = 2.0**-23  # the default of torch's RMS norm for fp32
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -76,10 +77,11 @@ def compiled(
     command: str,
     source: Path | None = None,
 ) -> Path:
-    """Return the library that the compiler `command` made of `source`, by default SOURCE.
+    """Return the library for a C++ source, compiling it into `folder` if it is missing.
 
-    It is compiled into `folder` unless it is there. Its name says what it was made from and for
-    which processor. OSError or subprocess.SubprocessError if it cannot be made.
+    `command` is the compiler, and `source` is kernels.cpp by default. The library's name contains a
+    hash of what it was made from and of the processor. Raises OSError or subprocess.SubprocessError
+    if the library cannot be made.
     """
     source = source or SOURCE
     flags = [*FLAGS, *_processor_flags()]
@@ -104,7 +106,7 @@ def _processor_flags() -> list[str]:
 
 
 def _digest(command: str, flags: list[str], source: Path) -> str:
-    """Return a name for what a library is made from, and for the processor that it is made for."""
+    """Return a hash of a library's sources, compiler command and target processor."""
     processor = (sorted(host.cpu_flags()), host.cpu_model())
     content = repr((command, flags, processor)).encode()
     for name in (source, *HEADERS):
@@ -113,7 +115,7 @@ def _digest(command: str, flags: list[str], source: Path) -> str:
 
 
 def _is_ours(library: Path) -> bool:
-    """Return whether a library is there and was compiled by this user, or by root."""
+    """Return whether a library exists, and belongs to this user or to root."""
     try:
         owner = library.stat().st_uid
     except FileNotFoundError:
@@ -123,18 +125,18 @@ def _is_ours(library: Path) -> bool:
 
 @functools.cache
 def kernels(folder: Path) -> "Kernels | None":
-    """Return the kernels of this machine, compiled into `folder` unless they are there.
+    """Return this machine's kernels for inference, compiling them if they are missing.
 
-    None, and a line that says why, if they cannot be compiled.
+    The library is in `folder`. Returns None and logs the reason if the kernels cannot be compiled.
     """
     library = library_of(folder, SOURCE)
     return None if library is None else Kernels(library)
 
 
 def library_of(folder: Path, source: Path) -> ctypes.CDLL | None:
-    """Return the library of a source, compiled into `folder` unless it is there.
+    """Load the library for a C++ source, compiling it into `folder` if it is missing.
 
-    None, and a line that says why, if it cannot be compiled.
+    Returns None and logs the reason if it cannot be compiled.
     """
     command = compiler()
     if command is None:
@@ -157,10 +159,10 @@ def library_of(folder: Path, source: Path) -> ctypes.CDLL | None:
 
 
 class Kernels:
-    """The functions of a compiled library.
+    """Calls the functions of a library that was compiled from kernels.cpp.
 
-    Tensors are on the host, fp32 or bf16, all of one format; nothing has gradients. Each row of a
-    result depends on its own row of the arguments alone.
+    Tensors are on the host, without gradients, and all in one format, fp32 or bf16, unless stated
+    otherwise. Each row of a result depends only on the same row of the arguments.
     """
 
     def __init__(self, library: ctypes.CDLL):
@@ -171,7 +173,7 @@ class Kernels:
                 function.argtypes = argument_types(pointers, sizes, numbers)
                 function.restype = c_bool if name in CHECKED else None
                 self._functions[name, dtype] = function
-        # These are there only where the processor has AVX512-BF16.
+        # These exist only if the processor has AVX512-BF16.
         self._multiply = getattr(library, "multiply_bf16", None)
         if self._multiply is not None:
             self._multiply.argtypes = argument_types(3, 3, 0)
@@ -184,7 +186,7 @@ class Kernels:
     # --- attention -------------------------------------------------------------------------------
 
     def takes_many(self, q: Tensor) -> bool:  # (B, T, H, D)
-        """Return whether attend_many() computes with queries such as these."""
+        """Return whether attend_many() supports queries of this format and head dimension."""
         if self._attend_many is None:
             return False
         return q.dtype == torch.bfloat16 and q.size(3) % BLOCK == 0
@@ -194,13 +196,13 @@ class Kernels:
         q: Tensor,  # (B, T, H, D)
         k: Tensor,  # (B, K, Hkv, D)
         v: Tensor,  # (B, K, Hkv, D)
-        first: Tensor,  # (B,) place of the first query of each row; the others follow
+        first: Tensor,  # (B,) position of the first query of each row; the others follow it
         window: int,
         scale: float,
     ) -> Tensor:  # (B, T, H, D)
-        """Attend to the key at each query's own place and at most `window` keys before it.
+        """Attend to the key at each query's own position and at most `window` keys before it.
 
-        Places must be below K.
+        All positions must be below K.
         """
         assert self._attend_many is not None
         B, T, H, D = q.shape
@@ -239,13 +241,14 @@ class Kernels:
         v: Tensor,  # (B, 1, Hkv, D)
         cached_k: Tensor,  # (B, K, Hkv, D), each row contiguous
         cached_v: Tensor,  # (B, K, Hkv, D)
-        places: Tensor,  # (B, 1) where in its row the new token goes
+        positions: Tensor,  # (B, 1) position of the new token in its row
         window: int,
         scale: float,
     ) -> Tensor:  # (B, 1, H, D)
-        """Write the new keys and values into the cache, then attend to it.
+        """Write new keys and values into the cache, then attend to it.
 
-        A query sees the new key and at most `window` keys before it.
+        A query sees the new key and at most `window` keys before it. Raises IndexError if a
+        position is outside the cache.
         """
         B, _, H, D = q.shape
         K = cached_k.size(1)
@@ -259,7 +262,7 @@ class Kernels:
             v.data_ptr(),
             cached_k.data_ptr(),
             cached_v.data_ptr(),
-            places.data_ptr(),
+            positions.data_ptr(),
             y.data_ptr(),
             torch.get_num_threads(),
             q.stride(0),
@@ -288,43 +291,43 @@ class Kernels:
         weight: Tensor,  # (outputs, inputs), the same matrix
         compare: bool = True,
     ) -> int | None:
-        """Return where a laid-out matrix lies, if multiply() can read it there.
+        """Return the memory address of a laid-out matrix, or None if multiply() cannot read it.
 
-        The layout is not documented, so every number is compared. Without `compare`, the layout of
-        the shape is known.
+        oneDNN's layout is not documented, so every number is compared with `weight`. Without
+        `compare`, the layout of this shape is already known to be as expected.
         """
         outputs, inputs = weight.shape
         if self._multiply is None or outputs % BLOCK or inputs % 2:
             return None
         if not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
-        place = torch.ops.mkldnn.data_ptr(laid_out)
+        pointer = torch.ops.mkldnn.data_ptr(laid_out)
         size = torch.ops.mkldnn._nbytes(laid_out)
         if size != weight.numel() * weight.element_size():
             return None
         if not compare:
-            return place
+            return pointer
         blocks = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2)
         expected = blocks.transpose(1, 2)
-        memory = (ctypes.c_char * size).from_address(place)
+        memory = (ctypes.c_char * size).from_address(pointer)
         actual = torch.frombuffer(memory, dtype=weight.dtype)
-        return place if torch.equal(actual.view(expected.shape), expected) else None
+        return pointer if torch.equal(actual.view(expected.shape), expected) else None
 
     def multiply(
         self,
         x: Tensor,  # (..., inputs) bf16
-        place: int,
+        pointer: int,
         outputs: int,
     ) -> Tensor:  # (..., outputs)
-        """Return x times the transpose of the matrix at a place that reads() gave.
+        """Return x times the transpose of a matrix at an address from reads().
 
-        It is for few rows, and on one thread.
+        It is meant for few rows, and runs on one thread.
         """
         x = x.contiguous()
         inputs = x.size(-1)
         rows = x.numel() // inputs
         y = x.new_empty(*x.shape[:-1], outputs)
-        self._multiply(x.data_ptr(), place, y.data_ptr(), rows, outputs, inputs)  # type: ignore[misc]
+        self._multiply(x.data_ptr(), pointer, y.data_ptr(), rows, outputs, inputs)  # type: ignore[misc]
         return y
 
     # --- small operators -------------------------------------------------------------------------
@@ -336,7 +339,7 @@ class Kernels:
         epsilon: float,
         added: Tensor | None = None,  # (..., C)
     ) -> tuple[Tensor, Tensor]:  # (..., C) twice
-        """Return the RMS norm of x + added, times the weight, and x + added."""
+        """Return the RMS norm of x + added, times the weight, and the sum x + added."""
         x = x.contiguous()
         y = torch.empty_like(x)
         total = x
@@ -359,14 +362,17 @@ class Kernels:
 
     def turn(
         self,
-        x: Tensor,  # (B, T, H, D), whose heads lie side by side
+        x: Tensor,  # (B, T, H, D), the heads of a token adjacent in memory
         weight: Tensor | None,  # (H, D) fp32
         cos: Tensor,  # (1 or B, T, 1, R / 2), R <= D
         sin: Tensor,
         epsilon: float,
         sharpen: float = 1.0,
     ) -> Tensor:  # (B, T, H, D)
-        """Return the RMS norm over D, times the weight and `sharpen`, first R channels rotated."""
+        """Return x after an RMS norm over D and a rotation of the first R channels.
+
+        The result is also multiplied by the weight and by `sharpen`.
+        """
         B, T, H, D = x.shape
         stride = x.stride(1)
         has_even_rows = B == 1 or x.stride(0) == T * stride
@@ -396,7 +402,7 @@ class Kernels:
         return y
 
     def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
-        """Return silu of the first half of the channels, times the second half."""
+        """Return silu(first half of the channels) times the second half."""
         x = x.contiguous()
         width = x.size(-1) // 2
         y = x.new_empty(*x.shape[:-1], width)
@@ -411,9 +417,9 @@ class Kernels:
         return y
 
     def squared_relu(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Return relu(x)^2, written to `y` if there is one.
+        """Return relu(x)^2, written to `y` if it is given.
 
-        `y` may be `x`, and both are contiguous then.
+        `y` must be contiguous. It may be `x` itself.
         """
         x = x.contiguous()
         y = torch.empty_like(x) if y is None else y
@@ -451,7 +457,7 @@ class Kernels:
 
     def softcap(
         self,
-        x: Tensor,  # (..., V), whose rows may be parts of longer ones
+        x: Tensor,  # (..., V), whose rows may be parts of longer rows
         cap: float,
     ) -> Tensor:  # (..., V) fp32
         """Return cap tanh(x / cap)."""
@@ -470,7 +476,7 @@ class Kernels:
         return y
 
     def log_totals(self, x: Tensor) -> Tensor:  # (B, V) -> (B,) fp32
-        """Return the logarithm of the sum of each row's exponentials."""
+        """Return the log-sum-exp of each row."""
         x = x.contiguous()
         y = x.new_empty(x.size(0), dtype=torch.float32)
         self._functions["log_total", x.dtype](
@@ -484,14 +490,15 @@ class Kernels:
     def loss(
         self,
         logits: Tensor,  # (n, V') contiguous, overwritten with the gradient of the result
-        targets: Tensor,  # (n,) token ids below `vocab`; any number where the weight is 0
+        targets: Tensor,  # (n,) token ids below `vocab`; any number if the weight is 0
         weights: Tensor,  # (n,) fp32
         vocab: int,
-        cap: float,  # of the softcap; 0: none
+        cap: float,  # of the softcap; 0 if there is none
     ) -> Tensor:  # ()
         """Return the weighted sum of the cross-entropies of rows of logits.
 
-        The first `vocab` logits of a row count.
+        Only the first `vocab` logits of each row count. Raises IndexError if a target whose weight
+        is not 0 is outside the vocabulary.
         """
         targets = targets.contiguous()
         weights = weights.contiguous()
@@ -512,17 +519,17 @@ class Kernels:
 
 
 def argument_types(pointers: int, sizes: int, numbers: int) -> list[Any]:
-    """Return the types of a function's arguments, in the order of FUNCTIONS."""
+    """Return the types of a function's arguments: pointers, then sizes, then fp32 numbers."""
     return [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return where a tensor lies; None where there is none."""
+    """Return the memory address of a tensor, or None if there is no tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def _side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
-    """Return the tensor, or a copy, in which the heads of a token lie side by side."""
+    """Return x, copied if the heads of a token are not adjacent in memory."""
     if x.stride(3) == 1 and x.stride(2) == x.size(3):
         return x
     return x.contiguous()

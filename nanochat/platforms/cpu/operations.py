@@ -1,7 +1,6 @@
-"""How CPUs compute what models ask for.
+"""Operators for CPUs: C++ kernels, matrices in oneDNN's layout, and blocked attention.
 
-C++ kernels, oneDNN's layout of matrices, and blocked attention. Shapes: B batch, T time, H heads, D
-head dimension, C channels.
+Shapes: B batch, T time, H heads, D head dimension, C channels.
 """
 
 import functools
@@ -28,25 +27,25 @@ from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 from nanochat.platforms.together import empty_weight
 
-# Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many
-# numbers in all keys.
+# In decoding, two products beat torch's operator if there are at least this many rows times keys,
+# and at most this many numbers in all keys.
 DECODED_KEYS = 256
 DECODED_NUMBERS = 1 << 24
-# Rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
+# The most rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
 FEW_ROWS = 32
-MEASURED = {"avx512f", "avx2"}  # on which kernels beat torch's compiler
-LOGIT_ROWS = 256  # for fewer, making integers of the head takes longer than it saves
-MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
+MEASURED = {"avx512f", "avx2"}  # features of processors on which kernels beat torch's compiler
+LOGIT_ROWS = 256  # with fewer, rounding the head to 8 bits takes longer than it saves
+MANY_QUERIES = 8  # with as many queries in a row, laying out keys and values again pays off
 
 
 class _Packed:
-    """A bf16 matrix in the layout of oneDNN."""
+    """Multiplies with a bf16 matrix that is stored in oneDNN's layout."""
 
     def __init__(
         self,
         weight: Tensor,  # (outputs, inputs)
         kernels: Kernels | None,
-        compared: set[torch.Size] | None = None,  # gathers shapes whose layout is as expected
+        compared: set[torch.Size] | None = None,  # collects shapes whose layout is as expected
     ):
         weight = weight.detach()
         compared = set() if compared is None else compared
@@ -62,9 +61,9 @@ class _Packed:
             compared.add(weight.shape)
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Multiply x (..., inputs).
+        """Return the product of x (..., inputs) and the matrix.
 
-        This fills the slot `multiply` of a Linear, whose weight is not needed.
+        This is the `multiply` of a Linear, whose `weight` is not needed.
         """
         outputs, inputs = self._shape
         has_few_rows = x.numel() <= FEW_ROWS * inputs
@@ -75,14 +74,14 @@ class _Packed:
 
 
 class CpuOperations(Operations):
-    """C++ kernels where they can be compiled, with and without gradients, else plain torch.
+    """Operators that use C++ kernels, or plain torch if the kernels cannot be compiled.
 
-    bf16 models that torch.compile compiles have blocked attention, which takes less than half the
-    time there.
+    In bf16 models that torch.compile compiles, attention is computed in blocks, which takes less
+    than half the time there.
     """
 
     loss_logits = 1 << 24
-    # malloc keeps buffers of this size; larger ones take three to four times as long
+    # malloc reuses buffers of this size; larger ones take three to four times as long
     capped_logits = 1 << 21
     skips_masked = True
 
@@ -91,21 +90,21 @@ class CpuOperations(Operations):
         stacks_matrices: bool = True,
         compiles: bool = True,
     ):
-        """Compile nothing yet: `compiles` says whether C++ kernels are compiled at their first use."""
+        """With `compiles`, the C++ kernels are compiled when they are first used."""
         super().__init__(stacks_matrices)
         self.fuses_layers = compiles
         self._compiles = compiles
-        self._kernels: Kernels | None = None  # once a model is served
-        # Shapes of matrices whose layout needs no second look.
+        self._kernels: Kernels | None = None  # set when a model is served
+        # Shapes of matrices whose layout has been checked.
         self._compared: set[torch.Size] = set()
 
     # --- which kernels ---------------------------------------------------------------------------
 
     @functools.cached_property
     def _library(self) -> Kernels | None:
-        """The kernels of this machine; None if they cannot or shall not be compiled.
+        """The kernels for inference, or None if there are no C++ kernels.
 
-        They are looked for once, because a loss asks in every pass.
+        The result is cached, because a loss needs it in every pass.
         """
         if not self._compiles:
             return None
@@ -113,10 +112,10 @@ class CpuOperations(Operations):
 
     @functools.cached_property
     def _trained(self) -> Trained | None:
-        """The kernels of training on this machine; None if they cannot or shall not be compiled.
+        """The kernels for training, or None if there are no C++ kernels.
 
-        Passes without gradients do not use them, so that a validation rounds alike before and after
-        the first step of training.
+        Passes without gradients do not use them, so that validation rounds in the same way before
+        and after the first training step.
         """
         if self._library is None:
             return None
@@ -126,7 +125,10 @@ class CpuOperations(Operations):
         return Trained(self._library, gradient_kernels)
 
     def _train(self, *tensors: Tensor) -> Trained | None:
-        """The kernels of training, if gradients are on and the kernels can read these tensors."""
+        """Return the kernels for training if gradients are enabled and these tensors are supported.
+
+        All tensors must be in one supported format and on the host. Returns None otherwise.
+        """
         if is_compiling() or not torch.is_grad_enabled():
             return None
         dtype = tensors[0].dtype
@@ -138,9 +140,10 @@ class CpuOperations(Operations):
         return self._trained
 
     def _train_with(self, matrices: Sequence[nn.Module], *tensors: Tensor) -> Trained | None:
-        """The kernels of training for products with these matrices, in the format of their slots.
+        """Return the kernels for training with these matrices, or None if they are not supported.
 
-        None if gradients are off, or if the kernels cannot read the matrices or these tensors.
+        They multiply in 8 bits if the matrices are set to do so. Returns None also if gradients are
+        disabled, or if the tensors are not supported.
         """
         if not all(map(_own, matrices)):
             return None
@@ -151,14 +154,17 @@ class CpuOperations(Operations):
         return cast(Product8, slot).use
 
     def in_int8(self) -> Trained | None:
-        """Return the kernels of training with products in 8 bits; None without a C++ compiler."""
+        """Return the kernels for training with 8-bit products, or None if there are none."""
         if self._trained is None:
             return None
         return replace(self._trained, int8=True)
 
     def _fast(self, *tensors: Tensor) -> Kernels | None:
-        """The kernels of inference, if the model is served and they can read these tensors."""
-        if is_compiling():  # compiled code must not watch _kernels
+        """Return the kernels for inference if the model is served and these tensors are supported.
+
+        Returns None otherwise.
+        """
+        if is_compiling():  # compiled code must not depend on _kernels
             return None
         if self._kernels is None or torch.is_grad_enabled():
             return None
@@ -173,7 +179,10 @@ class CpuOperations(Operations):
     # --- what a user is told ---------------------------------------------------------------------
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
-        """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""
+        """Implement Operations.needs_no_compiler for processors with AVX512 or AVX2.
+
+        No others have been measured.
+        """
         if dtype not in SUFFIXES or not MEASURED & host.cpu_flags():
             return ""
         use = self._trained
@@ -189,13 +198,12 @@ class CpuOperations(Operations):
 
     @torch.no_grad()
     def serve(self, model: nn.Module) -> None:
-        """See Operations.serve.
+        """Implement Operations.serve, after which passes without gradients use the C++ kernels.
 
-        A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
-        multiplied in half the time, at the speed of the memory, with the same result up to
-        rounding. fp32 stays as it is, since there the rounding would depend on how many rows are
-        multiplied together. From here on whatever is computed without gradients uses compiled
-        kernels for small operators.
+        bf16 matrices are stored in oneDNN's layout once instead of being converted in every
+        product. A single row is then multiplied in half the time, at the speed of memory, with the
+        same result up to rounding. fp32 matrices stay unchanged, because in oneDNN's layout their
+        rounding would depend on how many rows are multiplied together.
         """
         self._kernels = self._library
         for module in model.modules():
@@ -216,13 +224,13 @@ class CpuOperations(Operations):
             weight = cast(nn.Parameter, module.weight)
             cast(Any, module).multiply = pack(weight)
             if isinstance(module, Linear) and not isinstance(module, Head):
-                # The weights of heads and vocabularies are read otherwise too
+                # The weights of heads and vocabularies are read in other ways too
                 empty_weight(module)
 
     # --- norms -----------------------------------------------------------------------------------
 
     def norm(self, x: Tensor) -> Tensor:
-        """See Operations.norm."""
+        """Implement Operations.norm with a C++ kernel."""
         use = self._train(x)
         if use is not None:
             return gradients.Norm.apply(use, x, None)[0]
@@ -232,14 +240,14 @@ class CpuOperations(Operations):
         return kernels.norm(x, None, EPSILON)[0]
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operations.norm_and_keep."""
+        """Implement Operations.norm_and_keep with a C++ kernel in training."""
         use = self._train(x)
         if use is None:
             return super().norm_and_keep(x)
         return gradients.Norm.apply(use, x, None)
 
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operations.add_norm."""
+        """Implement Operations.add_norm with a single C++ kernel."""
         use = self._train(x, y)
         if use is not None:
             return gradients.Norm.apply(use, x, y)
@@ -254,9 +262,9 @@ class CpuOperations(Operations):
         weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
         epsilon: float,
     ) -> Tensor:
-        """See Operations.weighted_norm.
+        """Implement Operations.weighted_norm with a C++ kernel in inference.
 
-        Without gradients the operators are called one by one, which costs less.
+        Without gradients or kernels, it calls torch's operators one by one, which is cheaper.
         """
         kernels = self._fast(x) if weight.dim() == 1 else None
         if kernels is not None:
@@ -273,7 +281,7 @@ class CpuOperations(Operations):
         weight: Tensor,  # (C,) fp32
         epsilon: float,
     ) -> tuple[Tensor, Tensor]:
-        """See Operations.add_weighted_norm."""
+        """Implement Operations.add_weighted_norm with a single C++ kernel in inference."""
         kernels = self._fast(x, y)
         if kernels is None:
             return super().add_weighted_norm(x, y, weight, epsilon)
@@ -289,7 +297,7 @@ class CpuOperations(Operations):
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:
-        """See Operations.normed_heads."""
+        """Implement Operations.normed_heads with a single C++ kernel in inference."""
         kernels = self._fast(x, cos)
         if kernels is None:
             return super().normed_heads(x, weight, epsilon, cos, sin)
@@ -305,9 +313,10 @@ class CpuOperations(Operations):
         sharpen: float,
         joined_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations.heads.
+        """Implement Operations.heads with C++ kernels.
 
-        Rotating keeps the norm of a head, so it does not matter what comes first.
+        They normalize before they rotate, which gives the same result because rotating a head keeps
+        its norm.
         """
         trained = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen)
         if trained is not None:
@@ -332,7 +341,7 @@ class CpuOperations(Operations):
         sharpen: float,
         cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations.gated_heads."""
+        """Implement Operations.gated_heads with C++ kernels in training."""
         trained = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen, gate, value)
         if trained is not None:
             return trained
@@ -357,23 +366,28 @@ class CpuOperations(Operations):
         sin: Tensor,
         sharpen: float,
         gate: nn.Module | None = None,
-        value: Tensor | None = None,
+        value_embedding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return heads(), or gated_heads(), by the kernels of training; None if they cannot."""
+        """Return the result of heads(), or of gated_heads() with a gate, from the training kernels.
+
+        Returns None if the kernels do not support the matrices, the tensors or the rotation.
+        """
         if callable(matrices) or head_dim != 2 * cos.size(-1):
             return None
         if gate is not None and not _own(gate):
             return None
-        inputs = (x, cos, sin) if value is None else (x, cos, sin, value)
+        inputs = (x, cos, sin) if value_embedding is None else (x, cos, sin, value_embedding)
         use = self._train_with(matrices, *inputs)
         if use is None:
             return None
         gate_weight = None if gate is None else cast(Linear, gate).weight
         weights = [cast(Linear, matrix).weight for matrix in matrices]
-        return gradients.Heads.apply(use, x, cos, sin, sharpen, gate_weight, value, *weights)
+        return gradients.Heads.apply(
+            use, x, cos, sin, sharpen, gate_weight, value_embedding, *weights
+        )
 
     def offset_keys(self, k: Tensor) -> Tensor:
-        """See Operations.offset_keys."""
+        """Implement Operations.offset_keys with a C++ kernel in training."""
         use = self._train(k)
         if use is None:
             return super().offset_keys(k)
@@ -385,7 +399,7 @@ class CpuOperations(Operations):
         matrix: nn.Module,
         cast_weight: Tensor | None,
     ) -> Tensor:
-        """See Operations.project."""
+        """Implement Operations.project with one autograd function in training."""
         use = self._train_with([matrix], x)
         if use is None:
             return super().project(x, matrix, cast_weight)
@@ -400,7 +414,7 @@ class CpuOperations(Operations):
         out: nn.Module,
         cast_weights: Sequence[Tensor | None],
     ) -> Tensor:
-        """See Operations.mlp."""
+        """Implement Operations.mlp with one autograd function in training."""
         use = self._train_with([into, out], x)
         if use is None:
             return super().mlp(x, into, out, cast_weights)
@@ -409,14 +423,14 @@ class CpuOperations(Operations):
         return gradients.SquaredReluMlp.apply(use, x, into_weight, out_weight)
 
     def squared_relu(self, x: Tensor) -> Tensor:
-        """See Operations.squared_relu."""
+        """Implement Operations.squared_relu with a C++ kernel in inference."""
         kernels = self._fast(x)
         if kernels is None:
             return super().squared_relu(x)
         return kernels.squared_relu(x)
 
     def swiglu(self, x: Tensor) -> Tensor:
-        """See Operations.swiglu."""
+        """Implement Operations.swiglu with a C++ kernel in inference."""
         kernels = self._fast(x)
         if kernels is None:
             return super().swiglu(x)
@@ -431,7 +445,7 @@ class CpuOperations(Operations):
         gate: nn.Module,
         smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:
-        """See Operations.smear."""
+        """Implement Operations.smear with a C++ kernel in training on whole sequences."""
         use = self._train(x) if previous is None and _own(gate) else None
         if use is None:
             return super().smear(x, previous, gate, smear_lambda)
@@ -445,7 +459,7 @@ class CpuOperations(Operations):
         a: Tensor,  # ()
         b: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """See Operations.mix."""
+        """Implement Operations.mix with a C++ kernel."""
         use = self._train(x, x0, a, b)
         if use is not None:
             return gradients.Mix.apply(use, x, x0, a, b)
@@ -460,7 +474,7 @@ class CpuOperations(Operations):
         middle: Tensor,  # (B, T, C)
         share: Tensor,  # (1,) fp32
     ) -> Tensor:
-        """See Operations.backout."""
+        """Implement Operations.backout with a C++ kernel in training."""
         use = self._train(x, middle)
         if use is None:
             return super().backout(x, middle, share)
@@ -471,14 +485,14 @@ class CpuOperations(Operations):
     # --- logits and loss -------------------------------------------------------------------------
 
     def softcap(self, logits: Tensor) -> Tensor:
-        """See Operations.softcap."""
+        """Implement Operations.softcap with a C++ kernel in inference."""
         kernels = self._fast(logits)
         if kernels is None:
             return super().softcap(logits)
         return kernels.softcap(logits, SOFTCAP)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
-        """See Operations.log_totals."""
+        """Implement Operations.log_totals with a C++ kernel in inference, or return None."""
         kernels = self._fast(logits)
         if kernels is None:
             return None
@@ -493,9 +507,12 @@ class CpuOperations(Operations):
         weights: Tensor | None,  # (N,)
         chunk: int,
         capped: bool = True,
-        use8: Trained | None = None,  # makes the logits of many tokens in 8 bits in training
+        use8: Trained | None = None,  # in training, computes the logits of many tokens in 8 bits
     ) -> Tensor:
-        """See Operations.loss. torch's compiler makes a fused loss itself."""
+        """Implement Operations.loss with a C++ kernel that computes loss and gradient together.
+
+        Compiled code uses plain torch, because torch's compiler fuses the loss itself.
+        """
         x, targets, weights = self.with_targets(x, targets, weights)
         if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
             return chunked_loss(x, head, targets, vocab, weights, chunk, capped)
@@ -515,7 +532,7 @@ class CpuOperations(Operations):
         )
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See Operations.square_sums."""
+        """Implement Operations.square_sums with a C++ kernel for contiguous fp32 gradients."""
         if self._trained is None:
             return super().square_sums(gradients)
         for gradient in gradients:
@@ -533,7 +550,10 @@ class CpuOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.attend."""
+        """Implement PlainAttention.attend with C++ kernels.
+
+        Compiled bf16 models without grouped heads use BlockedAttention instead.
+        """
         B, _, H, D = q.shape
         factor = D**-0.5 if scale is None else scale
         use = self._train(q, k, v)
@@ -556,12 +576,12 @@ class CpuOperations(Operations):
         visible: Tensor,  # (B, 1, T, K)
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.masked.
+        """Implement PlainAttention.masked with faster operators for bf16.
 
-        In bf16, torch's operator multiplies a single query number by number, which takes 2 to 10
-        times as long as what is done instead: heads that share their keys become queries of one
-        head, and others become two products for each row. With gradients, products take less than
-        half the time of torch's operator with a mask.
+        For a single query, torch's masked operator multiplies number by number, which takes 2 to 10
+        times as long. Instead, heads that share their keys become queries of one head, and heads
+        with their own keys are computed with two products per row. With gradients, products take
+        less than half the time of torch's masked operator.
         """
         B, T, H, D = q.shape
         K = k.size(1)
@@ -576,7 +596,7 @@ class CpuOperations(Operations):
         if group == 1 and B * K >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
             return one_query(q, k, v, visible, scale)
         queries = q.reshape(B, Hkv, group, D)
-        if group == 1:  # twice, since a single one would be multiplied number by number
+        if group == 1:  # twice, because a single query would be multiplied number by number
             queries = queries.expand(-1, -1, 2, -1)
         y = F.scaled_dot_product_attention(
             queries,
@@ -598,7 +618,7 @@ class CpuOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """See PlainAttention.extend."""
+        """Implement PlainAttention.extend with C++ kernels if the model is served."""
         B, T, _, D = q.shape
         kernels = self._fast(q, cached_k)
         if kernels is None:
@@ -609,16 +629,17 @@ class CpuOperations(Operations):
         if not _many(q, kernels):
             return None
         rows = torch.arange(B)[:, None]
-        cached_k[rows, positions] = k  # which refuses positions beyond the cache
+        cached_k[rows, positions] = k  # raises IndexError for positions beyond the cache
         cached_v[rows, positions] = v
         first = positions[:, 0]
         return kernels.attend_many(q, cached_k, cached_v, first, window, factor)
 
 
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
-    """Return whether a matrix is one of ours that multiplies with its whole weight alone.
+    """Return whether the kernels can multiply in place of a matrix module.
 
-    Its weight may be rounded to the format of the activations or to 8 bits.
+    It must be a Linear of this project without an adapter, and multiply only with its own weight,
+    rounded to the format of the activations or to 8 bits.
     """
     if type(matrix) is not Linear or type(matrix.weight) is not nn.Parameter:
         return False
@@ -627,7 +648,7 @@ def _own(matrix: nn.Module) -> TypeGuard[Linear]:
 
 
 def _can_be_packed(module: nn.Module) -> bool:
-    """Return whether a module has a bf16 weight, and a slot for how it multiplies that is empty."""
+    """Return whether a module has a bf16 weight and no function yet that multiplies with it."""
     if not hasattr(module, "multiply") or module.multiply is not None:
         return False
     weight = getattr(module, "weight", None)

@@ -1,4 +1,4 @@
-"""CPUs: the host as a device, with kernels in C++."""
+"""The host as a device, with C++ kernels."""
 
 import torch
 
@@ -12,31 +12,40 @@ from nanochat.platforms.plain import Host
 
 
 class Cpu(Host):
-    """The host's processor, with kernels that a C++ compiler makes faster."""
+    """The host's processor, with kernels that a C++ compiler builds."""
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return C++ kernels, or plain torch; refuse fused kernels."""
+        """Return operations with C++ kernels, or with torch's own if plain kernels were requested.
+
+        Raises UserError if fused kernels were requested.
+        """
         self.refuse_fused(choice)
         has_kernels = choice != "plain"
         return CpuOperations(has_kernels, has_kernels)
 
     def default_operations(self) -> Operations:
-        """Return the operations of a Compute that no launcher made."""
+        """Return the operations for a Compute that was created without a launcher."""
         return CpuOperations()
 
     def use_int8(self, model: Model, operations: Operations) -> None:
-        """See Platform.use_int8."""
+        """Implement Platform.use_int8 with the C++ kernels."""
         int8.use_int8(model, operations)
 
-    def preset_matmul(self, dtype: torch.dtype, operations: Operations | None = None) -> Matmul:
-        """See Platform.preset_matmul. Without `operations`, the kernels may be compiled here."""
+    def preset_matmul(self, dtype: torch.dtype) -> Matmul:
+        """Return int8 for a bf16 GPT if kernels for it exist and are faster here, or else auto.
+
+        This compiles the kernels if they are missing.
+        """
         if dtype != torch.bfloat16 or not int8.is_faster() or host.compiler() is None:
             return "auto"
         operations = operations or self.operations(requested_kernels("auto"))
         return "auto" if int8.kernels_of(operations) is None else "int8"
 
     def usual_mfu(self) -> float:
-        """Return what kernels in C++ reach in fp32, bf16 and int8: 0.55 to 0.75 (dev/LOG.md)."""
+        """Return the typical share of peak FLOP/s that the C++ kernels reach in training.
+
+        In fp32, bf16 and int8 it is 0.55 to 0.75 (dev/LOG.md).
+        """
         has_kernels = host.compiler() is not None
         if has_kernels and "avx2" in host.cpu_flags():
             return 0.6

@@ -1,12 +1,14 @@
-"""Products of activations with matrices in training, in integers of 8 bits or in bf16 or fp32.
+"""Products of activations with matrices in training, in 8-bit integers, bf16 or fp32.
 
-Activations are rounded to 8 bits token by token and matrices output by output, each with a factor
-of its own, wherever activations are multiplied with a matrix: forward, and for the gradient of the
-activations (SwitchBack, Wortsman et al. 2023, arXiv:2304.13013). For the gradient of a matrix, a sum
-over tokens, each channel has a factor for every 256 tokens. The head's logits are made in 8 bits
-too, but not what follows from their gradient, which has a few large numbers and thousands of tiny
-ones. dev/LOG.md has what all this saves in time and costs in loss. Passes without gradients, such as
-validations, never use 8 bits.
+The 8-bit products are those of SwitchBack (Wortsman et al. 2023, arXiv:2304.13013). Wherever
+activations are multiplied with a matrix, in the forward pass and for the gradient of the
+activations, each token and each output of the matrix is rounded to 8 bits with a factor of its own.
+The gradient of a matrix is a sum over tokens, so there each channel has a factor for every 256
+tokens.
+
+The head's logits are computed in 8 bits too, but not the products with their gradient, which has a
+few large numbers and thousands of tiny ones. dev/LOG.md lists what all this saves in time and costs
+in loss. Passes without gradients, such as validation, never use 8 bits.
 """
 
 import functools
@@ -18,11 +20,11 @@ from torch import Tensor
 from nanochat.platforms.cpu.kernels import Kernels
 from nanochat.platforms.cpu.training import Training
 
-OUTPUTS = 32  # as in int8.h: Matrix8 takes a multiple of them, and as many inputs
+OUTPUTS = 32  # as in int8.h; the outputs and inputs of a Matrix8 must be multiples of this
 
 
 class Matrix:
-    """Matrices of which each row gives an output, below one another, in the activations' format."""
+    """One or more stacked matrices, whose rows give the outputs, in the activations' format."""
 
     def __init__(
         self,
@@ -34,21 +36,21 @@ class Matrix:
         heights = [len(master) for master in masters]
         inputs = masters[0].size(1)
         self.weight = masters[0].new_empty(sum(heights), inputs, dtype=dtype)
-        places = self.weight.split(heights)
-        for place, master in zip(places, masters, strict=True):
-            place.copy_(master)
+        parts = self.weight.split(heights)
+        for part, master in zip(parts, masters, strict=True):
+            part.copy_(master)
 
     def times(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
-        """Return all outputs."""
+        """Return the outputs for activations x."""
         return x @ self.weight.mT
 
     def squared_relu(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
-        """Return relu(y)^2 of all outputs y."""
+        """Return relu(y)^2, where y are the outputs for activations x."""
         y = self.times(x)
         return self.kernels.squared_relu(y, y)
 
     def back(self, g: Tensor) -> Tensor:  # (N, outputs) -> (N, inputs)
-        """Return the gradient of x, from the gradient of the outputs."""
+        """Return the gradient of x, given the gradient of the outputs."""
         return g @ self.weight
 
     def slope(
@@ -56,12 +58,12 @@ class Matrix:
         g: Tensor,  # (N, outputs)
         x: Tensor,  # (N, inputs)
     ) -> Tensor:  # (outputs, inputs)
-        """Return the gradient of the matrices, from the gradient of the outputs."""
+        """Return the gradient of the matrices, given the gradient of the outputs."""
         return g.mT @ x
 
 
 class Matrix8(Matrix):
-    """Such matrices in integers of 8 bits, which are made from the masters."""
+    """Stacked matrices that multiply in 8-bit integers, rounded from the masters."""
 
     def __init__(
         self,
@@ -69,8 +71,8 @@ class Matrix8(Matrix):
         masters: Sequence[Tensor],  # (outputs, inputs) each
     ):
         self.training = training
-        # Several ranks gather masters as bf16, and --shard=full frees what it gathered before the
-        # gradient is made.
+        # With several ranks, masters are gathered as bf16, and --shard=full frees them before the
+        # gradient is computed.
         if len(masters) == 1 and masters[0].dtype == torch.float32:
             weight = masters[0]
         else:
@@ -82,20 +84,20 @@ class Matrix8(Matrix):
         return self.training.pack_int8(self.weight.float(), back=False)
 
     def times(self, x: Tensor) -> Tensor:
-        """See Matrix.times."""
+        """Return the outputs for activations x, computed in 8 bits."""
         packed, factors = self._packed
         return self.training.product_int8(x, packed, factors)
 
     def squared_relu(self, x: Tensor) -> Tensor:
-        """See Matrix.squared_relu."""
+        """Return relu(y)^2, where y are the outputs for activations x, computed in 8 bits."""
         packed, factors = self._packed
         return self.training.product_int8(x, packed, factors, squared=True)
 
     def back(self, g: Tensor) -> Tensor:
-        """See Matrix.back."""
+        """Return the gradient of x, computed in 8 bits."""
         packed, factors = self.training.pack_int8(self.weight.float(), back=True)
         return self.training.product_int8(g, packed, factors)
 
     def slope(self, g: Tensor, x: Tensor) -> Tensor:
-        """See Matrix.slope."""
+        """Return the gradient of the matrices, computed in 8 bits."""
         return self.training.gradient_int8(g, x)

@@ -1,7 +1,7 @@
-"""Calls what training.cpp compiled to, on tensors: attention and gradients of training.
+"""Calls the library compiled from training.cpp: attention for training, and gradients.
 
-Attention keeps what its gradient needs. The gradients are joined to torch's autograd in
-gradients.py. Sums of many numbers are fp32. Shapes: B batch, T time, C channels, H heads, D head
+Attention keeps what its gradient needs. gradients.py registers these functions with torch's
+autograd. Sums of many numbers are fp32. Shapes: B batch, T time, C channels, H heads, D head
 dimension, N tokens.
 """
 
@@ -23,8 +23,8 @@ from nanochat.platforms.cpu.kernels import (
     library_of,
 )
 
-# How many pointers, sizes and fp32 numbers each function takes, as in kernels.py. The first size is
-# the number of threads.
+# The number of pointers, sizes and fp32 numbers that each function takes, as in kernels.py. The
+# first size is the number of threads.
 FUNCTIONS = {
     "norm_back": (4, 3, 1),
     "mix_back": (9, 3, 0),
@@ -40,12 +40,12 @@ FUNCTIONS = {
     "product_int8": (4, 5, 0),
     "gradient_int8": (3, 4, 0),
 }
-# Of bf16 only where the processor has AVX512-BF16.
+# The bf16 versions exist only if the processor has AVX512-BF16.
 ATTENTION = {
     "attention": (6, 7, 1),
     "attention_back": (10, 7, 1),
 }
-# Numbers of a head that attention computes together.
+# The head dimension must be a multiple of this for attention().
 GRAINS = {
     torch.float32: 32,
     torch.bfloat16: BLOCK,
@@ -53,7 +53,7 @@ GRAINS = {
 
 
 def side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
-    """Return the tensor, or a copy, in which the heads of a token lie side by side."""
+    """Return x, copied if the heads of a token are not adjacent in memory."""
     _, _, H, D = x.shape
     is_apart = H > 1 and x.stride(2) != D
     if x.stride(3) != 1 or is_apart:
@@ -62,7 +62,10 @@ def side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
 
 
 def token_stride(x: Tensor) -> int:  # (B, T, H, D)
-    """Return how many numbers lie from token to token, once tokens are evenly spaced."""
+    """Return the distance in numbers between consecutive tokens.
+
+    If the tokens are not evenly spaced, it is the distance in a contiguous copy.
+    """
     x = side_by_side(x)
     B, T, H, D = x.shape
     if B > 1 and x.stride(0) != T * x.stride(1):
@@ -76,16 +79,16 @@ def token_stride(x: Tensor) -> int:  # (B, T, H, D)
 
 @functools.cache
 def training(folder: Path) -> "Training | None":
-    """Return the functions of training.cpp, compiled into `folder` unless they are there.
+    """Return the functions for training, compiling them into `folder` if they are missing.
 
-    None, and a line that says why, if they cannot be compiled.
+    Returns None and logs the reason if they cannot be compiled.
     """
     library = library_of(folder, TRAINING)
     return None if library is None else Training(library)
 
 
 class Training:
-    """The functions of a library compiled from training.cpp.
+    """Calls the functions of a library that was compiled from training.cpp.
 
     All tensors of a call are on the host and have one format, fp32 or bf16, unless stated
     otherwise.
@@ -125,7 +128,10 @@ class Training:
         x_grad_besides: Tensor | None,  # (..., C)
         epsilon: float,
     ) -> Tensor:  # (..., C)
-        """Return the gradient of x, from that of its RMS norm and what x gets besides."""
+        """Return the gradient of x, given the gradient of its RMS norm.
+
+        `x_grad_besides` is the gradient that x has from its other uses, which is added.
+        """
         x = x.contiguous()
         y_grad = y_grad.contiguous()
         x_grad_besides = _contiguous(x_grad_besides)
@@ -145,7 +151,10 @@ class Training:
         a: Tensor,  # ()
         b: Tensor,  # ()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (..., C), (..., C), (2,) fp32
-        """Return the gradients of x, x0, and both factors in a x + b x0."""
+        """Return the gradients of x, x0, and both factors in a x + b x0.
+
+        `x0_grad_besides` is the gradient that x0 has from its other uses, which is added.
+        """
         g = g.contiguous()
         x = x.contiguous()
         x0 = x0.contiguous()
@@ -162,14 +171,14 @@ class Training:
     def turn_back(
         self,
         y_grad: Tensor,  # (B, T, H, D)
-        x: Tensor,  # (B, T, H, D), tokens evenly spaced
+        x: Tensor,  # (B, T, H, D), with evenly spaced tokens
         cos: Tensor,  # (1 or B, T, 1, D / 2)
         sin: Tensor,
-        x_grad: Tensor,  # (B, T, H, D), tokens evenly spaced, written here
+        x_grad: Tensor,  # (B, T, H, D), with evenly spaced tokens, written here
         epsilon: float,
         sharpen: float,
     ) -> None:
-        """Write the gradient of x, from the gradient of kernels.turn() without a weight."""
+        """Write the gradient of x, given the gradient of kernels.turn() without a weight."""
         B, T, H, D = x.shape
         half = cos.size(-1)
         assert half * 2 == D
@@ -183,54 +192,57 @@ class Training:
 
     def squared_relu_back(
         self,
-        y_grad: Tensor,  # contiguous, as all three
+        y_grad: Tensor,  # all three tensors are contiguous
         y: Tensor,
         x_grad: Tensor,  # written here; may be `y_grad`
     ) -> None:
-        """Write the gradient of x, from y = relu(x)^2 and the gradient of y."""
+        """Write the gradient of x, given y = relu(x)^2 and the gradient of y."""
         self._call("squared_relu_back", y.dtype, (y_grad, y, x_grad), (y.numel(),))
 
     def gate(
         self,
         x: Tensor,  # (N, C) contiguous
         w: Tensor,  # (H, R) contiguous
-        value: Tensor,  # (N, H, D) contiguous
-        v: Tensor,  # (N, H, D), heads side by side, changed here
+        value_embedding: Tensor,  # (N, H, D) contiguous
+        v: Tensor,  # (N, H, D), heads adjacent in memory, changed here
     ) -> Tensor:  # (N, H) fp32
-        """Add 3 sigmoid(w x[:R]) value to v; returns the sigmoids."""
-        N, H, D = value.shape
+        """Add 3 sigmoid(w x[:R]) times a value embedding to v, and return the sigmoids."""
+        N, H, D = value_embedding.shape
         opened = x.new_empty((N, H), dtype=torch.float32)
         sizes = (N, x.size(1), v.stride(0), H, D, w.size(1))
-        self._call("gate", x.dtype, (x, w, value, v, opened), sizes)
+        self._call("gate", x.dtype, (x, w, value_embedding, v, opened), sizes)
         return opened
 
     def gate_back(
         self,
-        v_grad: Tensor,  # (N, H, D), heads side by side
+        v_grad: Tensor,  # (N, H, D), heads adjacent in memory
         x: Tensor,  # (N, C) contiguous
         w: Tensor,  # (H, R) contiguous
-        value: Tensor,  # (N, H, D) contiguous
+        value_embedding: Tensor,  # (N, H, D) contiguous
         opened: Tensor,  # (N, H) fp32
-        x_grad: Tensor,  # (N, C) contiguous; what x gets by the gates is added here
+        x_grad: Tensor,  # (N, C) contiguous, changed here
     ) -> tuple[Tensor, Tensor]:  # (N, H, D), (H, R) fp32
-        """Return the gradients of value and w."""
-        N, H, D = value.shape
+        """Return the gradients of the value embedding and of w.
+
+        The gradient of x through the gates is added to `x_grad`.
+        """
+        N, H, D = value_embedding.shape
         R = w.size(1)
-        value_grad = torch.empty_like(value)
+        embedding_grad = torch.empty_like(value_embedding)
         w_grad = w.new_empty(w.shape, dtype=torch.float32)
-        tensors = (v_grad, x, w, value, opened, value_grad, x_grad, w_grad)
+        tensors = (v_grad, x, w, value_embedding, opened, embedding_grad, x_grad, w_grad)
         sizes = (N, x.size(1), v_grad.stride(0), H, D, R)
         self._call("gate_back", x.dtype, tensors, sizes)
-        return value_grad, w_grad
+        return embedding_grad, w_grad
 
     def shift(
         self,
         k: Tensor,  # (B, T, H, D)
         back: bool,
     ) -> Tensor:
-        """Return k, with half of each head from the token before, as gpt.offset_keys().
+        """Return k with half of each head taken from the token before, as in gpt.offset_keys().
 
-        `back`: from the token after.
+        With `back`, that half comes from the token after, which is how gradients move.
         """
         B, T, H, D = k.shape
         assert D % 4 == 0
@@ -247,7 +259,7 @@ class Training:
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, T) fp32
         """Return x + smear_lambda sigmoid(w x[:R]) previous, and the sigmoids.
 
-        `previous` is x of the token before.
+        `previous` is the x of the token before.
         """
         B, T, C = x.shape
         x = x.contiguous()
@@ -266,7 +278,7 @@ class Training:
         smear_lambda: Tensor,  # ()
         opened: Tensor,  # (B, T) fp32
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (R + 1,) fp32
-        """Return the gradient of x; and those of w and, last, of `smear_lambda`."""
+        """Return the gradient of x, and the gradients of w and, last, of `smear_lambda`."""
         B, T, C = x.shape
         y_grad = y_grad.contiguous()
         x_grad = torch.empty_like(x)
@@ -281,8 +293,8 @@ class Training:
     ) -> Tensor:  # (number of tensors,) fp32
         """Return the sum of squares of each tensor."""
         sums = torch.empty(len(tensors), dtype=torch.float32)
-        for x, place in zip(tensors, sums.unbind(), strict=True):
-            self._call("square_sum", x.dtype, (x, place), (x.numel(),))
+        for x, total in zip(tensors, sums.unbind(), strict=True):
+            self._call("square_sum", x.dtype, (x, total), (x.numel(),))
         return sums
 
     # --- products in 8 bits ----------------------------------------------------------------------
@@ -292,9 +304,9 @@ class Training:
         weight: Tensor,  # (outputs, inputs) fp32, contiguous
         back: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return a matrix in integers of 8 bits for product_int8(), and a factor for each output.
+        """Return a matrix as 8-bit integers for product_int8(), and a factor for each output.
 
-        `back`: of the transposed matrix, which has as many outputs as the matrix has inputs.
+        With `back`, the matrix is transposed, so it has as many outputs as `weight` has inputs.
         """
         outputs, inputs = weight.shape
         if back:
@@ -308,11 +320,11 @@ class Training:
     def product_int8(
         self,
         x: Tensor,  # (N, inputs) bf16
-        packed: Tensor,  # from pack_int8(), as `factors`
-        factors: Tensor,
+        packed: Tensor,  # from pack_int8()
+        factors: Tensor,  # from pack_int8()
         squared: bool = False,
     ) -> Tensor:  # (N, outputs)
-        """Return the product of rows with a matrix, or its squared ReLU."""
+        """Return the product of rows with a packed matrix, or its squared ReLU."""
         x = x.contiguous()
         inputs, outputs = packed.shape
         N = len(x)
@@ -326,7 +338,7 @@ class Training:
         g: Tensor,  # (N, outputs) bf16, outputs a multiple of 32
         x: Tensor,  # (N, inputs) bf16, inputs a multiple of 32
     ) -> Tensor:  # (outputs, inputs) fp32
-        """Return the sum over N of the products of every channel of g with every channel of x."""
+        """Return the gradient of a matrix, which is g transposed times x, summed over tokens."""
         g = g.contiguous()
         x = x.contiguous()
         w_grad = torch.empty(g.size(1), x.size(1))
@@ -336,22 +348,22 @@ class Training:
     # --- attention -------------------------------------------------------------------------------
 
     def takes(self, q: Tensor) -> bool:  # (B, T, H, D)
-        """Return whether attention() computes with queries such as these."""
+        """Return whether attention() supports queries of this format and head dimension."""
         if ("attention", q.dtype) not in self._functions:
             return False
         return q.size(3) % GRAINS[q.dtype] == 0
 
     def attention(
         self,
-        q: Tensor,  # (B, T, H, D), D a multiple of GRAINS
+        q: Tensor,  # (B, T, H, D), for which takes() is True
         k: Tensor,  # (B, T, Hkv, D)
         v: Tensor,  # (B, T, Hkv, D)
         window: int,
         scale: float,
     ) -> tuple[Tensor, Tensor]:  # (B, T, H, D), (B, H, T) fp32
-        """Return causal attention to at most `window` keys before the own.
+        """Return causal attention, and the log-sum-exp of each query's scores in base 2.
 
-        Beside it, the logarithm of the sum of the exponentials of each query's scores, base 2.
+        A query sees its own key and at most `window` keys before it.
         """
         B, T, H, D = q.shape
         y = q.new_empty(q.shape)
@@ -363,17 +375,17 @@ class Training:
 
     def attention_back(
         self,
-        q: Tensor,  # (B, T, H, D), as all tensors of attention()
+        q: Tensor,  # q, k and v as passed to attention()
         k: Tensor,
         v: Tensor,
-        y: Tensor,
-        y_grad: Tensor,
-        log_sums: Tensor,
+        y: Tensor,  # from attention()
+        y_grad: Tensor,  # (B, T, H, D)
+        log_sums: Tensor,  # from attention()
         input_grads: Sequence[Tensor],  # of q, k and v, written here
         window: int,
         scale: float,
     ) -> None:
-        """Write the gradients of q, k and v."""
+        """Write the gradients of q, k and v, given attention()'s results and the gradient of y."""
         B, T, H, D = q.shape
         sizes = (B, T, H, k.size(2), D, min(window, T))
         strides = _strides(q, k, v, y, y_grad, *input_grads)
@@ -386,9 +398,9 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _strides(*tensors: Tensor) -> Tensor:  # (B, T, H, D) each -> (2 * tensors,)
-    """Return the strides from row to row and from token to token of each tensor.
+    """Return each tensor's strides from row to row and from token to token.
 
-    In each of them heads lie side by side.
+    The heads of a token must be adjacent in memory.
     """
     strides = []
     for x in tensors:

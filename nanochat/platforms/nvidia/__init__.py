@@ -1,10 +1,10 @@
-"""NVIDIA GPUs.
+"""Training and inference on NVIDIA GPUs.
 
-What it gives: attention with windows by the fastest library that is there, and products in FP8. To
-read, in this order:
+The package computes windowed attention with the fastest library that is installed, and training
+products in FP8. Its files, in reading order:
 
-platform.py     what the project asks of a device, answered for a GPU
-attention.py    which library attends, and for which head dimensions
-flash4.py       FlashAttention 4
-fp8.py          products in FP8
+platform.py     answers for a GPU what the project asks of a device
+attention.py    chooses the attention library, and the inputs for which it is used
+flash4.py       wraps FlashAttention 4 as operators of torch
+fp8.py          multiplies in FP8
 """

@@ -1,7 +1,8 @@
 """Sliding-window attention on GPUs.
 
-FlashAttention 4 or 3 computes it where a package has it, else the FlashAttention within torch.
-torch's scaled_dot_product_attention takes a window only as a mask, which its fast kernels refuse.
+It uses FlashAttention 4 or 3 if a package provides it, and otherwise the FlashAttention inside
+torch. torch's scaled_dot_product_attention takes a window only as a mask, which its fast kernels
+refuse.
 """
 
 import importlib
@@ -21,37 +22,37 @@ from nanochat.platforms.few_launches import square_sums
 from nanochat.platforms.muon import ForeachMuon
 from nanochat.platforms.operations import Operations
 
-HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 of the hub, for the package `kernels`
-# FlashAttention 4 then reads the kernels that it wrote before.
+HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 on the hub, for the package `kernels`
+# Makes FlashAttention 4 keep its compiled kernels and load them again.
 KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-# Where they are; by default a folder in /tmp that others could make first.
+# The folder for them. The default is a folder in /tmp, which another user could create first.
 KEPT_IN = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 FOUR = "flash_attn.cute"  # the module of FlashAttention 4
 THREE = "flash_attn_interface"  # the module of FlashAttention 3
-# The fastest first, by the generation: Hopper, Blackwell.
+# Modules for each generation (9 is Hopper, 10 is Blackwell), fastest first.
 PACKAGES = {
     9: (FOUR, THREE),
     10: (FOUR,),
 }
-Attention = Callable[..., Any]  # called as FlashAttention 3 is
+Attention = Callable[..., Any]  # has the signature of FlashAttention 3
 
 
 class NvidiaOperations(Operations):
-    """torch's own operators, and attention with windows by the fastest library that is there."""
+    """Torch's own operators, with windowed attention from the fastest library that is installed."""
 
     loss_chunk = 8192
     grain = 64
     muon_class = ForeachMuon
 
     def __init__(self, generation: int, plain: bool = False):
-        """Choose the attention of a GPU; `plain` asks for torch's own.
+        """Choose the attention for a GPU; with `plain`, it is torch's own.
 
-        `generation` is the first number of the compute capability. Raises UserError if
-        NANOCHAT_FLASH_KERNEL asks for a kernel of the hub that cannot be had.
+        `generation` is the major number of the compute capability. Raises UserError if the kernel
+        that NANOCHAT_FLASH_KERNEL names cannot be loaded from the hub.
         """
         super().__init__(stacks_matrices=not plain)
-        self.flash: Attention | None = None  # of a package
-        self.of_rows: Attention | None = None  # torch's, for rows of different lengths
+        self.flash: Attention | None = None  # from a package
+        self.of_rows: Attention | None = None  # torch's attention for rows of different lengths
         if plain or generation < 8:
             return
         hub_kernel = os.environ.get(HUB)
@@ -68,7 +69,7 @@ class NvidiaOperations(Operations):
             self.name = "torch's FlashAttention"
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-        """See Operations.square_sums."""
+        """Implement Operations.square_sums with one norm operator for all gradients."""
         return square_sums(gradients)
 
     def attend(
@@ -79,7 +80,10 @@ class NvidiaOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """See PlainAttention.attend."""
+        """Implement PlainAttention.attend with FlashAttention if it takes these tensors.
+
+        It takes 16-bit numbers and head dimensions that are multiples of 8.
+        """
         fits = q.element_size() == 2 and q.size(3) % 8 == 0
         hides_keys = window < k.size(1) - 1
         if self.flash is not None and fits:
@@ -92,7 +96,7 @@ class NvidiaOperations(Operations):
                 causal=True,
                 window_size=window_size,
             )
-            if isinstance(out, tuple):  # some versions return the sums of the softmax too
+            if isinstance(out, tuple):  # some versions also return the softmax sums
                 return out[0]
             return out
         if self.of_rows is not None and fits and hides_keys:
@@ -107,9 +111,9 @@ class NvidiaOperations(Operations):
         window: int,
         scale: float | None,
     ) -> Tensor:  # (B, T, H, D)
-        """Return attend() by torch's attention for rows of different lengths, which takes windows.
+        """Return attend(), computed with torch's attention for rows of different lengths.
 
-        Here all rows have one length.
+        That function takes windows. Here all rows have the same length.
         """
         assert self.of_rows is not None
         B, T, H, _ = q.shape
@@ -133,9 +137,9 @@ class NvidiaOperations(Operations):
 
 
 def windows_of_torch() -> Attention | None:
-    """Return torch's attention for rows of different lengths.
+    """Return torch's attention for rows of different lengths, or None if it takes no windows.
 
-    None for torch before 2.11, where it takes no windows.
+    It takes windows from torch 2.11 on.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -149,7 +153,7 @@ def _of_hub(name: str) -> Attention:
     try:
         kernel = importlib.import_module("kernels").get_kernel(name)
         return kernel.flash_attn_interface.flash_attn_func
-    except Exception as failure:  # the edge to a foreign library, which loads code from the network
+    except Exception as failure:  # a foreign library, which loads code from the network
         raise UserError(
             f"{HUB}={name} was asked for, but cannot be had: {str(failure) or repr(failure)}. Install the package "
             "kernels and let it reach the hub or its cache, or leave the variable out."
@@ -164,9 +168,9 @@ def _installed(module: str) -> bool:
 
 
 def _of_package(modules: Sequence[str]) -> tuple[Attention, str] | None:
-    """Return the attention of the first module that is installed and works, and its name.
+    """Return the attention function of the first module that is installed and works, and its name.
 
-    None if there is no such module.
+    Returns None if there is no such module.
     """
     for module in modules:
         try:
@@ -185,7 +189,7 @@ def _flash_attention_4() -> Attention:
     folder = host.use_compile_cache(base_dir()) / "flash_attention"
     os.environ.setdefault(KEEP, "1")
     os.environ.setdefault(KEPT_IN, str(folder))
-    # Every kernel that the package writes warns of an argument that is None in all of them.
+    # Each kernel that the package compiles warns about an argument that is always None.
     message = "Argument .* cannot be converted to a JitArgument"
     warnings.filterwarnings("ignore", message, UserWarning)
     from nanochat.platforms.nvidia.flash4 import flash_attn_func

@@ -1,7 +1,7 @@
-"""FlashAttention 4 (the package flash-attn-4) as operators of torch, for models that are compiled.
+"""FlashAttention 4 (the package flash-attn-4) as torch operators, for use in compiled models.
 
-The package writes its kernels when they are first called, which takes twenty seconds, and keeps
-them. Its own function is no operator: torch's compiler would look into it.
+The package compiles its kernels when they are first called, which takes twenty seconds, and keeps
+them. Its own function is not an operator, so torch's compiler would try to trace it.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ WHOLE = -1  # a window that hides nothing
 
 
 def _visible(window: int) -> Mapping[str, Any]:
-    """Return the package's words for which keys a query sees."""
+    """Return the package's keyword arguments for the keys that a query sees."""
     if window == WHOLE:
         return {"causal": True}
     return {"causal": True, "window_size_left": window, "window_size_right": 0}
@@ -29,7 +29,7 @@ def _forward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # (B, T, H, D), (B, H, T) fp32
-    """Return the attended values, and the log of the sum of each query's exponentials."""
+    """Return the attention output, and the log-sum-exp of each query's scores."""
     out, log_sums, *_ = _flash_attn_fwd(
         q,
         k,
@@ -65,7 +65,7 @@ def _backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to q, k and v, from the gradient of `out`."""
+    """Return the gradients of q, k and v, given the gradient of `out`."""
     q_grad, k_grad, v_grad, *_ = _flash_attn_bwd(
         q,
         k,
@@ -94,7 +94,7 @@ def _(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Both operators as one function with a gradient."""
+    """Combines both operators into a differentiable function."""
 
     @staticmethod
     def forward(
@@ -118,15 +118,15 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attn_func(
-    q: Tensor,  # (B, T, H, D) of 16 bits
+    q: Tensor,  # (B, T, H, D) with 16-bit numbers
     k: Tensor,  # (B, T, Hkv, D)
     v: Tensor,  # (B, T, Hkv, D)
-    softmax_scale: float | None,  # of the scores, default 1/sqrt(D)
-    causal: bool,  # only True is served
-    # Keys before and after a query's own; -1: all that causality leaves.
+    softmax_scale: float | None,  # multiplies the scores; default 1/sqrt(D)
+    causal: bool,  # must be True
+    # Keys that a query sees before and after its own; -1 means all that causality allows.
     window_size: tuple[int, int],
 ) -> Tensor:  # (B, T, H, D)
-    """Return causal attention, called as FlashAttention 3 is."""
+    """Return causal attention; takes the same arguments as FlashAttention 3."""
     assert causal
     scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
     window = window_size[0]

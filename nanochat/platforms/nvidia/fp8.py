@@ -1,6 +1,6 @@
-"""Products in FP8 for training: both factors are rounded to eight bits, each tensor with one scale.
+"""FP8 products for training, which round both factors to eight bits with one scale per tensor.
 
-Activations and weights keep three bits of fraction (e4m3); gradients keep two, and have a wider
+Activations and weights keep three bits of fraction (e4m3). Gradients keep two and have a wider
 range (e5m2), as in "FP8 formats for deep learning" (arXiv 2209.05433). Scales are computed in every
 pass, so nothing has to be saved.
 """
@@ -21,9 +21,9 @@ _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 GRAIN = 16  # both sides of a matrix, and the tokens of a row, must be multiples of this
 FINE = torch.float8_e4m3fn
 WIDE = torch.float8_e5m2
-LEAST = 1e-30  # what the largest number of a tensor of zeros counts as
-NORMED = ("c_q", "c_k", "c_v", "c_fc")  # the GPT's matrices that multiply what norm() gives
-PROJECTION = "mlp.c_proj"  # attention's is left out: it is too small to gain from eight bits
+LEAST = 1e-30  # replaces the largest number of a tensor of zeros
+NORMED = ("c_q", "c_k", "c_v", "c_fc")  # the GPT's matrices whose input is the output of norm()
+PROJECTION = "mlp.c_proj"  # not attention's, which is too small to gain from eight bits
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -32,9 +32,9 @@ PROJECTION = "mlp.c_proj"  # attention's is left out: it is too small to gain fr
 def rounded(
     x: Tensor,
     form: torch.dtype,  # FINE or WIDE
-    bound: float | None = None,  # that no number in x exceeds; None: the largest is looked for
-) -> tuple[Tensor, Tensor]:  # as x, and () fp32
-    """Return the numbers in eight bits, and the factor that gives them their size again."""
+    bound: float | None = None,  # no number in x exceeds this; None if it must be searched for
+) -> tuple[Tensor, Tensor]:  # the shape of x, and () fp32
+    """Return x divided by a factor and rounded to eight bits, and that factor."""
     if bound is None:
         largest = x.abs().amax().float()
     else:
@@ -45,21 +45,21 @@ def rounded(
 
 
 def _times(
-    a: Tensor,  # (M, K), in rows
+    a: Tensor,  # (M, K), stored by rows
     a_factor: Tensor,
-    b: Tensor,  # (K, N), which the GPU reads in columns
+    b: Tensor,  # (K, N), which the GPU reads by columns
     b_factor: Tensor,
     dtype: torch.dtype,  # of the product
     fast: bool = False,  # sum in fewer bits
 ) -> Tensor:  # (M, N)
-    """Return the product of two matrices in eight bits."""
+    """Return the product of two 8-bit matrices."""
     if b.stride(0) != 1:
         b = b.t().contiguous().t()
     return _scaled_mm(a, b, a_factor, b_factor, out_dtype=dtype, use_fast_accum=fast)
 
 
 class _Product(torch.autograd.Function):
-    """x times the transposed weight, and both gradients, each of which is a product in FP8 too."""
+    """Multiplies x with a transposed weight in FP8, and computes both gradients in FP8 too."""
 
     @staticmethod
     def forward(
@@ -88,11 +88,11 @@ class _Product(torch.autograd.Function):
 def product(
     x: Tensor,  # (..., K)
     weight: Tensor,  # (N, K)
-    bound: float | None = None,  # that no number in x exceeds, if one is known: saves a pass over x
+    bound: float | None = None,  # no number in x exceeds this; if known, it saves a pass over x
 ) -> Tensor:  # (..., N)
-    """Return x times the transposed weight.
+    """Return x times the transposed weight, in FP8 if gradients are enabled.
 
-    Passes without gradients, such as validations, never use 8 bits.
+    Passes without gradients, such as validation, never use 8 bits.
     """
     if not torch.is_grad_enabled():
         return F.linear(x, weight.to(x.dtype))
@@ -102,9 +102,10 @@ def product(
 
 
 def normed(channels: int) -> Multiply:
-    """Return product() for what norm() gives.
+    """Return product() with a known bound for inputs that norm() has normalized.
 
-    The mean square of a token's channels is 1, so none exceeds the root of their number.
+    The mean square of a token's channels is 1, so no channel exceeds the square root of their
+    number.
     """
     return partial(product, bound=channels**0.5)
 
@@ -113,16 +114,16 @@ def normed(channels: int) -> Multiply:
 
 
 def use(model: Model) -> None:
-    """Let the large matrices inside a GPT's layers multiply in FP8 in training.
+    """Make the large matrices in a GPT's layers multiply in FP8 during training.
 
-    Raises UserError for other models, and for sizes that the GPU does not take.
+    Raises UserError (code 2) if the model is not a GPT, or if its sizes are not multiples of 16.
     """
     matrices = matrices_named(model, (*NORMED, PROJECTION))
     if not matrices:
         raise UserError(
             "only a GPT trains in FP8, got another family: leave --matmul out", exit_code=2
         )
-    tokens = model.config.sequence_len  # over which the gradients of weights sum
+    tokens = model.config.sequence_len  # the gradients of weights are sums over tokens
     if tokens % GRAIN:
         raise UserError(
             f"FP8 needs rows of a multiple of {GRAIN} tokens, got {tokens}: choose another --max_seq_len, "

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: their peaks by name, and messages for a GPU that cannot be opened or is in use."""
+"""NVIDIA GPUs: their peaks and formats, their attention, and messages about unusable GPUs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.attention import NvidiaOperations
 from nanochat.platforms.operations import KernelChoice, Operations
 
-# Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
+# Dense tensor-core peaks for bf16/fp16 in TFLOP/s from data sheets, keyed by a part of the device's
+# name.
 PEAKS = {
     "H200": 989,
     "H100 PCIe": 756,
@@ -41,7 +42,7 @@ FP8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply in 
 
 
 def peak_tflops(name: str) -> float | None:
-    """Return the peak of a GPU by its full name; None for an unknown GPU."""
+    """Return the peak TFLOP/s of a GPU with this full name, or None for an unknown GPU."""
     for short_name, tflops in PEAKS.items():
         if short_name in name:
             return tflops
@@ -58,7 +59,7 @@ class NvidiaChip:
 
     @property
     def tflops(self) -> float:
-        """The dense bf16 peak."""
+        """The dense bf16 peak in TFLOP/s."""
         return PEAKS[self.name]
 
 
@@ -66,18 +67,18 @@ CHIPS = (NvidiaChip("A100", 80), NvidiaChip("H100", 80), NvidiaChip("H200", 141)
 
 
 class Nvidia(Platform):
-    """A GPU under CUDA."""
+    """An NVIDIA GPU, driven through CUDA."""
 
     name = "cuda"
     backend = "nccl"
     replays_replies = True  # 7 times as fast for one reply, and 4 for 128 (dev/LOG.md)
 
     def unavailable(self) -> str:
-        """Return why no GPU can be used; "" if one can."""
+        """Return why no GPU can be used, or "" if one can."""
         return "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """Return the format that the GPU's generation multiplies fast, and the generation."""
+        """Return the number format that suits the GPU, and its compute capability as the reason."""
         major, minor = torch.cuda.get_device_capability()
         capability = f"compute capability {major}.{minor}"
         if major >= 8:
@@ -87,13 +88,13 @@ class Nvidia(Platform):
         return torch.float32, capability
 
     def use_fp8(self, model: Model) -> None:
-        """See Platform.use_fp8."""
+        """Make a model's large matrices multiply in FP8 during training, as in Platform.use_fp8."""
         if torch.cuda.get_device_capability() < FP8_SINCE:
             super().use_fp8(model)
         fp8.use(model)
 
     def cannot_open(self, failure: str) -> str:
-        """Return why the GPU could not be opened, and what may help."""
+        """Return a message that says why the GPU could not be opened, and what may help."""
         first = (failure.splitlines() or ["no reason given"])[0]
         return (
             f"GPU {self.index} cannot be opened: {first}. Another process may hold it alone, or all of its memory: "
@@ -101,7 +102,7 @@ class Nvidia(Platform):
         )
 
     def in_use(self, free: int, total: int) -> str:
-        """Return a warning if less than 80 % of the GPU's memory is free."""
+        """Return a warning if less than 80 % of the GPU's memory is free, or "" otherwise."""
         if free >= 0.8 * total:
             return ""
         return (
@@ -110,9 +111,10 @@ class Nvidia(Platform):
         )
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return the fastest attention with windows that this host has.
+        """Return operations with the fastest windowed attention that is installed.
 
-        torch's own where plain was asked for.
+        The attention is torch's own if plain kernels were requested. Raises UserError if fused
+        kernels were.
         """
         self.refuse_fused(choice)
         generation, _ = torch.cuda.get_device_capability()
@@ -129,9 +131,9 @@ class Nvidia(Platform):
         call: torch.nn.Module,
         samples: tuple[torch.Tensor, ...],
     ) -> Callable[..., Any]:
-        """See Platform.graphed."""
-        # torch waits for the stream on which the passes before the capture made gradients, and need
-        # not say so.
+        """Implement Platform.graphed without a warning that does not apply to captured passes."""
+        # torch warns that it waits for the stream of the gradients computed before the capture,
+        # which is expected here.
         name = "set_warn_on_accumulate_grad_stream_mismatch"
         set_warning = getattr(torch.autograd.graph, name, None)
         if set_warning is not None:
@@ -139,7 +141,7 @@ class Nvidia(Platform):
         return super().graphed(call, samples)
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """Return the data sheet's dense bf16 peak of a known GPU."""
+        """Return a known GPU's dense bf16 peak FLOP/s and its source, or None for other GPUs."""
         name = torch.cuda.get_device_name(self.index)
         tflops = peak_tflops(name)
         if tflops is None:
@@ -147,15 +149,12 @@ class Nvidia(Platform):
         return tflops * 1e12, f"{name}, data sheet, bf16 dense"
 
     def chips(self) -> Sequence[Chip]:
-        """Return the kinds whose memory and links the planner knows."""
+        """Return the kinds of GPUs whose memory and links the planner knows."""
         return CHIPS
 
     @property
     def chip(self) -> Chip | None:
-        """The GPU by its name, with the memory that this one has.
-
-        None for kinds that the planner does not know.
-        """
+        """The kind of this GPU, with its actual memory, or None if the planner does not know it."""
         name = torch.cuda.get_device_name(self.index)
         tflops = peak_tflops(name)
         for chip in CHIPS:

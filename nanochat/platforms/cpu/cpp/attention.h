@@ -1,9 +1,9 @@
-// Causal attention for training, forward and backward, in bf16 by AMX or AVX512-BF16.
+// Causal attention for training in bf16, forward and backward, with AMX or AVX512-BF16.
 //
-// A block of 64 queries meets 64 keys at a time. Scores are computed transposed, keys by queries: then the largest score
-// and the sum of a query are found number by number in vectors, and the weights serve as a factor of every product that
-// follows, in rows or in pairs of rows, without being transposed. What a query gains, channels by queries, is transposed
-// once, at the end. Tokens after the last are zeros, so that all blocks are whole.
+// Queries and keys are processed in blocks of 64. Scores are computed transposed, keys by queries, for two reasons:
+// vector operations find the largest score and the sum of each query, and the weights are a factor of every later
+// product, in rows or in pairs of rows, without being transposed. The results, channels by queries, are transposed
+// once, at the end. Tokens after the last are zeros, so that all blocks are complete.
 #pragma once
 
 #include <immintrin.h>
@@ -14,14 +14,14 @@
 
 namespace {
 
-// Two rows of 16 numbers, side by side: first[0], second[0], first[1], ...
+// Interleaves two rows of 16 numbers: first[0], second[0], first[1], ...
 inline __m512i interleaved(__m512i both) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, both);
 }
 
-// Interleaves pairs of tokens of a head: [D / 64][padded / 2][64][2]; zeros after the last token.
+// Interleaves pairs of tokens of a head as [D / 64][padded / 2][64][2], with zeros after the last token.
 void pack_tokens(const bf16 *x, int64_t token, int64_t count, int64_t padded, int64_t size, bf16 *to) {
     for (int64_t part = 0; part < size; part += SIDE, to += padded * SIDE)
         for (int64_t t = 0; t < padded; t += 2)
@@ -34,7 +34,7 @@ void pack_tokens(const bf16 *x, int64_t token, int64_t count, int64_t padded, in
             }
 }
 
-// Transposes 16 rows of 16 numbers of 32 bits.
+// Transposes 16 rows of 16 32-bit numbers.
 inline void transpose(__m512i rows[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -57,13 +57,13 @@ inline void transpose(__m512i rows[16]) {
     }
 }
 
-// Copies the tokens of a head: [padded][D]; zeros after the last token.
+// Copies the tokens of a head as [padded][D], with zeros after the last token.
 void gather(const bf16 *x, int64_t token, int64_t count, int64_t padded, int64_t size, bf16 *to) {
     for (int64_t t = 0; t < count; t++) std::memcpy(to + t * size, x + t * token, size * sizeof(bf16));
     std::memset(to + count * size, 0, (padded - count) * size * sizeof(bf16));
 }
 
-// Interleaves pairs of channels of 64 tokens: [D / 2][64][2]; zeros after the last token.
+// Interleaves pairs of channels of 64 tokens as [D / 2][64][2], with zeros after the last token.
 void pack_channels(const bf16 *x, int64_t token, int64_t count, int64_t size, bf16 *to) {
     for (int64_t first = 0; first < SIDE; first += 16)
         for (int64_t channel = 0; channel < size; channel += 32) {
@@ -76,7 +76,7 @@ void pack_channels(const bf16 *x, int64_t token, int64_t count, int64_t size, bf
         }
 }
 
-// Transposes what pack_tokens() made: [D][padded], with `row` numbers from one channel to the next.
+// Transposes the result of pack_tokens() to [D][padded], with `row` numbers from one channel to the next.
 void turn_tokens(const bf16 *packed, int64_t padded, int64_t size, bf16 *to, int64_t row) {
     for (int64_t channel = 0; channel < size; channel += 16)
         for (int64_t t = 0; t < padded; t += 32) {
@@ -88,7 +88,7 @@ void turn_tokens(const bf16 *packed, int64_t padded, int64_t size, bf16 *to, int
         }
 }
 
-// Writes sums [D][64] of a block's queries to a head, each query multiplied with its factor.
+// Writes the sums [D][64] of a block of queries to a head, and multiplies each query by its factor.
 void give_turned(const float *sums, const float *factors, int64_t count, int64_t size, bf16 *to, int64_t token) {
     for (int64_t first = 0; first < count; first += 16)
         for (int64_t channel = 0; channel < size; channel += 16) {
@@ -102,16 +102,16 @@ void give_turned(const float *sums, const float *factors, int64_t count, int64_t
         }
 }
 
-// The queries of a block that are seen, as bits.
+// Returns a range of queries in a block as a bit mask.
 inline uint64_t bits(Range seen) {
     const int64_t count = seen.to - seen.from;
     if (count == 0) return 0;
     return (count == 64 ? ~uint64_t(0) : (uint64_t(1) << count) - 1) << seen.from;
 }
 
-// Turns scores [keys][64] of the queries from `first` on into weights, interleaved [keys / 2][64][2]: each exponential
-// relative to its query's largest. The number of keys is even. Gives the sums, and in `logs` the logarithm of each
-// query's sum, base 2.
+// Converts scores [keys][64] of the queries from `first` on into unnormalized weights, exp(scale (score - largest score
+// of the query)), interleaved as [keys / 2][64][2]. The number of keys is even. Also writes the sum of each query's
+// weights, and to `logs` the base-2 log-sum-exp of its scaled scores.
 void weigh(const float *scores, bf16 *weights, int64_t low, int64_t keys, int64_t first, int64_t count,
            const Shape &shape, float *sums, float *logs) {
     const __m512 factor = _mm512_set1_ps(shape.scale * LOG2E);
@@ -145,7 +145,7 @@ void weigh(const float *scores, bf16 *weights, int64_t low, int64_t keys, int64_
     for (int64_t i = 0; i < count; i++) logs[i] += std::log2(sums[i]);
 }
 
-// y, and `logs` (B, H, T): base 2, of the sums of the exponentials of each query.
+// Computes y, and in `logs` (B, H, T) the base-2 log-sum-exp of each query's scaled scores.
 void attention(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v, const Heads<bf16> &y, float *logs,
                const Shape &shape, int64_t threads) {
     parts(shape.rows * shape.heads, shape.work(), threads, [&](int64_t begin, int64_t end) {
@@ -157,7 +157,7 @@ void attention(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v,
         const Tiles tiles;
         for (int64_t pair = begin; pair < end; pair++) {
             const int64_t b = pair / shape.heads, head = pair % shape.heads, kv = head / group;
-            if (pair == begin || head % group == 0) {  // heads of a group share keys and values
+            if (pair == begin || head % group == 0) {  // the heads of a group share keys and values
                 pack_tokens(v.at(b, 0, kv, D), v.token, T, padded, D, keys.data());
                 turn_tokens(keys.data(), padded, D, values.data(), row);
                 gather(k.at(b, 0, kv, D), k.token, T, padded, D, keys.data());
@@ -177,8 +177,8 @@ void attention(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v,
     });
 }
 
-// What a block of queries and a block of keys make of their scores and of the gradients of the weights, [keys][64] each:
-// weights and gradients of scores, [keys][64], and the latter interleaved too.
+// Holds the scores and the gradients of the weights for a block of queries and a block of keys, [keys][64] each. fill()
+// computes from them the weights and the gradients of the scores, [keys][64], and the latter also interleaved.
 struct Slopes {
     float scores[SIDE * SIDE], by_weight[SIDE * SIDE];
     bf16 weights[SIDE * SIDE], slopes[SIDE * SIDE], pairs[SIDE * SIDE];
@@ -211,7 +211,7 @@ struct Slopes {
     }
 };
 
-// The gradients of q, k and v from that of y. The weights are computed again.
+// Computes the gradients of q, k and v from the gradient of y. The weights are recomputed.
 void attention_back(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v, const Heads<bf16> &y,
                     const Heads<bf16> &g, const float *logs, const Heads<bf16> &dq, const Heads<bf16> &dk,
                     const Heads<bf16> &dv, const Shape &shape, int64_t threads) {
@@ -249,7 +249,7 @@ void attention_back(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16
                     std::fill(q_sums.begin(), q_sums.end(), 0.0f);
                     const int64_t start = std::max<int64_t>(first - shape.window, 0) / SIDE * SIDE;
                     for (int64_t low = start; low <= first; low += SIDE) {
-                        const bool own_keys = low == first;  // which queries before them do not see
+                        const bool own_keys = low == first;  // a query does not see the keys after its own
                         product<false>(SIDE, D, &keys[low * D], D, queries.data(), made.scores, SIDE);
                         product<false>(SIDE, D, &values[low * D], D, grads.data(), made.by_weight, SIDE);
                         made.fill(low, first, count, shape, log, along);

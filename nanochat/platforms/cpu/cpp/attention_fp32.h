@@ -1,14 +1,14 @@
-// Causal attention for training in fp32, forward and backward, and what attention.h shares with it.
+// Causal attention for training in fp32, forward and backward, and code that attention.h uses too.
 //
-// As in attention.h, a block of 64 queries meets its keys in scores that are laid out keys by queries. Vectors are the
-// compiler's own type, of as many numbers as the processor's registers hold, so that one source serves all of them.
+// As in attention.h, the scores of a block of 64 queries are stored keys by queries. Vectors are the compiler's own
+// type and have the size of the processor's registers, so one source serves all processors.
 #pragma once
 
 #include "common.h"
 
 namespace {
 
-constexpr int64_t SIDE = 64;  // queries of a block, and keys of a block
+constexpr int64_t SIDE = 64;  // queries in a block, and keys in a block
 constexpr float LOG2E = 1.44269504f;
 
 struct Range {
@@ -16,7 +16,8 @@ struct Range {
     bool holds(int64_t all) const { return from == 0 && to == all; }
 };
 
-// Where the heads of a tensor (B, T, H, D) lie: `row` numbers apart for B, `token` for T; the heads are side by side.
+// A tensor (B, T, H, D) whose rows are `row` numbers apart and whose tokens are `token` numbers apart. The heads of a
+// token are adjacent.
 template <class T> struct Heads {
     T *x;
     int64_t row, token;
@@ -29,7 +30,8 @@ struct Shape {
     int64_t padded() const { return (tokens + SIDE - 1) / SIDE * SIDE; }
     int64_t work() const { return rows * heads * tokens * std::min(tokens, window); }
 
-    // Of the queries from `first` on, of which `count` exist, those that see key `key`: itself and `window` before.
+    // Returns which of the `count` queries from `first` on see key `key`. A query sees its own key and `window` before
+    // it.
     Range seen_by(int64_t key, int64_t first, int64_t count) const {
         const int64_t from = std::max<int64_t>(key - first, 0), to = std::min(key - first + window + 1, count);
         return {from, std::max(from, to)};
@@ -37,13 +39,13 @@ struct Shape {
 };
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, TALL = 12;  // numbers of a vector, and rows of two vectors that the registers hold
+constexpr int LANES = 16, TALL = 12;  // numbers in a vector, and rows of two vectors that fit in the registers
 #elif defined(__AVX2__)
 constexpr int LANES = 8, TALL = 6;
 #else
 constexpr int LANES = 4, TALL = 6;
 #endif
-constexpr int64_t WIDE = 2 * LANES;  // columns of a product that are computed together
+constexpr int64_t WIDE = 2 * LANES;  // columns of a product computed together
 constexpr int VECTORS = SIDE / LANES;
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
@@ -57,7 +59,7 @@ inline Lanes lanes(const float *x) {
 
 inline void put(float *y, Lanes x) { std::memcpy(y, &x, sizeof(x)); }
 
-// x where a column is seen, else `other`; `column` is the first lane's.
+// Returns x in lanes whose column is seen, and `other` in the rest. `column` is the column of the first lane.
 inline Lanes where(Range seen, int column, Lanes x, float other) {
     Whole place;
     for (int i = 0; i < LANES; i++) place[i] = column + i;
@@ -66,17 +68,18 @@ inline Lanes where(Range seen, int column, Lanes x, float other) {
 
 inline Lanes larger(Lanes x, Lanes y) { return x > y ? x : y; }
 
-// 2^x to within 3e-7 of its value, for x below a half; 2^-126 for smaller x.
+// Returns 2^x for x below 0.5, with a relative error below 3e-7. Below -126 it returns 2^-126.
 inline Lanes power_of_two_below(Lanes x) {
-    x = x < -126.0f ? Lanes{} - 126.0f : x;  // which keeps what is no number
-    const Whole whole = __builtin_convertvector(x - 0.5f, Whole);  // to the nearest, since it cuts towards zero
+    x = x < -126.0f ? Lanes{} - 126.0f : x;  // keeps NaN
+    const Whole whole = __builtin_convertvector(x - 0.5f, Whole);  // to nearest, as the conversion truncates
     const Lanes r = x - __builtin_convertvector(whole, Lanes);
     Lanes y = Lanes{} + 1.5353362e-4f;
     for (float c : {1.3398874e-3f, 9.6184373e-3f, 5.5503324e-2f, 2.4022648e-1f, 6.9314720e-1f, 1.0f}) y = y * r + c;
     return y * (Lanes)((whole + 127) << 23);
 }
 
-// ROWS rows of c, WIDE columns each, become or gain a times b. Number p of row i of a lies at a + i * row + p * step.
+// Sets ROWS rows and WIDE columns of c to a times b, or adds the product to them. Number p of row i of a is at
+// a + i * row + p * step.
 template <int ROWS, bool ADD>
 void few_rows(const float *a, int64_t row, int64_t step, const float *b, int64_t b_row, float *c, int64_t c_row,
               int64_t count) {
@@ -105,8 +108,8 @@ void at_most(int64_t rows, const float *a, int64_t row, int64_t step, const floa
     }
 }
 
-// c (rows, columns) becomes or gains a times b. needed(i) says which rows of b rows i to i + TALL - 1 of a need: the
-// rest of these rows of a is zero.
+// Sets c (rows, columns) to a times b, or adds the product to c. needed(i) returns the range of rows of b that rows i
+// to i + TALL - 1 of a need, because these rows of a are zero elsewhere.
 template <bool ADD, class Needed>
 void product(int64_t rows, int64_t columns, const float *a, int64_t row, int64_t step, const float *b, int64_t b_row,
              float *c, int64_t c_row, Needed needed) {
@@ -118,24 +121,25 @@ void product(int64_t rows, int64_t columns, const float *a, int64_t row, int64_t
         }
 }
 
-// `count` tokens of a head, one after the other.
+// Copies `count` tokens of a head, so that they are contiguous.
 void gather(const float *x, int64_t token, int64_t count, int64_t size, float *to) {
     for (int64_t t = 0; t < count; t++) std::memcpy(to + t * size, x + t * token, size * sizeof(float));
 }
 
-// The reverse of gather().
+// Copies contiguous tokens back to a head, as the reverse of gather().
 void spread(const float *x, int64_t count, int64_t size, float *to, int64_t token) {
     for (int64_t t = 0; t < count; t++) std::memcpy(to + t * token, x + t * size, size * sizeof(float));
 }
 
-// What gather() gives, channel by channel: (size, 64), with zeros after the last token.
+// Copies tokens of a head channel by channel: (size, 64), with zeros after the last token.
 void gather_channels(const float *x, int64_t token, int64_t count, int64_t size, float *to) {
     for (int64_t i = 0; i < size; i++)
         for (int64_t t = 0; t < SIDE; t++) to[i * SIDE + t] = t < count ? x[t * token + i] : 0;
 }
 
-// Turns scores (keys, 64) of the queries from `first` on into weights: each exponential relative to its query's largest.
-// Gives the sums, and in `logs` the logarithm of each query's sum, base 2.
+// Converts scores (keys, 64) of the queries from `first` on into unnormalized weights, exp(scale (score - largest score
+// of the query)). Also writes the sum of each query's weights, and to `logs` the base-2 log-sum-exp of its scaled
+// scores.
 void weigh(float *scores, int64_t low, int64_t keys, int64_t first, int64_t count, const Shape &shape, float *sums,
            float *logs) {
     const float factor = shape.scale * LOG2E;
@@ -165,7 +169,7 @@ void weigh(float *scores, int64_t low, int64_t keys, int64_t first, int64_t coun
     for (int64_t i = 0; i < count; i++) logs[i] += std::log2(sums[i]);
 }
 
-// y, and `logs` (B, H, T): base 2, of the sums of the exponentials of each query.
+// Computes y, and in `logs` (B, H, T) the base-2 log-sum-exp of each query's scaled scores.
 void attention(const Heads<float> &q, const Heads<float> &k, const Heads<float> &v, const Heads<float> &y, float *logs,
                const Shape &shape, int64_t threads) {
     parts(shape.rows * shape.heads, shape.work(), threads, [&](int64_t begin, int64_t end) {
@@ -193,8 +197,8 @@ void attention(const Heads<float> &q, const Heads<float> &k, const Heads<float> 
     });
 }
 
-// What a block of queries and a block of keys make of their scores and of the gradients of the weights, (keys, 64) each:
-// weights, and gradients of scores.
+// For a block of queries and a block of keys, converts scores into weights, and gradients of the weights into gradients
+// of the scores, (keys, 64) each.
 void slopes(float *scores, float *by_weight, int64_t low, int64_t keys, int64_t first, int64_t count,
             const Shape &shape, const float *logs, const float *along) {
     for (int64_t t = 0; t < keys; t++) {
@@ -209,7 +213,7 @@ void slopes(float *scores, float *by_weight, int64_t low, int64_t keys, int64_t 
     }
 }
 
-// The gradients of q, k and v from that of y. The weights are computed again.
+// Computes the gradients of q, k and v from the gradient of y. The weights are recomputed.
 void attention_back(const Heads<float> &q, const Heads<float> &k, const Heads<float> &v, const Heads<float> &y,
                     const Heads<float> &g, const float *logs, const Heads<float> &dq, const Heads<float> &dk,
                     const Heads<float> &dv, const Shape &shape, int64_t threads) {

@@ -1,4 +1,4 @@
-// What all kernels use: number formats, the exponential, and threads.
+// Code that all kernels share: number formats, the exponential function, and threads.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ inline void narrow(float x, bf16 &y) {  // to the nearest, ties to even
     y.bits = uint16_t(x != x ? 0x7fc0 : rounded);
 }
 
-// exp(x) to within 2e-7 of its value; std::exp would be called number by number.
+// Returns exp(x) with a relative error below 2e-7. Unlike std::exp, it can be vectorized.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     float whole = std::floor(x * 1.44269504f + 0.5f);
@@ -59,7 +59,7 @@ inline __m512 sixteen(const bf16 *x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-// 2^x to within 3e-7 of its value.
+// Returns 2^x with a relative error below 3e-7.
 inline __m512 power_of_two(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, whole);
@@ -76,7 +76,7 @@ inline void store(float *y, __m512 x) { _mm512_storeu_ps(y, x); }
 inline void store(bf16 *y, __m512 x) { _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(x)); }
 #endif
 
-// y = factor x.
+// Writes factor x to y.
 template <class T> inline void scaled(const float *x, float factor, T *y, int64_t count) {
     int64_t i = 0;
 #ifdef __AVX512BF16__
@@ -85,8 +85,8 @@ template <class T> inline void scaled(const float *x, float factor, T *y, int64_
     for (; i < count; i++) narrow(x[i] * factor, y[i]);
 }
 
-// The threads of torch's own operators, which wait between two of them; where torch uses OpenMP, it has loaded it for all.
-// Threads of our own would compete with those that wait awake.
+// The OpenMP threads of torch's own operators, which exist if torch has loaded GNU's OpenMP for the process. Threads of
+// our own would compete with these, which spin between two operators.
 struct Team {
     template <class Function> static Function found(const char *name) { return (Function)dlsym(RTLD_DEFAULT, name); }
 
@@ -99,7 +99,8 @@ struct Team {
 
 inline const Team team;
 
-// Calls work(first, last) for parts of the rows, on at most `threads` threads. A thread is worth waking for PART numbers.
+// Calls work(first, last) for parts of the rows, on at most `threads` threads. Waking a thread pays off for PART
+// numbers.
 template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads, Work work) {
     constexpr int64_t PART = 1 << 17, MOST = 16;
     const int64_t count = std::min({threads, rows, numbers / PART, MOST});
@@ -110,7 +111,7 @@ template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads,
             decltype(part) &one;
             int64_t count;
         } call{part, count};
-        auto share = [](void *given) {  // the team may be smaller than asked for
+        auto share = [](void *given) {  // the team may be smaller than requested
             const Call &call = *(const Call *)given;
             for (int64_t i = team.number(); i < call.count; i += team.size()) call.one(i);
         };
@@ -122,8 +123,8 @@ template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads,
     for (auto &other : others) other.join();
 }
 
-// Rows whose norms are found before the first of them is used: the roots and quotients of a group take little time
-// together, and each of them alone would be waited for.
+// The number of rows whose norms are computed before the first is used. The roots and quotients of a group overlap,
+// while a single one would have to be waited for.
 constexpr int64_t GROUP = 16;
 
 template <class T> inline float squares(const T *x, int64_t count) {
@@ -132,14 +133,14 @@ template <class T> inline float squares(const T *x, int64_t count) {
     return sum;
 }
 
-// Turns sums of squares of rows into the factors of their RMS norm.
+// Converts the sums of squares of rows into the factors of their RMS norms, in place.
 inline void inverse_roots(float *sums, int64_t count, int64_t channels, float epsilon) {
     for (int64_t i = 0; i < count; i++) sums[i] = 1.0f / std::sqrt(sums[i] / float(channels) + epsilon);
 }
 
-// The largest number.
+// Returns the largest number.
 template <class T> inline float largest(const T *x, int64_t count) {
-    constexpr int64_t LANES = 64;  // found side by side, since a compiler may not reorder comparisons
+    constexpr int64_t LANES = 64;  // separate maxima, because a compiler may not reorder comparisons
     float lanes[LANES], most = -INFINITY;
     for (float &lane : lanes) lane = -INFINITY;
     int64_t i = 0;

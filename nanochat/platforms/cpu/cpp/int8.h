@@ -1,9 +1,9 @@
-// Products in integers of 8 bits, for training: activations of bf16 with matrices of fp32, and the gradients of these
-// matrices. AVX512-VNNI makes them twice as fast as products of bf16; plain C++ gives the same numbers elsewhere.
+// Products in 8-bit integers for training: bf16 activations times fp32 matrices, and the gradients of these matrices.
+// With AVX512-VNNI they are twice as fast as bf16 products. On other processors, plain C++ gives the same numbers.
 //
-// What is multiplied together has a factor that makes the largest number 127: each row of activations, each output of a
-// matrix and, in gradients, each channel of TOKENS tokens. Sums of integers are exact, so a row of a product depends on
-// its own row of activations alone. Where a number is not finite, the results that it has a part in are NaN.
+// Numbers that are rounded together share a factor that makes the largest of them 127: each row of activations, each
+// output of a matrix and, in gradients, each channel of TOKENS tokens. Sums of integers are exact, so a row of a
+// product depends only on its own row of activations. If a number is not finite, all results that depend on it are NaN.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,8 @@
 namespace {
 namespace int8 {
 
-constexpr int64_t OUTPUTS = 32;  // channels that lie together, four numbers of each channel side by side
-constexpr int64_t TOGETHER = 12;  // rows that are multiplied with them together: as many as the registers hold
+constexpr int64_t OUTPUTS = 32;  // channels that are stored together, in groups of four numbers of each channel
+constexpr int64_t TOGETHER = 12;  // rows that are multiplied with them together, as many as fit in the registers
 constexpr int64_t LANES = 16;
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
@@ -31,14 +31,14 @@ template <class V> inline V vector_at(const void *x) {
 inline floats lanes(const float *x) { return vector_at<floats>(x); }
 inline floats lanes(const bf16 *x) { return (floats)(__builtin_convertvector(vector_at<shorts>(x), ints) << 16); }
 
-inline ints magnitudes(floats x) { return (ints)x & 0x7fffffff; }  // in the order of sizes, NaN above all others
+inline ints magnitudes(floats x) { return (ints)x & 0x7fffffff; }  // ordered by magnitude, with NaN above all others
 inline ints larger(ints a, ints b) { return a > b ? a : b; }
 
-// The nearest integers of numbers below 2^22, ties to even: what a sum with 1.5 * 2^23 rounds to.
+// Rounds numbers below 2^22 to the nearest integers, ties to even, by adding 1.5 * 2^23.
 inline ints nearest(floats x) { return (ints)(x + 12582912.0f) - 0x4b400000; }
 
-// What makes a number of the largest magnitude 127, and what undoes that: 0 where all numbers are zero, and 0 and NaN
-// where one is not finite.
+// The factor `up` scales the largest magnitude to 127, and `down` reverses it. Both are 0 if all numbers are zero. If a
+// number is not finite, `up` is 0 and `down` is NaN.
 struct Factor {
     float up, down;
 
@@ -49,10 +49,10 @@ struct Factor {
     }
 };
 
-// `x` times `up`, or zeros for factors of 0, whatever x is.
+// Returns x times `up` as integers, with zeros for factors of 0 even if x is not finite.
 inline ints integers(floats x, floats up) { return up > 0.0f ? nearest(x * up) : ints{}; }
 
-// Turns a row into integers. Returns what they are to be multiplied with.
+// Converts a row to integers, and returns the factor that restores its scale.
 inline float row_of(const bf16 *x, int8_t *y, int64_t count, int32_t &total) {
     ints most{}, sums{};
     for (int64_t i = 0; i < count; i += LANES) most = larger(most, magnitudes(lanes(x + i)));
@@ -70,8 +70,9 @@ inline float row_of(const bf16 *x, int8_t *y, int64_t count, int32_t &total) {
     return factor.down;
 }
 
-// Turns LANES columns into integers: [rows / 4][LANES][4] of them, `step` apart, with `lift` added (0 or 128), and zeros
-// where there are fewer than `padded` rows. Writes the columns' factors and the sums of their integers.
+// Converts LANES columns to integers in the layout [rows / 4][LANES][4], with `step` numbers between groups of four
+// rows, `lift` (0 or 128) added, and zeros after the last row up to `padded` rows. Also writes the factor of each
+// column and the sum of its integers.
 template <class T>
 void columns_of(const T *x, int64_t stride, int64_t rows, int64_t padded, uint8_t *y, int64_t step, int32_t lift,
                 float *factors, int32_t *totals) {
@@ -94,8 +95,8 @@ void columns_of(const T *x, int64_t stride, int64_t rows, int64_t padded, uint8_
     if (totals) std::memcpy(totals, &sums, sizeof(sums));
 }
 
-// Lays out a matrix for product(): [outputs / OUTPUTS][inputs / 4][OUTPUTS][4] integers, each with 128 added. w is
-// (outputs, inputs), or (inputs, outputs) if `back`.
+// Packs a matrix for product() as [outputs / OUTPUTS][inputs / 4][OUTPUTS][4] integers, each with 128 added. w has the
+// shape (outputs, inputs), or (inputs, outputs) with `back`.
 void pack(const float *w, uint8_t *packed, float *factors, int64_t outputs, int64_t inputs, bool back,
                int64_t threads) {
     parts(outputs / LANES, 8 * outputs * inputs, threads, [=](int64_t first, int64_t last) {
@@ -110,7 +111,7 @@ void pack(const float *w, uint8_t *packed, float *factors, int64_t outputs, int6
     });
 }
 
-// sums + w four: each of four bytes of w, without a sign, times one of four bytes with a sign.
+// Returns sums plus the products of the four unsigned bytes in each element of w and the four signed bytes in `four`.
 inline ints dot(ints sums, ints w, int32_t four) {
 #ifdef __AVX512VNNI__
     return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(four));
@@ -120,11 +121,12 @@ inline ints dot(ints sums, ints w, int32_t four) {
 #endif
 }
 
-// Exact sums of COUNT rows times OUTPUTS channels: finish(row, half, sums) gets 16 of them, each the sum over i of
-// w[i / 4][channel][i % 4] times x[row * x_row + i / 4 * x_step + i % 4], for i below 4 `steps`.
+// Computes exact products of COUNT rows with OUTPUTS channels. Calls finish(row, half, sums) with 16 channels at a
+// time, where each sum runs over i < 4 * steps of w[i / 4][channel][i % 4] times
+// x[row * x_row + i / 4 * x_step + i % 4].
 template <int COUNT, class Finish>
 inline void exact_sums(const int8_t *x, int64_t x_row, int64_t x_step, const uint8_t *w, int64_t steps, Finish finish) {
-    ints sums[COUNT][2] = {};  // in registers, if every loop over it is unrolled
+    ints sums[COUNT][2] = {};  // stays in registers if every loop over it is unrolled
     for (int64_t step = 0; step < steps; step++, x += x_step, w += 4 * OUTPUTS) {
         const ints low = vector_at<ints>(w), high = vector_at<ints>(w + 4 * LANES);
 #pragma GCC unroll 12
@@ -138,7 +140,7 @@ inline void exact_sums(const int8_t *x, int64_t x_row, int64_t x_step, const uin
     for (int row = 0; row < COUNT; row++) finish(row, 0, sums[row][0]), finish(row, 1, sums[row][1]);
 }
 
-// Calls work(count, first) for groups of rows, where the type of `count` knows its value.
+// Calls work(count, first) for groups of rows. `count` is a compile-time constant.
 template <class Work> inline void in_groups(int64_t rows, Work work) {
     int64_t row = 0;
     for (; row + TOGETHER <= rows; row += TOGETHER) work(std::integral_constant<int, TOGETHER>(), row);
@@ -154,11 +156,11 @@ inline void write(bf16 *y, floats x) {
 #endif
 }
 
-// y (rows, outputs) = x (rows, inputs) times a packed matrix, or its squared ReLU.
+// Sets y (rows, outputs) to x (rows, inputs) times a packed matrix, or to the squared ReLU of that.
 template <bool SQUARED>
 void product(const bf16 *x, const uint8_t *packed, const float *factors, bf16 *y, int64_t rows, int64_t outputs,
                   int64_t inputs, int64_t threads) {
-    constexpr int64_t SOME = 8 * TOGETHER;  // rows whose integers stay in the cache while all blocks of outputs pass
+    constexpr int64_t SOME = 8 * TOGETHER;  // rows whose integers stay in the cache for all blocks of outputs
     parts((rows + SOME - 1) / SOME, rows * outputs * inputs / 64, threads, [=](int64_t first, int64_t last) {
         std::vector<int8_t> numbers(SOME * inputs);
         float of_rows[SOME];
@@ -183,19 +185,19 @@ void product(const bf16 *x, const uint8_t *packed, const float *factors, bf16 *y
     });
 }
 
-constexpr int64_t TOKENS = 256;  // whose numbers in a channel have one factor
+constexpr int64_t TOKENS = 256;  // tokens whose numbers in a channel share a factor
 
-// Activations of tokens, each channel in integers: [blocks of TOKENS][channels / width][TOKENS / 4][width][4] of them,
-// where the last group of channels may be narrower.
+// Activations as integers, in the layout [blocks of TOKENS][channels / width][TOKENS / 4][width][4]. The last group of
+// channels may be narrower than `width`.
 struct Channels {
     int64_t tokens, channels, width;
-    int32_t lift;  // what is added to every integer
+    int32_t lift;  // added to every integer
     int64_t blocks = (tokens + TOKENS - 1) / TOKENS;
     std::vector<uint8_t> numbers = std::vector<uint8_t>(blocks * channels * TOKENS);
     std::vector<float> factors = std::vector<float>(blocks * channels);
     std::vector<int32_t> totals = std::vector<int32_t>(blocks * channels);
 
-    // The group of channels that begins with `channel`.
+    // Returns the group of channels that begins with `channel`.
     uint8_t *group(int64_t block, int64_t channel) { return &numbers[(block * channels + channel) * TOKENS]; }
 
     void make(const bf16 *x, int64_t block) {
@@ -209,10 +211,10 @@ struct Channels {
     }
 };
 
-// dw (outputs, inputs) = the sum over tokens of g (tokens, outputs) times x (tokens, inputs).
+// Sets dw (outputs, inputs) to g (tokens, outputs) transposed times x (tokens, inputs).
 void gradient(const bf16 *g, const bf16 *x, float *dw, int64_t tokens, int64_t outputs, int64_t inputs,
                    int64_t threads) {
-    constexpr int64_t SOME = 4 * TOGETHER;  // outputs whose integers stay in the cache while all inputs pass
+    constexpr int64_t SOME = 4 * TOGETHER;  // outputs whose integers stay in the cache for all inputs
     Channels left{tokens, outputs, SOME, 0}, right{tokens, inputs, OUTPUTS, 128};
     parts(left.blocks, 4 * tokens * (outputs + inputs), threads, [&](int64_t first, int64_t last) {
         for (int64_t block = first; block < last; block++) left.make(g, block), right.make(x, block);

@@ -1,9 +1,9 @@
-// Operations of inference, each in one loop over memory: norms, rotations, attention over a cache, gates; and the loss.
+// Operators for inference, each in one loop over memory: norms, rotations, attention to a cache, gates; and the loss.
 //
-// torch runs each of them as three to ten operators, which costs more than computing when a pass has few tokens. The
-// logits of a loss are so many that each of torch's operators waits for memory.
-// Numbers are fp32 or bf16 in memory and fp32 in between. A row never depends on the other rows, so a reply is the same
-// alone and in a batch. kernels.py compiles this file and says what the arguments are.
+// torch runs each of them as three to ten operators, and in a pass with few tokens launching these costs more than
+// computing. The logits of a loss are so many that each of torch's operators waits for memory. Numbers are fp32 or bf16
+// in memory and fp32 in between. A row never depends on other rows, so a reply is the same alone and in a batch.
+// kernels.py compiles this file and documents the arguments.
 
 #include "common.h"
 #ifdef __AVX512BF16__
@@ -43,7 +43,8 @@ void norm(const T *x, const T *added, const float *weight, T *sum, T *y, int64_t
     });
 }
 
-// Norms and rotates one head. SIZE is the head size where it is known and rotated as a whole, else 0.
+// Normalizes and rotates one head. SIZE is the head dimension if it is known at compile time and the whole head is
+// rotated, or else 0.
 template <class T, int SIZE>
 void turn_head(const T *x, float factor, const float *weight, const T *c, const T *s, T *y, int64_t given_size,
                int64_t given_half, float *n) {
@@ -85,7 +86,8 @@ void turn(const T *x, int64_t stride, const float *weight, const T *cos, const T
     });
 }
 
-// One query head over `keys` keys that lie `stride` numbers apart. SIZE is the head size where it is known, else 0.
+// Attends with one query head to `keys` keys that are `stride` numbers apart. SIZE is the head dimension if it is known
+// at compile time, or else 0.
 template <class T, int SIZE>
 void query(const float *q, const T *k, const T *v, int64_t stride, int64_t keys, int64_t size, float *scores,
            float *sums, T *y) {
@@ -113,7 +115,8 @@ void query(const float *q, const T *k, const T *v, int64_t stride, int64_t keys,
     for (int64_t i = 0; i < D; i++) narrow(out[i] * inverse, y[i]);
 }
 
-// False, and nothing is written, if a place is not one of the `length` places of a row of the cache.
+// Writes new keys and values into the cache and attends to it. Returns false, with nothing written, if a position is
+// outside the `length` positions of a row of the cache.
 template <class T>
 bool attend(const T *q, int64_t q_stride, const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *held_k,
             T *held_v, int64_t slot, int64_t length, const int64_t *places, T *y, int64_t rows, int64_t heads,
@@ -160,7 +163,7 @@ template <class T> void swiglu(const T *x, T *y, int64_t rows, int64_t width, in
 
 template <class T> void squared_relu(const T *x, T *y, int64_t count, int64_t threads) {
     parts(count, count, threads, [=](int64_t first, int64_t last) {
-#pragma GCC ivdep  // y may be x
+#pragma GCC ivdep  // y may be x itself
         for (int64_t i = first; i < last; i++) {
             float kept = wide(x[i]) > 0 ? wide(x[i]) : 0;
             narrow(kept * kept, y[i]);
@@ -175,7 +178,7 @@ template <class T> void mix(const T *x, const T *x0, const T *a, const T *b, T *
     });
 }
 
-// cap tanh(x / cap) of the first `width` numbers of each row; rows of x are `stride` apart.
+// Computes cap tanh(x / cap) for the first `width` numbers of each row. Rows of x are `stride` numbers apart.
 template <class T>
 void softcap(const T *x, float *y, int64_t rows, int64_t width, int64_t stride, float cap, int64_t threads) {
     const float twice = 2 * cap, slope = 2 / cap;
@@ -188,7 +191,7 @@ void softcap(const T *x, float *y, int64_t rows, int64_t width, int64_t stride, 
     });
 }
 
-// The logarithm of the sum of exp(x) of each row.
+// Computes the log-sum-exp of each row.
 template <class T> void log_total(const T *x, float *y, int64_t rows, int64_t width, int64_t threads) {
     parts(rows, rows * width, threads, [=](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; row++) {
@@ -201,8 +204,8 @@ template <class T> void log_total(const T *x, float *y, int64_t rows, int64_t wi
     });
 }
 
-// The sum of the exponentials of capped logits, relative to the cap; and in `slopes` each of them times the derivative of
-// the cap.
+// Returns the sum of exp(capped logit - cap), and writes each exponential times the derivative of its capped logit to
+// `slopes`.
 template <class T> float capped_exponentials(const T *x, int64_t count, float cap, float *slopes) {
     const float slope = -2 / cap, twice = 2 * cap;
     float total = 0;
@@ -210,12 +213,12 @@ template <class T> float capped_exponentials(const T *x, int64_t count, float ca
 #ifdef __AVX512F__
     constexpr float LOG2E = 1.44269504f;
     const __m512 one = _mm512_set1_ps(1), inner = _mm512_set1_ps(slope * LOG2E), outer = _mm512_set1_ps(twice * LOG2E);
-    const __m512 most = _mm512_set1_ps(126);  // the first operand of a minimum, so that NaN stays NaN
+    const __m512 most = _mm512_set1_ps(126);  // passed first to the minimum, so that NaN stays NaN
     __m512 totals = _mm512_setzero_ps();
     for (; i + 16 <= count; i += 16) {
         const __m512 divisor = power_of_two(_mm512_min_ps(most, sixteen(x + i) * inner)) + one;
         const __m512 near = _mm512_rcp14_ps(divisor), twice_near = near + near;
-        const __m512 share = _mm512_fnmadd_ps(near * near, divisor, twice_near);  // a step of Newton's
+        const __m512 share = _mm512_fnmadd_ps(near * near, divisor, twice_near);  // one Newton step
         const __m512 exponent = power_of_two(_mm512_fmsub_ps(share, outer, outer));
         totals += exponent;
         _mm512_storeu_ps(slopes + i, exponent * (share - share * share) * _mm512_set1_ps(4));
@@ -223,7 +226,7 @@ template <class T> float capped_exponentials(const T *x, int64_t count, float ca
     total = _mm512_reduce_add_ps(totals);
 #endif
     for (; i < count; i++) {
-        const float share = 1.0f / (1.0f + exponential(wide(x[i]) * slope));  // the capped logit from -cap to cap
+        const float share = 1.0f / (1.0f + exponential(wide(x[i]) * slope));  // the capped logit is (2 share - 1) cap
         const float exponent = exponential(share * twice - twice);
         total += exponent;
         slopes[i] = exponent * (4 * share * (1 - share));
@@ -231,9 +234,9 @@ template <class T> float capped_exponentials(const T *x, int64_t count, float ca
     return total;
 }
 
-// The weighted cross-entropy of each row of logits, of which the first `vocab` count, and in place of the logits the
-// gradient with respect to them. With a cap, logits are softcapped first. False, and nothing is written, if a target
-// that weighs something is beyond the first `vocab`. A negative target counts nothing.
+// Computes the weighted cross-entropy of each row of logits, and overwrites the logits with their gradient. Only the
+// first `vocab` logits of a row count. If `cap` is not 0, logits are softcapped first. A row with a negative target has
+// no loss. Returns false, with nothing written, if a target whose weight is not 0 is not below `vocab`.
 template <class T>
 bool loss(T *x, const int64_t *targets, const float *weights, float *losses, int64_t rows, int64_t width,
           int64_t vocab, float cap, int64_t threads) {
@@ -247,12 +250,12 @@ bool loss(T *x, const int64_t *targets, const float *weights, float *losses, int
             T *own = x + row * width;
             const float weight = weights[row];
             if (weight == 0 || targets[row] < 0) {
-                losses[row] = 0 * weight;  // 0, or NaN where the weight is no number
+                losses[row] = 0 * weight;  // 0, or NaN if the weight is not finite
                 std::memset(own, 0, width * sizeof(T));
                 continue;
             }
             const int64_t target = targets[row];
-            float total = 0, own_slope = 1, logit, most = cap;  // a bound of capped logits is as good as the largest
+            float total = 0, own_slope = 1, logit, most = cap;  // the cap serves as well as the largest
             if (cap) {
                 logit = (sigmoid(wide(own[target]) * slope) - 0.5f) * (2 * cap);
                 own_slope = 1 - logit * logit * square;

@@ -1,4 +1,4 @@
-// Products of bf16 numbers by AVX512-BF16: a few rows with a matrix, and attention of many queries.
+// Products of bf16 numbers with AVX512-BF16: a few rows times a matrix, and attention of many queries.
 #pragma once
 
 #include <immintrin.h>
@@ -7,17 +7,18 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 64;  // outputs whose weights lie together, two inputs of each output side by side
-constexpr int64_t AHEAD = 4096;  // numbers that are fetched ahead
+constexpr int64_t BLOCK = 64;  // outputs whose weights are stored together, in pairs of inputs
+constexpr int64_t AHEAD = 4096;  // how many numbers ahead to prefetch
 
-// ROWS rows of x times one block of a matrix, [inputs / 2][BLOCK][2] numbers. FETCH: the block comes from memory.
+// Multiplies ROWS rows of x with one block of a matrix, [inputs / 2][BLOCK][2] numbers. With FETCH, the block is
+// prefetched from memory.
 template <int ROWS, bool FETCH, class Y>
 void few_rows(const bf16 *x, int64_t x_stride, const bf16 *w, Y *y, int64_t y_stride, int64_t inputs) {
     __m512 sums[ROWS][4];
     for (auto &row : sums)
         for (auto &sum : row) sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < inputs; i += 2, w += 2 * BLOCK) {
-        // The processor itself stops fetching ahead at the end of each page.
+        // The processor's own prefetching stops at the end of each page.
         if (FETCH)
             for (int line = 0; line < 4; line++) _mm_prefetch((const char *)(w + AHEAD + 32 * line), _MM_HINT_T0);
         __m512bh weights[4];
@@ -34,7 +35,7 @@ void few_rows(const bf16 *x, int64_t x_stride, const bf16 *w, Y *y, int64_t y_st
         for (int part = 0; part < 4; part++) store(y + row * y_stride + 16 * part, sums[row][part]);
 }
 
-// A matrix as oneDNN lays out bf16: blocks of outputs, one after the other.
+// Multiplies x with a matrix in oneDNN's bf16 layout, which is one block of outputs after the other.
 void multiply(const bf16 *x, const bf16 *w, bf16 *y, int64_t rows, int64_t outputs, int64_t inputs) {
     for (int64_t output = 0; output < outputs; output += BLOCK, w += BLOCK * inputs)
         for (int64_t row = 0; row < rows; row += 4) {  // a second group of rows finds the block in the cache
@@ -47,9 +48,9 @@ void multiply(const bf16 *x, const bf16 *w, bf16 *y, int64_t rows, int64_t outpu
         }
 }
 
-constexpr int64_t QUERIES = 6;  // that are multiplied with a block of keys together: as many as the registers hold
+constexpr int64_t QUERIES = 6;  // queries multiplied together with a block of keys, as many as fit in the registers
 
-// few_rows() for up to QUERIES rows.
+// Calls few_rows() for up to QUERIES rows.
 inline void some_rows(int64_t rows, const bf16 *x, int64_t x_stride, const bf16 *w, float *y, int64_t y_stride,
                       int64_t inputs) {
     using Rows = void (*)(const bf16 *, int64_t, const bf16 *, float *, int64_t, int64_t);
@@ -59,8 +60,8 @@ inline void some_rows(int64_t rows, const bf16 *x, int64_t x_stride, const bf16 
     counts[rows - 1](x, x_stride, w, y, y_stride, inputs);
 }
 
-// Makes shares of a query's scores in [0, end): exp((score - the largest) scale) from `from` to `to`, zero elsewhere.
-// Returns their sum.
+// Converts a query's scores into unnormalized weights, and returns their sum. Of the positions [0, end), those from
+// `from` to `to` get exp((score - largest score) scale), and the others get zero.
 inline float shares(const float *scores, bf16 *y, int64_t from, int64_t to, int64_t end, float scale) {
     const float most = largest(scores + from, to - from);
     float total = 0;
@@ -73,14 +74,14 @@ inline float shares(const float *scores, bf16 *y, int64_t from, int64_t to, int6
     return total;
 }
 
-// What a thread needs for the queries of one head: keys and values in blocks, scores, shares and sums.
+// A thread's buffers for the queries of one head: keys and values in blocks, scores, weights and sums.
 struct Blocks {
     std::vector<bf16> k, v, parts;
     std::vector<float> scores, sums;
 };
 
-// Attention of `count` queries per row, the first of which has place firsts[row] among the row's keys. Heads of `size`
-// numbers, a multiple of BLOCK, lie side by side.
+// Computes attention for `count` queries per row. The first query of a row has position firsts[row] among the row's
+// keys. Heads are adjacent in memory and have `size` numbers, a multiple of BLOCK.
 void attend_many(const bf16 *q, const bf16 *k, const bf16 *v, const int64_t *firsts, bf16 *y, int64_t threads,
                  int64_t q_row, int64_t q_stride, int64_t k_row, int64_t k_stride, int64_t v_row, int64_t v_stride,
                  int64_t rows, int64_t count, int64_t heads, int64_t kv_heads, int64_t size, int64_t window,

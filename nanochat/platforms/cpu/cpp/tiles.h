@@ -1,4 +1,4 @@
-// Products of bf16 blocks of 64 columns, summed in fp32, by the tiles of AMX or else by AVX512-BF16.
+// Products of bf16 blocks with 64 columns, summed in fp32, with AMX tiles or else with AVX512-BF16.
 #pragma once
 
 #include <immintrin.h>
@@ -11,10 +11,10 @@
 
 namespace {
 
-constexpr int64_t COLUMNS = 64;           // of the right factor and of the product
-constexpr int64_t BETWEEN = 2 * COLUMNS;  // numbers from one pair of rows to the next where two rows are interleaved
+constexpr int64_t COLUMNS = 64;           // in the right factor and in the product
+constexpr int64_t BETWEEN = 2 * COLUMNS;  // numbers from one pair of interleaved rows to the next
 
-// Memory that begins with a cache line: a row of a tile that lies in two lines takes five times as long to load.
+// Allocates memory that is aligned to cache lines. A tile row that spans two lines takes five times as long to load.
 template <class T> struct ByLine {
     using value_type = T;
     ByLine() = default;
@@ -27,7 +27,7 @@ template <class T> struct ByLine {
 template <class T> using Lines = std::vector<T, ByLine<T>>;
 
 #ifdef __AMX_BF16__
-// Linux lends the tiles' registers to a process that asks for them.
+// Asks Linux for the tile registers, and returns whether this process may use them.
 inline bool lent_tiles() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -35,7 +35,7 @@ inline bool lent_tiles() {
 
 inline const bool has_tiles = lent_tiles();
 
-// While it lives, the thread's eight tiles have 16 rows of 64 bytes.
+// Configures the thread's eight tiles for 16 rows of 64 bytes while the object lives.
 struct Tiles {
     Tiles() {
         if (!has_tiles) return;
@@ -51,7 +51,7 @@ struct Tiles {
     }
 };
 
-// 32 rows and columns of c become or gain a times b.
+// Sets 32 rows and columns of c to a times b, or adds the product to them.
 template <bool ADD>
 inline void square(const bf16 *a, int64_t a_row, const bf16 *b, float *c, int64_t c_row, int64_t pairs) {
     const int64_t left = a_row * sizeof(bf16), right = BETWEEN * sizeof(bf16), made = c_row * sizeof(float);
@@ -83,11 +83,11 @@ inline void square(const bf16 *a, int64_t a_row, const bf16 *b, float *c, int64_
 }
 #else
 struct Tiles {
-    ~Tiles() {}  // not trivial, lest a variable of it be called unused
+    ~Tiles() {}  // not trivial, so that compilers do not warn of unused variables
 };
 #endif
 
-// ROWS rows and 32 columns of c become or gain a times b.
+// Sets ROWS rows and 32 columns of c to a times b, or adds the product to them.
 template <int ROWS, bool ADD>
 inline void few_rows(const bf16 *a, int64_t a_row, const bf16 *b, float *c, int64_t c_row, int64_t pairs) {
     __m512 sums[ROWS][2];
@@ -108,12 +108,12 @@ inline void few_rows(const bf16 *a, int64_t a_row, const bf16 *b, float *c, int6
         for (int part = 0; part < 2; part++) _mm512_storeu_ps(c + i * c_row + 16 * part, sums[i][part]);
 }
 
-// What need not be multiplied: row i of the left factor is zero before its column i, or column j of the right factor is
-// zero after its row j of the last 64.
+// Which zeros a product may skip. LEFT: row i of the left factor is zero before column i. RIGHT: within the last 64
+// rows, column j of the right factor is zero after row j.
 enum Zeros { NONE, LEFT, RIGHT };
 
-// c (rows, 64) becomes or gains a (rows, inputs) times b, whose rows are interleaved: [inputs / 2][64][2]. Rows and
-// inputs are multiples of 32. Needs Tiles.
+// Sets c (rows, 64) to a (rows, inputs) times b, or adds the product to c. The rows of b are interleaved:
+// [inputs / 2][64][2]. `rows` and `inputs` are multiples of 32. The thread must hold a Tiles object.
 template <bool ADD>
 void product(int64_t rows, int64_t inputs, const bf16 *a, int64_t a_row, const bf16 *b, float *c, int64_t c_row,
              Zeros zeros = NONE) {

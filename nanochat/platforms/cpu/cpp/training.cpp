@@ -1,8 +1,8 @@
-// Operations of training, each in one loop over memory: gradients of norms, rotations, gates and mixtures, and attention
-// with its gradients.
+// Operators for training, each in one loop over memory: gradients of norms, rotations, gates and mixtures, and
+// attention with its gradients.
 //
-// Numbers are fp32 or bf16 in memory and fp32 in between. Sums over tokens are first made for each token and then added
-// in the order of the tokens, so no result depends on the number of threads. training.py says what the arguments are.
+// Numbers are fp32 or bf16 in memory and fp32 in between. Sums over tokens first store each token's terms and then add
+// these in token order, so no result depends on the number of threads. training.py documents the arguments.
 
 #include "attention_fp32.h"
 #include "common.h"
@@ -13,7 +13,7 @@
 
 namespace {
 
-// For a group of rows: the factor of each row in its RMS norm, and how much of the row its gradient loses.
+// For a group of rows, the factor of each row's RMS norm, and how much of the row must be subtracted from its gradient.
 struct Norms {
     float inverses[GROUP], along[GROUP];
 
@@ -33,7 +33,7 @@ struct Norms {
     }
 };
 
-// dx of y = norm(x), plus `more`, the gradient that x has besides.
+// Computes dx for y = norm(x), plus `more`, the gradient of x from its other uses.
 template <class T>
 void norm_back(const T *x, const T *g, const T *more, T *dx, int64_t rows, int64_t channels, float epsilon,
                int64_t threads) {
@@ -57,7 +57,7 @@ void norm_back(const T *x, const T *g, const T *more, T *dx, int64_t rows, int64
     });
 }
 
-// The sum over the rows of `columns` numbers each.
+// Adds up rows of `columns` numbers each.
 void add_rows(const float *each, int64_t rows, int64_t columns, float *sums) {
     std::vector<double> totals(columns);
     for (int64_t row = 0; row < rows; row++)
@@ -65,7 +65,7 @@ void add_rows(const float *each, int64_t rows, int64_t columns, float *sums) {
     for (int64_t i = 0; i < columns; i++) sums[i] = float(totals[i]);
 }
 
-// dx, dx0, da and db of y = a x + b x0. `more` is added to dx0.
+// Computes dx, dx0, da and db for y = a x + b x0. `more` is added to dx0.
 template <class T>
 void mix_back(const T *g, const T *x, const T *x0, const T *more, const T *a, const T *b, T *dx, T *dx0, float *sums,
               int64_t rows, int64_t channels, int64_t threads) {
@@ -92,7 +92,8 @@ void mix_back(const T *g, const T *x, const T *x0, const T *more, const T *a, co
     add_rows(products, rows, 2, sums);
 }
 
-// The gradient of a head before its rotation. SIZE is the head size where it is known, else 0.
+// Computes the gradient of a head before its rotation. SIZE is the head dimension if it is known at compile time, or
+// else 0.
 template <class T, int SIZE>
 void turn_head_back(const T *g, const T *c, const T *s, float *back, int64_t size, float sharpen) {
     const int64_t half = (SIZE ? SIZE : size) / 2;
@@ -104,8 +105,8 @@ void turn_head_back(const T *g, const T *c, const T *s, float *back, int64_t siz
     }
 }
 
-// dx of a head that was normed, multiplied by `sharpen` and rotated. Tokens of x and dx lie `x_stride` and `dx_stride`
-// apart, those of g are contiguous.
+// Computes dx for heads that were normalized, multiplied by `sharpen` and rotated. The tokens of x and dx are
+// `x_stride` and `dx_stride` numbers apart, and g is contiguous.
 template <class T>
 void turn_back(const T *g, const T *x, const T *cos, const T *sin, T *dx, int64_t x_stride, int64_t dx_stride,
                int64_t turns, int64_t tokens, int64_t heads, int64_t size, float epsilon, float sharpen,
@@ -135,7 +136,7 @@ void turn_back(const T *g, const T *x, const T *cos, const T *sin, T *dx, int64_
     });
 }
 
-// dx of y = relu(x)^2, from y alone: 2 relu(x) = 2 sqrt(y).
+// Computes dx for y = relu(x)^2. It needs only y, because 2 relu(x) = 2 sqrt(y).
 template <class T> void squared_relu_back(const T *g, const T *y, T *dx, int64_t count, int64_t threads) {
     parts(count, 2 * count, threads, [=](int64_t first, int64_t last) {
 #pragma GCC ivdep  // dx may be g
@@ -143,8 +144,8 @@ template <class T> void squared_relu_back(const T *g, const T *y, T *dx, int64_t
     });
 }
 
-// y = x + lambda sigmoid(w x) before, where w reads the first `read` channels and `before` is x of the token before,
-// nothing for the first token of a row of `length`.
+// Computes y = x + lambda sigmoid(w x) before, where w reads the first `read` channels, and `before` is the x of the
+// token before. The first token of a row of `length` tokens has none, so its y is x.
 template <class T>
 void smear(const T *x, const T *w, const T *lambda, T *y, float *gates, int64_t tokens, int64_t length,
            int64_t channels, int64_t read, int64_t threads) {
@@ -166,7 +167,7 @@ void smear(const T *x, const T *w, const T *lambda, T *y, float *gates, int64_t 
     });
 }
 
-// dx, dw and dlambda of smear(); sums holds dw and, after it, dlambda.
+// Computes dx, dw and dlambda for smear(). `sums` holds dw followed by dlambda.
 template <class T>
 void smear_back(const T *g, const T *x, const T *w, const T *lambda, const float *gates, T *dx, float *sums,
                 int64_t tokens, int64_t length, int64_t channels, int64_t read, int64_t threads) {
@@ -195,8 +196,8 @@ void smear_back(const T *g, const T *x, const T *w, const T *lambda, const float
     add_rows(each, tokens, read + 1, sums);
 }
 
-// Adds 3 sigmoid(w x) value to each head of v, where w reads the first `read` channels of x. Tokens of v lie `stride`
-// apart. gates: sigmoid(w x), (tokens, heads).
+// Adds 3 sigmoid(w x) value to each head of v, where w reads the first `read` channels of x. The tokens of v are
+// `stride` numbers apart. Writes sigmoid(w x) to `gates` (tokens, heads).
 template <class T>
 void gate(const T *x, const T *w, const T *value, T *v, float *gates, int64_t tokens, int64_t channels, int64_t stride,
           int64_t heads, int64_t size, int64_t read, int64_t threads) {
@@ -214,7 +215,8 @@ void gate(const T *x, const T *w, const T *value, T *v, float *gates, int64_t to
     });
 }
 
-// The gradients of gate(): of values, of w in sums (heads, read), and dx of the first `read` channels, which is added.
+// Computes the gradients for gate(): of `value`, and of w in `sums` (heads, read). Also adds the gradient of the first
+// `read` channels of x to dx.
 template <class T>
 void gate_back(const T *g, const T *x, const T *w, const T *value, const float *gates, T *by_value, T *dx, float *sums,
                int64_t tokens, int64_t channels, int64_t stride, int64_t heads, int64_t size, int64_t read,
@@ -248,7 +250,7 @@ void gate_back(const T *g, const T *x, const T *w, const T *value, const float *
     add_rows(each, tokens, heads * read, sums);
 }
 
-// The sum of the squares of all numbers: of pieces first, and then of these.
+// Computes the sum of the squares of all numbers, first within pieces and then over the pieces.
 template <class T> void square_sum(const T *x, float *sum, int64_t count, int64_t threads) {
     constexpr int64_t PIECE = 4096;
     const int64_t pieces = (count + PIECE - 1) / PIECE;
@@ -260,8 +262,8 @@ template <class T> void square_sum(const T *x, float *sum, int64_t count, int64_
     add_rows(each, pieces, 1, sum);
 }
 
-// y = k, but for half of each head the k of the token after (`back`) or before: channels [D/4, D/2) and [3D/4, D).
-// Zeros where a row of `length` tokens has no such token.
+// Copies k to y, but takes channels [D/4, D/2) and [3D/4, D) of each head from the token before or, with `back`, from
+// the token after. They are zero if a row of `length` tokens has no such token.
 template <class T>
 void shift(const T *k, T *y, int64_t tokens, int64_t length, int64_t heads, int64_t size, int64_t back,
            int64_t threads) {
@@ -284,7 +286,7 @@ void shift(const T *k, T *y, int64_t tokens, int64_t length, int64_t heads, int6
 
 }  // namespace
 
-// strides: of q, k, v and the gradients that exist, first from row to row, then from token to token.
+// `strides` holds two numbers for each tensor in the order below: from row to row, and from token to token.
 #define ATTENTION(T)                                                                                                   \
     (T *q, T *k, T *v, T *y, float *logs, const int64_t *strides, int64_t threads, int64_t rows, int64_t tokens,       \
      int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale) {                                     \
