@@ -15,8 +15,8 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 
-# Upper limits for the settings of a shape, so that no file can make us allocate all memory. No model
-# of this project is larger.
+# Upper limits for the settings of a shape, so that no file can make us allocate all memory. No
+# model of this project is larger.
 LARGEST = {
     "sequence_len": 1 << 20,
     "vocab_size": 1 << 24,

@@ -26,8 +26,8 @@ from nanochat.common import (
 )
 
 FORMAT = 1
-# The types of the values that meta.json must hold (NEEDED), and of those that it may hold: about the
-# step (OPTIONAL), in the state to resume from, and about the program that wrote it (CODE).
+# The types of the values that meta.json must hold (NEEDED), and of those that it may hold: about
+# the step (OPTIONAL), in the state to resume from, and about the program that wrote it (CODE).
 NEEDED = {
     "step": int,
     "steps": int,
@@ -42,8 +42,8 @@ OPTIONAL = {"family": str, "made_with": dict, "base": dict, "lora": dict}
 STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
 CODE = {"code": dict, "other_code": dict}
 NUMBERS = ("meter", "scale", "norms")  # entries of the state that hold only numbers
-# The parameters of a step are in MODEL, or in one file per rank with an INDEX. Those of an adapter are
-# in ADAPTER, the file that peft reads.
+# The parameters of a step are in MODEL, or in one file per rank with an INDEX. Those of an adapter
+# are in ADAPTER, the file that peft reads.
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."  # begins all names in that file
@@ -176,7 +176,8 @@ def set_aside(folder: Path, after: int) -> Path | None:
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).exists():
             shutil.copy2(folder / name, target)
-    # The newest step is moved first: after a kill in between, a run resumes from an older step that is left.
+    # The newest step is moved first: after a kill in between, a run resumes from an older step that
+    # is left.
     for step in reversed(later_steps):
         os.rename(step_dir(folder, step), step_dir(target, step))
     fsync_path(target)

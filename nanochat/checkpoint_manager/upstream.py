@@ -25,8 +25,8 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 
-# How a parameter's name begins -> the day since which every checkpoint of HEAD has had that parameter,
-# newest first.
+# How a parameter's name begins -> the day since which every checkpoint of HEAD has had that
+# parameter, newest first.
 SINCE = {
     "smear_gate.weight": "2026-03-14",
     "value_embeds.": "2026-01-17",

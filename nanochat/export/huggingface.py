@@ -21,8 +21,8 @@ from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
 
 MODELLING = Path(__file__).with_name("modeling_nanochat.py")
-# Renders a conversation to the same tokens as tokenizer.render(): the system text is put in front of
-# the first user text.
+# Renders a conversation to the same tokens as tokenizer.render(): the system text is put in front
+# of the first user text.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% set first = namespace(text='') %}{% for message in messages %}{% if "
     "message.role == 'system' %}{% set first.text = message.content + '\\n\\n' %}{% elif "

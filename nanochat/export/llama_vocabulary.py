@@ -10,8 +10,8 @@ from nanochat.export.gguf import Value
 from nanochat.export.huggingface import CHAT_TEMPLATE, tokenizer_json
 from nanochat.tokenizer import PATTERNS, Tokenizer
 
-# Split pattern -> llama.cpp's name for its own implementation. Outside ASCII they differ in one letter,
-# for published models too: llama.cpp does not treat the long s (U+017F) as an s.
+# Split pattern -> llama.cpp's name for its own implementation. Outside ASCII they differ in one
+# letter, for published models too: llama.cpp does not treat the long s (U+017F) as an s.
 SPLITS = {
     PATTERNS["qwen2"]: "qwen2",
     (
@@ -38,8 +38,8 @@ UNSUPPORTED = {
     "continuing_subword_prefix": (None, ""),
     "end_of_word_suffix": (None, ""),
 }
-# A pre-tokenizer that splits text by one regular expression alone has the steps in SPLIT_STEPS. They are
-# compared by the values of STEP_KEYS.
+# A pre-tokenizer that splits text by one regular expression alone has the steps in SPLIT_STEPS.
+# They are compared by the values of STEP_KEYS.
 STEP_KEYS = ("type", "behavior", "invert", "add_prefix_space", "use_regex")
 SPLIT_STEPS = [
     ("Split", "Isolated", False, None, None),

@@ -1,9 +1,12 @@
 """The GPT of nanochat/gpt.py as a model of Hugging Face transformers.
 
 `python -m nanochat.export` copies this file into the folder of the weights, and no code of nanochat
-imports it. Load the model with `AutoModelForCausalLM.from_pretrained(folder,
-trust_remote_code=True)`. The model has no key-value cache: generate() recomputes all tokens in
-every step, which is correct but slow.
+imports it. To load the model:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+The model has no key-value cache: generate() recomputes all tokens in every step, which is correct
+but slow.
 
 Shapes: B batch, T time, C channels, H heads, Hkv key-value heads, D channels of a head, V tokens of
 the vocabulary.

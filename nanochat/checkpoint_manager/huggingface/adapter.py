@@ -34,9 +34,9 @@ ABSENT = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-# Settings that may have any value, because they are read here or do not change what a trained adapter
-# computes. Layers and modules that training left out have no tensors in the file, so the tensors show
-# which ones they are.
+# Settings that may have any value, because they are read here or do not change what a trained
+# adapter computes. Layers and modules that training left out have no tensors in the file, so the
+# tensors show which ones they are.
 HARMLESS = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"),
     *("base_model_name_or_path", "revision", "peft_version", "task_type", "auto_mapping"),
@@ -46,7 +46,8 @@ HARMLESS = {
 # Settings that make training leave out layers or modules that match the targets.
 PARTIAL = ("layers_to_transform", "exclude_modules")
 # Values of init_lora_weights that leave the base's weights unchanged. Others, such as pissa and
-# olora, first subtract a part of the base's weights, so their adapters are wrong on the published base.
+# olora, first subtract a part of the base's weights, so their adapters are wrong on the published
+# base.
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 
 

@@ -18,7 +18,8 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-# A trained parameter takes 16 bytes and a frozen one 2, so eight frozen ones take as much as one trained.
+# A trained parameter takes 16 bytes and a frozen one 2, so eight frozen ones take as much as one
+# trained.
 FROZEN_PER_TRAINED = 8
 
 

@@ -44,9 +44,10 @@ ROWLESS = (
     "user_end",
     "assistant_start",
 )
-# Private-use characters that mark parts of a rendered text. If a user spells out a special token, the
-# rendered text has a number between OPEN and CLOSE in its place. The assistant's words are between
-# BEGIN and END. If a text contains these characters itself, they are replaced by numbers too.
+# Private-use characters that mark parts of a rendered text. If a user spells out a special token,
+# the rendered text has a number between OPEN and CLOSE in its place. The assistant's words are
+# between BEGIN and END. If a text contains these characters itself, they are replaced by numbers
+# too.
 OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
 
 

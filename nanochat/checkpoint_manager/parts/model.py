@@ -31,8 +31,8 @@ Shards = Mapping[str, ParameterShard]  # by the name of the parameter
 Seals = dict[str, dict[str, Any]]  # file -> its SHA-256 and size
 
 # The largest size of parameters, in bytes, that `auto` writes to a single file. Hugging Face splits
-# larger models too. Rank 0 receives all rows of a single file over the network and hashes them in one
-# thread, which takes several seconds for 5 GB.
+# larger models too. Rank 0 receives all rows of a single file over the network and hashes them in
+# one thread, which takes several seconds for 5 GB.
 ONE_FILE = 5_000_000_000
 
 
