@@ -88,8 +88,8 @@ def _fits(name: str, value: Any) -> bool:
 def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a shape under today's names.
 
-    Checkpoints of 2026-11-24 have `key_offset` instead of `offset_layers`: it gives all layers an
-    offset, or none.
+    Checkpoints of 2026-11-24 have `key_offset` instead of `offset_layers`, which gives either all
+    layers an offset or none.
     """
     settings = dict(shape)
     if "key_offset" in settings:
@@ -127,7 +127,7 @@ def build(
     """Return the model that a meta.json describes, on the host and without its weights.
 
     `where` names that meta.json in error messages. `values` are the parameters that the model will
-    get: their shapes are compared with the model's first, so that no shape takes more memory than
+    get. Their shapes are compared with the model's first, so that no shape takes more memory than
     its file. Checkpoints from before there were families name none, and are of family gpt. Raises
     UserError if the family is unknown, the shape is impossible, or the parameters belong to another
     model.

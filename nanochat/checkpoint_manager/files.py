@@ -1,4 +1,4 @@
-"""Step folders, which appear only once complete and are verified by sizes and hashes."""
+"""Manages step folders, which appear only when complete and are verified by sizes and hashes."""
 
 import contextlib
 import hashlib
@@ -47,7 +47,7 @@ NUMBERS = ("meter", "scale", "norms")  # entries of the state that hold only num
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."  # begins all names in that file
-HASH_THREADS = 4  # verify files at once: Python releases its lock while hashing
+HASH_THREADS = 4  # files verified at once: Python releases its lock while hashing
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def publish(temporary: Path, final: Path) -> None:
 def delete(folder: Path) -> None:
     """Remove the folder of a step.
 
-    It is renamed first, so that a kill in between does not leave part of a step behind.
+    It is renamed first, so that no partial step is left if the process is killed.
     """
     doomed = folder.with_name(f".deleted-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -163,10 +163,11 @@ def prune(folder: Path, keep: int, newest: int) -> None:
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
-    """Move all steps after `after` to a new folder, and return it, or None if there are none.
+    """Move all steps later than `after` to a new folder, and return that folder.
 
-    Copies of the metrics and of the samples go with them. A run that starts again at `after` saves
-    lower step numbers, so the steps would otherwise be taken for the newest.
+    Returns None if there are no such steps. Copies of the metrics and of the samples go along. A
+    run that starts again at `after` saves lower step numbers, so the later steps would otherwise be
+    taken for the newest.
     """
     later_steps = [step for step in steps(folder) if step > after]
     if not later_steps:
@@ -176,8 +177,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).exists():
             shutil.copy2(folder / name, target)
-    # The newest step is moved first: after a kill in between, a run resumes from an older step that
-    # is left.
+    # The newest step goes first: if the process is killed, the run resumes from an older one.
     for step in reversed(later_steps):
         os.rename(step_dir(folder, step), step_dir(target, step))
     fsync_path(target)
@@ -196,7 +196,7 @@ def _unused(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the remains of killed saves and deletions from the folder of a run.
+    """Remove the leftovers of killed saves and deletions from the folder of a run.
 
     Only one rank calls this, at the start of a stage.
     """
@@ -219,7 +219,7 @@ class _Seal:
 def verify(folder: Path, training: bool = True) -> str:
     """Return what is wrong with a step, or "" if all files match the sizes and hashes in meta.json.
 
-    Without `training`, the optimizer files are not checked, which are twice as large as the model.
+    Without `training`, the optimizer files, which are twice as large as the model, are not checked.
     """
     try:
         meta = read_json(folder / "meta.json")
@@ -327,7 +327,7 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 
 def weights_hash(meta: dict[str, Any]) -> str:
-    """Return a SHA-256 that identifies the parameters of a step, from its meta.json.
+    """Return the SHA-256 of a step's parameters, from the content of its meta.json.
 
     If the parameters are in several files, it is the hash of their hashes.
     """
@@ -353,7 +353,7 @@ def _damaged(where: Path, why: str) -> UserError:
 def _type_problem(meta: dict[str, Any], step: int) -> str:
     """Return a description of the first wrong value in meta.json, or "" if there is none.
 
-    A value is wrong if it has the wrong type, or if it names another step.
+    A value is wrong if it has the wrong type, or if it names another step than `step`.
     """
     problem = _wrong_kind(meta, NEEDED, missing_is_wrong=True)
     if problem:

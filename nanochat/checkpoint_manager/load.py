@@ -94,10 +94,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def load_published(
     folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """Load a published model for inference, with an adapter merged into it if its folder is given.
+    """Load a published model for inference, and merge an adapter into it if one is given.
 
-    `dtype` is the number format of matrices and tables, by default the compute dtype. Raises
-    UserError if files are missing, damaged or of an unknown kind, or do not fit each other.
+    `adapter` is the folder of the adapter. `dtype` is the number format of matrices and tables, by
+    default the compute dtype. Raises UserError if files are missing, damaged or of an unknown kind,
+    or do not fit each other.
     """
     from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
@@ -125,11 +126,12 @@ def load_model(
     compute: Compute,
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """Load a whole model to this rank's device, in eval mode, for inference or as a stage's start.
+    """Load a whole model to this rank's device, in eval mode.
 
-    If `stage`, `tag` or `step` is None, the latest one is used. `dtype` is the number format of
-    matrices and tables, by default the compute dtype; training asks for float32. Raises UserError
-    if the checkpoint is missing or damaged.
+    It serves for inference, or as the start of the next stage. If `stage`, `tag` or `step` is None,
+    the latest one is used. `dtype` is the number format of matrices and tables, by default the
+    compute dtype; training asks for float32. Raises UserError if the checkpoint is missing or
+    damaged.
     """
     name, folder = find(stage, tag)
     step = _usable_step(name, folder, step, compute)
@@ -196,7 +198,7 @@ def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -
 def _load_base(
     meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
 ) -> Any:
-    """Return the published model that an adapter was trained on, with empty adapters added to it.
+    """Load the published model that an adapter was trained on, and add adapters to be filled later.
 
     Raises UserError if that model is missing or has changed.
     """

@@ -16,7 +16,7 @@ from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps, weights_hash
 from nanochat.common import CONTROL, UserError, base_dir, tr, visible
 
-# Stage -> the name that begins the folder of its runs.
+# Stage -> X in the name of its folder, X_checkpoints.
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
 # Stage -> the script that trains it.
 MADE_BY = {
@@ -26,9 +26,9 @@ MADE_BY = {
     "rl": "scripts.chat_rl",
     "tune": "scripts.finetune",
 }
-PREFERRED_STAGES = ("rl", "sft", "mid", "base", "tune")  # if no stage is given
+PREFERRED_STAGES = ("rl", "sft", "mid", "base", "tune")  # in this order, if no stage is given
 NAMED = 8  # models that a message lists
-MAX_TAG_BYTES = 200  # a file name may have 255, and some add to the tag
+MAX_TAG_BYTES = 200  # a file name may have 255, and some names add to the tag
 _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # Parent.identity
 
 
@@ -175,8 +175,8 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
     """Return the models of a stage and a tag, the most recently saved one first.
 
     None stands for any stage or any tag. Chats offer the first model, whereas find() prefers later
-    stages, which in a chat could give the RL model of an old run. Raises UserError (exit code 2) if
-    there is no model.
+    stages, which could give the RL model of an old run. Raises UserError (exit code 2) if there is
+    no model.
     """
     models = []
     for name, folder in _candidates(stage, tag):
@@ -221,10 +221,10 @@ class Parent:
 
 
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """Return the checkpoint of an earlier stage to start from: step `step`, or the newest for None.
+    """Return the checkpoint of an earlier stage that a stage starts from.
 
-    Raises UserError (exit code 2) if there is no such checkpoint, or if `step` is None and the run
-    is not finished.
+    It is step `step`, or the newest step if `step` is None. Raises UserError (exit code 2) if there
+    is no such checkpoint, or if `step` is None and the run is not finished.
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)

@@ -27,7 +27,8 @@ from nanochat.runtime.tracking import read_metrics
 
 Start = int | Literal["auto", "none"]  # a step's number, the newest step, or step 0
 LOCK = ".lock"
-LOCK_SECONDS = 10.0  # how long to wait: a killed training may need seconds to free its memory
+# How long to wait for the lock: a killed process may need seconds to free its memory.
+LOCK_SECONDS = 10.0
 
 
 def finished(
@@ -39,9 +40,9 @@ def finished(
 ) -> bool:
     """Return whether this stage has been trained and measured to its end with these settings.
 
-    It must also have been `reported`. A stage that is asked to start from a particular step is
-    never finished. Rank 0 decides for all ranks, and logs that the stage is already done. Raises
-    UserError if the settings differ from those of the checkpoint.
+    It must also have been `reported`, and unless `start` is "auto", it is never finished. Rank 0
+    decides for all ranks, and logs that the stage is already done. Raises UserError if the settings
+    differ from those of the checkpoint.
     """
     if start != "auto":
         return False
@@ -54,9 +55,8 @@ def finished(
         return False
     has_metrics = "line" in meta["state"]
     measured_steps = [line["step"] for line in read_metrics(folder)] if has_metrics else [step]
-    is_finished = (
-        step in measured_steps and reported
-    )  # otherwise it was stopped after its last save
+    # If the last step was not measured, the stage was stopped after its last save.
+    is_finished = step in measured_steps and reported
     if not parallel.agree(int(is_finished), compute):
         return False
     if compute.main:
@@ -65,9 +65,9 @@ def finished(
 
 
 def hold(folder: Path, compute: Compute) -> None:
-    """Lock the folder of a run, so that no other training can use it until this one ends.
+    """Lock the folder of a run, so that no other training process uses it until this one ends.
 
-    Raises UserError on every rank if another training holds the lock.
+    Raises UserError on every rank if another training process holds the lock.
     """
     with parallel.together(f"the start in {folder}", compute):
         if compute.main:
@@ -75,9 +75,9 @@ def hold(folder: Path, compute: Compute) -> None:
 
 
 def _lock(folder: Path, compute: Compute) -> None:
-    """Lock a folder until this training ends.
+    """Lock a folder until this process stops training.
 
-    The lock is a record lock: forked workers do not inherit it, so it vanishes when the training is
+    The lock is a record lock: forked workers do not inherit it, so it vanishes when this process is
     killed. Raises UserError if another process still holds the lock after LOCK_SECONDS. On a file
     system without locks, this does nothing.
     """
@@ -247,7 +247,7 @@ def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
 def restore(
     folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None
 ) -> dict[str, Any]:
-    """Load a step into a model and its optimizers, and return its meta.json.
+    """Load a step into a model and its optimizers, and return the content of the step's meta.json.
 
     The model may be sharded. If `optimizers` is None, only the model is loaded.
     """
@@ -262,8 +262,8 @@ def restore(
 def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
     """Fill this rank's optimizer state from all files that hold some of its rows.
 
-    The files may come from a run on another number of ranks. Raises UserError if a file cannot be
-    read, or if rows are missing.
+    The number of ranks may have been different when they were written. Raises UserError if a file
+    cannot be read, or if rows are missing.
     """
     state = optimizers.state()
     missing_rows = {name: tensor.shape[0] for name, (tensor, _, _) in state.items()}

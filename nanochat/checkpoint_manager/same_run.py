@@ -64,7 +64,7 @@ class RunSettings:
 
     @staticmethod
     def of(flags: Any, **facts: Any) -> "RunSettings":
-        """Return the settings of a run from its flags, a config dataclass, and further facts.
+        """Return the settings of a run from its config dataclass and from further facts.
 
         Flags of type Free[...] become free flags.
         """
@@ -75,7 +75,10 @@ class RunSettings:
         return RunSettings(values, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return a phrase for each setting, except free flags, that differs from a checkpoint's."""
+        """Return a phrase for each setting that differs from a checkpoint's.
+
+        Free flags are ignored, and old names of flags are translated.
+        """
         renamed = {
             RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
         }
@@ -94,10 +97,9 @@ class RunSettings:
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
-    """Return what a checkpoint records about the program that writes it.
+    """Return the facts that a checkpoint records about the program that writes it.
 
-    These are the hashes of its code, the version of torch, the kind of device and the number
-    format.
+    They are the hashes of its code, the version of torch, the kind of device and the number format.
     """
     return {
         "code": fingerprint.loaded(),
@@ -144,7 +146,7 @@ def warn_of_unknown_matmul(
 
 
 def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
-    """Return whether a checkpoint leaves open if its run multiplied in bf16 or in int8.
+    """Return whether it is unknown if a run has multiplied in bf16 or in int8.
 
     Before there was --matmul, runs on CPUs could choose int8 by themselves and did not record it.
     Compiled runs stayed in bf16.
@@ -207,7 +209,7 @@ def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int)
 
 
 def _instead(meta: Mapping[str, Any]) -> str:
-    """Return the end of a refusal: how to start a run without the existing checkpoints."""
+    """Return the advice that ends an error message: how to start without these checkpoints."""
     flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"
     return tr(
         "give another name with {flag} to start a run beside it, or give --resume=none to start "
@@ -269,7 +271,7 @@ def _shortened(changes: list[str]) -> str:
 def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a phrase with both hashes for each file that has changed.
 
-    Only files that the program before or the program now has loaded are compared.
+    Files that neither of the two programs has loaded are ignored.
     """
     hashes_before = {**before.get("other_code", {}), **before["code"]}
     hashes_now = {**now.get("other_code", {}), **now["code"]}

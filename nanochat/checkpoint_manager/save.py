@@ -189,7 +189,7 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
     parameters = state.parameters
     lora = step.meta.get("lora")
     optimizer_file = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
-    # Hashing a file takes one thread and is slower than a fast disk, so two files are written at a
+    # One thread hashes a file more slowly than a fast disk writes it, so two files are written at a
     # time.
     with ThreadPoolExecutor(1) as beside:
         optimizer_seal = beside.submit(_write_optimizer, folder / optimizer_file, state)

@@ -24,7 +24,7 @@ FORMAT_NAMES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-BLOCK_BYTES = 1 << 24  # written at a time: large for a disk, small for a tensor
+BLOCK_BYTES = 1 << 24  # written at a time: large for a disk, small compared with a tensor
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -70,7 +70,7 @@ class TensorFile:
         self._shapes = shapes
         self._path = path
         self._next = 0  # index in self.names of the tensor that add() begins next
-        self._missing = 0  # elements of the current tensor that add() has yet to get
+        self._missing = 0  # elements of the current tensor that add() has yet to receive
         self._digest = hashlib.sha256()
         self._helpers = ThreadPoolExecutor(2)
         self._flush: Future[None] | None = None

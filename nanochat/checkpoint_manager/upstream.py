@@ -25,7 +25,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 
-# How a parameter's name begins -> the day since which every checkpoint of HEAD has had that
+# Prefix of a parameter's name -> the day since which every checkpoint of HEAD has had that
 # parameter, newest first.
 SINCE = {
     "smear_gate.weight": "2026-03-14",
@@ -62,7 +62,7 @@ class Upstream:
 def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
     """Read one step of an upstream folder such as `base_checkpoints/d20`.
 
-    By default, `step` is the newest, and `tokenizer`, the folder of tokenizer.pkl, is the folder
+    If `step` is None, it is the newest one. `tokenizer` is the folder of tokenizer.pkl, by default
     `tokenizer` in the same base folder. Raises UserError if a file is missing (exit code 2) or
     damaged, or if the checkpoint is too old.
     """

@@ -17,11 +17,7 @@ from nanochat.common import UserError, atomic_path
 
 VERSION = 3
 ALIGNMENT = 32  # bytes; every tensor starts at a multiple of it
-FORMATS = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.bfloat16: 30,
-}  # ggml's numbers for number formats
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's numbers for them
 # GGUF's numbers for the types of metadata values.
 UINT32 = 4
 INT32 = 5

@@ -17,7 +17,7 @@ from nanochat.export.llama_vocabulary import vocabulary
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers for them
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers for file types
 # Our name for a parameter outside the layers -> llama.cpp's name.
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -164,7 +164,7 @@ def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
 def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
     """Yield the tensors to write for a model without adapters.
 
-    Matrices are in `dtype`, and all others in fp32.
+    Matrices are in `dtype`, and all other parameters in fp32.
     """
     for name, parameter in model.named_parameters():
         # Vectors, and the few numbers of convolutions, stay in fp32.

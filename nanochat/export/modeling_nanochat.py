@@ -255,10 +255,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return (causal & real[:, None, None, :]) | itself
 
     def _embed(self, idx: Tensor, real: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
-        """Return the embedding of each token (B, T, C), mixed with what came before it.
+        """Return the embedding of each token (B, T, C), with a share of the token before it.
 
-        A gated share of the previous token's embedding is added and, if the model has a table of
-        bigrams, the row of the two tokens.
+        A gate controls that share. If the model has a table of bigrams, the row for the two tokens
+        is added too.
         """
         x = _norm(self.wte(idx))
         gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)

@@ -43,7 +43,7 @@ HARMLESS = {
     *("layers_to_transform", "layers_pattern", "exclude_modules"),
     *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
 }
-# Settings that make training leave out layers or modules that match the targets.
+# Settings that exclude layers or modules from training although they match the targets.
 PARTIAL = ("layers_to_transform", "exclude_modules")
 # Values of init_lora_weights that leave the base's weights unchanged. Others, such as pissa and
 # olora, first subtract a part of the base's weights, so their adapters are wrong on the published
@@ -57,7 +57,7 @@ PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 def facts(model: nn.Module) -> dict[str, str]:
     """Return the metadata for the safetensors file of an adapter. Every rank must call this.
 
-    It has the file's format, and the SHA-256 of the base's norms as a mark of the base.
+    It gives the format of the file, and identifies the base by the SHA-256 of its norms.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -70,8 +70,8 @@ def facts(model: nn.Module) -> dict[str, str]:
 def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
     """Write adapter_config.json, so that peft can load the adapter in a folder.
 
-    `lora` has the fields of a LoraConfig, and `base` is the folder of the base model. If the folder
-    has a config.json, it is removed, since such a folder would be taken for a whole model.
+    `lora` has the fields of a LoraConfig, and `base` is the folder of the base model. A config.json
+    in the folder is removed, because a folder that has one is taken for a whole model.
     """
     (folder / "config.json").unlink(missing_ok=True)
     content = {
@@ -111,8 +111,8 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
 def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
     """Return the shape of the adapter in a folder, the name of its base, and whether it is partial.
 
-    Training left out some layers or modules of a partial adapter although they match its targets.
-    Raises UserError (exit code 2) if there is no adapter, or if it is damaged or not supported.
+    For a partial adapter, training left out some layers or modules that match its targets. Raises
+    UserError (exit code 2) if there is no adapter, or if it is damaged or not supported.
     """
     path = folder / SETTINGS
     if not path.is_file():

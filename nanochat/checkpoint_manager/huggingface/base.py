@@ -18,8 +18,7 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-# A trained parameter takes 16 bytes and a frozen one 2, so eight frozen ones take as much as one
-# trained.
+# A trained parameter takes 16 bytes, as much as eight frozen ones of 2 bytes.
 FROZEN_PER_TRAINED = 8
 
 
@@ -63,10 +62,10 @@ def open_base(
 ) -> Base:
     """Return the published model in a folder, ready to be sharded and filled.
 
-    Rows have `sequence_len` tokens, or as many as the model's context if it is None. With `lora`,
-    the matrices are frozen in the compute dtype. Without it, all parameters are fp32 masters.
-    Raises UserError if files are missing, damaged or of an unknown kind, if they do not fit each
-    other, or if rows are longer than the model's context.
+    Rows have `sequence_len` tokens, or fill the model's context if it is None. With `lora`, the
+    matrices are frozen in the compute dtype. Without it, all parameters are fp32 masters. Raises
+    UserError if files are missing, damaged or of an unknown kind, if they do not fit each other, or
+    if rows are longer than the model's context.
     """
     folder = folder.expanduser().resolve()
     config = read_config(folder)

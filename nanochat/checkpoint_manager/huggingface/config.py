@@ -9,7 +9,7 @@ from nanochat.checkpoint_manager.families import checked_shape
 from nanochat.common import UserError, read_json, tr
 from nanochat.models.qwen.config import QwenConfig
 
-# Known architecture -> the models that have it.
+# Supported architecture -> the models that have it.
 ARCHITECTURES = {
     "Qwen2ForCausalLM": "Qwen1.5, Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
@@ -23,7 +23,7 @@ MODEL_TYPES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 LAYER_LETTERS = {"full_attention": "A", "linear_attention": "D"}
-MAX_LAYERS = 1_000  # even if a damaged config.json asks for more
+MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
 
 
 def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:

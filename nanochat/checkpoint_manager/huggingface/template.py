@@ -1,4 +1,4 @@
-"""Chat templates, which turn conversations into text of the form that a model was trained on."""
+"""Chat templates, which turn conversations into text in the format that a model was trained on."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -16,9 +16,10 @@ def refuse(message: str) -> None:
 
 
 def compiled(source: str, tokens: dict[str, str]) -> Any:
-    """Return a template that renders in a sandbox, given its source and the tokens that it may use.
+    """Return the compiled template, which renders in a sandbox.
 
-    The sandbox hides Python's own attributes and forbids changes to the objects passed in.
+    `tokens` are variables that the template may use. The sandbox hides Python's own attributes and
+    forbids changes to the objects passed in.
     """
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

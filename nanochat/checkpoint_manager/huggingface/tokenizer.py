@@ -165,7 +165,7 @@ class FolderTokenizer:
         return content
 
     def _read_names(self) -> dict[str, str]:
-        """Return the spelling of each token that the publisher has named, such as eos_token."""
+        """Return the spelling of each token that the publisher names, such as eos_token."""
         spellings = {}
         for name, value in self._read_object("tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -337,7 +337,7 @@ class FolderTokenizer:
     # --- conversations ---------------------------------------------------------------------------
 
     def _text(self, messages: Messages, reply: bool) -> str:
-        """Return messages as text of the form that the model was trained on."""
+        """Return messages as text in the format that the model was trained on."""
         return self.template.render(messages, reply) if self.template else chatml(messages, reply)
 
     @cached_property
@@ -378,7 +378,7 @@ class FolderTokenizer:
             yield text[end:], False
 
     def _piece_tokens(self, piece: str, is_mark: bool) -> list[int]:
-        """Return the token of a special token's piece, or the tokens of a piece of text."""
+        """Return the tokens of a piece, which is a special token if `is_mark`, else text."""
         return [self._specials[piece]] if is_mark else self.encode(self._original(piece))
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -420,8 +420,8 @@ class FolderTokenizer:
         """Return the prompt of a conversation as tokens.
 
         A last assistant turn is left out, and the text that opens the reply is added. If the
-        template does not support system messages, a first system turn is merged into the turn after
-        it.
+        template does not support system messages, a leading system turn is merged into the next
+        turn.
         """
         turns = conversation.prompt.messages
         if len(turns) > 1 and turns[0].role == "system" and not self.takes_system:
@@ -432,8 +432,8 @@ class FolderTokenizer:
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
         """Return the prompt of a conversation as tokens, whatever the order of its turns.
 
-        Unlike in training data, several turns in a row may have one role, and a system turn may
-        come later. Returns None if the template refuses such turns or leaves out one of them.
+        Unlike in training data, several turns in a row may have the same role, and a system turn
+        may come later. Returns None if the template refuses such turns or leaves out one of them.
         """
         probes = [
             _message(turn.role, f"Turn {number}.")

@@ -1,4 +1,4 @@
-"""Loads the weights of a published model one parameter at a time, each rank only its own rows."""
+"""Loads a published model one parameter at a time, and on each rank only the rows that it holds."""
 
 import contextlib
 import hashlib
@@ -19,14 +19,14 @@ from nanochat.device import Compute, local
 from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
-MARKED_BYTES = 1 << 20  # that folder_mark() reads at each end of a file
+MARKED_BYTES = 1 << 20  # how much folder_mark() reads at each end of a file
 SINGLE = "model.safetensors"
-# How the names of tensors begin that are not loaded -> the part of the model that they belong to.
+# Prefix of tensors that are not loaded -> the part of the model that they belong to.
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 MAX_NAME_LENGTH = 200  # characters in the name of a file
-COMPARED_ROWS = 4096  # of the head and of the embedding, compared at a time
+COMPARED_ROWS = 4096  # of head and embedding that are compared at a time
 
 
 def _copy_again() -> str:
@@ -104,9 +104,8 @@ class Weights:
         Raises UserError if a file is damaged, or if two files hold the same tensor.
         """
         self._slices: dict[str, Any] = {}
-        self.skipped: dict[
-            str, int
-        ] = {}  # part of the model that is left out -> how many tensors it has
+        # Part of the model that is left out -> the number of its tensors.
+        self.skipped: dict[str, int] = {}
         for path in files:
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
@@ -135,7 +134,7 @@ class Weights:
         self._slices[name] = tensor_slice
 
     def check(self, model: Qwen, folder: Path) -> None:
-        """Raise UserError unless the files hold exactly the model's parameters in their shapes.
+        """Raise UserError unless the files match the model's parameters exactly, in name and shape.
 
         Adapters are left out of the comparison. The files may also hold a tied head, if it equals
         the embedding.
@@ -196,7 +195,7 @@ class Weights:
 def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
     """Yield the weights in a folder, after checking that they fit a model.
 
-    The model may be on any device, also on meta, and it may be sharded. Raises UserError if files
+    The model may be on any device, including meta, and it may be sharded. Raises UserError if files
     are missing or damaged, or if they do not fit the model.
     """
     with contextlib.ExitStack() as stack:

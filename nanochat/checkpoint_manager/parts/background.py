@@ -36,9 +36,9 @@ class Saver:
         files: Files = "auto",
         ended: Callable[[float], None] = lambda cost: None,
     ):
-        """Prepare to save; after each save, `ended` gets the seconds that it cost training.
+        """Prepare to save. After each save, `ended` is called with the seconds it cost training.
 
-        The thread calls `ended`. The cost is the whole save if training waited for it, or if the
+        The thread makes this call. The cost is the whole save if training waited for it, or if the
         device is the host, whose processors both train and save. Otherwise it is the time for which
         training waited, but at least a thirtieth of the save, so that the disk is free for half of
         the time.
@@ -46,7 +46,7 @@ class Saver:
         self.compute = compute
         self.keep = keep
         self.files: Files = files
-        self.waited = 0.0  # seconds for which training waited for the last save
+        self.waited = 0.0  # seconds that training waited for the last save
         self.took = 0.0  # seconds from the start of the last save until it was on disk
         self._ended = ended
         self._memory = HostMemory(compute)
@@ -95,7 +95,7 @@ class Saver:
         self.waited = time.monotonic() - start
 
     def _write(self, step: Step, state: RankState, beside: bool, start: float) -> None:
-        """Write a step in the thread, from a copy of the state if training continues meanwhile."""
+        """Write a step, from a copy of the state if training continues. Runs in the thread."""
         try:
             try:
                 if beside:

@@ -42,7 +42,7 @@ def part_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, places: Places, size: int) -> None:
-    """Write the index atomically, for files that hold `size` bytes of parameters in all."""
+    """Write the index atomically, for files that hold `size` bytes of parameters in total."""
     rows: dict[str, dict[str, list[Any]]] = {}
     weight_map = {}
     for name, pieces in places.items():

@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.5  # share of the host's free memory for the copies of all its 
 
 
 class Optimizers(Protocol):
-    """The methods of the optimizers that checkpoints need. optim.py implements them."""
+    """The interface between checkpoints and the optimizers, which optim.py implements."""
 
     def state(self) -> State:
         """Return all tensors of this rank that a resumed run needs, for it to fill in place."""
@@ -31,7 +31,7 @@ class Optimizers(Protocol):
         ...
 
     def restored(self) -> None:
-        """Note that the tensors of state() have been filled."""
+        """Take note that the tensors of state() have been filled."""
         ...
 
 
