@@ -244,7 +244,9 @@ def verify(folder: Path, training: bool = True) -> str:
     if outside:
         return f"meta.json names a file outside its folder ({reprlib.repr(outside[0])})"
     if not training:
-        seals = {name: entry for name, entry in seals.items() if not name.startswith("optim-")}
+        seals = {
+            name: expected for name, expected in seals.items() if not name.startswith("optim-")
+        }
     problem = _size_problem(folder, seals) or _hash_problem(folder, seals)
     if not problem and INDEX in seals:
         problem = _index_problem(folder, seals)
@@ -335,7 +337,7 @@ def weights_hash(meta: dict[str, Any]) -> str:
     if INDEX not in files:
         name = MODEL if MODEL in files else ADAPTER
         return files[name]["sha256"]
-    hashes = {name: entry["sha256"] for name, entry in files.items() if name.startswith("model")}
+    hashes = {name: record["sha256"] for name, record in files.items() if name.startswith("model")}
     return _digest(hashes)
 
 
@@ -394,10 +396,10 @@ def _wrong_numbers(state: Mapping[str, Any]) -> str:
 
 def _wrong_files(files: Mapping[str, Any]) -> str:
     for name, record in files.items():
-        described = isinstance(record, dict)
-        if described:
+        is_complete = isinstance(record, dict)
+        if is_complete:
             has_size = type(record.get("bytes")) is int
-            described = has_size and type(record.get("sha256")) is str
-        if not described:
+            is_complete = has_size and type(record.get("sha256")) is str
+        if not is_complete:
             return f"its file {reprlib.repr(name)} is described by {reprlib.repr(record)}"
     return ""

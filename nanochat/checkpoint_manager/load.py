@@ -133,8 +133,8 @@ def load_model(
     compute dtype; training asks for float32. Raises UserError if the checkpoint is missing or
     damaged.
     """
-    name, folder = find(stage, tag)
-    step = _usable_step(name, folder, step, compute)
+    found_stage, folder = find(stage, tag)
+    step = _usable_step(found_stage, folder, step, compute)
     where = step_dir(folder, step)
     meta = read_meta(folder, step)
     values = read_parameters(where)
@@ -147,7 +147,7 @@ def load_model(
     parallel.load_whole(model, values)
     del values
     cast_matrices(model, dtype or compute.dtype)
-    return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
+    return Loaded(model.to(compute.device).eval(), tokenizer, meta, found_stage, folder.name, step)
 
 
 def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -> int:

@@ -110,14 +110,14 @@ def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
     It is the newest readable step, or the step that `start` names. Rank 0 decides for all ranks.
     Damaged steps are skipped here, because resume_stage() reports them.
     """
-    readable = 0
+    readable_step = 0
     if compute.main and start != "none":
         for step in reversed(steps(folder)) if start == "auto" else [int(start)]:
             with contextlib.suppress(UserError, OSError):
                 read_meta(folder, step)
-                readable = step
+                readable_step = step
                 break
-    return parallel.agree(readable, compute)
+    return parallel.agree(readable_step, compute)
 
 
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
@@ -129,8 +129,8 @@ def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
     step = _begun_step(folder, start, compute)
     if not step:
         return None
-    row = read_meta(folder, step)["state"].get("row", 0)
-    return row // step or None if type(row) is int else None
+    rows_done = read_meta(folder, step)["state"].get("row", 0)
+    return rows_done // step or None if type(rows_done) is int else None
 
 
 def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:
@@ -195,14 +195,14 @@ def resume_stage(
 
 def _set_later_steps_aside(folder: Path, step: int) -> None:
     """Move the steps after `step` to a folder of their own, and log its path."""
-    place = set_aside(folder, step)
-    if place:
+    new_folder = set_aside(folder, step)
+    if new_folder:
         log(
             tr(
                 "the steps after {step:,} were moved to {place}; delete that folder when you no "
                 "longer need them",
                 step=step,
-                place=place,
+                place=new_folder,
             )
         )
 

@@ -88,11 +88,11 @@ class RunSettings:
         changes = []
         for name in sorted({*renamed, *self.values} - self.free):
             default = self.defaults.get(name)
-            before = renamed.get(name, BEFORE_FLAGS.get(name, default))
-            now = self.values.get(name, default)
-            if before != now:
+            value_before = renamed.get(name, BEFORE_FLAGS.get(name, default))
+            value_now = self.values.get(name, default)
+            if value_before != value_now:
                 label = f"--{name}" if name in self.defaults else name
-                changes.append(f"{label}: {before} before, {now} now")
+                changes.append(f"{label}: {value_before} before, {value_now} now")
         return changes
 
 
@@ -156,9 +156,9 @@ def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bo
         return False
     if meta.get("state", {}).get("compiled"):
         return False
-    before = meta.get("made_with", {})
+    program = meta.get("made_with", {})
     is_gpt = meta.get("family", "gpt") == "gpt"
-    return is_gpt and before.get("device") == "cpu" and before.get("number format") == "bfloat16"
+    return is_gpt and program.get("device") == "cpu" and program.get("number format") == "bfloat16"
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
@@ -190,8 +190,8 @@ def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int)
 
     The run would repeat or skip data, and its learning rate would jump.
     """
-    row = meta["state"].get("row")  # checkpoints of early versions do not have it
-    per_step_before = row / meta["step"] if type(row) is int else per_step
+    rows_done = meta["state"].get("row")  # checkpoints of early versions do not have it
+    per_step_before = rows_done / meta["step"] if type(rows_done) is int else per_step
     if meta["steps"] != steps or per_step_before != per_step:
         raise UserError(
             tr(
@@ -228,9 +228,9 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
     """
     if meta["step"] >= meta["steps"]:
         return  # nothing is left to compute
-    before = meta.get("made_with", {})
-    now = made_with(compute)
-    changed_files = _changed_files(before, now) if "code" in before else []
+    program_before = meta.get("made_with", {})
+    program_now = made_with(compute)
+    changed_files = _changed_files(program_before, program_now) if "code" in program_before else []
     if changed_files and not accepted:
         raise UserError(
             tr(
@@ -246,9 +246,9 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
     differences = []
     if changed_files:
         differences.append(f"{len(changed_files)} changed files")
-    for name, value in now.items():
-        if name not in CODE and before.get(name, value) != value:
-            differences.append(f"{name} {before[name]} before, {value} now")
+    for name, value in program_now.items():
+        if name not in CODE and program_before.get(name, value) != value:
+            differences.append(f"{name} {program_before[name]} before, {value} now")
     if differences:
         warn(
             tr(
@@ -268,15 +268,15 @@ def _shortened(changes: list[str]) -> str:
     return text
 
 
-def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, Any]) -> list[str]:
     """Return a phrase with both hashes for each file that has changed.
 
     Files that neither of the two programs has loaded are ignored.
     """
-    hashes_before = {**before.get("other_code", {}), **before["code"]}
-    hashes_now = {**now.get("other_code", {}), **now["code"]}
+    hashes_before = {**program_before.get("other_code", {}), **program_before["code"]}
+    hashes_now = {**program_now.get("other_code", {}), **program_now["code"]}
     changes = []
-    for name in sorted({*before["code"], *now["code"]}):
+    for name in sorted({*program_before["code"], *program_now["code"]}):
         hash_before = hashes_before.get(name, "missing")
         hash_now = hashes_now.get(name, "missing")
         if hash_before != hash_now:

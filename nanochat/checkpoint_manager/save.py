@@ -106,8 +106,8 @@ def save_checkpoint(
     whereas parts.background.Saver writes them during training. Raises OSError as write_step() does.
     """
     start = time.monotonic()
-    described = Step.of(folder, step, model, tokenizer, meta, keep, files)
-    write_step(described, RankState.of(model, optimizers), compute)
+    description = Step.of(folder, step, model, tokenizer, meta, keep, files)
+    write_step(description, RankState.of(model, optimizers), compute)
     return time.monotonic() - start
 
 
@@ -191,8 +191,8 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
     optimizer_file = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
     # One thread hashes a file more slowly than a fast disk writes it, so two files are written at a
     # time.
-    with ThreadPoolExecutor(1) as beside:
-        optimizer_seal = beside.submit(_write_optimizer, folder / optimizer_file, state)
+    with ThreadPoolExecutor(1) as helper:
+        optimizer_seal = helper.submit(_write_optimizer, folder / optimizer_file, state)
         if lora:
             seals = parameter_files.write_whole(
                 folder / ADAPTER, parameters, compute, group, ADAPTER_PREFIX, step.facts

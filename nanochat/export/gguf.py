@@ -109,9 +109,9 @@ def write(
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         file.write(_header(metadata, tensors))
         for planned in tensors:
-            value = planned.compute().detach().cpu().contiguous()
-            assert value.shape == planned.shape, (planned.name, value.shape)
-            assert value.dtype == planned.dtype, (planned.name, value.dtype)
-            data = value.view(torch.uint8).numpy().data
+            tensor = planned.compute().detach().cpu().contiguous()
+            assert tensor.shape == planned.shape, (planned.name, tensor.shape)
+            assert tensor.dtype == planned.dtype, (planned.name, tensor.dtype)
+            data = tensor.view(torch.uint8).numpy().data
             file.write(data)
             file.write(_padding(data.nbytes))

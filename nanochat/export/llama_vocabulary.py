@@ -80,13 +80,13 @@ def _split_name(content: Mapping[str, Any]) -> str:
     return SPLITS[regex]
 
 
-def _tokens(content: Mapping[str, Any], rows: int) -> dict[str, Value]:
+def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
     """Return metadata with the spelling and the kind of each token, and with the merges.
 
-    Of the `rows` of the embedding, those without a token are marked as unused.
+    The embedding has `row_count` rows, and those without a token are marked as unused.
     """
-    spellings = [f"[PAD{token_id}]" for token_id in range(rows)]
-    kinds = [UNUSED] * rows
+    spellings = [f"[PAD{token_id}]" for token_id in range(row_count)]
+    kinds = [UNUSED] * row_count
     for spelling, token_id in content["model"]["vocab"].items():
         spellings[token_id] = spelling
         kinds[token_id] = NORMAL

@@ -126,7 +126,7 @@ class _Attention(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, T, C)
-        value: Tensor | None,  # (B, T, Hkv D), the value embedding
+        value_embedding: Tensor | None,  # (B, T, Hkv D)
         cos: Tensor,  # (1, T, 1, D / 2)
         sin: Tensor,
         mask: Tensor,  # (B, 1, T, T) bool
@@ -143,9 +143,9 @@ class _Attention(nn.Module):
             fast = k.unflatten(-1, halves)[..., 0, :]
             slow = _previous(k, real).unflatten(-1, halves)[..., 1, :]
             k = torch.stack((fast, slow), dim=-2).flatten(-3)
-        if value is not None and self.ve_gate is not None:
+        if value_embedding is not None and self.ve_gate is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))
-            v = v + gate.unsqueeze(-1) * value.view_as(v)
+            v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
         positions = torch.arange(x.size(1), device=x.device)
         in_window = (positions[:, None] - positions[None]) <= self.window  # (T, T)
         queries_per_key = q.size(2) // k.size(2)
@@ -228,10 +228,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         blocks = cast(list[Any], list(self.h))
         for i, block in enumerate(blocks):
             x = self.resid_lambdas[i].to(dtype) * x + self.x0_lambdas[i].to(dtype) * x0
-            value = None
+            value_embedding = None
             if self.config.has_value_embedding(i):
-                value = self.value_embeds[str(i)](idx)
-            x = x + block.attn(_norm(x), value, cos, sin, mask, real)
+                value_embedding = self.value_embeds[str(i)](idx)
+            x = x + block.attn(_norm(x), value_embedding, cos, sin, mask, real)
             x = x + block.mlp(_norm(x))
             if i == self.config.n_layer // 2:
                 middle = x

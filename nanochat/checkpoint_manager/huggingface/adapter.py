@@ -298,8 +298,8 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     return adapter.config
 
 
-def _copy_rows(parameter: Tensor, value: Tensor) -> None:
+def _copy_rows(parameter: Tensor, whole: Tensor) -> None:
     """Fill this rank's rows of a parameter from the whole tensor."""
     local_rows = local(parameter)
-    start = parallel.place_of(parameter).first_row(value.shape[0])
-    local_rows.copy_(value[start : start + local_rows.shape[0]])
+    start = parallel.place_of(parameter).first_row(whole.shape[0])
+    local_rows.copy_(whole[start : start + local_rows.shape[0]])

@@ -95,12 +95,12 @@ class FolderTokenizer:
             )
         self._names = self._read_names()
         self.stops = self._read_stops()
-        beginnings = (
+        bos_candidates = (
             self.named("bos_token"),
             self._specials.get("<|endoftext|>"),
             min(self.stops),
         )
-        self.bos = next(token for token in beginnings if token is not None)
+        self.bos = next(token for token in bos_candidates if token is not None)
         self.stops |= {self.bos, self.special("assistant_end")}
 
     def _load(self, path: Path) -> None:
@@ -213,7 +213,7 @@ class FolderTokenizer:
                 path = self.folder / "tokenizer_config.json"
                 source = self._read_object(path.name).get("chat_template")
             if isinstance(source, list):  # several templates, of which the default is for chats
-                templates = {entry["name"]: entry["template"] for entry in source}
+                templates = {item["name"]: item["template"] for item in source}
                 source = templates.get("default")
             if source is not None and not isinstance(source, str):
                 raise TypeError(f"it is {reprlib.repr(source)}, expected a text")
@@ -389,28 +389,28 @@ class FolderTokenizer:
         conversation or leaves out the assistant's words.
         """
         messages = []
-        trains = False
+        has_trained_turn = False
         for number, message in enumerate(conversation.messages):
             text = self._safe(message.text)
             is_reply = message.role == "assistant"
             if is_reply and message.trained and number >= conversation.prompt_turns:
                 text = _marked(text)
-                trains = True
+                has_trained_turn = True
             messages.append(_message(message.role, text))
         ids: list[int] = []
         mask: list[int] = []
-        trained = False
-        ending = False  # the words have ended, and the mark that ends the turn may follow
+        in_words = False
+        after_words = False  # the words have ended, and the mark that ends the turn may follow
         for piece, is_mark in self._pieces(self._text(messages, reply=False)):
             if is_mark and piece in (BEGIN, END):
-                trained = piece == BEGIN
-                ending = piece == END
+                in_words = piece == BEGIN
+                after_words = piece == END
                 continue
             tokens = self._piece_tokens(piece, is_mark)
             ids += tokens
-            mask += [int(trained or (ending and is_mark))] * len(tokens)
-            ending = False
-        if trains and not any(mask):
+            mask += [int(in_words or (after_words and is_mark))] * len(tokens)
+            after_words = False
+        if has_trained_turn and not any(mask):
             raise UserError(
                 f"the chat template in {self.folder} leaves out what the assistant says. Remove it"
             )

@@ -146,7 +146,9 @@ class Weights:
             for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
-        shapes = {name: list(piece.get_shape()) for name, piece in self._slices.items()}
+        shapes = {
+            name: list(tensor_slice.get_shape()) for name, tensor_slice in self._slices.items()
+        }
         wrong = []
         for name in sorted({*expected, *shapes}):
             if expected.get(name) != shapes.get(name):

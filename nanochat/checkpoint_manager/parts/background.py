@@ -74,10 +74,10 @@ class Saver:
         start = time.monotonic()
         if self._group is None and self.compute.world_size > 1:
             self._group = dist.new_group(backend="gloo", group_desc=UNCOUNTED)
-        described = Step.of(folder, step, model, tokenizer, meta, self.keep, self.files)
+        description = Step.of(folder, step, model, tokenizer, meta, self.keep, self.files)
         state = RankState.of(model, optimizers)
-        beside = self._memory.has_room(state)
-        if beside:
+        in_background = self._memory.has_room(state)
+        if in_background:
             # The thread's copies would not wait for updates that the device has yet to compute.
             synchronize(self.compute)
             self._copied.clear()
@@ -89,27 +89,27 @@ class Saver:
                     step=step,
                 )
             )
-        self._writing = self._thread.submit(self._write, described, state, beside, start)
-        if not beside:
+        self._writing = self._thread.submit(self._write, description, state, in_background, start)
+        if not in_background:
             self.wait()
         self.waited = time.monotonic() - start
 
-    def _write(self, step: Step, state: RankState, beside: bool, start: float) -> None:
+    def _write(self, step: Step, state: RankState, in_background: bool, start: float) -> None:
         """Write a step, from a copy of the state if training continues. Runs in the thread."""
         try:
             try:
-                if beside:
+                if in_background:
                     state = self._memory.copy(state)
             finally:
                 self._copied.set()
             write_step(step, state, self.compute, self._group)
         finally:
             self.took = time.monotonic() - start
-            self._ended(self._cost(beside))
+            self._ended(self._cost(in_background))
 
-    def _cost(self, beside: bool) -> float:
+    def _cost(self, in_background: bool) -> float:
         """Return how many seconds the last save cost training, as defined in __init__()."""
-        if not beside or not self.compute.platform.runs_beside_host:
+        if not in_background or not self.compute.platform.runs_beside_host:
             return self.took
         return max(self.waited, self.took / 30)
 

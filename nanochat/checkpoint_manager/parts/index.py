@@ -83,10 +83,10 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[Piece]:
     if rows is None:
         return [Piece(file, 0, None)]
     pieces = []
-    for name, (first, end) in rows.items():
+    for part, (first, end) in rows.items():
         if type(first) is not int or type(end) is not int:
             raise TypeError(f"{rows!r} are no rows")
-        pieces.append(Piece(name, first, end))
+        pieces.append(Piece(part, first, end))
     if not pieces:
         raise TypeError(f"{rows!r} are no rows")
     return sorted(pieces, key=lambda piece: piece.first)
