@@ -40,7 +40,7 @@ def finished(
 ) -> bool:
     """Return whether this stage has been trained and measured to its end with these settings.
 
-    It must also have been `reported`, and unless `start` is "auto", it is never finished. Rank 0
+    It must also have been `reported`. If `start` is not "auto", the answer is always False. Rank 0
     decides for all ranks, and logs that the stage is already done. Raises UserError if the settings
     differ from those of the checkpoint.
     """

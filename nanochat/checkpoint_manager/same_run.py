@@ -131,7 +131,7 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
 def warn_of_unknown_matmul(
     folder: Path, meta: Mapping[str, Any], settings_now: RunSettings
 ) -> None:
-    """Warn if a run may have multiplied matrices in another number format before it resumes."""
+    """Warn if a resumed run may have multiplied matrices in another number format before."""
     if meta["step"] < meta["steps"] and _is_matmul_unknown(meta, settings_now):
         warn(
             tr(

@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[str, Any]) -> None:
     """Raise UserError if the model is older than HEAD's, or if its shape lacks a field.
 
-    The message says how old the checkpoint is.
+    If the model is older, the message says how old the checkpoint is.
     """
 
     def has(prefix: str) -> bool:

@@ -1,4 +1,4 @@
-"""The GPT of nanochat/gpt.py as a model of Hugging Face transformers.
+"""The GPT of nanochat/gpt.py as a Hugging Face transformers model.
 
 `python -m nanochat.export` copies this file into the folder of the weights, and no code of nanochat
 imports it. To load the model:

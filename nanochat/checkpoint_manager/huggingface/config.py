@@ -195,7 +195,7 @@ def _layers(text: Mapping[str, Any]) -> str:
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
-    """Return the config.json of a model as its publisher would write it.
+    """Return the content of a model's config.json, as its publisher would write it.
 
     read_config() can read it back.
     """

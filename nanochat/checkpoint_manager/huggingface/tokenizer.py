@@ -342,7 +342,7 @@ class FolderTokenizer:
 
     @cached_property
     def _replaced(self) -> list[str]:
-        """The texts that _safe() replaces by their index in this list."""
+        """The texts that _safe() replaces with their index in this list."""
         return [*self._specials, OPEN, CLOSE, BEGIN, END]
 
     def _safe(self, text: str) -> str:

@@ -23,7 +23,7 @@ class Optimizers(Protocol):
     """The interface between checkpoints and the optimizers, which optim.py implements."""
 
     def state(self) -> State:
-        """Return all tensors of this rank that a resumed run needs, for it to fill in place."""
+        """Return all tensors of this rank that a resumed run fills in place."""
         ...
 
     def saved(self) -> State:
@@ -48,7 +48,7 @@ class RankState:
         return RankState(parallel.parameter_shards(model), optimizers.saved())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of this rank, each under a name of its own."""
+        """Return all tensors of this rank, each under a unique name."""
         tensors = {f"parameter {name}": shard.rows for name, shard in self.parameters.items()}
         for name, (tensor, _, _) in self.optimizer.items():
             tensors[f"state {name}"] = tensor.detach()
@@ -65,8 +65,8 @@ class HostMemory:
     def has_room(self, state: RankState) -> bool:
         """Return whether the host has enough memory for a copy of this rank's state.
 
-        The copies of all ranks on the host may take MEMORY_SHARE of its free memory. Memory that an
-        earlier copy has taken can be used again.
+        The copies of all ranks on the host may take half of its free memory (MEMORY_SHARE). Memory
+        that an earlier copy has taken can be used again.
         """
         needed_bytes = sum(tensor.nbytes for tensor in state.tensors().values())
         allocated_bytes = sum(copy.nbytes for copy in self._copies.values())
