@@ -15,8 +15,7 @@ from nanochat.common import log, run
 
 @dataclass(frozen=True)
 class Config:
-    """Convert a checkpoint of karpathy/nanochat's HEAD: type `convert` and its folder, such as
-    base_checkpoints/d20."""
+    """The command line: the verb `convert`, and the checkpoint to convert."""
 
     verb: Positional[Literal["convert"]]
     """The only action: convert."""
@@ -31,7 +30,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Convert the checkpoint, and print the next command."""
+    """Convert the checkpoint, and log the command that chats with it."""
     source = upstream.read_step(cfg.folder.expanduser(), cfg.step, cfg.tokenizer)
     folder = upstream.convert(source, cfg.corpus)
     next_command = f"python -m scripts.chat_cli -i {source.stage} -g {source.tag}"

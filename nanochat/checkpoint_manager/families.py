@@ -1,4 +1,4 @@
-"""The families of models: meta.json names one, and a table maps the name to its classes."""
+"""Maps the model family that meta.json names to its classes, and builds models."""
 
 import functools
 import reprlib
@@ -15,7 +15,8 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 
-# Limits of a shape, so that a file cannot ask for all memory. No model of this project is larger.
+# Upper limits for the settings of a shape, so that no file can make us allocate all memory. No
+# model of this project is larger.
 LARGEST = {
     "sequence_len": 1 << 20,
     "vocab_size": 1 << 24,
@@ -31,7 +32,7 @@ LARGEST = {
     "delta_value_dim": 1 << 12,
     "delta_width": 1 << 6,
 }
-# The same for values that may be zero.
+# The same for settings that may be zero.
 MAY_BE_ZERO = {
     "bigram_rows": 1 << 30,
     "offset_layers": 1_000,
@@ -43,13 +44,13 @@ MAY_BE_ZERO = {
     "rotary_dim": 1 << 12,
 }
 POSITIVE_FRACTIONS = ("rope_theta", "norm_eps")
-LONGEST_TEXT = 1_000  # characters of a value such as window_pattern: one letter a layer
+LONGEST_TEXT = 1_000  # characters of a text such as window_pattern: one per layer
 Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
 class Family:
-    """The classes of a family: its model, and the configuration that a model is built from."""
+    """The two classes of a model family: the model, and the configuration that it is built from."""
 
     model: Any
     config: Any
@@ -57,7 +58,10 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return the families by name: the GPT, and the published ones unless they were torn out."""
+    """Return the model families by name: the GPT, and the published families.
+
+    A published family is missing if its module was removed from this copy of nanochat.
+    """
     table = {"gpt": Family(GPT, GPTConfig)}
     qwen = appendix("nanochat.models.qwen.model")
     if qwen is not None:
@@ -66,12 +70,12 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: Any) -> str:
-    """Return the name of the family that a configuration belongs to."""
+    """Return the name of the model family that a configuration belongs to."""
     return next(name for name, family in families().items() if type(config) is family.config)
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Return whether a value of a configuration has the right type and is within bounds."""
+    """Return whether the value of a setting has the right type and is within bounds."""
     if name in LARGEST:
         return type(value) is int and 1 <= value <= LARGEST[name]
     if name in MAY_BE_ZERO:
@@ -82,9 +86,10 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a shape under today's names.
+    """Return the settings of a shape under today's names.
 
-    Checkpoints of 2026-11-24 have `key_offset`: all layers had an offset, or none.
+    Checkpoints of 2026-11-24 have `key_offset` instead of `offset_layers`, which gives either all
+    layers an offset or none.
     """
     settings = dict(shape)
     if "key_offset" in settings:
@@ -96,7 +101,8 @@ def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
 def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
     """Return the configuration of class `kind` that a file describes.
 
-    UserError, which names the file `where`, if a value has a wrong type or is out of bounds.
+    Raises UserError, which names the file `where`, if a setting is unknown, has a value of the
+    wrong type or is out of bounds.
     """
     settings = _renamed_settings(shape)
     names = {field.name for field in fields(cast(Any, kind))}
@@ -118,12 +124,13 @@ def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Sh
 def build(
     meta: Mapping[str, Any], values: Mapping[str, parallel.Rows], compute: Compute, where: str
 ) -> GPT:
-    """Return the model that the meta.json `where` describes, on the host and without weights.
+    """Return the model that a meta.json describes, on the host and without its weights.
 
-    `values` are the parameters that the model will get. They are compared with the model first, so
-    that no shape takes more memory than its file. Checkpoints from before there were families name
-    none and are of family gpt. Raises UserError for an unknown family, an impossible shape, or
-    parameters of another model.
+    `where` names that meta.json in error messages. `values` are the parameters that the model will
+    get. Their shapes are compared with the model's first, so that no shape takes more memory than
+    its file. Checkpoints from before there were families name none, and are of family gpt. Raises
+    UserError if the family is unknown, the shape is impossible, or the parameters belong to another
+    model.
     """
     name = meta.get("family", "gpt")
     if name not in families():
@@ -141,9 +148,9 @@ def build(
 
 
 def on_meta(shape: Any, compute: Compute) -> Any:
-    """Return a model of a shape that takes no memory yet.
+    """Return a model of the given shape on the meta device, where it takes no memory.
 
-    Call to_empty() on it, then init_weights() or load its parameters.
+    To use it, call to_empty(), and then init_weights() or load its parameters.
     """
     family = families()[family_of(shape)]
     with torch.device("meta"):
@@ -153,7 +160,10 @@ def on_meta(shape: Any, compute: Compute) -> Any:
 
 
 def cast_matrices(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert matrices and tables to a number format, in place. Scalars and vectors stay fp32."""
+    """Convert a model's matrices and tables to a number format, in place.
+
+    Scalars and vectors stay in fp32.
+    """
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data = parameter.data.to(dtype)

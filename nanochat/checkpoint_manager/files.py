@@ -1,4 +1,4 @@
-"""The step folders of a checkpoint: complete or absent, and verified by sizes and hashes."""
+"""Manages step folders, which appear only when complete and are verified by sizes and hashes."""
 
 import contextlib
 import hashlib
@@ -26,8 +26,8 @@ from nanochat.common import (
 )
 
 FORMAT = 1
-# The types of the values that meta.json must hold, and of those that it may hold: of the step, of
-# the state to resume from, and of the program that wrote it.
+# The types of the values that meta.json must hold (NEEDED), and of those that it may hold: about
+# the step (OPTIONAL), in the state to resume from, and about the program that wrote it (CODE).
 NEEDED = {
     "step": int,
     "steps": int,
@@ -41,19 +41,20 @@ NEEDED = {
 OPTIONAL = {"family": str, "made_with": dict, "base": dict, "lora": dict}
 STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
 CODE = {"code": dict, "other_code": dict}
-NUMBERS = ("meter", "scale", "norms")  # values of the state that hold numbers only
-# The parameters of a step: one file, or files of all ranks with an INDEX; of an adapter, peft's.
+NUMBERS = ("meter", "scale", "norms")  # entries of the state that hold only numbers
+# The parameters of a step are in MODEL, or in one file per rank with an INDEX. Those of an adapter
+# are in ADAPTER, the file that peft reads.
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
-ADAPTER_PREFIX = "base_model.model."  # of peft's names in that file
-HASH_THREADS = 4  # to verify files: Python releases its lock while hashing
+ADAPTER_PREFIX = "base_model.model."  # begins all names in that file
+HASH_THREADS = 4  # files verified at once: Python releases its lock while hashing
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `folder` on success and removed on failure.
 
-    Raises UserError (code 2) if `folder` exists already.
+    Raises UserError (exit code 2) if `folder` already exists.
     """
     if folder.exists():
         raise UserError(
@@ -72,7 +73,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the complete steps in a folder, oldest first."""
+    """Return the numbers of the complete steps in the folder of a run, oldest first."""
     numbers = []
     for path in folder.glob("step_*/meta.json"):
         number = path.parent.name.removeprefix("step_")
@@ -82,12 +83,12 @@ def steps(folder: Path) -> list[int]:
 
 
 def latest_step(folder: Path) -> int | None:
-    """Return the newest complete step in a folder, or None."""
+    """Return the number of the newest complete step in the folder of a run, or None."""
     return max(steps(folder), default=None)
 
 
 def step_dir(folder: Path, step: int) -> Path:
-    """Return the folder of one step."""
+    """Return the path of a step's folder."""
     return folder / f"step_{step:06d}"
 
 
@@ -95,13 +96,16 @@ def step_dir(folder: Path, step: int) -> Path:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Flush a file to disk, and return its size and hash for meta.json."""
+    """Flush a file to disk, and return its hash and size for meta.json."""
     fsync_path(path)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def write_meta(folder: Path, record: dict[str, Any]) -> None:
-    """Write meta.json with a hash of its content, because a flipped bit may leave it readable."""
+    """Write meta.json, including a hash of its own content.
+
+    The hash is needed because a file with a flipped bit may still be readable.
+    """
     content = json.loads(to_json(record))
     write_json(folder / "meta.json", {**content, "sha256": _digest(content)})
 
@@ -112,7 +116,10 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a complete folder to its final name, so that readers never see an incomplete step."""
+    """Rename a complete folder to its final name, so that readers never see an incomplete step.
+
+    An older folder of that name is removed first.
+    """
     fsync_path(temporary)
     if final.exists():
         delete(final)
@@ -121,7 +128,10 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Remove a step. Rename it first, so that a kill in the middle leaves no half step behind."""
+    """Remove the folder of a step.
+
+    It is renamed first, so that no partial step is left if the process is killed.
+    """
     doomed = folder.with_name(f".deleted-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(folder, doomed)
@@ -129,10 +139,10 @@ def delete(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int, newest: int) -> None:
-    """Keep the last `keep` steps up to step `newest`, and remove older ones; 0 keeps all.
+    """Remove all but the last `keep` steps up to step `newest`, or nothing if `keep` is 0.
 
-    Steps after `newest` do not count: they are damaged, and the run fell back from them. If a step
-    cannot be removed, this function only warns, because the run can continue.
+    Steps after `newest` are neither counted nor removed: they are damaged, and the run fell back
+    from them. If a step cannot be removed, this function only warns, because the run can continue.
     """
     if keep <= 0:
         return
@@ -153,10 +163,11 @@ def prune(folder: Path, keep: int, newest: int) -> None:
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
-    """Move the steps after `after`, with a copy of the metrics, to a new folder.
+    """Move all steps later than `after` to a new folder, and return that folder.
 
-    A run that starts again at `after` saves lower step numbers, so the moved steps would pass for
-    newer ones. Return the new folder, or None if there are no later steps.
+    Returns None if there are no such steps. Copies of the metrics and of the samples go along. A
+    run that starts again at `after` saves lower step numbers, so the later steps would otherwise be
+    taken for the newest.
     """
     later_steps = [step for step in steps(folder) if step > after]
     if not later_steps:
@@ -166,7 +177,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).exists():
             shutil.copy2(folder / name, target)
-    # Newest first: after a kill in between, a run resumes from the older steps that are left.
+    # The newest step goes first: if the process is killed, the run resumes from an older one.
     for step in reversed(later_steps):
         os.rename(step_dir(folder, step), step_dir(target, step))
     fsync_path(target)
@@ -175,7 +186,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
 
 
 def _unused(path: Path) -> Path:
-    """Return a path that does not exist: the path itself, or the path with a number."""
+    """Return the path itself if it is free, else the path with the first free number added."""
     candidate = path
     number = 1
     while candidate.exists():
@@ -185,7 +196,10 @@ def _unused(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed save or deletion left. One rank calls this at the start of a stage."""
+    """Remove the leftovers of killed saves and deletions from the folder of a run.
+
+    Only one rank calls this, at the start of a stage.
+    """
     for pattern in (".tmp-*", ".deleted-*"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -196,16 +210,16 @@ def sweep(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Seal:
-    """The size and the hash that meta.json gives for a file."""
+    """The size and the hash that meta.json records for a file."""
 
     size: int
     sha256: str
 
 
 def verify(folder: Path, training: bool = True) -> str:
-    """Return what is wrong with the files of a step; "" if all sizes and hashes match meta.json.
+    """Return what is wrong with a step, or "" if all files match the sizes and hashes in meta.json.
 
-    Without `training`, the optimizer's files are not checked; they are twice as large as the model.
+    Without `training`, the optimizer files, which are twice as large as the model, are not checked.
     """
     try:
         meta = read_json(folder / "meta.json")
@@ -222,7 +236,7 @@ def verify(folder: Path, training: bool = True) -> str:
         TypeError,
         AttributeError,
         RecursionError,
-    ) as failure:  # not in our format
+    ) as failure:  # not our format
         return f"meta.json cannot be read ({failure.__cause__ or failure!r})"
     if not is_intact:
         return "meta.json has a wrong SHA-256"
@@ -230,7 +244,9 @@ def verify(folder: Path, training: bool = True) -> str:
     if outside:
         return f"meta.json names a file outside its folder ({reprlib.repr(outside[0])})"
     if not training:
-        seals = {name: entry for name, entry in seals.items() if not name.startswith("optim-")}
+        seals = {
+            name: expected for name, expected in seals.items() if not name.startswith("optim-")
+        }
     problem = _size_problem(folder, seals) or _hash_problem(folder, seals)
     if not problem and INDEX in seals:
         problem = _index_problem(folder, seals)
@@ -238,7 +254,7 @@ def verify(folder: Path, training: bool = True) -> str:
 
 
 def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
-    """Return which file is missing or has another size than meta.json says, or ""."""
+    """Return which file is missing or has the wrong size, or "" if all are right."""
     for name, expected in seals.items():
         path = folder / name
         if not path.exists():
@@ -252,7 +268,7 @@ def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
 
 
 def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
-    """Return which file has another hash than meta.json says, or ""."""
+    """Return which file is unreadable or has the wrong hash, or "" if all are right."""
     paths = [folder / name for name in seals]
     try:
         with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -266,9 +282,9 @@ def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
 
 
 def _index_problem(folder: Path, verified_files: Container[str]) -> str:
-    """Return what is wrong with the index of a step whose ranks wrote a file each, or "".
+    """Return what is wrong with the index of a step with one file per rank, or "" if it is right.
 
-    Every file that the index names must exist and be one of those that were verified.
+    Every file that the index names must exist and be one of the verified files.
     """
     try:
         places = read_index(folder)
@@ -287,7 +303,7 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """Return the content of a step's meta.json.
 
-    Raises UserError if it is damaged, of another format, or holds a value of a wrong type.
+    Raises UserError if the file is damaged, has another format, or holds a value of the wrong type.
     """
     where = step_dir(folder, step)
     try:
@@ -313,12 +329,15 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 
 def weights_hash(meta: dict[str, Any]) -> str:
-    """Return the SHA-256 of the parameters that the meta.json of a step describes."""
+    """Return the SHA-256 of a step's parameters, from the content of its meta.json.
+
+    If the parameters are in several files, it is the hash of their hashes.
+    """
     files = meta["files"]
     if INDEX not in files:
         name = MODEL if MODEL in files else ADAPTER
         return files[name]["sha256"]
-    hashes = {name: entry["sha256"] for name, entry in files.items() if name.startswith("model")}
+    hashes = {name: record["sha256"] for name, record in files.items() if name.startswith("model")}
     return _digest(hashes)
 
 
@@ -334,7 +353,10 @@ def _damaged(where: Path, why: str) -> UserError:
 
 
 def _type_problem(meta: dict[str, Any], step: int) -> str:
-    """Return which value of meta.json has a wrong type, or ""."""
+    """Return a description of the first wrong value in meta.json, or "" if there is none.
+
+    A value is wrong if it has the wrong type, or if it names another step than `step`.
+    """
     problem = _wrong_kind(meta, NEEDED, missing_is_wrong=True)
     if problem:
         return problem
@@ -374,10 +396,10 @@ def _wrong_numbers(state: Mapping[str, Any]) -> str:
 
 def _wrong_files(files: Mapping[str, Any]) -> str:
     for name, record in files.items():
-        described = isinstance(record, dict)
-        if described:
+        is_complete = isinstance(record, dict)
+        if is_complete:
             has_size = type(record.get("bytes")) is int
-            described = has_size and type(record.get("sha256")) is str
-        if not described:
+            is_complete = has_size and type(record.get("sha256")) is str
+        if not is_complete:
             return f"its file {reprlib.repr(name)} is described by {reprlib.repr(record)}"
     return ""

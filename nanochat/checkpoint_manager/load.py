@@ -1,4 +1,4 @@
-"""Loads models: from the newest undamaged step of a checkpoint, or from a published folder."""
+"""Loads models from the newest undamaged step of a run, or from a published folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from nanochat.device import Compute
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-PUBLISHED = "published"  # the stage of a model that was not trained here
+PUBLISHED = "published"  # `stage` of a model that was not trained here
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Loaded:
 
     @property
     def weights(self) -> str:
-        """The SHA-256 of the model's parameters."""
+        """A SHA-256 that identifies the model's parameters."""
         return weights_hash(self.meta)
 
 
 def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:
-    """Return the newest step whose files are undamaged, or None.
+    """Return the newest undamaged step in the folder of a run, or None if there is none.
 
     Rank 0 decides for all ranks, and warns about damaged newer steps. Without `training`, the
-    optimizer's files are not checked.
+    optimizer files are not checked.
     """
     newest = _newest_undamaged(folder, training) if compute.main else -1
     newest = parallel.agree(newest, compute)
@@ -60,7 +60,7 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
 
 
 def _newest_undamaged(folder: Path, training: bool) -> int:
-    """Return the newest undamaged step, or -1."""
+    """Return the newest undamaged step, or -1, and warn about all damaged steps after it."""
     for step in reversed(steps(folder)):
         path = step_dir(folder, step)
         problem = verify(path, training)
@@ -77,7 +77,7 @@ def _newest_undamaged(folder: Path, training: bool) -> int:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer in a folder: our own, or a published model's.
+    """Return the tokenizer in a folder, which is either our own or that of a published model.
 
     `vocab_size` is the number of rows of the published model's embedding.
     """
@@ -86,7 +86,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     if is_published:
         from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 
-        # It has the members of a Tokenizer that the users of a model need.
+        # It has all the members of Tokenizer that the callers need.
         return cast(Tokenizer, FolderTokenizer(folder, vocab_size))
     return Tokenizer.load(folder)
 
@@ -94,10 +94,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def load_published(
     folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """Load a published model for inference, with the adapter of a folder merged into it.
+    """Load a published model for inference, and merge an adapter into it if one is given.
 
-    `dtype` is the number format of matrices and tables (default: the compute dtype). Raises
-    UserError if files are missing, damaged, of an unknown kind, or do not fit each other.
+    `adapter` is the folder of the adapter. `dtype` is the number format of matrices and tables, by
+    default the compute dtype. Raises UserError if files are missing, damaged or of an unknown kind,
+    or do not fit each other.
     """
     from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
@@ -125,14 +126,15 @@ def load_model(
     compute: Compute,
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """Load a whole model on this rank's device, in eval mode: to use, or to start the next stage.
+    """Load a whole model to this rank's device, in eval mode.
 
-    None for `stage`, `tag` or `step` means the latest. `dtype` is the number format of matrices and
-    tables (default: the compute dtype); training asks for float32. Raises UserError if the
-    checkpoint is missing or damaged.
+    It serves for inference, or as the start of the next stage. If `stage`, `tag` or `step` is None,
+    the latest one is used. `dtype` is the number format of matrices and tables, by default the
+    compute dtype; training asks for float32. Raises UserError if the checkpoint is missing or
+    damaged.
     """
-    name, folder = find(stage, tag)
-    step = _usable_step(name, folder, step, compute)
+    found_stage, folder = find(stage, tag)
+    step = _usable_step(found_stage, folder, step, compute)
     where = step_dir(folder, step)
     meta = read_meta(folder, step)
     values = read_parameters(where)
@@ -145,12 +147,14 @@ def load_model(
     parallel.load_whole(model, values)
     del values
     cast_matrices(model, dtype or compute.dtype)
-    return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
+    return Loaded(model.to(compute.device).eval(), tokenizer, meta, found_stage, folder.name, step)
 
 
 def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -> int:
-    """Return the step to load: the newest undamaged one for None. Raises UserError if it is
-    unusable."""
+    """Return the step to load, which is the newest undamaged one if `step` is None.
+
+    Raises UserError if the step is missing or damaged.
+    """
     maker = f"python -m {MADE_BY[stage]}"
     if step is None:
         step = newest_whole(folder, compute, training=False)
@@ -194,7 +198,7 @@ def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -
 def _load_base(
     meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
 ) -> Any:
-    """Return the published model that an adapter was trained on, with an adapter without values.
+    """Load the published model that an adapter was trained on, and add adapters to be filled later.
 
     Raises UserError if that model is missing or has changed.
     """
@@ -221,7 +225,10 @@ def _load_base(
 
 
 def _matching_tokenizer(where: Path, vocab_size: int, expected_hash: str) -> Tokenizer:
-    """Return the tokenizer of a step. Raises UserError unless the model was trained with it."""
+    """Return the tokenizer of a step.
+
+    Raises UserError if it is not the one that the model was trained with.
+    """
     tokenizer = load_tokenizer(where, vocab_size)
     if tokenizer.vocab_size != vocab_size or tokenizer.hash != expected_hash:
         raise UserError(

@@ -1,6 +1,6 @@
-"""Which folder a stage and a tag mean, and what meta.json says about a run.
+"""Finds the folder for a stage and a tag, and reads what meta.json says about a run.
 
-The folder of a run is `<stage>_checkpoints/<tag>` in the base folder; a tag is a name such as d20.
+The folder of a run is `<stage>_checkpoints/<tag>` in the base folder. A tag is a name such as d20.
 """
 
 import re
@@ -16,7 +16,9 @@ from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps, weights_hash
 from nanochat.common import CONTROL, UserError, base_dir, tr, visible
 
+# Stage -> X in the name of its folder, X_checkpoints.
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
+# Stage -> the script that trains it.
 MADE_BY = {
     "base": "scripts.base_train",
     "mid": "scripts.mid_train",
@@ -24,14 +26,17 @@ MADE_BY = {
     "rl": "scripts.chat_rl",
     "tune": "scripts.finetune",
 }
-PREFERRED_STAGES = ("rl", "sft", "mid", "base", "tune")  # where no stage is named
-NAMED = 8  # models that a message names
-MAX_TAG_BYTES = 200  # of the 255 that a file name may have: longer names are made from tags
-_IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # of a Parent
+PREFERRED_STAGES = ("rl", "sft", "mid", "base", "tune")  # in this order, if no stage is given
+NAMED = 8  # models that a message lists
+MAX_TAG_BYTES = 200  # a file name may have 255, and some names add to the tag
+_IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # Parent.identity
 
 
 def checked_tag(tag: str) -> str:
-    """Return the tag. Raises UserError (code 2) unless it can name a folder on any file system."""
+    """Return the tag if it can name a folder on any file system.
+
+    Raises UserError (exit code 2) if it cannot.
+    """
     one_line = tag.splitlines() == [tag] and "\t" not in tag and not CONTROL.search(tag)
     is_short = len(tag.encode(errors="replace")) <= MAX_TAG_BYTES
     one_folder = not tag.startswith(".") and "/" not in tag and "\\" not in tag
@@ -51,8 +56,10 @@ def checked_tag(tag: str) -> str:
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
-    """Return the folder of a stage's checkpoints under a tag. Raises UserError as in
-    checked_tag()."""
+    """Return the folder that holds the checkpoints of a stage and a tag.
+
+    Raises UserError as checked_tag() does.
+    """
     return base_dir() / f"{STAGES[stage]}_checkpoints" / checked_tag(tag)
 
 
@@ -60,9 +67,10 @@ def checkpoint_dir(stage: str, tag: str) -> Path:
 
 
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
-    """Yield (stage, folder) in order of preference: later stages first, then newer checkpoints.
+    """Yield (stage, folder) for each matching run that has a checkpoint, the preferred ones first.
 
-    Raises UserError as in checked_tag().
+    The stages come in the order of PREFERRED_STAGES. Within a stage, the run with the newest
+    checkpoint comes first. Raises UserError as checked_tag() does.
     """
     stages = PREFERRED_STAGES if stage is None else (stage,)
     for name in stages:
@@ -77,21 +85,22 @@ def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]
 
 
 def _changed_at(folder: Path, step: int) -> float:
-    """Return when the meta.json of a step was written, in seconds since 1970."""
+    """Return the modification time of a step's meta.json, in seconds since 1970."""
     return (step_dir(folder, step) / "meta.json").stat().st_mtime
 
 
 def _age(folder: Path) -> float:
-    """Return a number by which folders are sorted from new to old; folders without steps last."""
+    """Return a sort key that puts the newest folders first, and folders without steps last."""
     newest = latest_step(folder)
     return 0.0 if newest is None else -_changed_at(folder, newest)
 
 
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
-    """Return the stage and the folder to use.
+    """Return the stage and the folder of the run to use.
 
-    By default these are the latest stage of rl, sft, mid, base and tune, and its newest tag. Raises
-    UserError (code 2) if there is no such checkpoint.
+    If no stage is given, this is the first of rl, sft, mid, base and tune that has a checkpoint. If
+    no tag is given, it is the tag with the newest checkpoint. Raises UserError (exit code 2) if no
+    checkpoint matches, or if the stage or the tag is invalid.
     """
     if stage is not None and stage not in STAGES:
         raise UserError(
@@ -108,7 +117,7 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
 
 
 def _none(stage: str | None, tag: str | None) -> UserError:
-    """Return the error for a checkpoint that is missing; it lists the checkpoints that exist."""
+    """Return the error for a missing checkpoint, which lists the checkpoints that exist."""
     missing = tr("no checkpoint of any stage")
     if stage:
         missing = tr("no checkpoint of stage {stage}", stage=stage)
@@ -134,27 +143,27 @@ def _none(stage: str | None, tag: str | None) -> UserError:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model to chat with, and when its last step was saved, in seconds since 1970."""
+    """A trained model that a chat can use, with its newest step."""
 
     stage: str
     tag: str
     step: int
-    saved_at: float
+    saved_at: float  # seconds since 1970
 
     @property
     def flags(self) -> str:
-        """The flags that choose this model on a command line."""
+        """The command-line flags that select this model."""
         return f"-i {self.stage} -g {shlex.quote(self.tag)}"
 
     @property
     def saved(self) -> str:
-        """When the step was saved, to the minute, in this machine's time."""
+        """The local time at which the step was saved, to the minute."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved_at))
 
     def alternatives(self, limit: int = NAMED) -> list[str]:
-        """Return the flags of all other models, newest first.
+        """Return the flags of all other models, the newest first.
 
-        After `limit` models, +N stands for the number of further ones.
+        If there are more than `limit`, the last item is +N for the N models that are left out.
         """
         flags = [model.flags for model in trained() if model != self]
         if len(flags) <= limit:
@@ -163,10 +172,11 @@ class Trained:
 
 
 def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
-    """Return the models of a stage and a tag (None: of any), the one that was trained last first.
+    """Return the models of a stage and a tag, the most recently saved one first.
 
-    Chats offer the first model. `find` prefers later stages instead, which for a chat would be the
-    RL model of an old run. Raises UserError (code 2) if there is no model.
+    None stands for any stage or any tag. Chats offer the first model, whereas find() prefers later
+    stages, which could give the RL model of an old run. Raises UserError (exit code 2) if there is
+    no model.
     """
     models = []
     for name, folder in _candidates(stage, tag):
@@ -179,7 +189,11 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
 
 
 def _saved_at(folder: Path, step: int) -> float:
-    """Return when a step was saved: what its meta.json says, because a copy has a later time."""
+    """Return when a step was saved, in seconds since 1970.
+
+    This is the time in its meta.json, because a copied file has a later modification time. The
+    modification time is used only if meta.json has no time or cannot be read.
+    """
     try:
         saved_at = read_meta(folder, step).get("saved_at")
     except UserError:  # loading the step will say what is wrong
@@ -194,7 +208,10 @@ def _saved_at(folder: Path, step: int) -> float:
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint that a stage starts from. Other parameters have another `identity`."""
+    """The checkpoint that a stage starts from.
+
+    `identity` names the checkpoint and contains a hash of its parameters.
+    """
 
     stage: str
     tag: str
@@ -204,9 +221,10 @@ class Parent:
 
 
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """Return the newest checkpoint of an earlier stage, or its step `step`.
+    """Return the checkpoint of an earlier stage that a stage starts from.
 
-    Raises UserError (code 2) if it is missing or its run is not finished.
+    It is step `step`, or the newest step if `step` is None. Raises UserError (exit code 2) if there
+    is no such checkpoint, or if `step` is None and the run is not finished.
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)
@@ -242,9 +260,10 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
 
 
 def updates(meta: dict[str, Any]) -> int:
-    """Return how many optimizer updates have made the model of a meta.json.
+    """Return how many optimizer updates led to the model that a meta.json describes.
 
-    They are the updates of its stage and of the stages before it, as far back as checkpoints exist.
+    They are the updates of its stage and of the stages before it, as far back as their checkpoints
+    can be read.
     """
     count = meta["step"]
     parent = _IDENTITY.fullmatch(meta["config"].get("parent", ""))
@@ -269,10 +288,11 @@ def make_meta(
     steps: int,
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return what a stage says about a step.
+    """Return the part of a step's meta.json that the stage provides.
 
-    That is the stage, the model's family and shape, the settings (with parent and corpus), the
-    steps of the whole run, and the state to resume from (figures, row of the data).
+    It holds the stage, the model's family and shape, the settings (with parent and corpus), the
+    number of steps of the whole run, and the state to resume from (metrics, and the next row of the
+    data).
     """
     return {
         "stage": stage,

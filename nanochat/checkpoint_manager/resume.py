@@ -25,9 +25,10 @@ from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
 from nanochat.runtime.tracking import read_metrics
 
-Start = int | Literal["auto", "none"]  # a step, the newest step, or step 0
+Start = int | Literal["auto", "none"]  # a step's number, the newest step, or step 0
 LOCK = ".lock"
-LOCK_SECONDS = 10.0  # to wait for the lock: a killed training may take seconds to free its memory
+# How long to wait for the lock: a killed process may need seconds to free its memory.
+LOCK_SECONDS = 10.0
 
 
 def finished(
@@ -37,11 +38,11 @@ def finished(
     reported: bool = True,
     start: Start = "auto",
 ) -> bool:
-    """Return whether this stage was trained and measured to its end with these settings.
+    """Return whether this stage has been trained and measured to its end with these settings.
 
-    It must also be `reported`. If it is finished, this function logs that. Rank 0 decides for all
-    ranks. A stage that is asked to start from a particular step is never finished. Raises UserError
-    if the settings differ from those of the checkpoint.
+    It must also have been `reported`. If `start` is not "auto", the answer is always False. Rank 0
+    decides for all ranks, and logs that the stage is already done. Raises UserError if the settings
+    differ from those of the checkpoint.
     """
     if start != "auto":
         return False
@@ -54,7 +55,8 @@ def finished(
         return False
     has_metrics = "line" in meta["state"]
     measured_steps = [line["step"] for line in read_metrics(folder)] if has_metrics else [step]
-    is_finished = step in measured_steps and reported  # else it was stopped after its last save
+    # If the last step was not measured, the stage was stopped after its last save.
+    is_finished = step in measured_steps and reported
     if not parallel.agree(int(is_finished), compute):
         return False
     if compute.main:
@@ -63,9 +65,9 @@ def finished(
 
 
 def hold(folder: Path, compute: Compute) -> None:
-    """Keep other trainings out of a stage's folder until this one ends.
+    """Lock the folder of a run, so that no other training process uses it until this one ends.
 
-    UserError on every rank if another training is there.
+    Raises UserError on every rank if another training process holds the lock.
     """
     with parallel.together(f"the start in {folder}", compute):
         if compute.main:
@@ -73,10 +75,11 @@ def hold(folder: Path, compute: Compute) -> None:
 
 
 def _lock(folder: Path, compute: Compute) -> None:
-    """Lock a folder until the process ends. Raises UserError if another process keeps its lock.
+    """Lock a folder until this process stops training.
 
-    This is a record lock, because the workers that a process forks do not inherit such locks: the
-    lock vanishes with a killed training.
+    The lock is a record lock: forked workers do not inherit it, so it vanishes when this process is
+    killed. Raises UserError if another process still holds the lock after LOCK_SECONDS. On a file
+    system without locks, this does nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -102,45 +105,46 @@ def _lock(folder: Path, compute: Compute) -> None:
 
 
 def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
-    """Return the step whose meta.json describes the run that will resume; 0 if there is none.
+    """Return a step whose meta.json describes the run that will resume, or 0 if there is none.
 
-    Rank 0 looks for all ranks. resume_stage() says what is wrong with a damaged step.
+    It is the newest readable step, or the step that `start` names. Rank 0 decides for all ranks.
+    Damaged steps are skipped here, because resume_stage() reports them.
     """
-    readable = 0
+    readable_step = 0
     if compute.main and start != "none":
         for step in reversed(steps(folder)) if start == "auto" else [int(start)]:
             with contextlib.suppress(UserError, OSError):
                 read_meta(folder, step)
-                readable = step
+                readable_step = step
                 break
-    return parallel.agree(readable, compute)
+    return parallel.agree(readable_step, compute)
 
 
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
-    """Return how many rows a step has in the run that will resume; None if there is none.
+    """Return how many rows each step has in the run that will resume, or None if that is unknown.
 
-    All ranks get the same answer. An automatic batch size depends on the number of ranks, but
+    All ranks get the same number. An automatic batch size depends on the number of ranks, but
     within one run it must stay the same.
     """
     step = _begun_step(folder, start, compute)
     if not step:
         return None
-    row = read_meta(folder, step)["state"].get("row", 0)
-    return row // step or None if type(row) is int else None
+    rows_done = read_meta(folder, step)["state"].get("row", 0)
+    return rows_done // step or None if type(rows_done) is int else None
 
 
 def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:
-    """Return the settings of the run that will resume; {} if there is none."""
+    """Return the settings of the run that will resume, or {} if there is none."""
     step = _begun_step(folder, start, compute)
     return read_meta(folder, step)["config"] if step else {}
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a stage resumes."""
+    """The step that a stage resumes from, and the state that the stage saved with it."""
 
     step: int
-    state: dict[str, Any]  # what the stage saved; empty at step 0
+    state: dict[str, Any]  # empty at step 0
 
 
 def resume_stage(
@@ -154,13 +158,16 @@ def resume_stage(
     other_code: bool = False,
     plan: tuple[int, int] | None = None,
 ) -> Resumed:
-    """Load a step into model and optimizers: the newest undamaged one, or the one `start` names.
+    """Load the step to resume from into the model and the optimizers, and return it with its state.
 
-    Without a checkpoint, or for "none", the stage starts at step 0 without state. Later steps are
-    set aside unless `start` is "auto". `data` names the rows to train on, and `plan` is the number
-    of steps and of rows in a step. Raises UserError if the rows, the plan, the settings or (unless
-    `other_code` is accepted) the code differ from those the run started with or differ between
-    ranks, or if the named step is missing or damaged.
+    `start` is a step, "auto" for the newest undamaged step, or "none". For "none", or without a
+    checkpoint, the stage starts at step 0 with an empty state. Unless `start` is "auto", all later
+    steps are moved to a folder of their own. `data` identifies the rows to train on, and `plan` is
+    (steps, rows per step).
+
+    Raises UserError if the named step is missing or damaged, if `data` differs between ranks, or if
+    the data, the plan, the settings or the code differ from those that the run started with.
+    Changed code is accepted if `other_code` is true.
     """
     fingerprint.check({"the data": data}, compute)
     if compute.main:
@@ -187,22 +194,24 @@ def resume_stage(
 
 
 def _set_later_steps_aside(folder: Path, step: int) -> None:
-    """Move the steps after `step` to a folder of their own, and log where they are."""
-    place = set_aside(folder, step)
-    if place:
+    """Move the steps after `step` to a folder of their own, and log its path."""
+    new_folder = set_aside(folder, step)
+    if new_folder:
         log(
             tr(
                 "the steps after {step:,} were moved to {place}; delete that folder when you no "
                 "longer need them",
                 step=step,
-                place=place,
+                place=new_folder,
             )
         )
 
 
 def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
-    """Return the step to resume from, or 0. Raises UserError if a named step is missing or
-    damaged."""
+    """Return the step to resume from, or 0 to start from the beginning.
+
+    Raises UserError if the step that `start` names is missing or damaged.
+    """
     if start == "auto":
         return newest_whole(folder, compute) or 0
     if start == "none":
@@ -238,7 +247,10 @@ def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
 def restore(
     folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None
 ) -> dict[str, Any]:
-    """Load a step into a model, sharded or not, and into optimizers if any; return meta.json."""
+    """Load a step into a model and its optimizers, and return the content of the step's meta.json.
+
+    The model may be sharded. If `optimizers` is None, only the model is loaded.
+    """
     where = step_dir(folder, step)
     parallel.load_whole(model, read_parameters(where))
     if optimizers is not None:
@@ -248,7 +260,11 @@ def restore(
 
 @torch.no_grad()
 def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
-    """Fill this rank's optimizer state from the files of all ranks whose rows overlap with it."""
+    """Fill this rank's optimizer state from all files that hold some of its rows.
+
+    The number of ranks may have been different when they were written. Raises UserError if a file
+    cannot be read, or if rows are missing.
+    """
     state = optimizers.state()
     missing_rows = {name: tensor.shape[0] for name, (tensor, _, _) in state.items()}
     for path in sorted(folder.glob("optim-*.safetensors")):
@@ -261,7 +277,7 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
             TypeError,
             IndexError,
             RuntimeError,
-        ) as failure:  # another format
+        ) as failure:  # not our format
             raise UserError(
                 tr(
                     "{path} cannot be read as optimizer state ({failure}). Delete {folder} "
@@ -271,7 +287,7 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
                     folder=folder,
                 )
             ) from failure
-    # Runs begun before 2026-11-26 have no ages: they stepped every row in every step.
+    # Runs that began before 2026-11-26 have no ages, because they updated every row in every step.
     incomplete = [
         name for name, rows in missing_rows.items() if rows > 0 and not name.endswith(".age")
     ]
@@ -290,7 +306,7 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
 
 
 def _fill(path: Path, state: State, missing_rows: dict[str, int]) -> None:
-    """Copy the rows of one file that this rank needs, and count them in `missing_rows`."""
+    """Copy the rows that this rank needs from one file, and subtract them from `missing_rows`."""
     with safe_open(path, "pt") as file:
         layout = parse_json(file.metadata()["layout"])
         for name in set(layout) & set(state):

@@ -1,4 +1,4 @@
-"""Refuses to resume a run with other settings, data or code than it started with."""
+"""Refuses to resume a run with settings, data or code other than those it started with."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
@@ -12,16 +12,16 @@ from nanochat.device import Compute
 from nanochat.platforms.base import dtype_name
 from nanochat.runtime import fingerprint
 
-NAMED = 4  # differences that a refusal names
-# Flags by the names that upstream or earlier versions gave them, and what they are called now. A command
-# line that has an old name works, and so does a saved run.
+NAMED = 4  # changed files that an error message lists
+# Name of a flag in upstream or in earlier versions -> its name today. The old names still work on a
+# command line and in a saved run.
 RENAMED = {
     "batch_size": "device_batch_size",
     "eval_steps": "eval_every",
     "resume_from_step": "resume",
     "save_steps": "save_every",
 }
-# Flags that are gone, and what to type instead
+# Removed flag -> what to use instead
 REMOVED = {
     "aspect_ratio": "--model_dim=N sets the number of channels",
     "core_metric_every": "`python -m scripts.base_eval` measures CORE after training",
@@ -29,10 +29,10 @@ REMOVED = {
     "gradient_checkpointing": "--checkpoint_activations of scripts.finetune does it",
     "sample_every": "replies are kept at each validation; --samples=N sets how many",
 }
-# Switches that a value of another flag replaces
+# Removed switch -> the flag and its value that replace it
 REPLACED = {"fp8": ("matmul", "fp8")}
 OLD_FLAGS = OldFlags(RENAMED, REMOVED, REPLACED)
-# What runs did before a flag or a fact existed, where runs do something else by default now
+# What runs did before a flag or a fact existed, if it is not what they do by default today
 BEFORE_FLAGS = {
     "bigram_rows": 0,
     "offset_layers": 0,
@@ -40,7 +40,8 @@ BEFORE_FLAGS = {
     "automatic learning rate": "1e-4 for an adapter, 1e-5 for every parameter",
 }
 MATMUL = "matmul"
-CODE = ("code", "other_code")  # hashes of the files that a program has loaded, and of the others
+# Names in made_with(): hashes of the files that the program has loaded, and of all other files.
+CODE = ("code", "other_code")
 
 
 def free_flags(config: type[Any]) -> frozenset[str]:
@@ -52,8 +53,9 @@ def free_flags(config: type[Any]) -> frozenset[str]:
 class RunSettings:
     """The settings of a run: the values of its flags, and facts without a flag, such as the corpus.
 
-    `free` flags do not change what is learned: a run may resume with other values. `defaults` and
-    BEFORE_FLAGS say what a run used that was saved before a flag existed.
+    A run may resume with other values of its `free` flags, because they do not change what is
+    learned. If a checkpoint was saved before a flag existed, BEFORE_FLAGS or `defaults` give the
+    value that its run used.
     """
 
     values: dict[str, Any]
@@ -62,7 +64,10 @@ class RunSettings:
 
     @staticmethod
     def of(flags: Any, **facts: Any) -> "RunSettings":
-        """Return the settings of a configuration, a dataclass; flags of type Free[...] are free."""
+        """Return the settings of a run from its config dataclass and from further facts.
+
+        Flags of type Free[...] become free flags.
+        """
         defaults = {
             flag.name: flag.default for flag in flags_of(flags) if flag.default is not MISSING
         }
@@ -70,7 +75,10 @@ class RunSettings:
         return RunSettings(values, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return in words how these settings differ from a checkpoint's, without free flags."""
+        """Return a phrase for each setting that differs from a checkpoint's.
+
+        Free flags are ignored, and old names of flags are translated.
+        """
         renamed = {
             RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
         }
@@ -80,16 +88,19 @@ class RunSettings:
         changes = []
         for name in sorted({*renamed, *self.values} - self.free):
             default = self.defaults.get(name)
-            before = renamed.get(name, BEFORE_FLAGS.get(name, default))
-            now = self.values.get(name, default)
-            if before != now:
+            value_before = renamed.get(name, BEFORE_FLAGS.get(name, default))
+            value_now = self.values.get(name, default)
+            if value_before != value_now:
                 label = f"--{name}" if name in self.defaults else name
-                changes.append(f"{label}: {before} before, {now} now")
+                changes.append(f"{label}: {value_before} before, {value_now} now")
         return changes
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
-    """Return what a checkpoint keeps about the program that wrote it."""
+    """Return the facts that a checkpoint records about the program that writes it.
+
+    They are the hashes of its code, the version of torch, the kind of device and the number format.
+    """
     return {
         "code": fingerprint.loaded(),
         "other_code": fingerprint.not_loaded(),
@@ -100,7 +111,7 @@ def made_with(compute: Compute) -> dict[str, Any]:
 
 
 def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
-    """Refuse to resume with other settings than those the run started with."""
+    """Raise UserError if a run would resume with settings other than those it started with."""
     saved = dict(meta["config"])
     if _is_matmul_unknown(meta, settings_now):
         saved[MATMUL] = settings_now.values[MATMUL]
@@ -120,7 +131,7 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
 def warn_of_unknown_matmul(
     folder: Path, meta: Mapping[str, Any], settings_now: RunSettings
 ) -> None:
-    """Warn if a run resumes that may have multiplied in another format than it will from here on."""
+    """Warn if a resumed run may have multiplied matrices in another number format before."""
     if meta["step"] < meta["steps"] and _is_matmul_unknown(meta, settings_now):
         warn(
             tr(
@@ -135,25 +146,26 @@ def warn_of_unknown_matmul(
 
 
 def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
-    """Return whether nothing says if a run has multiplied in bf16 or in int8.
+    """Return whether it is unknown if a run has multiplied in bf16 or in int8.
 
-    Runs on CPUs from before there was --matmul chose int8 by themselves, and did not save it.
-    Compiled ones stayed in bf16.
+    Before there was --matmul, runs on CPUs could choose int8 by themselves and did not record it.
+    Compiled runs stayed in bf16.
     """
     saved = meta["config"]
     if MATMUL in saved or saved.get("fp8") or MATMUL not in settings_now.values:
         return False
     if meta.get("state", {}).get("compiled"):
         return False
-    before = meta.get("made_with", {})
+    program = meta.get("made_with", {})
     is_gpt = meta.get("family", "gpt") == "gpt"
-    return is_gpt and before.get("device") == "cpu" and before.get("number format") == "bfloat16"
+    return is_gpt and program.get("device") == "cpu" and program.get("number format") == "bfloat16"
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
-    """Refuse to resume on other rows than those the run started on.
+    """Raise UserError if a run would resume on rows other than those it started on.
 
-    The rows differ after a corpus was replaced under its name.
+    The rows differ if a corpus was replaced by another one of the same name. A finished run is not
+    checked.
     """
     data_before = meta["state"].get("data", data)
     if data_before != data and meta["step"] < meta["steps"]:
@@ -174,12 +186,12 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
 
 
 def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
-    """Refuse to resume with another number of steps, or of rows or problems in a step.
+    """Raise UserError if the number of steps, or of rows or problems in a step, has changed.
 
     The run would repeat or skip data, and its learning rate would jump.
     """
-    row = meta["state"].get("row")  # checkpoints of early versions do not have it
-    per_step_before = row / meta["step"] if type(row) is int else per_step
+    rows_done = meta["state"].get("row")  # checkpoints of early versions do not have it
+    per_step_before = rows_done / meta["step"] if type(rows_done) is int else per_step
     if meta["steps"] != steps or per_step_before != per_step:
         raise UserError(
             tr(
@@ -197,7 +209,7 @@ def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int)
 
 
 def _instead(meta: Mapping[str, Any]) -> str:
-    """Return in words how to start without the checkpoints that exist."""
+    """Return the advice that ends an error message: how to start without these checkpoints."""
     flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"
     return tr(
         "give another name with {flag} to start a run beside it, or give --resume=none to start "
@@ -207,17 +219,18 @@ def _instead(meta: Mapping[str, Any]) -> str:
 
 
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
-    """Refuse to resume with other code than the code that wrote the checkpoint.
+    """Raise UserError if the code has changed since the checkpoint was written.
 
-    Changed code that is `accepted` only gets a warning that the run will not repeat bit for bit;
-    so does another torch, device or number format. Every file counts that either program has
-    loaded, so a file that was added, removed or renamed is a change too.
+    If the change is `accepted`, it only causes a warning that the run will not repeat bit for bit.
+    Another version of torch, device or number format only ever causes this warning. All files that
+    either program has loaded are compared, so a file that was added, removed or renamed counts as a
+    change. A finished run is not checked.
     """
     if meta["step"] >= meta["steps"]:
         return  # nothing is left to compute
-    before = meta.get("made_with", {})
-    now = made_with(compute)
-    changed_files = _changed_files(before, now) if "code" in before else []
+    program_before = meta.get("made_with", {})
+    program_now = made_with(compute)
+    changed_files = _changed_files(program_before, program_now) if "code" in program_before else []
     if changed_files and not accepted:
         raise UserError(
             tr(
@@ -233,9 +246,9 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
     differences = []
     if changed_files:
         differences.append(f"{len(changed_files)} changed files")
-    for name, value in now.items():
-        if name not in CODE and before.get(name, value) != value:
-            differences.append(f"{name} {before[name]} before, {value} now")
+    for name, value in program_now.items():
+        if name not in CODE and program_before.get(name, value) != value:
+            differences.append(f"{name} {program_before[name]} before, {value} now")
     if differences:
         warn(
             tr(
@@ -248,19 +261,22 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
 
 
 def _shortened(changes: list[str]) -> str:
-    """Return the first changes, and how many more there are."""
+    """Return the first few changes as text, followed by the number of further ones."""
     text = "; ".join(changes[:NAMED])
     if len(changes) > NAMED:
         text += tr("; and {count} more files", count=len(changes) - NAMED)
     return text
 
 
-def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the files that either program has loaded and that have changed, with both hashes."""
-    hashes_before = {**before.get("other_code", {}), **before["code"]}
-    hashes_now = {**now.get("other_code", {}), **now["code"]}
+def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, Any]) -> list[str]:
+    """Return a phrase with both hashes for each file that has changed.
+
+    Files that neither of the two programs has loaded are ignored.
+    """
+    hashes_before = {**program_before.get("other_code", {}), **program_before["code"]}
+    hashes_now = {**program_now.get("other_code", {}), **program_now["code"]}
     changes = []
-    for name in sorted({*before["code"], *now["code"]}):
+    for name in sorted({*program_before["code"], *program_now["code"]}):
         hash_before = hashes_before.get(name, "missing")
         hash_now = hashes_now.get(name, "missing")
         if hash_before != hash_now:

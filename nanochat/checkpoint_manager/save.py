@@ -1,6 +1,6 @@
-"""Writes a checkpoint: every rank its part, under a temporary name until all files are on disk.
+"""Writes a checkpoint to a temporary folder, which is renamed once all files are on disk.
 
-If the disk fails one rank, the save fails on all of them.
+Every rank writes its own part. If one rank cannot write, the save fails on all ranks.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ from nanochat.common import UserError, tr
 from nanochat.device import Compute
 from nanochat.tokenizer import Tokenizer
 
-KEEP = 3  # newest steps that a stage keeps
+KEEP = 3  # how many of its newest steps a run keeps by default
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step to write, except its tensors; every rank describes the same step."""
+    """Describes a step to write, except for its tensors. Every rank has the same description."""
 
-    folder: Path  # of the run
+    folder: Path  # the folder of the run
     number: int  # optimizer updates done
     tokenizer: Tokenizer
     meta: dict[str, Any]
-    keep: int  # newest steps to keep; 0: all
+    keep: int  # how many of the newest steps to keep; 0 keeps all
     files: Files
-    facts: dict[str, str]  # what the file of an adapter says about itself
+    facts: dict[str, str]  # metadata for the file of an adapter
 
     @staticmethod
     def of(
@@ -62,7 +62,7 @@ class Step:
         keep: int,
         files: Files,
     ) -> "Step":
-        """Return a step as it is now: `meta` is copied. Every rank must call this."""
+        """Return the description of a step, with a copy of `meta`. Every rank must call this."""
         facts: dict[str, str] = {}
         if meta.get("lora"):
             from nanochat.checkpoint_manager.huggingface import adapter
@@ -72,12 +72,12 @@ class Step:
 
     @property
     def temporary(self) -> Path:
-        """The folder of the step until all files are on disk."""
+        """The folder that holds the step until all its files are on disk."""
         return self.folder / f".tmp-step_{self.number:06d}"
 
 
 def refuse_parts_of_adapter(files: Files) -> None:
-    """Raise UserError (code 2) if every rank is asked to write a file of an adapter."""
+    """Raise UserError (exit code 2) if every rank is asked to write its own file of an adapter."""
     if files == "per_rank":
         raise UserError(
             tr(
@@ -100,23 +100,23 @@ def save_checkpoint(
     keep: int = KEEP,
     files: Files = "auto",
 ) -> float:
-    """Write step `step` (optimizer updates done) and return the seconds that this took.
+    """Write a checkpoint, and return how many seconds this took. Every rank must call this.
 
-    Every rank must call this. Training stands still meanwhile; parts.background.Saver writes beside
-    training. See write_step().
+    `step` is the number of optimizer updates done. Training waits until the files are on disk,
+    whereas parts.background.Saver writes them during training. Raises OSError as write_step() does.
     """
     start = time.monotonic()
-    described = Step.of(folder, step, model, tokenizer, meta, keep, files)
-    write_step(described, RankState.of(model, optimizers), compute)
+    description = Step.of(folder, step, model, tokenizer, meta, keep, files)
+    write_step(description, RankState.of(model, optimizers), compute)
     return time.monotonic() - start
 
 
 def write_step(step: Step, state: RankState, compute: Compute, group: Any = None) -> None:
-    """Write the states of all ranks as one step; every rank must call this.
+    """Write the states of all ranks as one step. Every rank must call this.
 
-    The ranks talk over `group`. All files go to a temporary folder, which gets its name only after
-    they are synced. Then all but the `keep` newest steps are removed. OSError on every rank if the
-    disk refuses a file of one rank.
+    The ranks communicate over `group`. All files go to a temporary folder, which is renamed only
+    after they have been synced to disk. Then all but the newest `step.keep` steps are removed.
+    Raises OSError on every rank if the disk refuses a file of any rank.
     """
     with _together(step.temporary, compute, group):
         if compute.main:
@@ -143,15 +143,15 @@ def write_step(step: Step, state: RankState, compute: Compute, group: Any = None
             publish(step.temporary, step_dir(step.folder, step.number))
     if compute.main:
         prune(step.folder, step.keep, step.number)
-    _gathered(None, compute, group)  # no rank continues before the step has its name
+    _gathered(None, compute, group)  # no rank continues before the folder is renamed
 
 
 @contextlib.contextmanager
 def _together(temporary: Path, compute: Compute, group: Any) -> Iterator[None]:
-    """Raise an OSError on every rank if one rank raises an OSError inside this block.
+    """Raise OSError on every rank if any rank raises it inside this block.
 
-    Otherwise the other ranks would wait for it. The temporary folder is removed then: a full disk
-    must not be left fuller.
+    Otherwise the other ranks would wait for it forever. On any error, rank 0 also removes the
+    temporary folder, so that a full disk is not left even fuller.
     """
     failure: OSError | None = None
     try:
@@ -172,7 +172,7 @@ def _together(temporary: Path, compute: Compute, group: Any) -> Iterator[None]:
 
 
 def _gathered(value: Any, compute: Compute, group: Any) -> list[Any]:
-    """Return the values of all ranks, by rank."""
+    """Return the values that all ranks pass in, ordered by rank."""
     values = [value] * compute.world_size
     if compute.world_size > 1:
         dist.all_gather_object(values, value, group=group)
@@ -182,16 +182,17 @@ def _gathered(value: Any, compute: Compute, group: Any) -> list[Any]:
 def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> Seals:
     """Write and sync this rank's files, and return their hashes and sizes.
 
-    The optimizer state is written while the model is. Where meta.json describes an adapter, the
-    folder becomes one of peft's.
+    The optimizer state is written at the same time as the parameters. For an adapter, rank 0 also
+    writes the settings file that peft expects.
     """
     folder = step.temporary
     parameters = state.parameters
     lora = step.meta.get("lora")
     optimizer_file = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
-    # One thread hashes each file, and hashing is slower than a fast disk: so two files at a time.
-    with ThreadPoolExecutor(1) as beside:
-        optimizer_seal = beside.submit(_write_optimizer, folder / optimizer_file, state)
+    # One thread hashes a file more slowly than a fast disk writes it, so two files are written at a
+    # time.
+    with ThreadPoolExecutor(1) as helper:
+        optimizer_seal = helper.submit(_write_optimizer, folder / optimizer_file, state)
         if lora:
             seals = parameter_files.write_whole(
                 folder / ADAPTER, parameters, compute, group, ADAPTER_PREFIX, step.facts
@@ -212,7 +213,10 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
 
 
 def _write_optimizer(path: Path, state: RankState) -> dict[str, Any]:
-    """Write this rank's optimizer state, with the whole shape and the first row of each tensor."""
+    """Write this rank's optimizer state, and return the file's hash and size.
+
+    For each tensor, the metadata records the whole shape and the index of this rank's first row.
+    """
     tensors = {}
     layout = {}
     for name, (tensor, shape, first_row) in state.optimizer.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanochat.common import UserError, tr
 
-# Formats -> their names in the header (huggingface.co/docs/safetensors).
+# Number format -> its name in the header (huggingface.co/docs/safetensors).
 FORMAT_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -24,7 +24,7 @@ FORMAT_NAMES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-BLOCK_BYTES = 1 << 24  # of a write: large for a disk, small compared with a tensor
+BLOCK_BYTES = 1 << 24  # written at a time: large for a disk, small compared with a tensor
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -32,11 +32,11 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, mapped into memory.
 
-    Raises UserError if the file is damaged or holds other than floating-point numbers.
+    Raises UserError if the file is damaged or holds a tensor that is not floating-point.
     """
     try:
         tensors = load_file(path)
-    # KeyError: a format that torch does not have
+    # KeyError: a number format that torch does not have
     except (SafetensorError, OSError, ValueError, KeyError) as failure:
         raise UserError(
             tr(
@@ -56,11 +56,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class TensorFile:
-    """One safetensors file, written tensor by tensor.
+    """Writes one safetensors file, tensor by tensor.
 
-    The header comes first, so all formats and shapes must be known before the first tensor. While
-    this thread writes a tensor, a second thread hashes it and a third flushes the file to disk.
-    Only the current tensor is in memory. Raises OSError if the disk refuses a write.
+    The header comes first, so all number formats and shapes must be known before the first tensor
+    is written. While this thread writes a tensor, a second thread hashes it and a third flushes the
+    file to disk. Only the current tensor is held in memory. The methods raise OSError if the disk
+    refuses a write.
     """
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None):
@@ -68,8 +69,8 @@ class TensorFile:
         self.names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
         self._shapes = shapes
         self._path = path
-        self._next = 0  # in self.names: the tensor that add() begins next
-        self._missing = 0  # elements of the tensor before that, which add() has not got yet
+        self._next = 0  # index in self.names of the tensor that add() begins next
+        self._missing = 0  # elements of the current tensor that add() has yet to receive
         self._digest = hashlib.sha256()
         self._helpers = ThreadPoolExecutor(2)
         self._flush: Future[None] | None = None
@@ -83,7 +84,7 @@ class TensorFile:
             raise
 
     def _header(self, metadata: Mapping[str, str]) -> bytes:
-        """Return the bytes before the first tensor: the header's length, and the header as JSON."""
+        """Return the bytes before the first tensor: the length of the header, then its JSON."""
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for name in self.names:
@@ -100,7 +101,7 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor in the order of `names`, or the next rows of that tensor."""
+        """Write the tensor that comes next in `names`, or more rows of the current tensor."""
         if not self._missing:
             _, shape = self._shapes[self.names[self._next]]
             self._missing = math.prod(shape)
@@ -120,7 +121,7 @@ class TensorFile:
             self._write(flat.view(torch.uint8).numpy().data)
 
     def _write(self, data: memoryview) -> None:
-        """Write bytes to the file while a helper hashes them."""
+        """Write bytes to the file while another thread hashes them."""
         hashing = self._helpers.submit(self._digest.update, data)
         try:
             for start in range(0, len(data), BLOCK_BYTES):
@@ -137,21 +138,24 @@ class TensorFile:
             written += self._file.write(block[written:])
 
     def _flush_beside(self) -> None:
-        """Let a helper flush the file, unless one does: close() then has less to flush."""
+        """Start to flush the file in another thread, unless a flush is already running.
+
+        This leaves less for close() to flush.
+        """
         if self._flush is None or self._flush.done():
             self._check_flush()
             self._flush = self._helpers.submit(os.fsync, self._file.fileno())
 
     def _check_flush(self) -> None:
-        """Raise the error of an earlier fsync.
+        """Wait for the last background flush, and raise its error if it failed.
 
-        The system reports an error only once, so a later fsync may not repeat it.
+        The operating system reports an error only once, so a later fsync may not report it again.
         """
         if self._flush is not None:
             self._flush.result()
 
     def close(self) -> dict[str, Any]:
-        """Flush the file to disk and close it; return its hash and size for meta.json."""
+        """Flush the file to disk, close it, and return its hash and size for meta.json."""
         complete = self._next == len(self.names) and not self._missing
         assert complete, self.names[self._next - 1 :]
         try:
@@ -163,15 +167,15 @@ class TensorFile:
         return {"sha256": self._digest.hexdigest(), "bytes": size}
 
     def abandon(self) -> None:
-        """Close the file without finishing it."""
+        """Close the file, finished or not, and stop the helper threads."""
         self._helpers.shutdown()
         self._file.close()
 
 
 def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> Shapes:
-    """Return the formats and shapes that a TensorFile needs.
+    """Return the number format and shape of each tensor, as a TensorFile needs them.
 
-    A sharded tensor counts with its whole shape.
+    For a sharded tensor, this is the shape of the whole tensor.
     """
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
 
@@ -182,9 +186,9 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write a whole file, and return its hash and size for meta.json.
+    """Write tensors to a safetensors file, and return its hash and size for meta.json.
 
-    `beat` is called before each tensor. Raises OSError if the disk refuses a write.
+    `beat` is called before each tensor is written. Raises OSError if the disk refuses a write.
     """
     file = TensorFile(path, shapes_of(tensors.items()), metadata)
     try:

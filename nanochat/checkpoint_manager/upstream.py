@@ -1,8 +1,8 @@
-"""Converts checkpoints of karpathy/nanochat's HEAD, without running any code in their files.
+"""Converts checkpoints of karpathy/nanochat's HEAD without running any code from their files.
 
-A folder of upstream holds `model_NNNNNN.pt` and `meta_NNNNNN.json`; `tokenizer/tokenizer.pkl` is in
-the same base folder. torch reads the model with weights_only. From the pickle of the tokenizer we
-take only plain data, by walking its opcodes.
+An upstream folder holds `model_NNNNNN.pt` and `meta_NNNNNN.json`, and `tokenizer/tokenizer.pkl`
+lies in the same base folder. torch reads the model with weights_only. The tokenizer is never
+unpickled: we walk the opcodes of its pickle and take only plain data.
 """
 
 import pickletools
@@ -25,8 +25,8 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 
-# The beginning of a parameter's name -> the day since which every checkpoint of HEAD has had it,
-# newest first.
+# Prefix of a parameter's name -> the day since which every checkpoint of HEAD has had that
+# parameter, newest first.
 SINCE = {
     "smear_gate.weight": "2026-03-14",
     "value_embeds.": "2026-01-17",
@@ -46,13 +46,13 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Upstream:
-    """One step of an upstream folder, under our names."""
+    """One step of an upstream folder, with its stage and parameters under our names."""
 
     stage: str
     tag: str
     step: int
     tensors: dict[str, Tensor]  # fp32
-    shape: dict[str, Any]  # FIELDS, and whatever else the meta file's model_config holds
+    shape: dict[str, Any]  # the meta file's model_config: FIELDS, and possibly more
     tokenizer: Tokenizer
 
 
@@ -60,10 +60,11 @@ class Upstream:
 
 
 def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
-    """Read a step (default: the newest) of a folder such as `base_checkpoints/d20`.
+    """Read one step of an upstream folder such as `base_checkpoints/d20`.
 
-    `tokenizer` is the folder of tokenizer.pkl (default: `tokenizer` in the same base folder).
-    Raises UserError (code 2) if a file is missing or the checkpoint is too old.
+    If `step` is None, it is the newest one. `tokenizer` is the folder of tokenizer.pkl, by default
+    `tokenizer` in the same base folder. Raises UserError if a file is missing (exit code 2) or
+    damaged, or if the checkpoint is too old.
     """
     step = _existing_step(folder, step)
     folder_path = folder.resolve()
@@ -77,7 +78,10 @@ def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstrea
 
 
 def _existing_step(folder: Path, step: int | None) -> int:
-    """Return the step to read, by default the newest. Raises UserError if it is missing."""
+    """Return the step to read, which is the newest if `step` is None.
+
+    Raises UserError (exit code 2) if there is no such step.
+    """
     names = [path.stem.removeprefix("model_") for path in folder.glob("model_*.pt")]
     steps = sorted(int(name) for name in names if name.isdecimal())
     if not steps:
@@ -102,8 +106,10 @@ def _existing_step(folder: Path, step: int | None) -> int:
 
 
 def _stage_of(folder: Path) -> str:
-    """Return the stage of a folder, which the folder above it names. Raises UserError if it does
-    not."""
+    """Return the stage of a folder, from the name of its parent folder.
+
+    Raises UserError (exit code 2) if that is not the name of a stage's folder.
+    """
     stages = {f"{name}_checkpoints": stage for stage, name in STAGES.items()}
     parent = folder.parent.name
     if parent not in stages:
@@ -116,7 +122,10 @@ def _stage_of(folder: Path) -> str:
 
 
 def _read_shape(path: Path) -> dict[str, Any]:
-    """Return the model_config of a meta file. Raises UserError if it is missing."""
+    """Return the model_config of a meta file.
+
+    Raises UserError (exit code 2) if the file or its model_config is missing.
+    """
     meta = read_json(path) if path.exists() else None
     shape = meta.get("model_config") if isinstance(meta, dict) else None
     if not isinstance(shape, dict):
@@ -129,7 +138,10 @@ def _read_shape(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Return the model's parameters in fp32, under our names."""
+    """Return the model's parameters in fp32, under our names.
+
+    Raises UserError if the file is damaged or holds anything but plain tensors.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as failure:  # torch raises many kinds of errors for a damaged or foreign file
@@ -147,15 +159,18 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor as large as its part of the file.
+    """Return whether a value is a contiguous tensor.
 
-    A tensor that repeats its rows may be far larger than its file.
+    Any other tensor could repeat its rows, and so be far larger than its file.
     """
     return isinstance(value, Tensor) and value.is_contiguous()
 
 
 def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[str, Any]) -> None:
-    """Raise a UserError that says how old the checkpoint is, if its model differs from HEAD's."""
+    """Raise UserError if the model is older than HEAD's, or if its shape lacks a field.
+
+    If the model is older, the message says how old the checkpoint is.
+    """
 
     def has(prefix: str) -> bool:
         return any(name.startswith(prefix) for name in tensors)
@@ -181,11 +196,11 @@ def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[st
 
 
 def convert(source: Upstream, corpus: str) -> Path:
-    """Write an upstream step in our format, whole or not at all, and return its folder.
+    """Write an upstream step in our format, and return its folder.
 
-    The optimizer's state is left out: the rows of the data have another order here, so the run
-    could not be resumed. Raises UserError if the step exists already, or if tensors or tokenizer do
-    not fit the model.
+    The folder appears only once it is complete. The optimizer state is left out: the data has
+    another order here, so the run could not be resumed. Raises UserError if the step already
+    exists, or if the tensors or the tokenizer do not fit the model.
     """
     folder = checkpoint_dir(source.stage, source.tag)
     final = step_dir(folder, source.step)
@@ -219,7 +234,10 @@ def convert(source: Upstream, corpus: str) -> Path:
 
 
 def _checked_model(source: Upstream) -> GPTConfig:
-    """Return the shape of the model. Raises UserError if tensors or tokenizer do not fit it."""
+    """Return the shape of the model.
+
+    Raises UserError if the tensors or the tokenizer do not fit it.
+    """
     values = {field: source.shape[field] for field in FIELDS}
     where = f"the meta file of {source.tag}, step {source.step:,},"
     shape = checked_shape(GPTConfig, values, where)
@@ -238,7 +256,10 @@ def _checked_model(source: Upstream) -> GPTConfig:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the vocabulary of a pickled tiktoken.Encoding, without running the pickle."""
+    """Return the tokenizer in a pickled tiktoken.Encoding, without unpickling it.
+
+    Raises UserError if the file is missing (exit code 2) or is not a tokenizer of HEAD.
+    """
     if not path.exists():
         raise UserError(
             f"there is no tokenizer at {path}: name its folder with --tokenizer", exit_code=2
@@ -258,8 +279,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _tokens_in_order(state: dict[str, Any]) -> list[bytes]:
-    """Return the tokens by number. Raises ValueError unless all numbers are as upstream gives
-    them."""
+    """Return the tokens in the order of their ids.
+
+    Raises ValueError if any id differs from the one that upstream would assign.
+    """
     ranks = state["mergeable_ranks"]
     tokens = sorted(ranks, key=ranks.__getitem__)
     numbers = [ranks[token] for token in tokens]
@@ -286,14 +309,14 @@ PUSHED = (
 
 
 class _Mark:
-    """Marks on the stack where a tuple or dict of a pickle starts."""
+    """Marks the position on the stack where the items of a dict begin."""
 
 
 def plain(data: bytes) -> Any:
-    """Return the state of the one object in a pickle of plain data: dicts, tuples, str, bytes, int.
+    """Return the state of the one object in a pickle that holds only plain data.
 
-    The class of the object stays a name and is never looked up. Raises ValueError for every opcode
-    that plain data do not need.
+    Plain data are dicts, empty tuples, str, bytes and int. The class of the object stays a name and
+    is never looked up. Raises ValueError for any opcode that plain data does not need.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -337,7 +360,7 @@ def plain(data: bytes) -> Any:
 
 
 def _pop_to_mark(stack: list[Any]) -> list[Any]:
-    """Remove everything from the last mark on; return the items after the mark."""
+    """Pop the last mark and everything after it, and return the popped items in their order."""
     items = []
     item = stack.pop()
     while not isinstance(item, _Mark):

@@ -21,7 +21,7 @@ from nanochat.models.lora import merge
 
 @dataclass(frozen=True)
 class Config:
-    """Export a model for other programs. Adapters are merged into the model."""
+    """The command line: which model to export, in which format, and where to."""
 
     target: Positional[Path]
     """Folder to create, or the file with --format gguf. It must not exist yet."""
@@ -45,7 +45,7 @@ class Config:
 
 
 def load(cfg: Config) -> Loaded:
-    """Return the model that the flags name, on the host, with its adapter merged.
+    """Return the model that the flags select, on the host, with its adapter merged.
 
     Raises UserError if the flags contradict each other, or if the model cannot be loaded.
     """
@@ -60,8 +60,8 @@ def load(cfg: Config) -> Loaded:
             exit_code=2,
         )
     compute = device.compute_init("cpu")
-    # Large models fit as bf16, in which most bases are published. fp16 is rounded when it is
-    # written.
+    # Large models fit into memory as bf16, in which most bases are published. Values are rounded to
+    # fp16 only when they are written.
     dtype = device.DTYPES["bfloat16"] if cfg.dtype == "bfloat16" else device.MASTER
     if cfg.model is not None:
         return load_published(cfg.model, cfg.adapter, compute, dtype)
@@ -71,7 +71,7 @@ def load(cfg: Config) -> Loaded:
 
 
 def main(cfg: Config) -> None:
-    """Load a model, export it, and log how other programs load it."""
+    """Load a model, export it, and log how other programs can load it."""
     target = cfg.target.expanduser()
     if target.exists():
         kind = "file" if cfg.format == "gguf" else "folder"

@@ -1,4 +1,4 @@
-"""Writes GGUF, the one-file format of llama.cpp and Ollama: metadata first, then tensors.
+"""Writes GGUF, the single-file format of llama.cpp and Ollama: metadata first, then tensors.
 
 The format is described in github.com/ggml-org/ggml/blob/master/docs/gguf.md. All numbers are
 little-endian.
@@ -17,8 +17,8 @@ from nanochat.common import UserError, atomic_path
 
 VERSION = 3
 ALIGNMENT = 32  # bytes; every tensor starts at a multiple of it
-FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's numbers of the formats
-# The numbers of the types of metadata.
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's numbers for them
+# GGUF's numbers for the types of metadata values.
 UINT32 = 4
 INT32 = 5
 FLOAT32 = 6
@@ -32,7 +32,7 @@ Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the file, which is computed when its turn to be written comes."""
+    """A tensor of the file, which is computed only when it is about to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ def _type(value: Scalar) -> int:
 
 
 def _bytes(value: Scalar) -> bytes:
-    """Return the bytes of a single value; an int is unsigned."""
+    """Return the bytes of a single value. An int is stored as unsigned."""
     if isinstance(value, str):
         return _text(value)
     code = {BOOL: "<?", UINT32: "<I", FLOAT32: "<f"}[_type(value)]
@@ -62,7 +62,7 @@ def _bytes(value: Scalar) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """Return the type and the bytes of a value; a list of ints is signed."""
+    """Return the type and the bytes of a value. The ints in a list are stored as signed."""
     if isinstance(value, bool | int | float | str):
         return struct.pack("<I", _type(value)) + _bytes(value)
     element_type = _type(value[0])
@@ -79,7 +79,7 @@ def _padding(size: int) -> bytes:
 
 
 def _header(metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> bytes:
-    """Return everything that comes before the first tensor."""
+    """Return the bytes of the file before the first tensor."""
     parts = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     for name, value in metadata.items():
         parts += [_text(name), _value(value)]
@@ -100,18 +100,18 @@ def write(
     metadata: Mapping[str, Value],
     tensors: Sequence[PlannedTensor],
 ) -> None:
-    """Write a file, whole or not at all. Only one computed tensor is in memory at a time.
+    """Write a GGUF file atomically, with only one computed tensor in memory at a time.
 
-    Raises UserError (code 2) if the file exists.
+    Raises UserError (exit code 2) if the file already exists.
     """
     if path.exists():
         raise UserError(f"{path} exists already: name another file, or delete it", exit_code=2)
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         file.write(_header(metadata, tensors))
         for planned in tensors:
-            value = planned.compute().detach().cpu().contiguous()
-            assert value.shape == planned.shape, (planned.name, value.shape)
-            assert value.dtype == planned.dtype, (planned.name, value.dtype)
-            data = value.view(torch.uint8).numpy().data
+            tensor = planned.compute().detach().cpu().contiguous()
+            assert tensor.shape == planned.shape, (planned.name, tensor.shape)
+            assert tensor.dtype == planned.dtype, (planned.name, tensor.dtype)
+            data = tensor.view(torch.uint8).numpy().data
             file.write(data)
             file.write(_padding(data.nbytes))

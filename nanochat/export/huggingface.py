@@ -1,4 +1,4 @@
-"""Writes a checkpoint, tokenizer included, as a folder that Hugging Face transformers loads."""
+"""Writes a model and its tokenizer to a folder that Hugging Face transformers can load."""
 
 import json
 from dataclasses import asdict
@@ -21,8 +21,8 @@ from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
 
 MODELLING = Path(__file__).with_name("modeling_nanochat.py")
-# Renders a conversation to the same tokens as tokenizer.render(): system text goes in front of the
-# first user text.
+# Renders a conversation to the same tokens as tokenizer.render(): the system text is put in front
+# of the first user text.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% set first = namespace(text='') %}{% for message in messages %}{% if "
     "message.role == 'system' %}{% set first.text = message.content + '\\n\\n' %}{% elif "
@@ -53,7 +53,7 @@ OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the tokenizer in the format of the `tokenizers` library.
+    """Return our tokenizer in the format of the `tokenizers` library.
 
     It puts the BOS token in front of every text.
     """
@@ -75,14 +75,14 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def is_known_family(loaded: Loaded) -> bool:
-    """Return whether transformers has code for the model's family."""
+    """Return whether transformers has its own code for the model's family."""
     return isinstance(loaded.model.config, QwenConfig)
 
 
 def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
-    """Return the content of the JSON files beside the weights, by file name.
+    """Return the contents of the JSON files that go with the weights, by file name.
 
-    A published model brings most of them along.
+    For a published model this is only config.json, because its other files are copied.
     """
     tokenizer: Tokenizer | FolderTokenizer = loaded.tokenizer
     shape = loaded.model.config
@@ -137,9 +137,9 @@ def _own_config(shape: Any) -> dict[str, Any]:
 
 
 def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in a number format.
+    """Return a parameter in another number format.
 
-    Raises UserError if it has values that the format cannot hold.
+    Raises UserError if that format cannot hold all of its values.
     """
     value = parameter.detach().to(dtype)
     if not value.isfinite().all():
@@ -151,7 +151,10 @@ def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def export(loaded: Loaded, folder: Path, dtype: str) -> None:
-    """Write the folder, whole or not at all. Raises UserError (code 2) if it exists already."""
+    """Write a loaded model to a new folder, which appears only once it is complete.
+
+    Raises UserError (exit code 2) if the folder already exists.
+    """
     with new_folder(folder) as temporary:
         if isinstance(loaded.tokenizer, FolderTokenizer):
             loaded.tokenizer.save(temporary)

@@ -1,4 +1,4 @@
-"""Writes a model of the Qwen family as a GGUF file with the names and the layout of llama.cpp."""
+"""Writes a model of the Qwen family as a GGUF file, with llama.cpp's names and layout."""
 
 import math
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from nanochat.export.llama_vocabulary import vocabulary
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
-# Our names of parameters outside of the layers -> the names of llama.cpp.
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers for file types
+# Our name for a parameter outside the layers -> llama.cpp's name.
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-# Our names of modules in a layer -> the names of llama.cpp.
+# Our name for a module in a layer -> llama.cpp's name.
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -45,14 +45,14 @@ LAYER_NAMES = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
-# The same for parameters that belong to no module of their own.
+# The same for parameters that have no module of their own.
 PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
 
 
 def architecture(config: QwenConfig) -> str:
-    """Return llama.cpp's name of the architecture.
+    """Return llama.cpp's name for the architecture.
 
-    Raises UserError (code 2) if it cannot compute this shape.
+    Raises UserError (exit code 2) if llama.cpp cannot compute this shape.
     """
     if not config.output_gate:
         return "qwen3" if config.qk_norm else "qwen2"
@@ -67,7 +67,7 @@ def architecture(config: QwenConfig) -> str:
 
 
 def _shape(config: QwenConfig) -> dict[str, Value]:
-    """Return the metadata that tell llama.cpp the shape."""
+    """Return the metadata that describe the shape of the model to llama.cpp."""
     c = config
     values: dict[str, Value] = {
         "context_length": c.sequence_len,
@@ -85,7 +85,7 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
     }
     name = architecture(config)
     if name == "qwen35":
-        # Pairs of channels go in turn to time, height and width, which are equal in texts.
+        # Pairs of channels go in turn to time, height and width, which are equal in text.
         pairs = c.rotated // 2
         sections = [math.ceil((pairs - first) / 3) for first in range(3)]
         values |= {
@@ -101,7 +101,7 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
 
 
 def _name(name: str, config: QwenConfig) -> str:
-    """Return llama.cpp's name of a parameter."""
+    """Return llama.cpp's name for a parameter."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
     _, _, layer, inner = name.split(".", 3)
@@ -120,10 +120,11 @@ def _reorder_heads(
     size: int,
     dim: int = 0,
 ) -> Tensor:
-    """Return `x` with the value heads, which are last along `dim`, in llama.cpp's order.
+    """Return `x` with its value heads, which come last along `dim`, in llama.cpp's order.
 
-    llama.cpp has the first value head of each key head, then the second of each. Here all value
-    heads of the first key head come before those of the second. A head has `size` entries.
+    Here the value heads of the first key head come first, then those of the second. llama.cpp puts
+    the first value head of every key head first, then the second of every one. A head has `size`
+    entries.
     """
     heads = config.delta_value_heads
     heads_per_key = heads // config.delta_key_heads
@@ -135,7 +136,7 @@ def _reorder_heads(
 
 
 def _layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
-    """Return a parameter in the layout in which llama.cpp computes with it."""
+    """Return a parameter in the layout that llama.cpp computes with."""
     if ".linear_attn." in name:
         kind = name.split(".linear_attn.")[1].removesuffix(".weight")
         return _delta_layout(kind, x, config)
@@ -145,7 +146,7 @@ def _layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
 
 
 def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
-    """Return a parameter of a Gated DeltaNet in the layout of llama.cpp."""
+    """Return a parameter of a Gated DeltaNet in llama.cpp's layout."""
     head_dim = config.delta_value_dim
     if kind == "norm":
         return x
@@ -161,7 +162,10 @@ def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
 
 
 def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
-    """Yield the tensors of a model without adapters: matrices in `dtype`, others in fp32."""
+    """Yield the tensors to write for a model without adapters.
+
+    Matrices are in `dtype`, and all other parameters in fp32.
+    """
     for name, parameter in model.named_parameters():
         # Vectors, and the few numbers of convolutions, stay in fp32.
         stored_dtype = dtype if parameter.dim() == 2 else torch.float32
@@ -182,10 +186,10 @@ def _convert(
 
 
 def export(loaded: Loaded, path: Path, dtype: str) -> None:
-    """Write the file, whole or not at all.
+    """Write a loaded model to a GGUF file atomically.
 
-    Raises UserError (code 2) if it exists already, or if llama.cpp does not know the architecture
-    or the tokenizer.
+    Raises UserError (exit code 2) if the file already exists, or if llama.cpp does not support the
+    architecture or the tokenizer.
     """
     model = loaded.model
     if not isinstance(model, Qwen):

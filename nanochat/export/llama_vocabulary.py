@@ -1,4 +1,4 @@
-"""Writes vocabulary and chat template for llama.cpp, if llama.cpp can reproduce the tokenizer."""
+"""Describes a tokenizer and its chat template to llama.cpp, if llama.cpp can reproduce it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from nanochat.export.gguf import Value
 from nanochat.export.huggingface import CHAT_TEMPLATE, tokenizer_json
 from nanochat.tokenizer import PATTERNS, Tokenizer
 
-# Split pattern -> the name under which llama.cpp has it written out. Beyond ASCII one letter
-# differs, for published models too: llama.cpp does not take the long s (U+017F) for an s.
+# Split pattern -> llama.cpp's name for its own implementation. Outside ASCII they differ in one
+# letter, for published models too: llama.cpp does not treat the long s (U+017F) as an s.
 SPLITS = {
     PATTERNS["qwen2"]: "qwen2",
     (
@@ -23,12 +23,12 @@ SPLITS = {
         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ): "qwen35",
 }
-# llama.cpp's kinds of tokens.
+# llama.cpp's numbers for the kinds of tokens.
 NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
-# Options of the tokenizers library that llama.cpp does not have -> the values that switch them off.
+# Options of the tokenizers library that llama.cpp lacks -> the values that switch them off.
 UNSUPPORTED = {
     "dropout": (None, 0, 0.0),
     "byte_fallback": (None, False),
@@ -38,8 +38,8 @@ UNSUPPORTED = {
     "continuing_subword_prefix": (None, ""),
     "end_of_word_suffix": (None, ""),
 }
-# The steps of a pre-tokenizer that splits texts by one regular expression alone, by the values of
-# these keys.
+# A pre-tokenizer that splits text by one regular expression alone has the steps in SPLIT_STEPS.
+# They are compared by the values of STEP_KEYS.
 STEP_KEYS = ("type", "behavior", "invert", "add_prefix_space", "use_regex")
 SPLIT_STEPS = [
     ("Split", "Isolated", False, None, None),
@@ -57,9 +57,9 @@ def _refusal(why: str) -> UserError:
 
 
 def _split_name(content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of how a tokenizer.json splits texts.
+    """Return llama.cpp's name for the way in which a tokenizer.json splits text.
 
-    Raises UserError (code 2) if it has none.
+    Raises UserError (exit code 2) if llama.cpp does not support it.
     """
     model = content["model"]
     if model.get("type", "BPE") != "BPE":
@@ -80,10 +80,13 @@ def _split_name(content: Mapping[str, Any]) -> str:
     return SPLITS[regex]
 
 
-def _tokens(content: Mapping[str, Any], rows: int) -> dict[str, Value]:
-    """Return the spelling and the kind of each of `rows` tokens, and the merges."""
-    spellings = [f"[PAD{token_id}]" for token_id in range(rows)]
-    kinds = [UNUSED] * rows
+def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
+    """Return metadata with the spelling and the kind of each token, and with the merges.
+
+    The embedding has `row_count` rows, and those without a token are marked as unused.
+    """
+    spellings = [f"[PAD{token_id}]" for token_id in range(row_count)]
+    kinds = [UNUSED] * row_count
     for spelling, token_id in content["model"]["vocab"].items():
         spellings[token_id] = spelling
         kinds[token_id] = NORMAL
@@ -105,8 +108,9 @@ def _tokens(content: Mapping[str, Any], rows: int) -> dict[str, Value]:
 def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
     """Return the metadata of a GGUF file that make llama.cpp tokenise, chat and stop as we do.
 
-    A published tokenizer that normalises to NFC keeps all other texts equal; llama.cpp itself never
-    normalises. Raises UserError (code 2) if llama.cpp cannot split texts as the tokenizer does.
+    llama.cpp itself never normalises text. If a published tokenizer normalises text to NFC,
+    llama.cpp gives the same tokens only for text that is in NFC already. Raises UserError (exit
+    code 2) if llama.cpp cannot split text as the tokenizer does.
     """
     end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, Tokenizer):

@@ -1,10 +1,15 @@
-"""The GPT of nanochat/gpt.py for Hugging Face transformers.
+"""The GPT of nanochat/gpt.py as a Hugging Face transformers model.
 
-`python -m nanochat.export` copies this file beside the weights, and no code of nanochat imports it.
-Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. The
-model has no key-value cache: generate() computes all tokens again in every step, which is correct
+`python -m nanochat.export` copies this file into the folder of the weights, and no code of nanochat
+imports it. To load the model:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+The model has no key-value cache: generate() recomputes all tokens in every step, which is correct
 but slow.
-Shapes: B batch, T time, C channels, H heads, D channels of a head.
+
+Shapes: B batch, T time, C channels, H heads, Hkv key-value heads, D channels of a head, V tokens of
+the vocabulary.
 """
 
 import math
@@ -26,7 +31,7 @@ ROTARY_BASE = 100_000.0
 
 
 class NanochatConfig(PretrainedConfig):
-    """The shape of a model, under the names of nanochat/gpt.py."""
+    """The shape of a model, with the field names of GPTConfig in nanochat/gpt.py."""
 
     model_type = "nanochat_ascend"
     attribute_map = {  # noqa: RUF012 - transformers' own convention
@@ -64,11 +69,11 @@ class NanochatConfig(PretrainedConfig):
 
     @property
     def padded_vocab(self) -> int:
-        """The vocabulary rounded up to a multiple of 64: the rows of the tables and of the head."""
+        """The rows of the tables and of the head: vocab_size rounded up to a multiple of 64."""
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
-        """Return how many keys before its own position a query in this layer sees."""
+        """Return how many positions before its own a query in this layer can attend to."""
         pattern = self.window_pattern.upper()
         if layer == self.n_layer - 1 or pattern[layer % len(pattern)] == "L":
             return self.sequence_len
@@ -76,7 +81,7 @@ class NanochatConfig(PretrainedConfig):
         return min(quarter, self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return whether a layer has a value embedding: every other one, and always the last."""
+        """Return whether a layer has a value embedding: the last, and every other one before it."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
@@ -96,7 +101,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _previous(x: Tensor, real: Tensor) -> Tensor:  # (B, T, ...), (B, T)
-    """Return `x` of the token before each token; zeros at the beginning and after padding."""
+    """Return `x` of the token before each token, with zeros at the beginning and after padding."""
     ones = [1] * (x.dim() - 2)
     masked = x * real.view(*real.shape, *ones)
     beginning = torch.zeros_like(x[:, :1])
@@ -121,7 +126,7 @@ class _Attention(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, T, C)
-        value: Tensor | None,  # (B, T, Hkv D), the value embedding
+        value_embedding: Tensor | None,  # (B, T, Hkv D)
         cos: Tensor,  # (1, T, 1, D / 2)
         sin: Tensor,
         mask: Tensor,  # (B, 1, T, T) bool
@@ -133,14 +138,14 @@ class _Attention(nn.Module):
         v = self.c_v(x).unflatten(-1, heads)
         q = QK_SCALE * _norm(_rotate(q, cos, sin))
         k = QK_SCALE * _norm(_rotate(k, cos, sin))
-        if self.offset:  # the slowly turning half of a key is that of the token before
+        if self.offset:  # the slowly turning half of each key comes from the token before
             halves = (2, 2, -1)
             fast = k.unflatten(-1, halves)[..., 0, :]
             slow = _previous(k, real).unflatten(-1, halves)[..., 1, :]
             k = torch.stack((fast, slow), dim=-2).flatten(-3)
-        if value is not None and self.ve_gate is not None:
+        if value_embedding is not None and self.ve_gate is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))
-            v = v + gate.unsqueeze(-1) * value.view_as(v)
+            v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
         positions = torch.arange(x.size(1), device=x.device)
         in_window = (positions[:, None] - positions[None]) <= self.window  # (T, T)
         queries_per_key = q.size(2) // k.size(2)
@@ -173,7 +178,7 @@ class _Block(nn.Module):
 
 
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
-    """The model, with the parameter names of nanochat/gpt.py."""
+    """The GPT as a causal language model, with the parameter names of nanochat/gpt.py."""
 
     config_class = NanochatConfig
     main_input_name = "input_ids"
@@ -210,10 +215,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the weights always come from a checkpoint."""
+        """Do nothing, because the weights always come from a checkpoint."""
 
     def _hidden(self, idx: Tensor, real: Tensor) -> Tensor:
-        """Return the normed hidden states (B, T, C); `real` (B, T) is False for padding."""
+        """Return the final normed hidden states (B, T, C); `real` (B, T) is False for padding."""
         dtype = self.wte.weight.dtype
         cos, sin = self._rotary_tables(idx)
         mask = self._mask(real)
@@ -223,10 +228,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         blocks = cast(list[Any], list(self.h))
         for i, block in enumerate(blocks):
             x = self.resid_lambdas[i].to(dtype) * x + self.x0_lambdas[i].to(dtype) * x0
-            value = None
+            value_embedding = None
             if self.config.has_value_embedding(i):
-                value = self.value_embeds[str(i)](idx)
-            x = x + block.attn(_norm(x), value, cos, sin, mask, real)
+                value_embedding = self.value_embeds[str(i)](idx)
+            x = x + block.attn(_norm(x), value_embedding, cos, sin, mask, real)
             x = x + block.mlp(_norm(x))
             if i == self.config.n_layer // 2:
                 middle = x
@@ -242,19 +247,23 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _mask(self, real: Tensor) -> Tensor:  # (B, T) -> (B, 1, T, T)
-        """Return which keys each query may see, apart from the windows."""
+        """Return which keys each query may attend to, before the windows are applied."""
         positions = torch.arange(real.size(1), device=real.device)
         causal = positions[:, None] >= positions[None]
-        # A row of padding sees itself: softmax over no keys is NaN.
+        # Padding may attend to itself, because softmax over no keys gives NaN.
         itself = positions[:, None] == positions[None]
         return (causal & real[:, None, None, :]) | itself
 
     def _embed(self, idx: Tensor, real: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
-        """Return the embedding of each token, with a share of the token before and of the pair."""
+        """Return the embedding of each token (B, T, C), with a share of the token before it.
+
+        A gate controls that share. If the model has a table of bigrams, the row for the two tokens
+        is added too.
+        """
         x = _norm(self.wte(idx))
         gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
         x = x + self.smear_lambda.to(x.dtype) * gate * _previous(x, real)
-        if self.bigrams is not None:  # of each token and the one before, by a hash
+        if self.bigrams is not None:  # a hash of each token and the one before selects the row
             first, second = BIGRAM_FACTORS
             hashes = _previous(idx, real) * first + idx * second
             x = x + self.bigrams(hashes % self.config.bigram_rows)
@@ -267,7 +276,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,  # (B, T), -100 = ignored; forward() shifts them
         **_: Any,
     ) -> CausalLMOutput:
-        """Return softcapped fp32 logits (B, T, V) and, with labels, the mean loss in nats."""
+        """Return softcapped fp32 logits (B, T, V), and with labels the mean loss in nats."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden = self._hidden(input_ids, attention_mask.bool())
@@ -284,5 +293,5 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Pass all tokens so far, because there is no cache."""
+        """Return all tokens so far as the next input, because there is no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -1,10 +1,10 @@
-"""Folders in the layout of Hugging Face: published models, their tokenizers, and peft's adapters.
+"""Reads and writes Hugging Face folders: published models, their tokenizers, and peft adapters.
 
 Read the modules in this order:
-  config     config.json: which family a model is of, and its shape
-  weights    safetensors files, read parameter by parameter
-  tokenizer  tokenizer.json, behind the members that our own tokenizer has
+  config     config.json: the architecture of a model, and its shape
+  weights    safetensors files, read one parameter at a time
+  tokenizer  tokenizer.json, with the interface of our own tokenizer
   template   chat templates, rendered in a child process (template_child)
   adapter    adapter_config.json and adapter_model.safetensors
-  base       a published model as the start of fine-tuning
+  base       a published model that is to be fine-tuned
 """

@@ -1,4 +1,4 @@
-"""Reads and writes adapters as peft's folders: adapter_config.json, adapter_model.safetensors."""
+"""Reads and writes peft adapters: adapter_config.json and adapter_model.safetensors."""
 
 import hashlib
 import reprlib
@@ -22,8 +22,8 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
 SETTINGS = "adapter_config.json"
-TABLES = ("model.embed_tokens.", "lm_head.")  # no adapter can change these here
-# Settings of peft that this program does not compute -> the value that means "no".
+TABLES = ("model.embed_tokens.", "lm_head.")  # parameters that adapters cannot change here
+# Settings of peft that are not supported here -> the value that switches them off.
 ABSENT = {
     "use_dora": False,
     "bias": "none",
@@ -34,19 +34,20 @@ ABSENT = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-# Settings that may have any value: those that are read here, and those that change nothing about
-# what a trained adapter computes. Layers and modules that training left out have no tensors in the
-# file, so the tensors decide.
+# Settings that may have any value, because they are read here or do not change what a trained
+# adapter computes. Layers and modules that training left out have no tensors in the file, so the
+# tensors show which ones they are.
 HARMLESS = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"),
     *("base_model_name_or_path", "revision", "peft_version", "task_type", "auto_mapping"),
     *("layers_to_transform", "layers_pattern", "exclude_modules"),
     *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
 }
-# Settings with which training leaves out layers or modules that match the targets.
+# Settings that exclude layers or modules from training although they match the targets.
 PARTIAL = ("layers_to_transform", "exclude_modules")
 # Values of init_lora_weights that leave the base's weights unchanged. Others, such as pissa and
-# olora, first take a part out of the base's weights: on the published base the adapter is wrong.
+# olora, first subtract a part of the base's weights, so their adapters are wrong on the published
+# base.
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 
 
@@ -54,10 +55,9 @@ PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 
 
 def facts(model: nn.Module) -> dict[str, str]:
-    """Return what the file of an adapter says about itself; every rank must call this.
+    """Return the metadata for the safetensors file of an adapter. Every rank must call this.
 
-    It says its format, and a mark of the base that it was trained on: the SHA-256 of the base's
-    norms.
+    It gives the format of the file, and identifies the base by the SHA-256 of its norms.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -68,10 +68,10 @@ def facts(model: nn.Module) -> dict[str, str]:
 
 
 def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
-    """Make a folder one of peft's: write adapter_config.json.
+    """Write adapter_config.json, so that peft can load the adapter in a folder.
 
-    `lora` has the fields of a LoraConfig, and `base` is the folder of the base. A config.json is
-    removed, since a folder that has one passes for a whole model.
+    `lora` has the fields of a LoraConfig, and `base` is the folder of the base model. A config.json
+    in the folder is removed, because a folder that has one is taken for a whole model.
     """
     (folder / "config.json").unlink(missing_ok=True)
     content = {
@@ -90,10 +90,10 @@ def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
 
 
 def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> None:
-    """Write the adapters of an unsharded model to a folder that peft loads, whole or not at all.
+    """Write the adapters of an unsharded model to a new folder that peft can load.
 
-    `base` is the name or the folder of the base model. Raises UserError (code 2) if the folder
-    exists.
+    The folder appears only once it is complete. `base` is the name or the folder of the base model.
+    Raises UserError (exit code 2) if the folder already exists.
     """
     tensors = {
         ADAPTER_PREFIX + name: parameter.detach()
@@ -111,8 +111,8 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
 def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
     """Return the shape of the adapter in a folder, the name of its base, and whether it is partial.
 
-    Training may have left out layers or modules of a partial adapter that match its targets. Raises
-    UserError if this program cannot compute the adapter.
+    For a partial adapter, training left out some layers or modules that match its targets. Raises
+    UserError (exit code 2) if there is no adapter, or if it is damaged or not supported.
     """
     path = folder / SETTINGS
     if not path.is_file():
@@ -149,9 +149,10 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
 
 
 def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
-    """Raise UserError for a setting that may change what the adapter computes, known here or not.
+    """Raise UserError if a setting is not supported and may change what the adapter computes.
 
-    A setting that is null, false or empty is off: each version of peft writes a few new ones.
+    Unknown settings are refused too, unless they are null, false or empty and therefore off. Each
+    version of peft writes a few new ones.
     """
     start = content.get("init_lora_weights")
     if start not in PLAIN_STARTS:
@@ -174,10 +175,11 @@ def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_adapter(model: Qwen, folder: Path) -> Adapter:
-    """Return the adapter of a folder, which fits the model. Every rank must call this.
+    """Return the adapter in a folder, checked against the model. Every rank must call this.
 
-    Raises UserError if this program cannot compute the adapter, or if the adapter belongs to
-    another base: it has the mark of one, or its matrices or their sizes are not the model's.
+    Raises UserError (exit code 2) if the adapter is missing, damaged or not supported, if a value
+    is not finite, or if the adapter belongs to another base: its mark of the base differs, or its
+    matrices do not match the model's in name or size.
     """
     config, base, is_partial = read_settings(folder)
     path = folder / ADAPTER
@@ -221,7 +223,7 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
 
 
 def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Return the mark of the base, if the file has one, and the tensors under our names."""
+    """Return the mark of the base, or None without one, and the tensors under our names."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -252,9 +254,13 @@ def _fit_problem(
     model: Qwen,
     config: LoraConfig,
     tensors: Mapping[str, Tensor],
-    is_partial: bool,  # targets may have no tensors
+    is_partial: bool,  # matrices that match the targets may have no tensors
 ) -> str:
-    """Return why the tensors do not fit the model's matrices, or which target has none, or ""."""
+    """Return why an adapter's tensors do not fit the model, or "" if they do.
+
+    They must have the right shapes for their matrices. Unless the adapter is partial, every matrix
+    that matches its targets must have tensors.
+    """
     matrices = _matrices(model)
     expected: dict[str, tuple[int, ...]] = {}
     for name in _adapted_names(tensors):
@@ -277,9 +283,9 @@ def _fit_problem(
 
 @torch.no_grad()
 def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
-    """Freeze a model, sharded or not, and give it the adapter of a folder.
+    """Freeze a model, add the adapter in a folder to it, and return the adapter's shape.
 
-    Return the adapter's shape. Raises UserError as in read_adapter().
+    The model may be sharded. Raises UserError as read_adapter() does.
     """
     adapter = read_adapter(model, folder)
     matrices = _matrices(model)
@@ -292,8 +298,8 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     return adapter.config
 
 
-def _copy_rows(parameter: Tensor, value: Tensor) -> None:
-    """Copy the rows that this rank holds of a parameter from the whole value."""
+def _copy_rows(parameter: Tensor, whole: Tensor) -> None:
+    """Fill this rank's rows of a parameter from the whole tensor."""
     local_rows = local(parameter)
-    start = parallel.place_of(parameter).first_row(value.shape[0])
-    local_rows.copy_(value[start : start + local_rows.shape[0]])
+    start = parallel.place_of(parameter).first_row(whole.shape[0])
+    local_rows.copy_(whole[start : start + local_rows.shape[0]])

@@ -1,6 +1,7 @@
-"""A published model as the start of fine-tuning.
+"""Opens a published model to fine-tune it.
 
-Its shape and its tokenizer are read at once; its weights are loaded when the model is sharded.
+Its shape and its tokenizer are read immediately. Its weights are loaded later, when the model has
+been sharded.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -17,38 +18,38 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-# A trained parameter takes 16 bytes, a frozen one 2.
+# A trained parameter takes 16 bytes, as much as eight frozen ones of 2 bytes.
 FROZEN_PER_TRAINED = 8
 
 
 @dataclass(frozen=True)
 class Base:
-    """A published model that is going to be fine-tuned."""
+    """A published model that is to be fine-tuned."""
 
     folder: Path
     model: Qwen  # on meta until fill() is called
     tokenizer: Tokenizer
-    identity: str  # other weights have another identity
-    about: dict[str, Any]  # what a checkpoint's meta.json says about the base
+    identity: str  # differs if the weights differ
+    about: dict[str, Any]  # what meta.json says about the base
     lora: LoraConfig | None
     compute: Compute
     seed: int
 
     @property
     def equivalent_parameters(self) -> int:
-        """How many trained parameters would take as much memory as the model does."""
+        """The number of trained parameters that would take as much memory as this model."""
         trained = sum(parameter.numel() for _, parameter in parallel.trained(self.model))
         frozen = self.model.parameter_counts()["total"] - trained
         return trained + frozen // FROZEN_PER_TRAINED
 
     def with_rows_of(self, sequence_len: int) -> "Base":
-        """Return the same model, still without values, for rows of `sequence_len` tokens."""
+        """Return this base with a new model, not yet filled, for rows of `sequence_len` tokens."""
         return replace(self, model=_on_meta(self.folder, sequence_len, self.lora, self.compute))
 
     def fill(self) -> None:
-        """Load the weights and give adapters their first values.
+        """Load the weights, and give adapters their first values.
 
-        The model may be sharded by now: each rank loads the rows that it holds.
+        The model may be sharded already: each rank loads only the rows that it holds.
         """
         self.model.to_empty(device=self.compute.device)
         load_weights(self.model, self.folder)
@@ -59,12 +60,12 @@ class Base:
 def open_base(
     folder: Path, sequence_len: int | None, lora: LoraConfig | None, compute: Compute, seed: int
 ) -> Base:
-    """Return the model in a folder, ready to be sharded and filled.
+    """Return the published model in a folder, ready to be sharded and filled.
 
-    Rows have `sequence_len` tokens; for None they are as long as the model's context. With an
-    adapter the matrices are frozen in the compute dtype; without one all parameters are fp32
-    masters. Raises UserError if files are missing, damaged, of an unknown kind, or do not fit each
-    other, or if rows are longer than the model's context.
+    Rows have `sequence_len` tokens, or fill the model's context if it is None. With `lora`, the
+    matrices are frozen in the compute dtype. Without it, all parameters are fp32 masters. Raises
+    UserError if files are missing, damaged or of an unknown kind, if they do not fit each other, or
+    if rows are longer than the model's context.
     """
     folder = folder.expanduser().resolve()
     config = read_config(folder)

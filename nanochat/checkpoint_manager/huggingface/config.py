@@ -1,4 +1,4 @@
-"""Reads and writes the config.json of a published model: its architecture and its shape."""
+"""Reads and writes config.json, which holds the architecture and the shape of a published model."""
 
 import reprlib
 from collections.abc import Mapping
@@ -9,27 +9,29 @@ from nanochat.checkpoint_manager.families import checked_shape
 from nanochat.common import UserError, read_json, tr
 from nanochat.models.qwen.config import QwenConfig
 
-# Architectures that are known -> the models that have them.
+# Supported architecture -> the models that have it.
 ARCHITECTURES = {
     "Qwen2ForCausalLM": "Qwen1.5, Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3_5ForCausalLM": "Qwen3.5, text",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5",
 }
+# `model_type` in config.json -> architecture.
 MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 LAYER_LETTERS = {"full_attention": "A", "linear_attention": "D"}
-MAX_LAYERS = 1_000  # that a damaged config.json may ask for
+MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
 
 
 def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
-    """Return the shape of the model in a folder, with a context of `sequence_len` if that is given.
+    """Return the shape of the model in a folder.
 
-    Raises UserError (code 2) if the folder has no config.json, if the architecture is not known, or
-    if the model needs something that this program does not compute.
+    `sequence_len`, if given, becomes the length of the context. Raises UserError (exit code 2) if
+    the folder has no config.json or a damaged one, if the architecture is unknown, if the model
+    needs something that is not supported, or if `sequence_len` is longer than the model's context.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -81,8 +83,10 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
 
 
 def _architecture(content: Any, path: Path) -> str:
-    """Return the architecture that config.json names first. Raises UserError if it is not a known
-    one."""
+    """Return the first architecture that config.json names.
+
+    Raises UserError (exit code 2) if it is unknown.
+    """
     names = content.get("architectures") if isinstance(content, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     if isinstance(name, str) and name in ARCHITECTURES:
@@ -101,15 +105,16 @@ def _architecture(content: Any, path: Path) -> str:
 
 
 def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Return whether the head is the embedding.
+    """Return whether the output head shares the weights of the embedding.
 
-    A model of text and vision has an outer value and one for its text; the outer one counts.
+    A model for text and vision has one value for the whole model and one for its text part. The
+    former takes precedence.
     """
     return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
 def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Raise UserError for everything that would change the computation and is not supported."""
+    """Raise UserError if the model needs a computation that is not supported."""
 
     def refuse_if(is_unsupported: bool, feature: str) -> None:
         if is_unsupported:
@@ -133,7 +138,10 @@ def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
 
 
 def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a QwenConfig from the publisher's values."""
+    """Return the fields of a QwenConfig from the text part of a config.json.
+
+    Raises UserError if the model needs a computation that is not supported.
+    """
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     _refuse_unknown(text, rope)
     heads = text["num_attention_heads"]
@@ -174,7 +182,7 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(text: Mapping[str, Any]) -> str:
-    """Return a letter for each layer: A for full attention, D for linear attention."""
+    """Return one letter per layer: A for full attention, D for linear attention."""
     types = text.get("layer_types")
     if types:
         return "".join(LAYER_LETTERS[layer_type] for layer_type in types)
@@ -187,9 +195,9 @@ def _layers(text: Mapping[str, Any]) -> str:
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
-    """Return the config.json of a model as its publisher would write it.
+    """Return the content of a model's config.json, as its publisher would write it.
 
-    read_config() reads it back.
+    read_config() can read it back.
     """
     model_type = _model_type(shape)
     content: dict[str, Any] = {
@@ -209,7 +217,7 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         "rope_theta": shape.rope_theta,
     }
     if model_type == "qwen2":
-        del content["head_dim"]  # its readers compute the head's size
+        del content["head_dim"]  # readers of this type compute it
     if model_type == "qwen3_5_text":
         del content["rope_theta"]
         types = {letter: layer_type for layer_type, letter in LAYER_LETTERS.items()}
@@ -231,7 +239,7 @@ def published(shape: QwenConfig) -> dict[str, Any]:
 
 
 def _model_type(shape: QwenConfig) -> str:
-    """Return the publisher's name of a model's architecture."""
+    """Return the model_type that a publisher's config.json has for this shape."""
     if shape.output_gate:
         return "qwen3_5_text"
     return "qwen3" if shape.qk_norm else "qwen2"

@@ -1,4 +1,4 @@
-"""Chat templates: they turn conversations into the text that a model was trained on."""
+"""Chat templates, which turn conversations into text in the format that a model was trained on."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Any
 from nanochat.common import UserError
 from nanochat.platforms.child import Child
 
-SECONDS = 10.0  # for one conversation
-MAX_CHARACTERS = 1 << 20  # of a template
+SECONDS = 10.0  # time limit for one conversation
+MAX_CHARACTERS = 1 << 20  # in a template
 CHILD = Path(__file__).with_name("template_child.py")
-# The text of chatml(), for programs that need a template.
+# A template that writes the same text as chatml(), for programs that need one.
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -21,9 +21,9 @@ Messages = Sequence[Mapping[str, str]]  # each with a role and a content
 
 
 def chatml(messages: Messages, reply: bool) -> str:
-    """Return a conversation as ChatML, for models that have no template.
+    """Return a conversation in ChatML, for models that have no template.
 
-    `reply` adds the mark that opens the assistant's turn.
+    `reply` adds the text that opens the assistant's turn.
     """
     text = ""
     for message in messages:
@@ -34,12 +34,13 @@ def chatml(messages: Messages, reply: bool) -> str:
 
 
 class ChatTemplate:
-    """The Jinja template of a model, rendered in a child process with limits of time and memory."""
+    """A model's Jinja chat template, rendered in a child process with limited time and memory."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str):
-        """`tokens` are names that the template may use, such as eos_token.
+        """Prepare to render the template with this Jinja source.
 
-        `where` names the template in messages.
+        `tokens` are variables that the template may use, such as eos_token. `where` names the
+        template in error messages. Raises UserError if the source is too long.
         """
         if len(source) > MAX_CHARACTERS:
             raise UserError(
@@ -50,10 +51,11 @@ class ChatTemplate:
         self._where = where
 
     def render(self, messages: Messages, reply: bool, **options: Any) -> str:
-        """Return the text of a conversation; `reply` adds what opens the assistant's turn.
+        """Return the text of a conversation.
 
-        Raises UserError if the template fails, refuses the conversation, or takes too much time or
-        memory.
+        `reply` adds the text that opens the assistant's turn, and `options` are further variables
+        for the template. Raises UserError if the template fails, refuses the conversation, or takes
+        too much time or memory.
         """
         variables = {"messages": list(messages), "add_generation_prompt": reply, **options}
         answer = self._child.ask(variables, SECONDS)

@@ -1,4 +1,4 @@
-"""Renders a chat template in a child process, since a template is a program of someone else.
+"""Renders a chat template in a child process, because a template is somebody else's program.
 
 platforms/child.py starts the process and calls begin() in it.
 """
@@ -7,16 +7,20 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-MAX_CHARACTERS = 1 << 22  # of an answer
+MAX_CHARACTERS = 1 << 22  # of a rendered conversation
 
 
 def refuse(message: str) -> None:
-    """Raise ValueError: templates call this where they refuse a conversation."""
+    """Raise ValueError with a message. Templates call this to refuse a conversation."""
     raise ValueError(message)
 
 
 def compiled(source: str, tokens: dict[str, str]) -> Any:
-    """Return the template in a sandbox that hides Python's own attributes and allows no change."""
+    """Return the compiled template, which renders in a sandbox.
+
+    `tokens` are variables that the template may use. The sandbox hides Python's own attributes and
+    forbids changes to the objects passed in.
+    """
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -32,7 +36,10 @@ def compiled(source: str, tokens: dict[str, str]) -> Any:
 
 
 def begin(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    """Return a function that renders a conversation: it returns {"text": ...} or {"error": ...}."""
+    """Return a function that renders a conversation to {"text": ...} or {"error": ...}.
+
+    `setup` holds the source of the template and the tokens that it may use.
+    """
     template = compiled(setup["template"], setup["tokens"])
 
     def answer(variables: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The tokenizer of a published model, behind the members that our own tokenizer has.
+"""The tokenizer of a published model, with the interface of our own tokenizer.
 
 It reads tokenizer.json and the chat template, which turns conversations into text.
 """
@@ -20,7 +20,7 @@ from nanochat.data.conversation import Conversation, Message, user
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
-# The files of a published model beside its weights.
+# The files that a published model has besides its weights.
 COMPANIONS = (
     FILE_NAME,
     "tokenizer_config.json",
@@ -33,8 +33,8 @@ COMPANIONS = (
     "special_tokens_map.json",
 )
 END_OF_TURN = "<|im_end|>"
-# Roles of our own tokenizer that published models do not have, in the order in which they get free
-# rows of the embedding. The calculator's marks come first.
+# Roles of our own tokenizer that published models lack, in the order in which they get free rows of
+# the embedding. The calculator's marks come first.
 ROWLESS = (
     "output_start",
     "output_end",
@@ -44,31 +44,35 @@ ROWLESS = (
     "user_end",
     "assistant_start",
 )
-# Letters for private use. A rendered text has the number of a special token that a user spelled out
-# between OPEN and CLOSE, and the words of the assistant between BEGIN and END. Where a text has
-# these letters itself, they are replaced in the same way.
+# Private-use characters that mark parts of a rendered text. If a user spells out a special token,
+# the rendered text has a number between OPEN and CLOSE in its place. The assistant's words are
+# between BEGIN and END. If a text contains these characters itself, they are replaced by numbers
+# too.
 OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
 
 
 def _message(role: str, text: str) -> dict[str, str]:
-    """Return a message as chat templates read it."""
+    """Return a message in the form that chat templates expect."""
     return {"role": role, "content": text}
 
 
 class FolderTokenizer:
-    """The tokenizer of a published model.
+    """The tokenizer of a published model, read from the model's folder.
 
     `vocab_size` is the number of rows of the model's embedding, which is usually larger than the
-    vocabulary. `bos` begins a text: the publisher's own mark, or, as Qwen has none, the mark that
-    ends a document. `stops` end a reply.
+    vocabulary. `bos` is the token that begins a text: the publisher's own or, since Qwen has none,
+    the token that ends a document. `stops` are the tokens that end a reply.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
-    border: int | None = None  # a conversation that is too long is cut to its beginning
+    border: int | None = None  # a conversation that is too long keeps its beginning
 
     def __init__(self, folder: Path, vocab_size: int):
-        """Raise UserError if tokenizer.json is missing, damaged, of an unknown kind, or too
-        large."""
+        """Read the tokenizer in a folder.
+
+        Raises UserError if tokenizer.json is missing, damaged or of an unknown kind, or if it has
+        more tokens than the embedding has rows.
+        """
         path = folder / FILE_NAME
         if not path.is_file():
             raise UserError(
@@ -91,16 +95,19 @@ class FolderTokenizer:
             )
         self._names = self._read_names()
         self.stops = self._read_stops()
-        beginnings = (
+        bos_candidates = (
             self.named("bos_token"),
             self._specials.get("<|endoftext|>"),
             min(self.stops),
         )
-        self.bos = next(token for token in beginnings if token is not None)
+        self.bos = next(token for token in bos_candidates if token is not None)
         self.stops |= {self.bos, self.special("assistant_end")}
 
     def _load(self, path: Path) -> None:
-        """Load tokenizer.json and its special tokens."""
+        """Load tokenizer.json and its special tokens.
+
+        Raises UserError if it is damaged or of an unknown kind.
+        """
         import tokenizers  # not at the top: only published models need it
 
         content = read_json(path)
@@ -134,9 +141,9 @@ class FolderTokenizer:
     # --- files -----------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> Path:
-        """Copy the publisher's files, with the model's configuration, into a folder.
+        """Copy the publisher's files, except for the weights, to a folder.
 
-        Return the path of the vocabulary.
+        Return the path of the copied tokenizer.json.
         """
         for name in COMPANIONS:
             if (self.folder / name).is_file():
@@ -145,7 +152,10 @@ class FolderTokenizer:
         return folder / FILE_NAME
 
     def _read_object(self, name: str) -> Mapping[str, Any]:
-        """Return the content of a JSON file of the folder; nothing if the file is missing."""
+        """Return the content of a JSON file in the folder, or {} if the file is missing.
+
+        Raises UserError if the content is not an object.
+        """
         path = self.folder / name
         content = read_json(path) if path.is_file() else {}
         if not isinstance(content, dict):
@@ -155,7 +165,7 @@ class FolderTokenizer:
         return content
 
     def _read_names(self) -> dict[str, str]:
-        """Return the spelling of bos_token, eos_token, ... where the publisher names one."""
+        """Return the spelling of each token that the publisher names, such as eos_token."""
         spellings = {}
         for name, value in self._read_object("tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -164,18 +174,19 @@ class FolderTokenizer:
         return spellings
 
     def named(self, name: str) -> int | None:
-        """Return the token that the publisher names, such as eos_token; None if there is none."""
+        """Return the token that the publisher calls `name`, such as eos_token, or None."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
-        """Return the publisher's tokens that end a reply.
+        """Return the tokens that end a reply, according to the publisher.
 
-        They are the tokens of generation_config.json, the end of a text and the end of a turn.
+        They are the tokens in generation_config.json, the end of a text and the end of a turn.
+        Raises UserError if there are none.
         """
         listed = self._read_object("generation_config.json").get("eos_token_id", [])
         if not isinstance(listed, list):
             listed = [listed]
-        # A token beyond the embedding is left out: the model cannot choose it.
+        # Tokens beyond the embedding are left out, because the model cannot choose them.
         stops = {
             token for token in listed if isinstance(token, int) and 0 <= token < self.vocab_size
         }
@@ -191,8 +202,10 @@ class FolderTokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The Jinja text of the model's chat template, if it has one. Raises UserError if
-        damaged."""
+        """The Jinja source of the model's chat template, or None if it has none.
+
+        Raises UserError if the template cannot be read.
+        """
         path = self.folder / "chat_template.jinja"
         try:
             source = path.read_text(encoding="utf-8") if path.is_file() else None
@@ -200,7 +213,7 @@ class FolderTokenizer:
                 path = self.folder / "tokenizer_config.json"
                 source = self._read_object(path.name).get("chat_template")
             if isinstance(source, list):  # several templates, of which the default is for chats
-                templates = {entry["name"]: entry["template"] for entry in source}
+                templates = {item["name"]: item["template"] for item in source}
                 source = templates.get("default")
             if source is not None and not isinstance(source, str):
                 raise TypeError(f"it is {reprlib.repr(source)}, expected a text")
@@ -214,13 +227,16 @@ class FolderTokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template of the model; None where it has none, and ChatML is used."""
+        """The chat template of the model, or None if it has none and ChatML is used."""
         source = self.template_source
         return None if source is None else ChatTemplate(source, self._names, str(self.folder))
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the chat template has a place of its own for a system message."""
+        """Whether the chat template supports system messages.
+
+        It does not if it fails on them, drops them, or merges them into the user's turn.
+        """
         question = _message("user", "Q")
         merged = _message("user", "S\n\nQ")
         try:
@@ -233,7 +249,7 @@ class FolderTokenizer:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells the model of functions that it may call."""
+        """Whether the chat template tells the model which functions it may call."""
         if self.template is None:
             return False
         function = {"name": "a_tool", "parameters": {"type": "object"}, "description": ""}
@@ -255,12 +271,15 @@ class FolderTokenizer:
         return self._tokenizer.encode(valid_text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
-        """Return the tokens of each text; the library chooses the number of threads."""
+        """Return the tokens of each text.
+
+        `threads` has no effect. It exists because our own tokenizer has it.
+        """
         return [self.encode(text) for text in texts]
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        """The bytes of every token; rows of the embedding that no token uses have none."""
+        """The bytes of each token, which are empty for rows of the embedding without a token."""
         byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
         spellings = dict.fromkeys(range(self.vocab_size), b"")
         for text, token in self._tokenizer.get_vocab().items():
@@ -271,38 +290,38 @@ class FolderTokenizer:
         return spellings
 
     def token_bytes(self) -> np.ndarray:
-        """Return the length of every token in bytes, int32 (V,).
+        """Return the length of each token in bytes, as int32 (V,).
 
-        The length of special tokens is 0, because they stand for no text.
+        The length of added tokens, such as special ones, is 0, because they stand for no text.
         """
         lengths = np.array([len(self._bytes[token]) for token in range(self.vocab_size)], np.int32)
         lengths[list(self._added.values())] = 0
         return lengths
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of tokens; a special token gives its spelling.
+        """Return the bytes of a list of tokens, in which a special token gives its spelling.
 
-        Raises KeyError for a number outside the embedding.
+        Raises KeyError if a number is outside the embedding.
         """
         return b"".join(self._bytes[token] for token in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with U+FFFD for bytes that are not valid UTF-8."""
+        """Return the text of a list of tokens, with U+FFFD for bytes that are not valid UTF-8."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the token of a role of our own tokenizer.
+        """Return the token for a role of our own tokenizer, or -1 if the model has none.
 
-        It is -1 where the model has neither a token nor a free row of the embedding for the role.
-        Raises KeyError for an unknown role.
+        It has none if there is neither a token of its own for the role nor a free row in the
+        embedding. Raises KeyError if the role is unknown.
         """
         return self._roles[role]
 
     @cached_property
     def _roles(self) -> dict[str, int]:
-        """The token of every role: the model's own where it has one, else a row without a token.
+        """The token for each role: the model's own, else a row without a token, else -1.
 
-        A model that was exported from here has tokens for all roles.
+        A model that nanochat exported has tokens for all roles.
         """
         roles: dict[str, int] = dict.fromkeys(ROWLESS, -1)
         free_rows = range(self.vocab_size - 1, self._last, -1)
@@ -318,16 +337,16 @@ class FolderTokenizer:
     # --- conversations ---------------------------------------------------------------------------
 
     def _text(self, messages: Messages, reply: bool) -> str:
-        """Return messages as the text that the model was trained on."""
+        """Return messages as text in the format that the model was trained on."""
         return self.template.render(messages, reply) if self.template else chatml(messages, reply)
 
     @cached_property
     def _replaced(self) -> list[str]:
-        """What _safe() replaces by its number in this list."""
+        """The texts that _safe() replaces with their index in this list."""
         return [*self._specials, OPEN, CLOSE, BEGIN, END]
 
     def _safe(self, text: str) -> str:
-        """Return a text in which special tokens are numbers between OPEN and CLOSE."""
+        """Return a text with a number between OPEN and CLOSE in place of each special token."""
         longest_first = sorted(self._replaced, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first))
 
@@ -337,7 +356,7 @@ class FolderTokenizer:
         return re.sub(pattern, number, text)
 
     def _original(self, text: str) -> str:
-        """Return the text from which _safe() made a text."""
+        """Return the original of a text that _safe() has changed."""
 
         def spelling(match: re.Match[str]) -> str:
             return self._replaced[int(match[1])]
@@ -359,48 +378,50 @@ class FolderTokenizer:
             yield text[end:], False
 
     def _piece_tokens(self, piece: str, is_mark: bool) -> list[int]:
-        """Return the tokens of a special token, or of a piece of text."""
+        """Return the tokens of a piece, which is a special token if `is_mark`, else text."""
         return [self._specials[piece]] if is_mark else self.encode(self._original(piece))
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return a whole conversation as tokens, with a mask of the tokens to train.
+        """Return a whole conversation as tokens, with a mask of the tokens to train on.
 
-        The assistant is trained to write its words and the mark that ends its turn, except in turns
-        that are given or not to be trained. Raises UserError if the template refuses the
+        These are the assistant's words and the mark that ends its turn, except in turns that belong
+        to the prompt or are not to be trained on. Raises UserError if the template refuses the
         conversation or leaves out the assistant's words.
         """
         messages = []
-        trains = False
+        has_trained_turn = False
         for number, message in enumerate(conversation.messages):
             text = self._safe(message.text)
             is_reply = message.role == "assistant"
             if is_reply and message.trained and number >= conversation.prompt_turns:
                 text = _marked(text)
-                trains = True
+                has_trained_turn = True
             messages.append(_message(message.role, text))
         ids: list[int] = []
         mask: list[int] = []
-        trained = False
-        ending = False  # the words have ended, and the mark that ends the turn may follow
+        in_words = False
+        after_words = False  # the words have ended, and the mark that ends the turn may follow
         for piece, is_mark in self._pieces(self._text(messages, reply=False)):
             if is_mark and piece in (BEGIN, END):
-                trained = piece == BEGIN
-                ending = piece == END
+                in_words = piece == BEGIN
+                after_words = piece == END
                 continue
             tokens = self._piece_tokens(piece, is_mark)
             ids += tokens
-            mask += [int(trained or (ending and is_mark))] * len(tokens)
-            ending = False
-        if trains and not any(mask):
+            mask += [int(in_words or (after_words and is_mark))] * len(tokens)
+            after_words = False
+        if has_trained_turn and not any(mask):
             raise UserError(
                 f"the chat template in {self.folder} leaves out what the assistant says. Remove it"
             )
         return Rendered(ids, mask)
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
-        """Return the prompt of a model.
+        """Return the prompt of a conversation as tokens.
 
-        It is the conversation without a last assistant turn, then what opens the reply.
+        A last assistant turn is left out, and the text that opens the reply is added. If the
+        template does not support system messages, a leading system turn is merged into the next
+        turn.
         """
         turns = conversation.prompt.messages
         if len(turns) > 1 and turns[0].role == "system" and not self.takes_system:
@@ -409,10 +430,10 @@ class FolderTokenizer:
         return self._prompt(turns)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
-        """Return the prompt of a conversation whose turns are not in the order of training data.
+        """Return the prompt of a conversation as tokens, whatever the order of its turns.
 
-        Such a conversation has several turns of one role in a row, or a later system turn. None if
-        the template refuses such turns or leaves out one of them.
+        Unlike in training data, several turns in a row may have the same role, and a system turn
+        may come later. Returns None if the template refuses such turns or leaves out one of them.
         """
         probes = [
             _message(turn.role, f"Turn {number}.")
@@ -435,10 +456,10 @@ class FolderTokenizer:
 
 
 def _marked(text: str) -> str:
-    """Return what the assistant says between BEGIN and END.
+    """Return the assistant's words, enclosed in BEGIN and END.
 
-    Templates leave out thoughts, or write them in their own way. So BEGIN stands at every place
-    where the part that a template keeps can begin, and the first BEGIN that it keeps counts.
+    Templates leave out thoughts, or rewrite them. So BEGIN is put wherever the part that a template
+    keeps can begin, and the first BEGIN that the template keeps counts.
     """
     before, thinks, after = text.strip().partition("</think>")
     if thinks:

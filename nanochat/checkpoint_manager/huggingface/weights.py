@@ -1,4 +1,4 @@
-"""Loads the weights of a published model, parameter by parameter, straight to their rank."""
+"""Loads a published model one parameter at a time, and on each rank only the rows that it holds."""
 
 import contextlib
 import hashlib
@@ -19,22 +19,26 @@ from nanochat.device import Compute, local
 from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
-MARKED_BYTES = 1 << 20  # that folder_mark() reads at the beginning and at the end of a file
+MARKED_BYTES = 1 << 20  # how much folder_mark() reads at each end of a file
 SINGLE = "model.safetensors"
+# Prefix of tensors that are not loaded -> the part of the model that they belong to.
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-MAX_NAME_LENGTH = 200  # characters of a file's name
-COMPARED_ROWS = 4096  # of head and embedding, compared together
+MAX_NAME_LENGTH = 200  # characters in the name of a file
+COMPARED_ROWS = 4096  # of head and embedding that are compared at a time
 
 
 def _copy_again() -> str:
-    """Return what to do about damaged files, in the user's language."""
+    """Return the advice for damaged files, in the user's language."""
     return tr("Copy the model again from its source")
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model. Raises UserError if one of them is missing."""
+    """Return the safetensors files of a model.
+
+    Raises UserError if a file is missing, or if the index names one outside the folder.
+    """
     names = [SINGLE]
     index = folder / INDEX
     if index.is_file():
@@ -61,7 +65,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index names, sorted."""
+    """Return the sorted names of the files that an index lists.
+
+    Raises UserError if the index is damaged.
+    """
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if isinstance(weight_map, dict):
@@ -72,10 +79,10 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def folder_mark(folder: Path) -> str:
-    """Return a mark of a published model, which tells it from another model in a moment.
+    """Return a fingerprint of a published model, which takes only a moment to compute.
 
-    The mark is a SHA-256 over the names and sizes of its weight files, and over the first and last
-    megabyte of each file.
+    It is the beginning of a SHA-256 over the names and sizes of the weight files, and over the
+    first and last megabyte of each file.
     """
     digest = hashlib.sha256()
     for path in _files(folder):
@@ -89,12 +96,16 @@ def folder_mark(folder: Path) -> str:
 
 
 class Weights:
-    """The tensors of a model's files, mapped into memory, under our model's names."""
+    """The tensors in a published model's files, under our names and mapped into memory."""
 
     def __init__(self, files: list[Path], stack: contextlib.ExitStack):
-        """The files stay open until `stack` closes."""
+        """Open the files, which stay open until `stack` closes.
+
+        Raises UserError if a file is damaged, or if two files hold the same tensor.
+        """
         self._slices: dict[str, Any] = {}
-        self.skipped: dict[str, int] = {}  # a part of the model that is left out -> its tensors
+        # Part of the model that is left out -> the number of its tensors.
+        self.skipped: dict[str, int] = {}
         for path in files:
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
@@ -123,8 +134,11 @@ class Weights:
         self._slices[name] = tensor_slice
 
     def check(self, model: Qwen, folder: Path) -> None:
-        """Raise UserError unless the files hold exactly the model's parameters, with their
-        shapes."""
+        """Raise UserError unless the files match the model's parameters exactly, in name and shape.
+
+        Adapters are left out of the comparison. The files may also hold a tied head, if it equals
+        the embedding.
+        """
         # Some publishers write a tied embedding a second time, as the head.
         head = self._slices.pop(HEAD, None) if model.config.tied else None
         expected = {
@@ -132,7 +146,9 @@ class Weights:
             for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
-        shapes = {name: list(piece.get_shape()) for name, piece in self._slices.items()}
+        shapes = {
+            name: list(tensor_slice.get_shape()) for name, tensor_slice in self._slices.items()
+        }
         wrong = []
         for name in sorted({*expected, *shapes}):
             if expected.get(name) != shapes.get(name):
@@ -159,7 +175,10 @@ class Weights:
             )
 
     def _is_embedding(self, head: Any, shape: list[int]) -> bool:
-        """Return whether the tensor of a tied head is the embedding, which has this shape."""
+        """Return whether the tensor of a tied head equals the embedding.
+
+        `shape` is the shape of the embedding.
+        """
         if list(head.get_shape()) != shape:
             return False
         embedding = self._slices[EMBEDDING]
@@ -170,13 +189,17 @@ class Weights:
         return True
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Return some rows of a tensor; only they are read."""
+        """Return `count` rows of a tensor, starting at row `first`. Only these are read."""
         return self._slices[name][first : first + count]
 
 
 @contextlib.contextmanager
 def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
-    """Yield the weights of a folder, checked against a model on any device, sharded, or on meta."""
+    """Yield the weights in a folder, after checking that they fit a model.
+
+    The model may be on any device, including meta, and it may be sharded. Raises UserError if files
+    are missing or damaged, or if they do not fit the model.
+    """
     with contextlib.ExitStack() as stack:
         weights = Weights(_files(folder), stack)
         weights.check(model, folder)
@@ -185,11 +208,11 @@ def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
 
 @torch.no_grad()
 def load_weights(model: Qwen, folder: Path) -> None:
-    """Fill a model, sharded or not, from a published folder; adapters stay as they are.
+    """Load the weights in a published folder into a model, except for its adapters.
 
-    Each rank reads the rows that it holds, one parameter at a time, and casts them to the
-    parameter's own format: no process ever holds more of the model than its share. Raises UserError
-    if files are missing or do not fit.
+    The model may be sharded: each rank reads the rows that it holds, one parameter at a time, and
+    casts them to the parameter's own number format. No process ever holds more of the model than
+    its share. Raises UserError if files are missing or do not fit, or if fp16 cannot hold a value.
     """
     with open_weights(folder, model) as weights:
         for part_of_model, count in weights.skipped.items():
@@ -222,7 +245,7 @@ def load_weights(model: Qwen, folder: Path) -> None:
 def qwen_on_meta(
     folder: Path, compute: Compute, dtype: torch.dtype, sequence_len: int | None = None
 ) -> Qwen:
-    """Return the model of a published folder without values, matrices and tables in `dtype`.
+    """Return a published model on the meta device, with matrices and tables in `dtype`.
 
     The files are checked before any memory is taken.
     """
@@ -239,11 +262,11 @@ def load_qwen(
     dtype: torch.dtype | None = None,
     sequence_len: int | None = None,
 ) -> Qwen:
-    """Return the whole model of a published folder on this rank's device, in eval mode.
+    """Load a whole published model to this rank's device, in eval mode.
 
-    `dtype` is the format of matrices and tables, by default the compute dtype; full fine-tuning
-    asks for float32. To load a sharded model: qwen_on_meta(), parallel.shard(), to_empty(),
-    load_weights().
+    `dtype` is the number format of matrices and tables, by default the compute dtype; full
+    fine-tuning asks for float32. To load a sharded model, call qwen_on_meta(), parallel.shard(),
+    to_empty() and load_weights() instead.
     """
     model = qwen_on_meta(folder, compute, dtype or compute.dtype, sequence_len)
     model.to_empty(device=compute.device)

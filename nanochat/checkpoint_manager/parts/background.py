@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training: a thread copies a rank's state and writes the copy."""
+"""Writes checkpoints during training: a thread copies a rank's state and writes the copy."""
 
 import time
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from nanochat.tokenizer import Tokenizer
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. Every rank has a Saver and calls the same
-    methods.
+    """Writes the checkpoints of a run during training, one at a time.
 
-    Forward and backward passes change neither parameters nor optimizer state, so the thread copies
-    them while the next step computes. settle() must be called before an update: it waits until the
-    copy is complete. The threads of all ranks talk over a group of their own.
+    Every rank has a Saver and calls the same methods. Forward and backward passes change neither
+    parameters nor optimizer state, so a thread copies these while the next step computes. settle()
+    must be called before an update: it waits until the copy is complete. The threads of all ranks
+    communicate over a process group of their own.
     """
 
     def __init__(
@@ -36,17 +36,18 @@ class Saver:
         files: Files = "auto",
         ended: Callable[[float], None] = lambda cost: None,
     ):
-        """`ended` is called by the thread when a save is over, with the seconds it cost training.
+        """Prepare to save. After each save, `ended` is called with the seconds it cost training.
 
-        On a host the cost is the whole save, because the host's processors train too. Elsewhere it
-        is the time for which training stood still, and at least a thirtieth of the save, so that
-        the disk is free for half of the time.
+        The thread makes this call. The cost is the whole save if training waited for it, or if the
+        device is the host, whose processors both train and save. Otherwise it is the time for which
+        training waited, but at least a thirtieth of the save, so that the disk is free for half of
+        the time.
         """
         self.compute = compute
         self.keep = keep
         self.files: Files = files
-        self.waited = 0.0  # seconds for which training stood still for the last save
-        self.took = 0.0  # seconds from the begin of the last save until it was on disk
+        self.waited = 0.0  # seconds that training waited for the last save
+        self.took = 0.0  # seconds from the start of the last save until it was on disk
         self._ended = ended
         self._memory = HostMemory(compute)
         self._thread = ThreadPoolExecutor(1, "save")
@@ -64,20 +65,20 @@ class Saver:
         tokenizer: Tokenizer,
         meta: dict[str, Any],
     ) -> None:
-        """Begin to write step `step` once the save before it is on disk; see save.write_step().
+        """Wait until the previous save is on disk, and start to write step `step`.
 
-        Where the host has no memory for a copy, training waits until the step is written. OSError
-        on every rank if the save before it failed.
+        If the host has no memory for a copy, this also waits until the step is written. Raises
+        OSError on every rank if a save that it waits for failed on any rank. See save.write_step().
         """
         self.wait()
         start = time.monotonic()
         if self._group is None and self.compute.world_size > 1:
             self._group = dist.new_group(backend="gloo", group_desc=UNCOUNTED)
-        described = Step.of(folder, step, model, tokenizer, meta, self.keep, self.files)
+        description = Step.of(folder, step, model, tokenizer, meta, self.keep, self.files)
         state = RankState.of(model, optimizers)
-        beside = self._memory.has_room(state)
-        if beside:
-            # The thread's copies do not wait for updates that the device has yet to compute.
+        in_background = self._memory.has_room(state)
+        if in_background:
+            # The thread's copies would not wait for updates that the device has yet to compute.
             synchronize(self.compute)
             self._copied.clear()
         else:
@@ -88,32 +89,32 @@ class Saver:
                     step=step,
                 )
             )
-        self._writing = self._thread.submit(self._write, described, state, beside, start)
-        if not beside:
+        self._writing = self._thread.submit(self._write, description, state, in_background, start)
+        if not in_background:
             self.wait()
         self.waited = time.monotonic() - start
 
-    def _write(self, step: Step, state: RankState, beside: bool, start: float) -> None:
-        """Copy the state, if training continues beside, and write it. Runs in the thread."""
+    def _write(self, step: Step, state: RankState, in_background: bool, start: float) -> None:
+        """Write a step, from a copy of the state if training continues. Runs in the thread."""
         try:
             try:
-                if beside:
+                if in_background:
                     state = self._memory.copy(state)
             finally:
                 self._copied.set()
             write_step(step, state, self.compute, self._group)
         finally:
             self.took = time.monotonic() - start
-            self._ended(self._cost(beside))
+            self._ended(self._cost(in_background))
 
-    def _cost(self, beside: bool) -> float:
-        """Return the seconds that the last save cost training; see __init__()."""
-        if not beside or not self.compute.platform.runs_beside_host:
+    def _cost(self, in_background: bool) -> float:
+        """Return how many seconds the last save cost training, as defined in __init__()."""
+        if not in_background or not self.compute.platform.runs_beside_host:
             return self.took
         return max(self.waited, self.took / 30)
 
     def settle(self) -> None:
-        """Wait until parameters and optimizer state may change."""
+        """Wait until the state is copied, so that parameters and optimizer state may change."""
         if not self._copied.is_set():
             start = time.monotonic()
             self._copied.wait()
@@ -121,18 +122,21 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is writing."""
+        """Whether this rank is still writing a step."""
         return self._writing is not None and not self._writing.done()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has failed to write; wait() and the next save() raise the error."""
+        """Whether this rank's last write failed; wait() and the next save() raise its error."""
         if self._writing is None or not self._writing.done():
             return False
         return self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the step is on disk. OSError on every rank if the disk failed one rank."""
+        """Wait until the current step is on disk.
+
+        Raises OSError on every rank if any rank failed to write.
+        """
         writing = self._writing
         self._writing = None
         if writing is not None:
@@ -149,9 +153,9 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the step that is being written.
+        """Wait for the step that is being written, and stop the thread.
 
-        If the run ends with an error of its own, a failed save is only a warning beside it.
+        If the run itself ends with an error, a failed save only causes a warning.
         """
         try:
             self.wait()

@@ -1,6 +1,6 @@
-"""The index of a step in several files: which file holds which rows of which parameter.
+"""The index of a step that is split into several files: which file holds which rows.
 
-The format is Hugging Face's index, with the rows of parameters that several files share:
+The format is Hugging Face's index, extended by the rows of the parameters that are split:
 
     {"metadata": {"total_size": 4096,
                   "rows": {"wte.weight": {"model-00001-of-00002.safetensors": [0, 128],
@@ -8,8 +8,8 @@ The format is Hugging Face's index, with the rows of parameters that several fil
      "weight_map": {"wte.weight": "model-00001-of-00002.safetensors"}}
 
 As in Hugging Face's format, `weight_map` names one file for each parameter: the file with the first
-rows. A parameter that lies in that file alone needs nothing else. For any other parameter, `rows`
-has an entry [first, end) for each file.
+rows. If that file holds the whole parameter, nothing else is needed. For any other parameter,
+`rows` gives the range of rows [first, end) in each file.
 """
 
 import json
@@ -34,12 +34,15 @@ Places = dict[str, list[Piece]]  # parameter -> its pieces, in the order of the 
 
 
 def part_name(number: int, count: int) -> str:
-    """Return the name of file `number` of `count`, counted from 0 here and from 1 in the name."""
+    """Return the name of file `number` of `count`.
+
+    `number` counts from 0, whereas the number in the name counts from 1.
+    """
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, places: Places, size: int) -> None:
-    """Write the index of files that hold `size` bytes of parameters, atomically."""
+    """Write the index atomically, for files that hold `size` bytes of parameters in total."""
     rows: dict[str, dict[str, list[Any]]] = {}
     weight_map = {}
     for name, pieces in places.items():
@@ -53,9 +56,9 @@ def write_index(folder: Path, places: Places, size: int) -> None:
 
 
 def read_index(folder: Path) -> Places:
-    """Return the files of each parameter with their rows.
+    """Return which rows of each parameter are in which file.
 
-    ValueError, which says why, if the index is damaged or names a file that is not there.
+    Raises ValueError, with the reason, if the index is damaged or names a file that is missing.
     """
     try:
         content = parse_json((folder / INDEX).read_bytes())
@@ -71,24 +74,26 @@ def read_index(folder: Path) -> Places:
 
 
 def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[Piece]:
-    """Return the pieces of a parameter, from its file and its entry in `rows`."""
+    """Return the pieces of a parameter from its entries in `weight_map` and `rows`.
+
+    Raises TypeError if an entry has the wrong form.
+    """
     if not isinstance(file, str):
         raise TypeError(f"{file!r} is no name of a file")
     if rows is None:
         return [Piece(file, 0, None)]
     pieces = []
-    for name, (first, end) in rows.items():
+    for part, (first, end) in rows.items():
         if type(first) is not int or type(end) is not int:
             raise TypeError(f"{rows!r} are no rows")
-        pieces.append(Piece(name, first, end))
+        pieces.append(Piece(part, first, end))
     if not pieces:
         raise TypeError(f"{rows!r} are no rows")
     return sorted(pieces, key=lambda piece: piece.first)
 
 
 def _check_pieces(folder: Path, name: str, pieces: list[Piece]) -> None:
-    """Raise ValueError if a file lies elsewhere or is missing, or if rows are missing between
-    pieces."""
+    """Raise ValueError if a file is missing or outside the folder, or if rows are missing."""
     next_row: int | None = 0
     for file, first, end in pieces:
         if Path(file).name != file:

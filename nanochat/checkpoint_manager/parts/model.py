@@ -1,7 +1,7 @@
-"""The parameters of a step, written and read: one file with all rows, or a file of each rank.
+"""Reads and writes the parameters of a step, in a single file or in one file per rank.
 
-Rank 0 writes the one file; otherwise each rank writes the rows that it holds. Reading maps the
-files into memory, so that a rank reads only the rows that it asks for.
+Rank 0 writes the single file; otherwise each rank writes the rows that it holds. For reading, files
+are mapped into memory, so that a rank reads only the rows that it needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,9 +30,9 @@ Files = Literal["auto", "one", "per_rank"]
 Shards = Mapping[str, ParameterShard]  # by the name of the parameter
 Seals = dict[str, dict[str, Any]]  # file -> its SHA-256 and size
 
-# Bytes of parameters up to which `auto` writes one file. Hugging Face splits larger models too.
-# Rank 0 gets all rows of the one file over the network and hashes them with one thread: for 5 GB
-# this takes several seconds.
+# The largest size of parameters, in bytes, that `auto` writes to a single file. Hugging Face splits
+# larger models too. Rank 0 receives all rows of a single file over the network and hashes them in
+# one thread, which takes several seconds for 5 GB.
 ONE_FILE = 5_000_000_000
 
 
@@ -40,7 +40,10 @@ ONE_FILE = 5_000_000_000
 
 
 def in_one_file(shards: Shards, files: Files) -> bool:
-    """Return whether the parameters go to one file: `auto` decides by size and number of ranks."""
+    """Return whether the parameters go into a single file.
+
+    "auto" decides by their size and by the number of ranks that hold them.
+    """
     if files != "auto":
         return files == "one"
     size = sum(shard.size for shard in shards.values())
@@ -48,15 +51,15 @@ def in_one_file(shards: Shards, files: Files) -> bool:
 
 
 def _writers(shards: Shards) -> list[int]:
-    """Return the ranks that hold rows of one copy, in the order of the rows, from rank 0 on."""
+    """Return the ranks that together hold rank 0's copy of the model, in ascending order."""
     owners = [owner for shard in shards.values() for owner in shard.owners]
     return sorted({rank for rank, row_count in owners if row_count})
 
 
 def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
-    """Write the rows of this rank to a file of its own; rank 0 also writes the index of all files.
+    """Write this rank's rows to a file of its own, and return the hashes and sizes of its files.
 
-    Return the hashes and sizes of the files that this rank wrote.
+    Rank 0 also writes the index of all files. A rank without rows writes nothing.
     """
     writers = _writers(shards)
     file_names = {}
@@ -77,7 +80,7 @@ def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
 
 
 def _places(shard: ParameterShard, file_names: Mapping[int, str]) -> list[Piece]:
-    """Return which rows of a parameter lie in which rank's file."""
+    """Return which rows of a parameter are in which rank's file."""
     pieces = []
     first = 0
     for rank, row_count in shard.owners:
@@ -96,10 +99,11 @@ def write_whole(
     prefix: str,
     facts: dict[str, str],
 ) -> Seals:
-    """Write all rows of the parameters to one file on rank 0; the other ranks send their rows.
+    """Write all parameters to a single file on rank 0, and return its hash and size.
 
-    `prefix` stands before every name, and the file says the `facts` about itself. Rank 0 holds at
-    most one other rank's rows of one parameter at a time. Return the file's hash and size.
+    The other ranks send their rows, and return {}. `prefix` begins every name in the file, and
+    `facts` are its metadata. Rank 0 holds at most one other rank's rows of one parameter at a time.
+    Raises OSError on rank 0 if the disk refuses a write.
     """
     file: TensorFile | None = None
     failure: OSError | None = None
@@ -115,7 +119,7 @@ def write_whole(
                 if failure is None:
                     file = file or TensorFile(path, shapes, facts)
                     file.add(prefix + name, rows)
-            except OSError as refusal:  # the other ranks must still send
+            except OSError as refusal:  # the other ranks still send, so rank 0 must still receive
                 failure = refusal
     if failure is not None:
         if file is not None:
@@ -125,7 +129,7 @@ def write_whole(
 
 
 def _gathered_rows(shard: ParameterShard, compute: Compute, group: Any) -> Iterator[Tensor]:
-    """Yield a parameter's rows on rank 0, in rank order. Other ranks only send their rows."""
+    """Yield a parameter's rows on rank 0, in rank order. The other ranks only send their rows."""
     for owner, row_count in shard.owners:
         if not row_count:
             continue
@@ -150,7 +154,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SplitParameter:
-    """A parameter whose rows lie in several files, mapped into memory."""
+    """A parameter whose rows are in several files, which are mapped into memory."""
 
     pieces: tuple[Tensor, ...]  # in the order of the rows
 
@@ -161,7 +165,7 @@ class SplitParameter:
         return (rows, *self.pieces[0].shape[1:])
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Return some rows; only they are read."""
+        """Return a range of rows, reading only these from the files."""
         first, end, _ = rows.indices(self.shape[0])
         selected_rows = []
         start = 0
@@ -176,8 +180,8 @@ class SplitParameter:
 def read_parameters(folder: Path) -> Mapping[str, Rows]:
     """Return the parameters of a step under our names, mapped into memory.
 
-    They are those of an adapter, or of a whole model from one file or from the files of all ranks.
-    Raises UserError if a file is missing or damaged.
+    The step holds those of an adapter, or of a whole model in a single file or in one file per
+    rank. Raises UserError if a file is missing or damaged.
     """
     if (folder / ADAPTER).is_file():
         tensors = read_tensors(folder / ADAPTER)
@@ -188,7 +192,10 @@ def read_parameters(folder: Path) -> Mapping[str, Rows]:
 
 
 def _read_all_files(folder: Path) -> dict[str, Rows]:
-    """Return the parameters of a step whose ranks wrote a file each."""
+    """Return the parameters of a step that has one file per rank.
+
+    Raises UserError if a file or the index is damaged.
+    """
     try:
         places = read_index(folder)
         files = {piece.file for pieces in places.values() for piece in pieces}
@@ -212,10 +219,10 @@ def _joined(
     pieces: list[Piece],
     contents: Mapping[str, dict[str, Tensor]],  # file -> its tensors
 ) -> Rows:
-    """Return the pieces of a parameter as one.
+    """Return a parameter joined from its pieces.
 
-    Raises ValueError if the files hold other rows than the index says, or pieces of different
-    formats.
+    Raises ValueError if the files do not hold the rows that the index names, or if the pieces
+    differ in number format or in the shape of a row.
     """
     tensors = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What one rank holds of a step, and copies of it on the host that training does not change."""
+"""One rank's part of a step, and copies of it in host memory that training does not change."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from nanochat.runtime.parallel import ParameterShard
 
 # Name -> (the rows of this rank, the shape of the whole tensor, the first row of this rank).
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]
-MEMORY_SHARE = 0.5  # of the host's free memory that the copies of all its ranks may take
+MEMORY_SHARE = 0.5  # share of the host's free memory for the copies of all its ranks
 
 
 class Optimizers(Protocol):
-    """What a checkpoint needs of the optimizers; optim.py has them."""
+    """The interface between checkpoints and the optimizers, which optim.py implements."""
 
     def state(self) -> State:
-        """Return every tensor of this rank that a resume needs; a resume fills them in place."""
+        """Return all tensors of this rank that a resumed run fills in place."""
         ...
 
     def saved(self) -> State:
-        """Return the tensors of state() that this rank writes."""
+        """Return the tensors of state() that this rank writes to a checkpoint."""
         ...
 
     def restored(self) -> None:
-        """Take note that the tensors of state() are filled."""
+        """Take note that the tensors of state() have been filled."""
         ...
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank holds of a step: its rows of the parameters and of the optimizer state."""
+    """One rank's part of a step: its rows of the parameters and of the optimizer state."""
 
     parameters: dict[str, ParameterShard]
     optimizer: State
 
     @staticmethod
     def of(model: nn.Module, optimizers: Optimizers) -> RankState:
-        """Return what this rank holds now; nothing is copied or gathered."""
+        """Return what this rank holds now, without copying or gathering anything."""
         return RankState(parallel.parameter_shards(model), optimizers.saved())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of this rank; no two have the same name."""
+        """Return all tensors of this rank, each under a unique name."""
         tensors = {f"parameter {name}": shard.rows for name, shard in self.parameters.items()}
         for name, (tensor, _, _) in self.optimizer.items():
             tensors[f"state {name}"] = tensor.detach()
@@ -56,14 +56,18 @@ class RankState:
 
 
 class HostMemory:
-    """Memory of the host for a copy of a rank's state. Each copy overwrites the one before it."""
+    """Host memory that holds a copy of a rank's state. Each copy overwrites the one before it."""
 
     def __init__(self, compute: Compute):
         self.compute = compute
         self._copies: dict[str, Tensor] = {}
 
     def has_room(self, state: RankState) -> bool:
-        """Return whether the host has memory for a copy, beside what its processes need."""
+        """Return whether the host has enough memory for a copy of this rank's state.
+
+        The copies of all ranks on the host may take half of its free memory (MEMORY_SHARE). Memory
+        that an earlier copy has taken can be used again.
+        """
         needed_bytes = sum(tensor.nbytes for tensor in state.tensors().values())
         allocated_bytes = sum(copy.nbytes for copy in self._copies.values())
         if needed_bytes <= allocated_bytes:
@@ -72,7 +76,7 @@ class HostMemory:
         return needed_bytes <= MEMORY_SHARE * host.memory_free() / ranks
 
     def copy(self, state: RankState) -> RankState:
-        """Return a copy on the host; an accelerator makes it beside what it computes."""
+        """Return a copy in host memory, which an accelerator makes while it computes."""
         copies = {}
         with self.compute.platform.beside():
             for name, tensor in state.tensors().items():
@@ -89,7 +93,7 @@ class HostMemory:
         return RankState(parameters, optimizer)
 
     def _memory_like(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the memory of an earlier copy if it has the same form, else new memory."""
+        """Return the memory of an earlier copy if shape and format match, else new memory."""
         memory = self._copies.get(name)
         if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
             pinned = self.compute.platform.has_own_memory
