@@ -31,10 +31,10 @@ class Cpu(Host):
         """Implement Platform.use_int8 with the C++ kernels."""
         int8.use_int8(model, operations)
 
-    def preset_matmul(self, dtype: torch.dtype) -> Matmul:
+    def preset_matmul(self, dtype: torch.dtype, operations: Operations | None = None) -> Matmul:
         """Return int8 for a bf16 GPT if kernels for it exist and are faster here, or else auto.
 
-        This compiles the kernels if they are missing.
+        Without `operations`, this compiles the kernels if they are missing.
         """
         if dtype != torch.bfloat16 or not int8.is_faster() or host.compiler() is None:
             return "auto"
