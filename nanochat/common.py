@@ -368,8 +368,8 @@ class OldFlags:
     def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
         """Return a command line in which renamed flags have their current names.
 
-        `current` holds the names of the program's flags. Raises UserError (code 2) if a flag was
-        removed.
+        `current` holds the names of the program's flags. Raises UserError (exit code 2) if a flag
+        was removed.
         """
         words = []
         for word in argv:
@@ -546,7 +546,10 @@ def appendix(name: str) -> Any:
 
 
 def required_appendix(name: str, purpose: str) -> Any:
-    """Import and return the module that `purpose` needs. Raises UserError (code 2) without it."""
+    """Import and return the module that `purpose` needs.
+
+    Raises UserError (exit code 2) without it.
+    """
     module = appendix(name)
     if module is None:
         missing = f"{purpose} needs {name}, which this copy of nanochat does not have"

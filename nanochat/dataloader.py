@@ -561,7 +561,7 @@ def blend(
 ) -> MixedRows:
     """Return rows of which one in `every` comes from `second` and the others from `first`.
 
-    An epoch is an epoch of `first`. Raises UserError (code 2) if `every` is below 2.
+    An epoch is an epoch of `first`. Raises UserError (exit code 2) if `every` is below 2.
     """
     if every < 2:
         raise UserError(

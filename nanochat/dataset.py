@@ -94,7 +94,7 @@ def main(cfg: Config) -> None:
 def make_corpus(cfg: Config) -> Corpus:
     """Make or fetch the corpus that the command line names.
 
-    Raises UserError (code 2) if it names none that exists.
+    Raises UserError (exit code 2) if it names none that exists.
     """
     if cfg.urls is not None:
         return _from_addresses(cfg, cfg.urls)
@@ -128,7 +128,7 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
 def _from_publisher(cfg: Config) -> Corpus:
     """Fetch the first -n files of a published corpus.
 
-    Raises UserError (code 2) if -n is missing or --data does not name a published corpus.
+    Raises UserError (exit code 2) if -n is missing or --data does not name a published corpus.
     """
     published = SOURCES.get(cfg.data or "fineweb")
     if published is None or cfg.num_files is None:

@@ -59,8 +59,8 @@ PLATFORMS = _platforms()
 def choose(requested: str | None) -> tuple[str, str, str]:
     """Return (device type, backend, reason) for the requested device, or the first usable one.
 
-    The order is npu, cuda, cpu. Raises UserError if the requested device is unknown (code 2) or
-    cannot be used.
+    The order is npu, cuda, cpu. Raises UserError if the requested device is unknown (exit code 2)
+    or cannot be used.
     """
     if requested:
         if requested not in PLATFORMS:
@@ -157,7 +157,7 @@ def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
     """Return the number format to compute in, and the reason for it.
 
     NANOCHAT_DTYPE names it; otherwise it is the best that the device has. Raises UserError if the
-    format is unknown (code 2) or the device lacks it.
+    format is unknown (exit code 2) or the device lacks it.
     """
     requested = os.environ.get("NANOCHAT_DTYPE")
     if not requested:
@@ -384,7 +384,7 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
 
     NANOCHAT_PEAK_TFLOPS overrides it. A known accelerator has the dense peak of its data sheet. On
     any other device, including a CPU, the speed of matrix products is measured. Raises UserError
-    (code 2) if the variable is not a number.
+    (exit code 2) if the variable is not a number.
     """
     if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
         try:

@@ -186,7 +186,7 @@ class Engine:
     def _grammars(self) -> Any:
         """Return the automata of JSON schemas.
 
-        Raises UserError (code 2) if their module is not in this copy of nanochat.
+        Raises UserError (exit code 2) if their module is not in this copy of nanochat.
         """
         if self.schemas is None:
             required_appendix("nanochat.generate.schema.grammar", "a JSON schema")

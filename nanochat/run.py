@@ -142,7 +142,7 @@ def parent_of(
 def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model, Tokenizer]:
     """Return the parent's model with fp32 masters, and its tokenizer.
 
-    The model trains in the format of --matmul. Raises UserError (code 2) if it cannot.
+    The model trains in the format of --matmul. Raises UserError (exit code 2) if it cannot.
     """
     loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
     set_matmul(loaded.model, matmul, compute)
@@ -193,7 +193,7 @@ class NoProfile:
 def profiling() -> Any:
     """Return the module that profiles a run.
 
-    Raises UserError (code 2) if its file is not in this copy of nanochat.
+    Raises UserError (exit code 2) if its file is not in this copy of nanochat.
     """
     return required_appendix("nanochat.runtime.profiling", "--profile")
 

@@ -46,8 +46,8 @@ def horizon(
     """Return the number of steps to train, and the reason for it.
 
     It is `num_iterations` if that is given. Otherwise it follows from `target_flops`, or else from
-    the number of tokens per scaling parameter. Raises UserError (code 2) if `num_iterations` is
-    below 1.
+    the number of tokens per scaling parameter. Raises UserError (exit code 2) if `num_iterations`
+    is below 1.
     """
     if num_iterations is not None:
         if num_iterations < 1:
@@ -71,7 +71,8 @@ def horizon(
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
     """Return the tokens per step for a horizon: a power of two that grows as horizon^0.383.
 
-    Source: Power Lines, arXiv 2505.13738. Raises UserError (code 2) if the horizon is not positive.
+    Source: Power Lines, arXiv 2505.13738. Raises UserError (exit code 2) if the horizon is not
+    positive.
     """
     if tokens <= 0:
         raise UserError(
@@ -208,8 +209,8 @@ def micro_batches(
     """Return the number of rows in each pass on a rank, and the number of passes in a step.
 
     `device_batch_size` is an upper bound on the rows. It is lowered if all ranks together would
-    exceed the step, and to a divisor of a rank's share of rows. Raises UserError (code 2) if it is
-    below 1, or if the step cannot be divided into whole rows on all ranks.
+    exceed the step, and to a divisor of a rank's share of rows. Raises UserError (exit code 2) if
+    it is below 1, or if the step cannot be divided into whole rows on all ranks.
     """
     if device_batch_size < 1:
         raise UserError(

@@ -196,7 +196,7 @@ class Tokenizer:
     def load(cls, folder: Path) -> "Tokenizer":
         """Read `tokenizer.json` from a folder.
 
-        Raises UserError if it is missing (code 2) or damaged.
+        Raises UserError if it is missing (exit code 2) or damaged.
         """
         path = folder / FILE_NAME
         train_command = f"python -m scripts.tok_train --data {quote(folder.name)}"

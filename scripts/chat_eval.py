@@ -106,7 +106,7 @@ def choose_tasks(
     """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
     `task_names` separates names by |, and None means all tasks that suit the corpus. Raises
-    UserError (code 2) if a name is unknown or no task is left.
+    UserError (exit code 2) if a name is unknown or no task is left.
     """
     makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if task_names is None:
@@ -180,7 +180,7 @@ def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling
     """Return how to sample the replies to a task.
 
     The flags decide. Without them, decoding is greedy unless the task asks to sample as a chat
-    does. Raises UserError (code 2) if a flag is out of range, also if the task is None.
+    does. Raises UserError (exit code 2) if a flag is out of range, also if the task is None.
     """
     chat = traits(corpus).chats if getattr(task, "drawn", False) else Drawing(temperature=0.0)
     temperature = chat.temperature if cfg.temperature is None else cfg.temperature

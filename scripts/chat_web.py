@@ -111,7 +111,7 @@ class Config(ModelFlags):
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError (code 2) if a flag is out of range or contradicts another."""
+    """Raise UserError (exit code 2) if a flag is out of range or contradicts another."""
     if cfg.num_gpus != 1:
         raise UserError(
             tr(
@@ -158,7 +158,7 @@ def check(cfg: Config) -> None:
 
 
 def check_key(cfg: Config) -> None:
-    """Raise UserError (code 2) if some clients could not send the key in a header."""
+    """Raise UserError (exit code 2) if some clients could not send the key in a header."""
     for position, letter in enumerate(key_of(cfg), 1):
         if not "!" <= letter <= "~":
             text = tr(

@@ -178,7 +178,7 @@ def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> floa
 def check(cfg: Config, compute: Compute) -> None:
     """Print what the run needs.
 
-    Raises UserError (code 2), naming everything that is missing, if anything is.
+    Raises UserError (exit code 2), naming everything that is missing, if anything is.
     """
     if cfg.devices < 1:
         raise UserError(

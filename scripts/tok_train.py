@@ -120,7 +120,7 @@ def train(cfg: Config) -> Tokenizer:
 
 
 def _check(cfg: Config) -> None:
-    """Raise UserError (code 2) if the value of a flag is out of range."""
+    """Raise UserError (exit code 2) if the value of a flag is out of range."""
     for name in ("max_chars", "doc_cap"):
         value = getattr(cfg, name)
         if value <= 0:
@@ -310,7 +310,7 @@ def identity(paths: list[Path]) -> list[list[Any]]:
 def export_folder(cfg: Config) -> Path | None:
     """Return the folder that --export names, or None without that flag.
 
-    Raises UserError (code 2) if it is a file or below a file.
+    Raises UserError (exit code 2) if it is a file or below a file.
     """
     if cfg.export is None:
         return None

@@ -28,7 +28,7 @@ FEW_SHOT: Mapping[str, tuple[Callable[..., Task], int]] = {
 def use_task_data(folder: str | None) -> None:
     """Make tasks read their rows from the copies in a folder, by setting NANOCHAT_TASK_DIR.
 
-    Does nothing if the folder is None. Raises UserError (code 2) if it does not exist.
+    Does nothing if the folder is None. Raises UserError (exit code 2) if it does not exist.
     """
     if folder is not None:
         if not Path(folder).expanduser().is_dir():

@@ -146,7 +146,7 @@ def mix(
     """Return the conversations of a corpus for the stage mid or sft.
 
     `custom` names a JSONL file of your own to use instead, and `added` names one to add. Raises
-    UserError (code 2) if both are given.
+    UserError (exit code 2) if both are given.
     """
     if custom is not None and added is not None:
         raise UserError(
@@ -301,7 +301,7 @@ def _read_weighted(
 def _split_weight(file: str) -> tuple[str, float]:
     """Return the path and the weight in FILE:WEIGHT; a FILE alone has weight 1.
 
-    Raises UserError (code 2) if the weight is not above 0 and at most MOST_TIMES.
+    Raises UserError (exit code 2) if the weight is not above 0 and at most MOST_TIMES.
     """
     path, colon, weight = file.rpartition(":")
     if not colon or Path(file).expanduser().exists():

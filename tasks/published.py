@@ -142,8 +142,8 @@ def load_table(
     """Return the rows of a published data set.
 
     They come from `folder`, or else from NANOCHAT_TASK_DIR, or else from the Hugging Face hub.
-    Every row must have the named columns. Raises UserError (code 2) if the rows cannot be read or
-    lack a column.
+    Every row must have the named columns. Raises UserError (exit code 2) if the rows cannot be read
+    or lack a column.
     """
     rows_by_split, where = _open({source.split: source}, columns, folder)
     rows = rows_by_split[source.split]
@@ -296,7 +296,7 @@ def _check_columns(
 
 
 def _check_files(files: Sequence[Path]) -> None:
-    """Raise UserError (code 2) if a file cannot be read, or would fill the memory."""
+    """Raise UserError (exit code 2) if a file cannot be read, or would fill the memory."""
     for path in files:
         try:
             check_regular(path, max_bytes=path.stat().st_size)
@@ -311,8 +311,8 @@ def _check_files(files: Sequence[Path]) -> None:
 def _load_dataset(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
     """Return the data set that `datasets.load_dataset` loads.
 
-    Raises UserError (code 2) with one message for its many kinds of failure, or OSError if the disk
-    is full.
+    Raises UserError (exit code 2) with one message for its many kinds of failure, or OSError if the
+    disk is full.
     """
     # Imported here, since the import takes a second or two and only tasks with rows need it.
     import datasets

@@ -59,8 +59,8 @@ def existing(data: str) -> Path | None:
 def resolve(data: str | None) -> Corpus:
     """Return the corpus with this name, or the corpus that was imported from this path.
 
-    None means the only corpus. Raises UserError (code 2) with the command to type if there is no
-    such corpus, or if `data` is None and there is not exactly one corpus.
+    None means the only corpus. Raises UserError (exit code 2) with the command to type if there is
+    no such corpus, or if `data` is None and there is not exactly one corpus.
     """
     available = corpora()
     if data is None:
@@ -93,7 +93,7 @@ def resolve(data: str | None) -> Corpus:
 
 
 def _only_corpus(available: list[Corpus]) -> Corpus:
-    """Return the only corpus. Raises UserError (code 2) if there are none or several."""
+    """Return the only corpus. Raises UserError (exit code 2) if there are none or several."""
     if len(available) == 1:
         _warn_if_older(available[0])
         return available[0]
@@ -128,7 +128,7 @@ def _imported(
 ) -> Corpus:
     """Return the corpus that was imported from a file or folder.
 
-    Raises UserError (code 2) if no corpus, or more than one, was imported from it.
+    Raises UserError (exit code 2) if no corpus, or more than one, was imported from it.
     """
     imported = []
     for corpus in available:
@@ -178,7 +178,7 @@ def _warn_if_older(corpus: Corpus) -> None:
 def shards(corpus: Corpus, split: Split) -> list[Path]:
     """Return the shards of a split: the last one for validation, the others for training.
 
-    Raises UserError (code 2) if the corpus is incomplete.
+    Raises UserError (exit code 2) if the corpus is incomplete.
     """
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})

@@ -55,7 +55,7 @@ def resolve_data(data: str | None) -> Data:
     NAME:WEIGHT,NAME:WEIGHT.
 
     Weights are positive numbers and need not add up to 1; without weights all corpora count the
-    same. None means the only corpus. Raises UserError (code 2) if a corpus does not exist or a
+    same. None means the only corpus. Raises UserError (exit code 2) if a corpus does not exist or a
     weight cannot be read.
     """
     if data is None or _names_one_corpus(data):
@@ -96,7 +96,7 @@ def _names_one_corpus(data: str) -> bool:
 
 
 def _check_names(names: list[str], data: str) -> None:
-    """Raise UserError (code 2) if a corpus is named twice or the names are too long together."""
+    """Raise UserError (exit code 2) if a corpus is named twice or all the names are too long."""
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise UserError(
@@ -142,7 +142,7 @@ def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
 def whole_shares(weights: list[Fraction], data: str) -> tuple[int, ...]:
     """Return weights as integers in lowest terms.
 
-    Raises UserError (code 2) if the sum of these integers is larger than FINEST.
+    Raises UserError (exit code 2) if the sum of these integers is larger than FINEST.
     """
     unit = lcm(*(weight.denominator for weight in weights))
     multiples = [int(weight * unit) for weight in weights]

@@ -120,7 +120,7 @@ def evaluate_domains(
 
     The ranks divide the rows. Documents that are longer than the context are cut, and each part is
     read without the parts before it, so results differ slightly from those of packed rows. Raises
-    UserError (code 2) if `tokens` is less than 1.
+    UserError (exit code 2) if `tokens` is less than 1.
     """
     if tokens < 1:
         raise UserError(f"split_tokens must be at least 1, got {tokens}", exit_code=2)

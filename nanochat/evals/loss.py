@@ -117,8 +117,8 @@ def evaluate_split(
     """Return the loss of an unsharded model on the first tokens of a split.
 
     The result does not depend on the number of ranks. "auto" means 10 M tokens and 32 rows per pass
-    or, on a CPU, 262,144 tokens and 4,096 tokens per pass. Raises UserError (code 2) if a number is
-    less than 1.
+    or, on a CPU, 262,144 tokens and 4,096 tokens per pass. Raises UserError (exit code 2) if a
+    number is less than 1.
     """
     row_length = model.config.sequence_len
     platform = compute.platform

@@ -80,7 +80,7 @@ class Adapters:
     def number(self, name: str) -> int:
         """Return the number of an adapter, or NONE for the name "".
 
-        Raises UserError (code 2) if the name is unknown.
+        Raises UserError (exit code 2) if the name is unknown.
         """
         if name not in self._numbers:
             offer = f"has {', '.join(map(repr, self.names))}" if self.names else "has none"

@@ -56,8 +56,8 @@ class Sampling:
     """The settings by which a reply is sampled.
 
     Temperature 0 takes the most likely token, and top_k None samples from all tokens. Raises
-    UserError (code 2) if no model could accept a value; Engine.submit() checks what depends on the
-    model.
+    UserError (exit code 2) if no model could accept a value; Engine.submit() checks what depends on
+    the model.
     """
 
     temperature: float = 1.0

@@ -120,7 +120,7 @@ def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
 def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
     """Return the settings of the fine-tuning step that the flags describe.
 
-    Raises UserError (code 2) if the number of rows or tokens is less than 1.
+    Raises UserError (exit code 2) if the number of rows or tokens is less than 1.
     """
     for flag in ("device_batch_size", "max_length"):
         if getattr(cfg, flag) < 1:
@@ -165,7 +165,7 @@ def chip_named(spelled: str) -> Chip:
 
     Case is ignored, and so is a brand before the name, as in "Ascend910B3". All variants of the
     310P share one entry, so that 310P3 also finds it. A training card must be named in full, since
-    910B2 and 910B4 differ. Raises UserError (code 2) if the planner does not know the card.
+    910B2 and 910B4 differ. Raises UserError (exit code 2) if the planner does not know the card.
     """
     chips = {chip.name.lower(): chip for chip in device.planned()}
     name = re.sub(r"^[a-z]{2,}[\s_-]*", "", spelled.strip().lower())

@@ -128,7 +128,7 @@ def check_fits(
     compute: Compute,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> None:
-    """Raise UserError (code 2) if a step would not fit a card's memory.
+    """Raise UserError (exit code 2) if a step would not fit a card's memory.
 
     The error names the nearest setting that fits. Call this before any weights are loaded; the
     model may still be on meta. Every rank must call this.
@@ -174,7 +174,7 @@ def _forecast_error(
 def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
     """Print the flags of a fine-tuning step and, on standard error, its memory.
 
-    Raises UserError (code 2) if the step does not fit the card.
+    Raises UserError (exit code 2) if the step does not fit the card.
     """
     memory = forecast(tuning)
     capacity = chip.memory_gib * 2**30

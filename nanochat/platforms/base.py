@@ -68,7 +68,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_bf16(model: Model, matmul: Matmul) -> None:
-    """Raise UserError (code 2) unless a model computes in bf16, as this --matmul needs."""
+    """Raise UserError (exit code 2) unless a model computes in bf16, as this --matmul needs."""
     if model.dtype != torch.bfloat16:
         raise UserError(
             f"--matmul {matmul} needs a model that computes in bfloat16, but this one computes in "
@@ -80,7 +80,7 @@ def check_bf16(model: Model, matmul: Matmul) -> None:
 def requested_kernels(flag: str) -> KernelChoice:
     """Return the choice in --kernels, or the one in NANOCHAT_KERNELS if the flag is auto.
 
-    Raises UserError (code 2) if the variable holds no valid choice.
+    Raises UserError (exit code 2) if the variable holds no valid choice.
     """
     name = flag
     if flag == "auto":
@@ -156,7 +156,7 @@ class Platform:
         """Make a model's large matrices multiply in the requested number format during training.
 
         `operations` are the model's own. "auto" means the format in which the model computes.
-        Raises UserError (code 2) if the device or the model cannot multiply as requested.
+        Raises UserError (exit code 2) if the device or the model cannot multiply as requested.
         """
         if matmul == "bf16":
             check_bf16(model, matmul)
@@ -168,7 +168,7 @@ class Platform:
     def use_fp8(self, model: Model) -> None:
         """Make a model's large matrices multiply in FP8 during training.
 
-        Raises UserError (code 2) if the device or the model cannot do so.
+        Raises UserError (exit code 2) if the device or the model cannot do so.
         """
         raise UserError(
             "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), "
@@ -179,7 +179,7 @@ class Platform:
     def use_int8(self, model: Model, operations: Operations) -> None:
         """Make a model's large matrices multiply in 8-bit integers during training.
 
-        Raises UserError (code 2) if the device or the model cannot do so.
+        Raises UserError (exit code 2) if the device or the model cannot do so.
         """
         raise UserError(
             "--matmul int8 needs the C++ kernels for CPUs, but the device is "

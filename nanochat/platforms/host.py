@@ -261,7 +261,7 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's place in its job, as the launcher's environment variables give it.
 
     An empty variable counts as unset. If `met`, the processes have already met, so no variable needs
-    to say where. Raises UserError (code 2) if variables are missing or out of range, because a
+    to say where. Raises UserError (exit code 2) if variables are missing or out of range, because a
     process that guessed would wait for the others forever, or train without them.
     """
     variables = {
@@ -310,7 +310,7 @@ def _number_in(
 ) -> int:
     """Return the number in a variable, or 0 if the variable is unset.
 
-    Raises UserError (code 2) if the value is not a number or out of range.
+    Raises UserError (exit code 2) if the value is not a number or out of range.
     """
     word = variables[name]
     if not word:

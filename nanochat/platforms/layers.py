@@ -316,7 +316,7 @@ def matrices_named(model: Model, endings: tuple[str, ...]) -> dict[str, Linear]:
 
 
 def check_sides(matrices: Mapping[str, Linear], multiple: int, number_format: str) -> None:
-    """Raise UserError (code 2) unless every side of these matrices is a multiple."""
+    """Raise UserError (exit code 2) unless every side of these matrices is a multiple."""
     for name, matrix in matrices.items():
         for size in (matrix.in_features, matrix.out_features):
             if size % multiple:

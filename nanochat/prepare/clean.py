@@ -42,8 +42,8 @@ def clean(
     result depends only on the shards, not on the number of processes. If an earlier call left out
     documents, a call that only counts changes nothing.
 
-    Raises UserError if a shard is damaged. Raises UserError (code 2) if an earlier call left out
-    documents for a reason that this call does not repeat, so that they would come back.
+    Raises UserError if a shard is damaged. Raises UserError (exit code 2) if an earlier call left
+    out documents for a reason that this call does not repeat, so that they would come back.
     """
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})

@@ -85,7 +85,7 @@ class Passages:
 def read_passages(folder: Path) -> Passages:
     """Return the passages of every evaluation in a folder.
 
-    Raises UserError (code 2) if the folder has none or if a file is damaged.
+    Raises UserError (exit code 2) if the folder has none or if a file is damaged.
     """
     folder = folder.expanduser()
     subfolders = []
@@ -193,7 +193,7 @@ def _window_hashes(points: np.ndarray, count: int) -> np.ndarray:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield every text in a file of rows. Raises UserError (code 2) if it cannot be read."""
+    """Yield every text in a file of rows. Raises UserError (exit code 2) if it cannot be read."""
     try:
         if path.suffix == ".parquet":
             yield from _parquet_texts(path)

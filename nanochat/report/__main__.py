@@ -27,8 +27,8 @@ from nanochat.runtime.progress import duration
 def generate(key: str = "") -> Path:
     """Write report.md, report.html, report.json and the plots, and return the path of report.md.
 
-    `key` identifies a finished run for is_finished(). Raises UserError (code 2) if no stage has
-    written a section yet.
+    `key` identifies a finished run for is_finished(). Raises UserError (exit code 2) if no stage
+    has written a section yet.
     """
     folder = report_dir()
     sections = current_sections()
@@ -80,7 +80,7 @@ def is_finished(key: str) -> bool:
 def show() -> None:
     """Print the summary table and the costs of the run to the terminal.
 
-    Raises UserError (code 2) if there is no report yet.
+    Raises UserError (exit code 2) if there is no report yet.
     """
     from rich.console import Console
     from rich.table import Table
@@ -130,8 +130,8 @@ class Config:
 def main(cfg: Config) -> None:
     """Run the verb of the command line.
 
-    Raises UserError (code 2) if the names of runs do not suit the verb, and exits with 3 if the
-    verb is `finished` and the run is not.
+    Raises UserError (exit code 2) if the names of runs do not suit the verb, and exits with 3 if
+    the verb is `finished` and the run is not.
     """
     if cfg.runs and cfg.verb != "compare":
         raise UserError(

@@ -59,8 +59,8 @@ class Run:
 def load_run(word: str) -> Run:
     """Return the run that an argument of the command line names, as NAME=PATH or PATH.
 
-    The path is a report.json, a folder that holds one, or a base folder. Raises UserError (code 2)
-    if there is no report, or if it is not a report of this version.
+    The path is a report.json, a folder that holds one, or a base folder. Raises UserError (exit
+    code 2) if there is no report, or if it is not a report of this version.
     """
     name, equals, path = word.partition("=")
     folder = Path(path if equals else word).expanduser()

@@ -193,7 +193,7 @@ class Profile:
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
         """Prepare a profile that will be written to the folder `profile` inside `folder`.
 
-        Raises UserError (code 2) if the run has fewer steps left than a profile needs.
+        Raises UserError (exit code 2) if the run has fewer steps left than a profile needs.
         """
         check(steps_left)
         self.stage = stage
@@ -335,7 +335,7 @@ class Profile:
 
 
 def check(steps_left: int) -> None:
-    """Raise UserError (code 2) if the run has fewer steps left than a profile needs."""
+    """Raise UserError (exit code 2) if the run has fewer steps left than a profile needs."""
     if steps_left < NEEDED:
         raise UserError(
             f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the "

@@ -28,7 +28,7 @@ def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
     """Return the trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
 
     A `run` other than "dummy" names a wandb run, and adds wandb. Raises UserError if a name or mode
-    is unknown, if a name is repeated (code 2), or if a tracker's library is not installed.
+    is unknown, if a name is repeated (exit code 2), or if a tracker's library is not installed.
     """
     trackers: dict[str, str] = {}
     for word in text.split(","):

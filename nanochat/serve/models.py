@@ -310,7 +310,7 @@ class Models:
     def __init__(self, loadables: Sequence[Loadable], waiting: int):
         """Host models, with up to `waiting` requests that wait for the slots of each engine.
 
-        Raises UserError (code 2) if two models have the same name.
+        Raises UserError (exit code 2) if two models have the same name.
         """
         self.families = Families()
         names = [loadable.announced.model for loadable in loadables]

@@ -78,7 +78,7 @@ WHY = {
 
 
 def check_ranges(cfg: Any) -> None:
-    """Raise UserError (code 2) if the number in any flag is too small or too large.
+    """Raise UserError (exit code 2) if the number in any flag is too small or too large.
 
     Values that are not numbers, such as "auto" and None, are not checked.
     """
@@ -284,7 +284,8 @@ class ChatFlags:
     def documents_of(self, auto: int) -> int:
         """Return the value of --documents_every, or `auto` if it was left at auto.
 
-        Raises UserError (code 2) if --documents names a corpus from which no row would be taken.
+        Raises UserError (exit code 2) if --documents names a corpus from which no row would be
+        taken.
         """
         every = auto if self.documents_every == "auto" else self.documents_every
         if self.documents is not None and not every:

@@ -56,8 +56,8 @@ def set_up(
 def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
     """Make a model train with matrix products in the number format of --matmul, and log the format.
 
-    Call it before set_up(), which shards the model. Raises UserError (code 2) if the device or the
-    model cannot train in that format.
+    Call it before set_up(), which shards the model. Raises UserError (exit code 2) if the device or
+    the model cannot train in that format.
     """
     compute.platform.use_matmul(model, matmul, compute.operations)
     dtype = dtype_name(model.dtype)

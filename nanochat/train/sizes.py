@@ -56,7 +56,7 @@ def model_config(
     A GPT gets bigrams unless bigram_rows is 0 or the corpus has no use for them; keep_bigrams()
     later removes them if the text is read too often. The MLP of a Qwen3 has 8/3 times as many
     channels as the model, so that its layers have about as many parameters as a GPT's. Raises
-    UserError (code 2) if the sizes are invalid or do not fit together.
+    UserError (exit code 2) if the sizes are invalid or do not fit together.
     """
     sizes = {
         "depth": depth,
@@ -140,7 +140,8 @@ class ModelSize:
 def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSize:
     """Return the size of a model of this shape without allocating its parameters.
 
-    Raises UserError (code 2) if the device or the family cannot train in the format of --matmul.
+    Raises UserError (exit code 2) if the device or the family cannot train in the format of
+    --matmul.
     """
     model = on_meta(shape, compute)
     compute.platform.use_matmul(model, matmul, compute.operations)
@@ -292,7 +293,7 @@ def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_st
 
 
 def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
-    """Raise UserError (code 2) if the ranks cannot share a step's rows or problems equally."""
+    """Raise UserError (exit code 2) if the ranks cannot share a step's rows or problems equally."""
     ranks = compute.world_size
     if per_step % ranks:
         fitting = max(per_step // ranks, 1) * ranks
@@ -336,7 +337,7 @@ def batch(
     `tokens` is the expected number of training tokens, or None if the number of steps is given.
     `requested_passes` decides an automatic device_batch_size; if both are given, they must agree.
     If a run resumes, `begun_rows` is the number of rows in its earlier steps, which an automatic
-    total_batch_size keeps. Raises UserError (code 2) if the numbers disagree, or if the ranks
+    total_batch_size keeps. Raises UserError (exit code 2) if the numbers disagree, or if the ranks
     cannot share a step equally.
     """
     length = shape.sequence_len
@@ -391,7 +392,7 @@ def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
 def _as_begun(rows: int, compute: Compute) -> int:
     """Return `rows`, the rows per step of the run that resumes.
 
-    Raises UserError (code 2) if the ranks cannot share them equally.
+    Raises UserError (exit code 2) if the ranks cannot share them equally.
     """
     if rows % compute.world_size:
         fits = ", ".join(str(ranks) for ranks in range(1, rows + 1) if rows % ranks == 0)
@@ -424,8 +425,8 @@ def example_batch(
     """Return the split of a step of `examples` rows into passes, and log it.
 
     If `examples` is "auto", the number follows from the `rows` of the data or, if a run resumes,
-    from `begun_rows`, the number of rows in its earlier steps. Raises UserError (code 2) if the
-    ranks cannot share the rows equally.
+    from `begun_rows`, the number of rows in its earlier steps. Raises UserError (exit code 2) if
+    the ranks cannot share the rows equally.
     """
     if examples == "auto":
         if begun_rows is not None:

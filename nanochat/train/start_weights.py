@@ -18,7 +18,7 @@ class StartWeights:
     def __init__(self, model: nn.Module, share: float):
         """Copy the model's weights, which will make up `share` of the mix; 0 copies nothing.
 
-        Raises UserError (code 2) unless the share is at least 0 and below 1.
+        Raises UserError (exit code 2) unless the share is at least 0 and below 1.
         """
         if not 0 <= share < 1:
             raise UserError(f"--start_share must be at least 0 and below 1, got {share:g}", 2)

@@ -48,7 +48,7 @@ def make_tinyworld(bars: Bars = quiet) -> Corpus:
 
 
 def check_name(name: str) -> None:
-    """Raise UserError (code 2) if a corpus cannot have this name."""
+    """Raise UserError (exit code 2) if a corpus cannot have this name."""
     is_hidden = name.startswith(".")
     has_forbidden = any(character in name for character in "/:,")
     if not name or is_hidden or has_forbidden or visible(name) != name:

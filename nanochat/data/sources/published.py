@@ -51,7 +51,7 @@ class Source:
     def numbers(self, count: int) -> list[int]:
         """Return the numbers of the first `count` training files and of the validation file.
 
-        -1 means all files. Raises UserError (code 2) if there are fewer than `count`.
+        -1 means all files. Raises UserError (exit code 2) if there are fewer than `count`.
         """
         if self.files is None:
             if count < 1:
@@ -90,7 +90,7 @@ class Source:
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
 
     def url(self, number: int, host: Host = "hub") -> str:
-        """Return the address of a file. Raises UserError (code 2) if the host has no copy."""
+        """Return the address of a file. Raises UserError (exit code 2) if the host has no copy."""
         path = self.path.format(number=number)
         if host == "hub":
             return file_address(self.repo, path)

@@ -5,7 +5,7 @@ from nanochat.models.qwen.config import QwenConfig
 
 
 def check_flags(bigram_rows: int | str, window_pattern: str, gpt_pattern: str) -> None:
-    """Raise UserError (code 2) for flags of what a Qwen3 does not have.
+    """Raise UserError (exit code 2) for flags of what a Qwen3 does not have.
 
     `gpt_pattern` is the window pattern of a GPT where none is asked for.
     """

@@ -63,8 +63,8 @@ def kernels_of(operations: Operations) -> Trained | None:
 def use_int8(model: Model, operations: Operations) -> None:
     """Make a GPT's large matrices, and the logits of its loss, multiply in 8 bits in training.
 
-    Raises UserError (code 2) if the model is not a GPT or does not compute in bf16, if the kernels
-    do not support its sizes, or if there are no kernels.
+    Raises UserError (exit code 2) if the model is not a GPT or does not compute in bf16, if the
+    kernels do not support its sizes, or if there are no kernels.
     """
     check_bf16(model, "int8")
     use = kernels_of(operations)

@@ -116,7 +116,8 @@ def normed(channels: int) -> Multiply:
 def use(model: Model) -> None:
     """Make the large matrices in a GPT's layers multiply in FP8 during training.
 
-    Raises UserError (code 2) if the model is not a GPT, or if its sizes are not multiples of 16.
+    Raises UserError (exit code 2) if the model is not a GPT, or if its sizes are not multiples of
+    16.
     """
     matrices = matrices_named(model, (*NORMED, PROJECTION))
     if not matrices:
