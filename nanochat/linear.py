@@ -23,11 +23,12 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)
+        self.has_bias = bias
         self.multiply: Multiply | None = None  # replaces the product with the weight
         self.adapter: AddAdapter | None = None  # adds to the product with the weight
 
     def forward(self, input: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
-        bias = None if self.bias is None else self.bias.to(input.dtype)
+        bias = self.bias.to(input.dtype) if self.has_bias else None
         if self.multiply is None:
             y = F.linear(input, self.weight.to(input.dtype), bias)
         else:

@@ -145,13 +145,11 @@ class CpuOperations(Operations):
         They multiply in 8 bits if the matrices are set to do so. Returns None also if gradients are
         disabled, or if the tensors are not supported.
         """
-        if not all(map(_own, matrices)):
-            return None
         use = self._train(*tensors)
+        if use is None or not all(map(_own, matrices)):
+            return None
         slot = cast(Linear, matrices[0]).multiply
-        if use is None or slot is None:
-            return use
-        return cast(Product8, slot).use
+        return use if slot is None else cast(Product8, slot).use
 
     def in_int8(self) -> Trained | None:
         """Return the kernels for training with 8-bit products, or None if there are none."""
