@@ -546,10 +546,7 @@ def appendix(name: str) -> Any:
 
 
 def required_appendix(name: str, purpose: str) -> Any:
-    """Import and return the module that `purpose` needs.
-
-    Raises UserError (exit code 2) without it.
-    """
+    """Import and return the module that `purpose` needs, or raise UserError (exit code 2)."""
     module = appendix(name)
     if module is None:
         missing = f"{purpose} needs {name}, which this copy of nanochat does not have"
