@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def task() -> dict[str, Any]:
@@ -58,8 +60,13 @@ def peak_bytes() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Return the CPU seconds of this process that some work takes, over all of its threads."""
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of some work, and the CPU seconds that it takes over all threads."""
     start = time.process_time()
-    work()
-    return time.process_time() - start
+    result = work()
+    return result, time.process_time() - start
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Return the CPU seconds that some work takes over all threads of this process."""
+    return timed(work)[1]
