@@ -19,7 +19,6 @@ from nanochat.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST_LINES = 5  # of a failed process, which its error quotes
-CHECKOUT_PARTS = ("nanochat/gpt.py", "nanochat/optim.py")  # what every checkout of 2026 has
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -29,6 +28,7 @@ ONE_THREAD = {
     "NANOCHAT_DEVICE": "cpu",
 }
 
+STEP_TITLES = ("CPU s/step", "tokens/CPU s", "peak GB", "parameters", "first loss", "last")
 Key = TypeVar("Key")  # what a benchmark calls its sides
 
 
@@ -153,6 +153,17 @@ class Steps:
         """Return the tokens per CPU second of the median step, which trains on so many tokens."""
         return tokens / self.step_seconds
 
+    def cells(self, tokens: int) -> list[str]:
+        """Return the figures for a table; a step trains on so many tokens."""
+        return [
+            f"{self.step_seconds:.3f}",
+            f"{self.speed(tokens):,.0f}",
+            f"{self.peak_bytes / 1e9:.2f}",
+            f"{self.parameters:,}",
+            f"{self.losses[0]:.3f}",
+            f"{self.losses[-1]:.3f}",
+        ]
+
 
 def train_in_turns(sides: Mapping[Key, Side], request: Any, rounds: int) -> dict[Key, Steps]:
     """Let sides that train take turns.
@@ -171,23 +182,11 @@ def train_in_turns(sides: Mapping[Key, Side], request: Any, rounds: int) -> dict
 
 def check_checkout(flag: str, folder: Path) -> None:
     """Raise UserError (code 2) where the folder of a flag is no checkout of 2026."""
-    if not folder.is_dir():
-        raise UserError(
-            f"{flag} must name a folder with a checkout of karpathy/nanochat, got {folder}, which "
-            "is no folder. Clone the repository, and give the folder of the clone.",
-            exit_code=2,
-        )
-    missing = [name for name in CHECKOUT_PARTS if not (folder / name).is_file()]
-    if missing:
+    model = folder / "nanochat/gpt.py"
+    if not model.is_file() or "def setup_optimizer(" not in model.read_text(encoding="utf-8"):
         raise UserError(
             f"{flag} must name a checkout of karpathy/nanochat of 2026, got {folder}, which has no "
-            f"{' and no '.join(missing)}. Give the folder that holds its README.",
-            exit_code=2,
-        )
-    if "def setup_optimizer(" not in (folder / "nanochat/gpt.py").read_text(encoding="utf-8"):
-        raise UserError(
-            f"{flag}: the GPT of {folder} has no setup_optimizer; give a checkout of 2026, such as "
-            "the newest",
+            "nanochat/gpt.py with a setup_optimizer. Give the folder that holds its README.",
             exit_code=2,
         )
 

@@ -6,7 +6,8 @@ python -m bench.finetune --against transformers       # minutes; needs transform
 What is compared: a step of an adapter and a step of the whole model, in small Qwen3 and Qwen3.5
 shapes with random weights, on random tokens. How: every side is a process of its own; the two sides
 of a row take turns, one step each, so that a busy machine slows them equally. The median step
-counts, in CPU seconds.
+counts, in CPU seconds. Our step is compiled, as scripts.finetune does where the run is long enough
+to repay it; transformers' Trainer does not compile unless it is asked to.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 from bench import tables
 from bench.processes import (
+    STEP_TITLES,
     Steps,
     check_at_least,
     check_installed,
@@ -67,13 +69,8 @@ class Config:
     """small shapes, few steps, ours alone and not compiled, so that it ends within 50 seconds"""
     against: tuple[Literal["transformers"], ...] = ()
     """what to measure beside ours: transformers, with peft's adapters"""
-    families: tuple[Literal["qwen3", "qwen3.5"], ...] = ("qwen3", "qwen3.5")
-    """shapes to measure"""
     steps: int = 3
     """timed steps of each side; more steps give steadier medians"""
-    compile: bool = True
-    """compile our step, as scripts.finetune does where the run is long enough to repay it;
-    transformers' Trainer does not compile unless it is asked to"""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def measure(
         "published": published(shape),
         "rank": rank,
         "dtype": dtype,
-        "compile": cfg.compile,
+        "compile": not cfg.quick,
         **asdict(batch),
     }
     with contextlib.ExitStack() as stack:
@@ -136,31 +133,20 @@ def main(cfg: Config) -> None:
     dtype = own_dtype()
     batch = Batch()
     if cfg.quick:
-        cfg = replace(cfg, steps=2, compile=False)
+        cfg = replace(cfg, steps=2)
         batch = QUICK
     result: dict[str, Any] = {"dtype": dtype, "quick": cfg.quick}
     rows = []
-    for family in cfg.families:
-        shape = SHAPES[family]
+    for family, shape in SHAPES.items():
         if cfg.quick:
             shape = replace(shape, **SMALL)
         for mode, rank in (("lora", RANK), ("full", 0)):
             results = measure(shape, rank, dtype, batch, cfg)
             result[f"{family} {mode}"] = figures(results, batch.size)
             for name, steps in results.items():
-                row = [
-                    f"{family} {mode}",
-                    name,
-                    f"{steps.speed(batch.size):,.0f}",
-                    f"{steps.peak_bytes / 1e9:.2f}",
-                    f"{steps.parameters:,}",
-                    f"{steps.losses[0]:.3f}",
-                    f"{steps.losses[-1]:.3f}",
-                ]
-                rows.append(row)
+                rows.append([f"{family} {mode}", name, *steps.cells(batch.size)])
     log(f"{batch.rows} rows of {batch.tokens} tokens, {dtype}, median of {cfg.steps} steps")
-    titles = ("", "side", "tokens/CPU s", "peak GB", "parameters", "first loss", "last")
-    tables.show(titles, rows)
+    tables.show(("", "side", *STEP_TITLES), rows)
     tables.finish("finetune", result)
 
 

@@ -19,14 +19,14 @@ Upstream's rule for the batch would make its rates far too low at so few tokens,
 --scales on its rates is taken at each --steps with the first seed. Seeds are paired. Each seed
 gives one multiplier; the table shows their geometric mean and its standard error.
 
-The result of a run is a file in --out named by all of its settings, its code among them. Typed
-again, the command trains only the runs that are missing.
+The result of a run is a file in the base folder named by all of its settings, its code among them.
+Typed again, the command trains only the runs that are missing.
 """
 
+import itertools
 import math
 import random
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from bench.processes import check_checkout
 from bench.text import Text, make_rows, standard_library
 from bench.train.variants import Plan, Variant
 from nanochat import device
-from nanochat.common import UserError, base_dir, log, run, write_json
+from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 
@@ -108,9 +108,6 @@ class Config:
     megabytes: tuple[float, ...] = (5.0,)
     """MB of English and of Chinese in the text documents, or one number for both; longer runs need
     more"""
-    out: Path | None = None
-    """folder for the rows, a file for each run, and the figures; default: multiplier in the base
-    folder"""
 
     @property
     def lengths(self) -> list[int]:
@@ -133,14 +130,11 @@ def check(cfg: Config) -> None:
         )
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
-    for flag in ("texts", "depths", "steps", "seeds", "stretch", "scales", "megabytes"):
+    for flag in ("depths", "steps", "seeds", "stretch", "scales", "megabytes"):
         values = getattr(cfg, flag)
-        words = " ".join(map(str, values)) or "none"
-        repeats = flag != "megabytes" and len(set(values)) < len(values)
-        if not values or repeats:
-            raise refuse(f"--{flag} must be one or more different values, got {words}")
-        if flag not in ("texts", "seeds") and min(values) <= 0:
-            raise refuse(f"--{flag} must be above 0, got {words}")
+        if not values or min(values) <= 0 or len(set(values)) < len(values):
+            words = " ".join(map(str, values)) or "none"
+            raise refuse(f"--{flag} must be different values above 0, got {words}")
     if len(cfg.lengths) < 2:
         raise refuse(
             "a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to "
@@ -156,35 +150,26 @@ def check(cfg: Config) -> None:
 def entry(words: str, ours: Variant) -> Entry:
     """Return a variant of ours from NAME=FLAGS; UserError for what cannot be used."""
     name, _, flag_words = words.partition("=")
-    if not re.fullmatch(r"[a-z0-9_]+", name) or name in ("ours", "upstream"):
+    is_name = re.fullmatch(r"[a-z0-9_]+", name) and name not in ("ours", "upstream")
+    if not is_name or not flag_words:
         raise refuse(
-            f"--variants takes NAME=FLAGS with a name of small letters, digits and _, got {words!r}"
+            "--variants takes NAME=FLAGS with a name of small letters, digits and _, and at least "
+            f"one flag, such as hot=--matrix_lr=0.03, got {words!r}"
         )
     flags: list[str] = []
     checkout = None
     for flag in flag_words.split():
         key, _, value = flag.removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        if key == "checkout" and value:
+        if key == "checkout" and all((Path(value) / source).exists() for source in OUR_CODE):
             checkout = Path(value)
-            missing = [source for source in OUR_CODE if not (checkout / source).exists()]
-            if missing:
-                raise refuse(
-                    f"variant {name}: {checkout} is no checkout of this repository: it has no "
-                    f"{missing[0]}"
-                )
-        elif flag.startswith("--") and value and key in FLAGS:
+        elif key in FLAGS and value:
             flags.append(f"--{key}={value}")
         else:
             raise refuse(
-                f"variant {name} may have the flags --checkout=DIR and --{'=, --'.join(FLAGS)}=, "
-                f"got {flag!r}"
+                f"variant {name} may have the flags --{'=, --'.join(FLAGS)}=, and --checkout= with "
+                f"a checkout of this repository, got {flag!r}"
             )
-    if not flags and checkout is None:
-        raise refuse(
-            f"variant {name} changes nothing; give at least one flag, such as "
-            f"{name}=--matrix_lr=0.03"
-        )
     return Entry(name, replace(ours, flags=tuple(flags), checkout=checkout))
 
 
@@ -193,29 +178,24 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
     if cfg.quick:
         adamw = replace(ours, flags=("--matrix_optimizer=adamw",))
         return Entry("adamw", adamw), [Entry("ours", ours)]
-    by_name = {"ours": Entry("ours", ours)}
+    changes = [entry(words, ours) for words in cfg.variants]
+    compared = [Entry("ours", ours), *changes]
     if cfg.upstream is not None:
-        upstream = replace(ours, side="upstream", compiled=compiled)
-        by_name["upstream"] = Entry("upstream", upstream)
-    for words in cfg.variants:
-        change = entry(words, ours)
-        if change.name in by_name:
-            raise refuse(f"--variants has two entries with the name {change.name}; rename one")
-        by_name[change.name] = change
-    baseline = cfg.baseline
-    if baseline is None and cfg.upstream is not None:
-        baseline = "upstream"
-    if baseline not in by_name:
+        compared.append(Entry("upstream", replace(ours, side="upstream", compiled=compiled)))
+    by_name = {other.name: other for other in compared}
+    if len(by_name) < len(compared):
+        raise refuse("--variants must have different names")
+    name = cfg.baseline or ("upstream" if cfg.upstream else "none")
+    baseline = by_name.pop(name, None)
+    if baseline is None:
         raise refuse(
-            f"--baseline must be one of {', '.join(by_name)}, got {baseline or 'none'}; upstream "
-            "needs --upstream DIR"
+            f"--baseline must be one of {', '.join(by_name)}, got {name}; upstream needs "
+            "--upstream DIR"
         )
-    candidates = [other for other in by_name.values() if other.name not in (baseline, "upstream")]
-    if not candidates:
-        raise refuse(
-            f"nothing is compared with the baseline {baseline}; give --variants NAME=FLAGS"
-        )
-    return by_name[baseline], candidates
+    by_name.pop("upstream", None)
+    if not by_name:
+        raise refuse(f"nothing is compared with the baseline {name}; give --variants NAME=FLAGS")
+    return baseline, list(by_name.values())
 
 
 def documents(folder: Path, megabytes: Sequence[float]) -> Text:
@@ -225,10 +205,8 @@ def documents(folder: Path, megabytes: Sequence[float]) -> Text:
     """
     english = pieces_of(folder, "english", megabytes[0])
     chinese = pieces_of(folder, "chinese", megabytes[-1])
-    mixed: list[str] = []
-    for number in range(max(len(english), len(chinese))):
-        mixed += english[number : number + 1]
-        mixed += chinese[number : number + 1]
+    pairs = itertools.zip_longest(english, chinese)
+    mixed = [piece for pair in pairs for piece in pair if piece is not None]
     about = f"Debian's documents, {megabytes[0]:g} MB of English, {megabytes[-1]:g} MB of Chinese"
     return Text(mixed, about)
 
@@ -375,8 +353,10 @@ def show(figures: Sequence[Figure], baseline: str) -> None:
 def main(cfg: Config) -> None:
     """Train what is missing, and print the table and the JSON object."""
     check(cfg)
+    sizes = Sizes()
     if cfg.quick:
         cfg = replace(cfg, texts=("code",), depths=(2,), steps=(24,), seeds=(1, 2))
+        sizes = QUICK
     compute = device.compute_init("cpu")
     host.use_compile_cache(base_dir())  # both sides compile into this folder
     missing = device.compiler_missing(compute)
@@ -388,29 +368,15 @@ def main(cfg: Config) -> None:
     compiled = not (missing or kernels_are_faster or cfg.quick)
     ours = Variant("ours", str(dtype).removeprefix("torch."), compiled)
     baseline, candidates = entries(cfg, ours, not missing)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) if cfg.quick else base_dir() / "multiplier"
-        sizes = QUICK if cfg.quick else Sizes()
-        compare(cfg, sizes, baseline, candidates, cfg.out or out)
-
-
-def compare(
-    cfg: Config, sizes: Sizes, baseline: Entry, candidates: Sequence[Entry], out: Path
-) -> None:
-    """Measure at every depth and on every text; print the figures and write them to `out`."""
+    out = base_dir() / "multiplier"
     rows = {name: rows_of(name, cfg, sizes, out) for name in cfg.texts}
     runs = Runs(out / "runs", cfg.upstream)
     figures: list[Figure] = []
-    for depth in sorted(cfg.depths):
-        for text in cfg.texts:
-            plan = Plan(
-                sizes.shape(depth),
-                rows[text],
-                sizes.rows_per_step,
-                warmup=0,
-                held_out=sizes.held_out,
-            )
-            figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
+    for depth, text in itertools.product(sorted(cfg.depths), cfg.texts):
+        plan = Plan(
+            sizes.shape(depth), rows[text], sizes.rows_per_step, warmup=0, held_out=sizes.held_out
+        )
+        figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
     log(f"{len(cfg.seeds)} seeds; standard errors over seeds; ?: beyond the baseline's curve")
     show(figures, baseline.name)
     result = {
@@ -419,8 +385,6 @@ def compare(
         "trained": runs.trained,
         "figures": [asdict(figure) for figure in figures],
     }
-    name = "-".join([baseline.name, *(other.name for other in candidates)])
-    write_json(out / f"{name}.json", {"benchmark": "multiplier", **result})
     tables.finish("multiplier", result)
 
 

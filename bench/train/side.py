@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bench import child
+from bench.batches import inputs_and_targets
 
 Task = dict[str, Any]
 Batch = tuple[int, Tensor, Tensor]  # number of the step; inputs and targets, int64 (B, T) each
@@ -149,7 +150,7 @@ def upstream(task: Task) -> Side:
         weights = copy.deepcopy(model.state_dict())
         moments = copy.deepcopy(trainer.optimizer.state_dict())
         rows = np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]
-        step(0, *inputs_and_targets(rows))
+        step(0, *inputs_and_targets(tokens_of(rows)))
         model.load_state_dict(weights)
         trainer.optimizer.load_state_dict(moments)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -183,10 +184,9 @@ def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
     return lr, momentum, decay_factor
 
 
-def inputs_and_targets(rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Split rows (B, T + 1) into inputs and targets."""
-    cells = torch.from_numpy(rows.astype(np.int64))
-    return cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
+def tokens_of(rows: np.ndarray) -> Tensor:
+    """Return rows of a file, uint16, as int64."""
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
@@ -194,7 +194,7 @@ def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
     for number in itertools.count():
         first = number * size
         row_numbers = np.arange(first, first + size) % len(rows)
-        inputs, targets = inputs_and_targets(rows[row_numbers])
+        inputs, targets = inputs_and_targets(tokens_of(rows[row_numbers]))
         yield number, inputs, targets
 
 
@@ -205,7 +205,7 @@ def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: i
     nats = 0.0
     text_bytes = 0
     for first in range(0, len(rows), size):
-        inputs, targets = inputs_and_targets(rows[first : first + size])
+        inputs, targets = inputs_and_targets(tokens_of(rows[first : first + size]))
         target_bytes = lengths[targets]
         losses = side.losses(inputs, targets).view_as(target_bytes).double()
         is_text = target_bytes > 0

@@ -29,7 +29,7 @@ TINY: dict[str, Any] = {
 def test_both_sides_train_the_same_model() -> None:
     """As many parameters on both sides, and a loss near that of chance, log 300 = 5.70."""
     shape = replace(SHAPES["qwen3.5"], **TINY)
-    cfg = Config(against=("transformers",), steps=1, compile=False)
+    cfg = Config(quick=True, against=("transformers",), steps=1)
     for rank in (2, 0):
         results = finetune.measure(shape, rank, "float32", Batch(1, 8), cfg)
         ours = results["ours"]
@@ -45,6 +45,6 @@ def test_it_prints_one_json_object(
 ) -> None:
     monkeypatch.setattr(finetune, "SMALL", TINY)
     monkeypatch.setattr(finetune, "QUICK", Batch(1, 8))
-    finetune.main(Config(quick=True, families=("qwen3",)))
+    finetune.main(Config(quick=True))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["qwen3 lora"]) == {"tokens_per_cpu_second", "peak_gb"}

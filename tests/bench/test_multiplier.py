@@ -234,14 +234,13 @@ def test_compiling_is_no_part_of_upstreams_cost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_quick_compares_and_a_second_call_trains_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "QUICK", Sizes(16, 300, 4, 4))
     monkeypatch.setattr(bench, "standard_library", lambda limit: TEXT)
     results = []
     for _ in range(2):
-        bench.main(Config(quick=True, out=tmp_path))
+        bench.main(Config(quick=True))
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert [result["trained"] for result in results] == [6, 0]
     assert results[0]["figures"] == results[1]["figures"]
-    assert (tmp_path / "adamw-ours.json").exists()

@@ -49,8 +49,8 @@ CODE = ("code",)  # texts of bench.multiplier that need no corpus
         (multiplier, {"texts": CODE, "baseline": "ours"}, "--variants"),
         (multiplier, {"texts": CODE, "variants": ("Hot=--matrix_lr=1",)}, "small letters"),
         (multiplier, {"texts": CODE, "variants": ("hot=--depth=3",)}, "may have the flags"),
-        (multiplier, {"texts": CODE, "variants": ("hot",)}, "changes nothing"),
-        (multiplier, {"texts": CODE, "variants": ("hot=--checkout=x",)}, "no checkout"),
+        (multiplier, {"texts": CODE, "variants": ("hot",)}, "at least one flag"),
+        (multiplier, {"texts": CODE, "variants": ("hot=--checkout=x",)}, "a checkout of this"),
     ],
 )
 def test_flags_that_cannot_be_measured_are_refused(
@@ -67,7 +67,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     old = UPSTREAM.replace("def setup_optimizer", "def setup_optimizers")
     folders = {
         "nowhere": tmp_path / "nowhere",
-        "nanochat/optim.py": tmp_path,
+        "nanochat/gpt.py": tmp_path,
         "setup_optimizer": fake_upstream(tmp_path / "old", old),
     }
     for word, folder in folders.items():
