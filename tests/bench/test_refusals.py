@@ -36,7 +36,6 @@ CODE = ("code",)  # texts of bench.multiplier that need no corpus
         (serve, {"tokens": 1000}, "--tokens"),
         (soak, {"clients": 1}, "try --quick"),
         (tokenizer, {"corpus": Path("nowhere")}, "--corpus"),
-        (tokenizer, {"vocab_size": 100}, "--vocab_size"),
         (corpus, {"folder": Path(), "russian": -1}, "--russian"),
         (multiplier, {"quick": True, "variants": ("a=--matrix_lr=1",)}, "--quick"),
         (multiplier, {"steps": (0,)}, "--steps.*got 0"),
