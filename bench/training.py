@@ -36,6 +36,19 @@ D4 = GPTConfig(
     window_pattern="L",
 )
 
+# A small model in the shape of Qwen3.
+QWEN3 = QwenConfig(
+    sequence_len=2048,
+    vocab_size=32_768,
+    n_layer=8,
+    n_embd=512,
+    n_hidden=1024,
+    tied=1,
+    n_head=8,
+    n_kv_head=4,
+    head_dim=64,
+)
+
 
 def random_model(
     shape: GPTConfig | QwenConfig, compute: Compute, seed: int = 42, fp8: bool = False

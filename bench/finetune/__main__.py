@@ -26,26 +26,17 @@ from bench.processes import (
     side,
     train_in_turns,
 )
+from bench.training import QWEN3
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import log, run
 from nanochat.models.qwen.config import QwenConfig
 
 RANK = 8
-QWEN3 = QwenConfig(
-    sequence_len=2048,
-    vocab_size=32_768,
-    n_layer=8,
-    n_embd=512,
-    n_hidden=1536,
-    tied=1,
-    n_head=8,
-    n_kv_head=4,
-    head_dim=64,
-)
 SHAPES = {
-    "qwen3": QWEN3,
+    "qwen3": replace(QWEN3, n_hidden=1536),
     "qwen3.5": replace(
         QWEN3,
+        n_hidden=1536,
         n_head=4,
         n_kv_head=2,
         head_dim=128,

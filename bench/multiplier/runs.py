@@ -92,7 +92,6 @@ def settings_of(run: Run, upstream: Path | None) -> dict[str, Any]:
     Our code is not among the settings of upstream's runs, so that a change of ours leaves these
     runs valid.
     """
-    plan = run.plan
     variant = run.entry.variant
     variables = {}
     if variant.side == "upstream":
@@ -103,18 +102,11 @@ def settings_of(run: Run, upstream: Path | None) -> dict[str, Any]:
         names = {name for name in os.environ if name.startswith("NANOCHAT_")} - NOT_NUMBERS
         variables = {name: os.environ[name] for name in sorted(names)}
     return {
+        **asdict(run.plan),
+        **asdict(variant),
+        "checkout": None,  # its code counts, not its place
         "text": run.text,
-        "rows": read_json(plan.rows / ABOUT)["sha256"],
-        "shape": asdict(plan.shape),
-        "rows_per_step": plan.rows_per_step,
-        "held_out": plan.held_out,
-        "steps": run.steps,
-        "seed": plan.seed,
-        "side": variant.side,
-        "dtype": variant.dtype,
-        "compiled": variant.compiled,
-        "scale": variant.scale,
-        "flags": sorted(variant.flags),
+        "rows": read_json(run.plan.rows / ABOUT)["sha256"],
         "torch": torch.__version__,
         "code": code,
         "variables": variables,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from bench.text import standard_library
-from bench.training import random_model
+from bench.training import QWEN3, random_model
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.checkpoint_manager.huggingface.template import CHATML
@@ -19,17 +19,6 @@ from nanochat.export import llama
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import PATTERNS
 
-SHAPE = QwenConfig(
-    sequence_len=2048,
-    vocab_size=32_768,
-    n_layer=8,
-    n_embd=512,
-    n_hidden=1024,
-    tied=1,
-    n_head=8,
-    n_kv_head=4,
-    head_dim=64,
-)
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 UNUSED = 13  # rows of the embedding without a token, as published models have some
 TEXT = 10_000_000  # characters that the vocabulary is trained on: all of the standard library
@@ -49,7 +38,7 @@ class Files:
 
 
 def make(
-    folder: Path, shape: QwenConfig = SHAPE, formats: tuple[str, ...] = (), text: int = TEXT
+    folder: Path, shape: QwenConfig = QWEN3, formats: tuple[str, ...] = (), text: int = TEXT
 ) -> Files:
     """Write a model with random weights into a folder, and a GGUF file for each of the formats."""
     model_folder = folder / "model"

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
@@ -25,23 +25,22 @@ from typing import Any
 from bench import tables
 from bench.serve import model, rude, servers
 from bench.serve.http import CHATS, percentile, question
+from bench.training import QWEN3
 from nanochat.common import UserError, log, run
-from nanochat.models.qwen.config import QwenConfig
 
 CHAT_SECONDS = 120  # after which a polite client gives up
-WATCH_SECONDS = 1.0  # between two looks at /health and at the memory
+WATCH_SECONDS = 1.0  # between two looks at the memory
 RETRY_SECONDS = 2.0  # that the server asks for when it is busy
 WARM = 32  # chats that fill all slots first: the first use of a slot takes memory
-SHAPE = QwenConfig(
+SHAPE = replace(
+    QWEN3,
     sequence_len=1024,
     vocab_size=1024,
     n_layer=2,
     n_embd=128,
     n_hidden=256,
-    tied=1,
     n_head=2,
     n_kv_head=2,
-    head_dim=64,
 )
 
 
@@ -59,19 +58,21 @@ class Config:
 
 @dataclass
 class Requests:
-    """Requests of one kind."""
+    """The chats of polite clients."""
 
     seconds: list[float] = field(default_factory=list)  # of every answer
     refused: int = 0  # status 429 or 503, with a time to come back
     failures: Counter[str] = field(default_factory=Counter)  # by their reason
     lock: Lock = field(default_factory=Lock)
 
-    def ask(self, port: int, method: str, path: str, body: bytes, complete: bytes) -> bool:
-        """Send a request and count its answer; return whether it holds `complete`."""
+    def chat(self, port: int, tokens: int = 32) -> bool:
+        """Chat once, streamed, and count the answer; return whether the reply was complete."""
+        text = "What is the opposite of hot?"
+        body = question(text, stream=True, max_tokens=tokens, ignore_eos=True)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CHAT_SECONDS)
         start = time.perf_counter()
         try:
-            connection.request(method, path, body, {"content-type": "application/json"})
+            connection.request("POST", CHATS, body, {"content-type": "application/json"})
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as failure:
@@ -80,7 +81,7 @@ class Requests:
             return False
         finally:
             connection.close()
-        is_complete = response.status == 200 and complete in answer
+        is_complete = response.status == 200 and b"[DONE]" in answer
         with self.lock:
             if is_complete:
                 self.seconds.append(time.perf_counter() - start)
@@ -109,7 +110,6 @@ class Observed:
     """What happened in a run."""
 
     chats: Requests = field(default_factory=Requests)
-    health: Requests = field(default_factory=Requests)
     memory: list[int] = field(default_factory=list)
     conducts: list[str] = field(default_factory=list)
 
@@ -132,24 +132,17 @@ def memory_of(pid: int) -> int:
     return 1024 * int(line.split()[1])
 
 
-def chat(port: int, requests: Requests, tokens: int = 32) -> bool:
-    """Chat once, streamed; return whether the reply was complete."""
-    body = question("What is the opposite of hot?", stream=True, max_tokens=tokens, ignore_eos=True)
-    return requests.ask(port, "POST", CHATS, body, b"[DONE]")
-
-
-def watch(port: int, pid: int, observed: Observed, stop: Event) -> None:
-    """Look at /health and at the memory of the server, again and again."""
+def watch(pid: int, memory: list[int], stop: Event) -> None:
+    """Look at the memory of the server, again and again."""
     while not stop.wait(WATCH_SECONDS):
-        observed.memory.append(memory_of(pid))
-        observed.health.ask(port, "GET", "/health", b"", b'"ok"')
+        memory.append(memory_of(pid))
 
 
 def polite(port: int, chats: Requests, stop: Event) -> None:
     """Chat again and again; when told to come back, do so."""
     pause = 0.0
     while not stop.wait(pause):
-        is_complete = chat(port, chats)
+        is_complete = chats.chat(port)
         pause = random.random() if is_complete else RETRY_SECONDS
 
 
@@ -166,11 +159,11 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
     """Let half of the clients chat and half misbehave; return what was counted."""
     with ThreadPoolExecutor(WARM) as pool:
         for _ in range(WARM):
-            pool.submit(chat, port, Requests(), tokens=600)
+            pool.submit(Requests().chat, port, tokens=600)
     observed = Observed()
     stop = Event()
     # Threads that do not end with the soak hold a connection until the server ends.
-    clients = [Thread(target=watch, args=(port, pid, observed, stop), daemon=True)]
+    clients = [Thread(target=watch, args=(pid, observed.memory, stop), daemon=True)]
     for number in range(count // 2):
         arguments = (port, observed.conducts, random.Random(number), stop)
         clients.append(Thread(target=misbehave, args=arguments, daemon=True))
@@ -185,17 +178,15 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
 
 def show(observed: Observed) -> dict[str, Any]:
     """Print what was counted, and return it."""
-    summaries = {"chats": observed.chats.summary(), "health": observed.health.summary()}
-    rows = [[name, *summary.values()] for name, summary in summaries.items()]
-    tables.show(("", *summaries["chats"]), rows)
-    for requests in (observed.chats, observed.health):
-        for failure, times in requests.failures.items():
-            log(f"failed: {failure}, {times} times")
+    summary = observed.chats.summary()
+    tables.show(("", *summary), [("chats", *summary.values())])
+    for failure, times in observed.chats.failures.items():
+        log(f"failed: {failure}, {times} times")
     times_of = Counter(observed.conducts)
     conducts = (f"{name} {times}" for name, times in sorted(times_of.items()))
     log(f"misbehaved: {', '.join(conducts)}")
     return {
-        **summaries,
+        "chats": summary,
         "rss_mb": observed.memory[-1] / 1e6,
         "rss_growth_mb": growth(observed.memory) / 1e6,
     }

@@ -1,6 +1,6 @@
 """Measures the speed of two ranks on a CPU beside one rank, for each way to share the model.
 
-python -m bench.train.ranks --quick      # ends within 50 seconds: uncompiled, fewer rounds
+python -m bench.train.ranks --quick      # ends within 50 seconds: uncompiled, three rounds
 python -m bench.train.ranks              # compiled where base_train compiles
 
 How: every rank has one thread and trains the model of bench.train on 8,192 tokens a step, or on
@@ -19,14 +19,15 @@ from statistics import median
 from typing import Any
 
 from bench import tables
-from bench.processes import ROOT, Side, check_at_least, side
+from bench.processes import ROOT, Side, side
 from bench.training import D4
 from nanochat.common import run
 from nanochat.gpt import GPTConfig
-from nanochat.runtime.parallel import Sharding
 
 STEP_TOKENS = 16384  # over all ranks
 BIGRAM_ROWS = 131_072  # of the table of pairs, as base_train has them
+ROUNDS = 5  # timed steps of each group
+MODES = ("none", "grad", "full")  # of --shard of the training scripts
 APART = "apart"  # two ranks that share nothing
 
 
@@ -35,11 +36,8 @@ class Config:
     """Print the speed of two ranks beside one, and one JSON object on the last line."""
 
     quick: bool = False
-    """run uncompiled for three rounds, and --shard=grad only, so that it ends within 50 seconds"""
-    rounds: int = 5
-    """timed steps per group"""
-    shard: tuple[Sharding, ...] = ("none", "grad", "full")
-    """how the two ranks share the model, like --shard of the training scripts; each is measured"""
+    """run uncompiled for three rounds, and shard gradients only, so that it ends within 50
+    seconds"""
 
 
 @dataclass(frozen=True)
@@ -117,14 +115,13 @@ def measure(groups: Sequence[Group], rounds: int) -> list[Seconds]:
 
 def main(cfg: Config) -> None:
     """Measure and print."""
-    check_at_least(1, rounds=cfg.rounds)
-    modes: tuple[str, ...] = ("grad",) if cfg.quick else cfg.shard
+    modes = ("grad",) if cfg.quick else MODES
     compile_step = False if cfg.quick else None  # None: where base_train compiles
     shape = replace(D4, bigram_rows=BIGRAM_ROWS)
     single_group = Group(1, "none", shape, compile_step)
     pairs = {mode: Group(2, mode, shape, compile_step) for mode in (APART, *modes)}
     groups = [single_group, *pairs.values()]
-    single, *others = measure(groups, 3 if cfg.quick else cfg.rounds)
+    single, *others = measure(groups, 3 if cfg.quick else ROUNDS)
     rows = [["one rank", f"{single.wall:.3f}", f"{single.cpu:.3f}", "", ""]]
     speeds = {}
     cpu_speeds = {}

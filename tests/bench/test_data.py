@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from bench.data import __main__ as bench
 from bench.data import checkpoint, evaluation
 from bench.data.__main__ import Config, documents
+from bench.training import QWEN3
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.gpt import GPTConfig
 
@@ -48,7 +49,7 @@ def test_a_quick_evaluation_prints_its_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = evaluation.model.make
-    small = replace(evaluation.model.SHAPE, vocab_size=600, n_layer=1, n_embd=32, n_hidden=32)
+    small = replace(QWEN3, vocab_size=600, n_layer=1, n_embd=32, n_hidden=32)
     monkeypatch.setattr(evaluation.model, "make", lambda folder: make(folder, small, text=50_000))
     evaluation.main(evaluation.Config(quick=True))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -17,6 +17,7 @@ from bench.serve import model as bench_model
 from bench.serve import servers, streams
 from bench.serve.servers import Server
 from bench.serve.streams import Load
+from bench.training import QWEN3
 from nanochat import device
 from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError
@@ -116,7 +117,7 @@ def test_ours_is_compared_with_the_faster_format_of_a_peer(
 
 def small_model(folder: Path, formats: tuple[str, ...] = ()) -> bench_model.Files:
     shape = dataclasses.replace(
-        bench_model.SHAPE,
+        QWEN3,
         vocab_size=1024,
         n_layer=1,
         n_embd=64,
