@@ -15,9 +15,10 @@ a question mark. Cost is counted in FLOPs, which are the same for both sides, an
 
 How: both sides read the same rows of the same tokenizer in the same order, 4,096 tokens a step, and
 are measured in bits per byte of rows that nothing trained on. Ours follows base_train's rules.
-Upstream's rule for the batch would make its rates far too low at so few tokens, so the best of
---scales on its rates is taken at each --steps with the first seed. Seeds are paired. Each seed
-gives one multiplier; the table shows their geometric mean and its standard error.
+Upstream's rule for the batch would make its rates far too low at so few tokens, so they have a
+factor instead: the one that was its best in dev/LOG.md, x2 up to 400 steps and x1 in longer runs.
+Seeds are paired. Each seed gives one multiplier; the table shows their geometric mean and its
+standard error.
 
 The result of a run is a file in the base folder named by all of its settings, its code among them.
 Typed again, the command trains only the runs that are missing.
@@ -31,12 +32,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from bench import tables
 from bench.multiplier import corpus
 from bench.multiplier.curves import Interval, multiplier
-from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs, best_scale
+from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs
 from bench.processes import check_checkout
 from bench.text import Text, make_rows, standard_library
 from bench.train.variants import Plan, Variant
@@ -46,6 +46,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 
 HEAD_DIM = 64  # a model has 64 channels per layer, as upstream's dial gives
+SHORT = 400  # steps of a run in which upstream learns best at twice its rates
 EPOCHS = 4  # more passes over the rows than this would measure how a model learns them by heart
 PIECE = 10_000  # characters
 # What base_train's flags can change in such a run; the other flags set other sizes, data and files.
@@ -90,10 +91,9 @@ class Config:
     """changes of ours to measure beside it, each as NAME=FLAGS: flags of base_train for rates,
     schedule and bigrams, separated by spaces, and --checkout=DIR for the code of another checkout
     of this repository"""
-    texts: tuple[Literal["code", "documents"], ...] = ("code", "documents")
-    """texts to train on: Python's standard library, or Debian's documents in English and Chinese"""
     corpus: Path | None = None
-    """folder made by `python -m bench.multiplier.corpus DIR`, for --texts documents"""
+    """folder made by `python -m bench.multiplier.corpus DIR`, whose documents in English and
+    Chinese are the second text; the first is Python's standard library"""
     depths: tuple[int, ...] = (4,)
     """layers of the models, with 64 channels per layer"""
     steps: tuple[int, ...] = (200,)
@@ -103,8 +103,8 @@ class Config:
     continued"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """seeds of weights and row order; the interval needs at least three"""
-    scales: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """factors on upstream's learning rates to try at each of --steps, of which the best is taken"""
+    scale: float | None = None
+    """factor on upstream's learning rates; default: 2 in runs of up to 400 steps, 1 in longer ones"""
     megabytes: tuple[float, ...] = (5.0,)
     """MB of English and of Chinese in the text documents, or one number for both; longer runs need
     more"""
@@ -130,7 +130,7 @@ def check(cfg: Config) -> None:
         )
     if cfg.upstream is not None:
         check_checkout("--upstream", cfg.upstream)
-    for flag in ("depths", "steps", "seeds", "stretch", "scales", "megabytes"):
+    for flag in ("depths", "steps", "seeds", "stretch", "megabytes"):
         values = getattr(cfg, flag)
         if not values or min(values) <= 0 or len(set(values)) < len(values):
             words = " ".join(map(str, values)) or "none"
@@ -139,11 +139,6 @@ def check(cfg: Config) -> None:
         raise refuse(
             "a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to "
             "--steps"
-        )
-    if "documents" in cfg.texts and cfg.corpus is None and not cfg.quick:
-        raise refuse(
-            "--texts documents needs --corpus DIR, a folder made by `python -m "
-            "bench.multiplier.corpus DIR`; or give --texts code"
         )
 
 
@@ -161,7 +156,8 @@ def entry(words: str, ours: Variant) -> Entry:
     for flag in flag_words.split():
         key, _, value = flag.removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        if key == "checkout" and all((Path(value) / source).exists() for source in OUR_CODE):
+        is_checkout = all((Path(value) / source).exists() for source in OUR_CODE)
+        if key == "checkout" and value and is_checkout:
             checkout = Path(value)
         elif key in FLAGS and value:
             flags.append(f"--{key}={value}")
@@ -275,7 +271,6 @@ class Figure:
     baseline: float  # bits per byte
     flops: Interval | None
     seconds: Interval | None
-    scale: float  # factor on upstream's rates
 
 
 def measure(
@@ -283,17 +278,12 @@ def measure(
 ) -> list[Figure]:
     """Train everything on the template's text at its depth, seed after seed, and compare."""
 
-    def run_of(compared: Entry, steps: int, seed: int) -> Run:
+    def result_of(compared: Entry, steps: int, seed: int) -> Result:
+        variant = compared.variant
+        if variant.side == "upstream":
+            variant = replace(variant, scale=cfg.scale or (2.0 if steps <= SHORT else 1.0))
         plan = replace(template.plan, horizon=steps, seed=seed)
-        return replace(template, entry=compared, plan=plan)
-
-    searched: dict[int, float] = {}  # the factor on upstream's rates by the steps of a run
-    for steps in sorted(cfg.steps):
-        searched[steps] = best_scale(runs, run_of(baseline, steps, cfg.seeds[0]), cfg.scales)
-
-    def scale_of(length: int) -> float:
-        shorter = [steps for steps in searched if steps <= length]
-        return searched[max(shorter, default=min(searched))]
+        return runs(replace(template, entry=Entry(compared.name, variant), plan=plan))
 
     base: dict[int, list[Result]] = {length: [] for length in cfg.lengths}
     results_of: dict[tuple[str, int], list[Result]] = {
@@ -302,10 +292,10 @@ def measure(
     # Sides alternate, so that a busy hour of the machine does not fall on one of them.
     for seed in cfg.seeds:
         for length, results in base.items():
-            results.append(runs(run_of(baseline, length, seed).with_rates(scale_of(length))))
+            results.append(result_of(baseline, length, seed))
             if length in cfg.steps:
                 for other in candidates:
-                    results_of[other.name, length].append(runs(run_of(other, length, seed)))
+                    results_of[other.name, length].append(result_of(other, length, seed))
     return [
         Figure(
             text=template.text,
@@ -316,7 +306,6 @@ def measure(
             baseline=fmean(result.bits_per_byte for result in base[steps]),
             flops=multiplier_of("flops", results, base),
             seconds=multiplier_of("seconds", results, base),
-            scale=scale_of(steps),
         )
         for (name, steps), results in results_of.items()
     ]
@@ -344,10 +333,9 @@ def show(figures: Sequence[Figure], baseline: str) -> None:
             f"{figure.baseline:.4f}",
             figure.flops.words if figure.flops else "no slope",
             figure.seconds.words if figure.seconds else "no slope",
-            f"x{figure.scale:g}",
         ]
         rows.append(row)
-    tables.show((*titles, "multiplier, FLOPs", "CPU seconds", "rates"), rows)
+    tables.show((*titles, "multiplier, FLOPs", "CPU seconds"), rows)
 
 
 def main(cfg: Config) -> None:
@@ -355,7 +343,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     sizes = Sizes()
     if cfg.quick:
-        cfg = replace(cfg, texts=("code",), depths=(2,), steps=(24,), seeds=(1, 2))
+        cfg = replace(cfg, corpus=None, depths=(2,), steps=(24,), seeds=(1, 2))
         sizes = QUICK
     compute = device.compute_init("cpu")
     host.use_compile_cache(base_dir())  # both sides compile into this folder
@@ -369,10 +357,11 @@ def main(cfg: Config) -> None:
     ours = Variant("ours", str(dtype).removeprefix("torch."), compiled)
     baseline, candidates = entries(cfg, ours, not missing)
     out = base_dir() / "multiplier"
-    rows = {name: rows_of(name, cfg, sizes, out) for name in cfg.texts}
+    texts = ("code", "documents") if cfg.corpus else ("code",)
+    rows = {text: rows_of(text, cfg, sizes, out) for text in texts}
     runs = Runs(out / "runs", cfg.upstream)
     figures: list[Figure] = []
-    for depth, text in itertools.product(sorted(cfg.depths), cfg.texts):
+    for depth, text in itertools.product(sorted(cfg.depths), texts):
         plan = Plan(
             sizes.shape(depth), rows[text], sizes.rows_per_step, warmup=0, held_out=sizes.held_out
         )

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,6 @@ class Run:
     def flops(self) -> float:
         """The FLOPs of the run, which are the same for both sides."""
         return float(flops_per_token(self.plan.shape) * self.plan.tokens_per_step * self.steps)
-
-    def with_rates(self, scale: float) -> "Run":
-        """Return the same run with another factor on upstream's learning rates."""
-        variant = replace(self.entry.variant, scale=scale)
-        return replace(self, entry=Entry(self.entry.name, variant))
 
 
 @dataclass
@@ -155,15 +150,3 @@ class Runs:
             bits_per_byte=bits_per_byte,
             losses=steps["losses"],
         )
-
-
-def best_scale(runs: Runs, run: Run, scales: Sequence[float]) -> float:
-    """Return the factor on upstream's learning rates that gives this run the fewest bits per byte.
-
-    A single factor is taken without a run, and what is not upstream has the factor 1.
-    """
-    if run.entry.variant.side != "upstream":
-        return 1.0
-    if len(scales) == 1:
-        return scales[0]
-    return min(scales, key=lambda scale: runs(run.with_rates(scale)).bits_per_byte)

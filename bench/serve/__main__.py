@@ -22,7 +22,7 @@ from bench.processes import check_at_least, check_installed, check_peers
 from bench.serve import model, servers, streams
 from bench.serve.servers import Server
 from bench.serve.streams import Load
-from nanochat.common import UserError, log, run
+from nanochat.common import log, run
 
 CHATS = (1, 8, 32)
 WARMUP_TOKENS = 8  # of the replies of servers that warm up
@@ -42,10 +42,13 @@ class Config:
     against: tuple[Literal["transformers", "llama-cpp"], ...] = ()
     """servers to measure beside ours: transformers, with continuous batching; llama.cpp's, from the
     package xllamacpp"""
-    tokens: int = 64
-    """tokens of a reply of a server"""
     rounds: int = 3
     """rounds of each configuration"""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a reply."""
+        return 16 if self.quick else 64
 
 
 def server_turn(server: Server, chats: int, tokens: int, number: int, load: Load) -> None:
@@ -139,13 +142,11 @@ def show(loads: Loads) -> None:
 def main(cfg: Config) -> None:
     """Measure and print."""
     check_at_least(1, rounds=cfg.rounds)
-    if not 2 <= cfg.tokens <= 256:
-        raise UserError(f"--tokens must be from 2 to 256, got {cfg.tokens}", exit_code=2)
     check_peers(cfg.quick, cfg.against)
     for peer in cfg.against:
         check_installed(peer, *PACKAGES[peer])
     if cfg.quick:
-        cfg = replace(cfg, tokens=16, rounds=1)
+        cfg = replace(cfg, rounds=1)
     loads = measure_servers(cfg)
     log(f"{cfg.tokens} greedy tokens a chat, one thread each, median of {cfg.rounds} rounds")
     show(loads)

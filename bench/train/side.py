@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench import child
-from bench.batches import inputs_and_targets
+from bench.batches import Passes, inputs_and_targets
 
 Task = dict[str, Any]
 Batch = tuple[int, Tensor, Tensor]  # number of the step; inputs and targets, int64 (B, T) each
@@ -28,7 +28,8 @@ DEFAULT_SEED = 42
 class Side:
     """How one side trains."""
 
-    step: Callable[[int, Tensor, Tensor], float]  # trains on a batch as step N; the loss in nats
+    train: Callable[[Passes], float]  # makes a step, and returns its loss in nats
+    set_rates: Callable[[int, int], None]  # for step N of so many
     losses: Callable[[Tensor, Tensor], Tensor]  # of each target, (B, T), without gradients
     parameters: int
 
@@ -72,15 +73,10 @@ def ours(task: Task) -> Side:
         decay_factor = schedule.decay_factor(number, steps)
         trainer.optimizers.schedule(lr, momentum, decay_factor)
 
-    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
-        if steps is not None:
-            set_rates(number, steps)
-        return trainer.step([(inputs, targets)])
-
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs, targets, "none")
 
-    return Side(step, losses, trainer.parameters)
+    return Side(trainer.step, set_rates, losses, trainer.parameters)
 
 
 def our_shape(task: Task, flags: Any) -> Any:
@@ -138,11 +134,6 @@ def upstream(task: Task) -> Side:
                 group["momentum"] = momentum
                 group["weight_decay"] = decay_factor * decay
 
-    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
-        if steps is not None:
-            set_rates(number, steps)
-        return trainer.step([(inputs, targets)])
-
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs, targets, loss_reduction="none")
 
@@ -150,11 +141,11 @@ def upstream(task: Task) -> Side:
         weights = copy.deepcopy(model.state_dict())
         moments = copy.deepcopy(trainer.optimizer.state_dict())
         rows = np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]
-        step(0, *inputs_and_targets(tokens_of(rows)))
+        trainer.step([inputs_and_targets(tokens_of(rows))])
         model.load_state_dict(weights)
         trainer.optimizer.load_state_dict(moments)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Side(step, losses, parameters)
+    return Side(trainer.step, set_rates, losses, parameters)
 
 
 def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
@@ -232,13 +223,19 @@ def main() -> None:
         order = np.random.default_rng(task["seed"]).permutation(len(train_rows))
         train_rows = train_rows[order]
     stream = batches(train_rows, size)
-    warmup = child.time_steps(side.step, itertools.islice(stream, task["warmup"]))
+
+    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
+        if task["steps"] is not None:
+            side.set_rates(number, task["steps"])
+        return side.train([(inputs, targets)])
+
+    warmup = child.time_steps(step, itertools.islice(stream, task["warmup"]))
     answer({"parameters": side.parameters, "losses": warmup["losses"]})
     for request in child.requests():
         if request == "held_out":
             answer(bits_per_byte(side, held_out_rows, token_bytes, size))
         else:
-            answer(child.time_steps(side.step, itertools.islice(stream, request)))
+            answer(child.time_steps(step, itertools.islice(stream, request)))
 
 
 if __name__ == "__main__":

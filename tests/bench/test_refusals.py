@@ -19,8 +19,6 @@ from bench.train import __main__ as train
 from nanochat.common import UserError
 from tests.bench.fakes import UPSTREAM, fake_upstream
 
-CODE = ("code",)  # texts of bench.multiplier that need no corpus
-
 
 @pytest.mark.parametrize(
     ("program", "flags", "words"),
@@ -33,7 +31,7 @@ CODE = ("code",)  # texts of bench.multiplier that need no corpus
         (gpu, {"rows": 0}, "--rows.*got 0"),
         (npu_ops, {"chip": "910A"}, "--chip"),
         (npu_ops, {"depth": 4}, "--depth"),
-        (serve, {"tokens": 1000}, "--tokens"),
+        (serve, {"rounds": 0}, "--rounds"),
         (soak, {"clients": 1}, "try --quick"),
         (tokenizer, {"corpus": Path("nowhere")}, "--corpus"),
         (corpus, {"folder": Path(), "russian": -1}, "--russian"),
@@ -41,15 +39,14 @@ CODE = ("code",)  # texts of bench.multiplier that need no corpus
         (multiplier, {"steps": (0,)}, "--steps.*got 0"),
         (multiplier, {"seeds": (1, 1)}, "--seeds.*got 1 1"),
         (multiplier, {"stretch": (1.0,)}, "--stretch"),
-        (multiplier, {"scales": ()}, "--scales.*none"),
-        (multiplier, {}, "--corpus DIR"),
-        (multiplier, {"texts": CODE}, "--baseline.*none"),
-        (multiplier, {"texts": CODE, "baseline": "theirs"}, "--baseline.*theirs"),
-        (multiplier, {"texts": CODE, "baseline": "ours"}, "--variants"),
-        (multiplier, {"texts": CODE, "variants": ("Hot=--matrix_lr=1",)}, "small letters"),
-        (multiplier, {"texts": CODE, "variants": ("hot=--depth=3",)}, "may have the flags"),
-        (multiplier, {"texts": CODE, "variants": ("hot",)}, "at least one flag"),
-        (multiplier, {"texts": CODE, "variants": ("hot=--checkout=x",)}, "a checkout of this"),
+        (multiplier, {"depths": ()}, "--depths.*none"),
+        (multiplier, {}, "--baseline.*none"),
+        (multiplier, {"baseline": "theirs"}, "--baseline.*theirs"),
+        (multiplier, {"baseline": "ours"}, "--variants"),
+        (multiplier, {"variants": ("Hot=--matrix_lr=1",)}, "small letters"),
+        (multiplier, {"variants": ("hot=--depth=3",)}, "may have the flags"),
+        (multiplier, {"variants": ("hot",)}, "at least one flag"),
+        (multiplier, {"variants": ("hot=--checkout=x",)}, "a checkout of this"),
     ],
 )
 def test_flags_that_cannot_be_measured_are_refused(
