@@ -132,8 +132,8 @@ class Trainer:
         targets = sum(targets.numel() for _, targets in passes) * self.compute.world_size
         return self.update(dataloader.Step(0, targets, passes))
 
-    def update(self, data: dataloader.Step) -> float:
-        """Make one update with the passes of a loader, and return the mean loss of its targets.
+    def update(self, data: Any) -> float:
+        """Make one update with a dataloader.Step or its like; return the mean loss of its targets.
 
         A step that is skipped would measure nothing: RuntimeError.
         """

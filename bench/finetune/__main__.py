@@ -11,6 +11,7 @@ to repay it; transformers' Trainer does not compile unless it is asked to.
 """
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -32,6 +33,8 @@ from nanochat.common import log, run
 from nanochat.models.qwen.config import QwenConfig
 
 RANK = 8
+BATCH = (4, 512)  # rows of a step, and tokens of a row
+QUICK_BATCH = (2, 256)
 SHAPES = {
     "qwen3": replace(QWEN3, n_hidden=1536),
     "qwen3.5": replace(
@@ -64,33 +67,20 @@ class Config:
     """timed steps of each side; more steps give steadier medians"""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The rows of a step."""
-
-    rows: int = 4
-    tokens: int = 512  # of a row
-
-    @property
-    def size(self) -> int:
-        """The tokens of a step."""
-        return self.rows * self.tokens
-
-
-QUICK = Batch(rows=2, tokens=256)
-
-
 def measure(
-    shape: QwenConfig, rank: int, dtype: str, batch: Batch, cfg: Config
+    shape: QwenConfig, rank: int, dtype: str, batch: tuple[int, int], cfg: Config
 ) -> dict[str, Steps]:
-    """Let the sides take turns of one step; the first step of each is not timed."""
+    """Let the sides take turns of one step; the first step of each is not timed.
+
+    `batch` is the rows of a step, and the tokens of a row.
+    """
     task = {
         "shape": asdict(shape),
         "published": published(shape),
         "rank": rank,
         "dtype": dtype,
         "compile": not cfg.quick,
-        **asdict(batch),
+        "batch": batch,
     }
     with contextlib.ExitStack() as stack:
         processes = {}
@@ -122,10 +112,11 @@ def main(cfg: Config) -> None:
     if cfg.against:
         check_installed("transformers", "transformers", "peft")
     dtype = own_dtype()
-    batch = Batch()
+    batch = BATCH
     if cfg.quick:
         cfg = replace(cfg, steps=2)
-        batch = QUICK
+        batch = QUICK_BATCH
+    step_tokens = math.prod(batch)
     result: dict[str, Any] = {"dtype": dtype, "quick": cfg.quick}
     rows = []
     for family, shape in SHAPES.items():
@@ -133,10 +124,10 @@ def main(cfg: Config) -> None:
             shape = replace(shape, **SMALL)
         for mode, rank in (("lora", RANK), ("full", 0)):
             results = measure(shape, rank, dtype, batch, cfg)
-            result[f"{family} {mode}"] = figures(results, batch.size)
+            result[f"{family} {mode}"] = figures(results, step_tokens)
             for name, steps in results.items():
-                rows.append([f"{family} {mode}", name, *steps.cells(batch.size)])
-    log(f"{batch.rows} rows of {batch.tokens} tokens, {dtype}, median of {cfg.steps} steps")
+                rows.append([f"{family} {mode}", name, *steps.cells(step_tokens)])
+    log(f"{step_tokens:,} tokens a step, {dtype}, median of {cfg.steps} steps")
     tables.show(("", "side", *STEP_TITLES), rows)
     tables.finish("finetune", result)
 

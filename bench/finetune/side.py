@@ -41,8 +41,7 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     model.train()
 
     def one_pass(module: torch.nn.Module) -> Tensor:
-        size = (task["rows"], task["tokens"])
-        zeros = torch.zeros(size, dtype=torch.long)
+        zeros = torch.zeros(task["batch"], dtype=torch.long)
         context = Packed(zeros)
         loss: Tensor = module(zeros, zeros, reduction="sum", context=context)
         return loss
@@ -55,7 +54,7 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
         return trainer.update(data)
 
     if task["compile"]:
-        trainer.compile(task["rows"], task["tokens"], one_pass=one_pass)
+        trainer.compile(*task["batch"], one_pass=one_pass)
     return step, trainer.parameters
 
 
@@ -106,8 +105,9 @@ def main() -> None:
     torch.manual_seed(42)
     make = {"ours": ours, "transformers": transformers}[task["side"]]
     step, parameters = make(task)
-    size = (task["shape"]["vocab_size"], 1, task["rows"], task["tokens"])
-    batches = (random_passes(*size, seed)[0] for seed in count())
+    vocab_size = task["shape"]["vocab_size"]
+    rows, tokens = task["batch"]
+    batches = (random_passes(vocab_size, 1, rows, tokens, seed)[0] for seed in count())
     warmup = child.time_steps(step, islice(batches, 1))
     answer({"parameters": parameters, "losses": warmup["losses"]})
     for steps in child.requests():
