@@ -52,12 +52,17 @@ def time_steps(step: Callable[..., float], batches: Iterable[Any]) -> dict[str, 
 
 def peak_bytes() -> int:
     """Return the peak memory of this process."""
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage counts the memory of the parent that started this process too
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return 1024 * int(line.split()[1])
+    if sys.platform == "linux":  # getrusage counts the memory of the parent process there too
+        return memory_of(os.getpid(), "VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def memory_of(pid: int, field: str) -> int:
+    """Return a field of a Linux process's status in bytes: VmRSS, or VmHWM for its peak."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith(f"{field}:"))
+    return 1024 * int(line.split()[1])
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:

@@ -180,14 +180,18 @@ def train_in_turns(sides: Mapping[Key, Side], request: Any, rounds: int) -> dict
     return results
 
 
+def refuse(message: str) -> UserError:
+    """Return the error of a mistake on the command line."""
+    return UserError(message, exit_code=2)
+
+
 def check_checkout(flag: str, folder: Path) -> None:
     """Raise UserError (code 2) where the folder of a flag is no checkout of 2026."""
     model = folder / "nanochat/gpt.py"
     if not model.is_file() or "def setup_optimizer(" not in model.read_text(encoding="utf-8"):
-        raise UserError(
+        raise refuse(
             f"{flag} must name a checkout of karpathy/nanochat of 2026, got {folder}, which has no "
-            "nanochat/gpt.py with a setup_optimizer. Give the folder that holds its README.",
-            exit_code=2,
+            "nanochat/gpt.py with a setup_optimizer. Give the folder that holds its README."
         )
 
 
@@ -196,23 +200,20 @@ def check_installed(peer: str, *packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             command = f"{sys.executable} -m pip install {package}"
-            raise UserError(f"{peer} needs {package}: run `{command}`", exit_code=2)
+            raise refuse(f"{peer} needs {package}: run `{command}`")
 
 
 def check_at_least(least: int, **flags: float) -> None:
     """Raise UserError (code 2) for the first flag whose value is below `least`."""
     for name, value in flags.items():
         if value < least:
-            raise UserError(f"--{name} must be at least {least}, got {value}", exit_code=2)
+            raise refuse(f"--{name} must be at least {least}, got {value}")
 
 
-def check_peers(quick: bool, against: Sequence[str] = (), upstream: Path | None = None) -> None:
+def check_peers(quick: bool, peers: Sequence[str] = (), upstream: Path | None = None) -> None:
     """Raise UserError (code 2) for --quick beside peers, and where --upstream is no checkout."""
-    if quick and (against or upstream):
-        raise UserError(
-            "--quick measures ours alone: leave out --quick, or --against and --upstream",
-            exit_code=2,
-        )
+    if quick and (peers or upstream):
+        raise refuse("--quick measures ours alone: leave it out, or what to measure beside ours")
     if upstream is not None:
         check_checkout("--upstream", upstream)
 

@@ -32,16 +32,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from bench import tables
 from bench.multiplier import corpus
 from bench.multiplier.curves import Interval, multiplier
 from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs
-from bench.processes import check_checkout
+from bench.processes import check_peers, refuse
 from bench.text import Text, make_rows, standard_library
 from bench.train.variants import Plan, Variant
 from nanochat import device
-from nanochat.common import UserError, base_dir, log, run
+from nanochat.common import base_dir, log, run
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 
@@ -84,9 +85,8 @@ class Config:
     works"""
     upstream: Path | None = None
     """folder of a checkout of karpathy/nanochat, which is then the baseline"""
-    baseline: str | None = None
-    """what the others are compared with: upstream, ours, or a name from --variants; default:
-    upstream if it is given"""
+    baseline: Literal["upstream", "ours"] = "upstream"
+    """what the others are compared with"""
     variants: tuple[str, ...] = ()
     """changes of ours to measure beside it, each as NAME=FLAGS: flags of base_train for rates,
     schedule and bigrams, separated by spaces, and --checkout=DIR for the code of another checkout
@@ -116,20 +116,9 @@ class Config:
         return sorted(stretched | set(self.steps))
 
 
-def refuse(message: str) -> UserError:
-    """Return the error of a mistake on the command line."""
-    return UserError(message, exit_code=2)
-
-
 def check(cfg: Config) -> None:
     """Raise UserError for flags that cannot be measured."""
-    if cfg.quick and (cfg.upstream or cfg.baseline or cfg.variants):
-        raise refuse(
-            "--quick compares ours with AdamW alone; leave out --quick, or --upstream, --baseline, "
-            "--variants"
-        )
-    if cfg.upstream is not None:
-        check_checkout("--upstream", cfg.upstream)
+    check_peers(cfg.quick, cfg.variants, cfg.upstream)
     for flag in ("depths", "steps", "seeds", "stretch", "megabytes"):
         values = getattr(cfg, flag)
         if not values or min(values) <= 0 or len(set(values)) < len(values):
@@ -171,27 +160,20 @@ def entry(words: str, ours: Variant) -> Entry:
 
 def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
     """Return the baseline, and what is compared with it. `compiled`: whether upstream is."""
+    own = Entry("ours", ours)
     if cfg.quick:
-        adamw = replace(ours, flags=("--matrix_optimizer=adamw",))
-        return Entry("adamw", adamw), [Entry("ours", ours)]
+        return Entry("adamw", replace(ours, flags=("--matrix_optimizer=adamw",))), [own]
     changes = [entry(words, ours) for words in cfg.variants]
-    compared = [Entry("ours", ours), *changes]
-    if cfg.upstream is not None:
-        compared.append(Entry("upstream", replace(ours, side="upstream", compiled=compiled)))
-    by_name = {other.name: other for other in compared}
-    if len(by_name) < len(compared):
+    if len({change.name for change in changes}) < len(changes):
         raise refuse("--variants must have different names")
-    name = cfg.baseline or ("upstream" if cfg.upstream else "none")
-    baseline = by_name.pop(name, None)
-    if baseline is None:
-        raise refuse(
-            f"--baseline must be one of {', '.join(by_name)}, got {name}; upstream needs "
-            "--upstream DIR"
-        )
-    by_name.pop("upstream", None)
-    if not by_name:
-        raise refuse(f"nothing is compared with the baseline {name}; give --variants NAME=FLAGS")
-    return baseline, list(by_name.values())
+    if cfg.baseline == "ours":
+        if not changes:
+            raise refuse("nothing is compared with --baseline ours; give --variants NAME=FLAGS")
+        return own, changes
+    if cfg.upstream is None:
+        raise refuse("there is no baseline; give --upstream DIR, or --baseline ours")
+    upstream = replace(ours, side="upstream", compiled=compiled)
+    return Entry("upstream", upstream), [own, *changes]
 
 
 def documents(folder: Path, megabytes: Sequence[float]) -> Text:

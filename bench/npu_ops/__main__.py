@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import tables
-from bench.processes import ROOT, Side, check_at_least, check_checkout, environment
-from nanochat.common import UserError, log, run
+from bench.processes import ROOT, Side, check_at_least, check_checkout, environment, refuse
+from nanochat.common import log, run
 
 PHASES = ("forward", "backward", "optimizer")
 MODEL = ("forward", "backward")
@@ -169,7 +169,7 @@ def per_layer(fused: Counts, shallow: Counts, depth: int) -> dict[str, float]:
 def main(cfg: Config) -> None:
     """Count both sides and print the figures."""
     if cfg.chip not in CHIPS:
-        raise UserError(f"--chip must be {' or '.join(CHIPS)}, got {cfg.chip!r}", exit_code=2)
+        raise refuse(f"--chip must be {' or '.join(CHIPS)}, got {cfg.chip!r}")
     check_at_least(SHALLOWER + 1, depth=cfg.depth)
     for folder in cfg.against:
         check_checkout("--against", folder)

@@ -22,7 +22,6 @@ from bench import tables
 from bench.processes import ROOT, Side, side
 from bench.training import D4
 from nanochat.common import run
-from nanochat.gpt import GPTConfig
 
 STEP_TOKENS = 16384  # over all ranks
 BIGRAM_ROWS = 131_072  # of the table of pairs, as base_train has them
@@ -46,8 +45,7 @@ class Group:
 
     ranks: int
     mode: str  # of sharding, or APART
-    shape: GPTConfig
-    compile: bool | None = None
+    compile: bool | None  # None: where base_train compiles
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def ranks_of(group: Group) -> Iterator[list[Side]]:
         processes = []
         for number in range(group.ranks):
             task: dict[str, Any] = {
-                "shape": asdict(group.shape),
+                "shape": asdict(replace(D4, bigram_rows=BIGRAM_ROWS)),
                 "compile": group.compile,
                 "mode": group.mode,
                 "tokens": STEP_TOKENS // group.ranks,
@@ -116,11 +114,9 @@ def measure(groups: Sequence[Group], rounds: int) -> list[Seconds]:
 def main(cfg: Config) -> None:
     """Measure and print."""
     modes = ("grad",) if cfg.quick else MODES
-    compile_step = False if cfg.quick else None  # None: where base_train compiles
-    shape = replace(D4, bigram_rows=BIGRAM_ROWS)
-    single_group = Group(1, "none", shape, compile_step)
-    pairs = {mode: Group(2, mode, shape, compile_step) for mode in (APART, *modes)}
-    groups = [single_group, *pairs.values()]
+    pairs = (APART, *modes)
+    compile_step = False if cfg.quick else None
+    groups = [Group(1, "none", compile_step), *(Group(2, mode, compile_step) for mode in pairs)]
     single, *others = measure(groups, 3 if cfg.quick else ROUNDS)
     rows = [["one rank", f"{single.wall:.3f}", f"{single.cpu:.3f}", "", ""]]
     speeds = {}

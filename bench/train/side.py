@@ -37,7 +37,7 @@ class Side:
 def ours(task: Task) -> Side:
     """Return this repository's training step, with the calls that base_train makes.
 
-    If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run
+    If the task has a horizon, rates, momentum and decay follow base_train's rules for a run
     of that length, with the flags of the task.
     """
     from bench.training import Trainer, random_model
@@ -49,7 +49,7 @@ def ours(task: Task) -> Side:
     compute = device.compute_init("cpu")
     flags = parse(Config, task["flags"])
     shape = our_shape(task, flags)
-    steps = task["steps"]
+    steps = task["horizon"]
     model = random_model(shape, compute, seed_of(task))
     compute.platform.use_matmul(model, flags.shape.matmul, compute.operations)
     if steps is None:
@@ -106,14 +106,14 @@ def seed_of(task: Task) -> int:
 def upstream(task: Task) -> Side:
     """Return karpathy/nanochat's training step, with the calls that its base_train makes.
 
-    If the task has a number of steps, the run follows upstream's schedules and weight decay. Its
+    If the task has a horizon, the run follows upstream's schedules and weight decay. Its
     learning rates are multiplied by `scale` instead of by upstream's own factor for the batch,
     which is 0.088 at 4,096 tokens: far too low.
     """
     from bench.upstream import RATES, Upstream
 
     shape = task["shape"]
-    steps = task["steps"]
+    steps = task["horizon"]
     decay = SHORT_DECAY
     if steps is not None:
         batch_tokens = task["rows_per_step"] * shape["sequence_len"]
@@ -225,8 +225,8 @@ def main() -> None:
     stream = batches(train_rows, size)
 
     def step(number: int, inputs: Tensor, targets: Tensor) -> float:
-        if task["steps"] is not None:
-            side.set_rates(number, task["steps"])
+        if task["horizon"] is not None:
+            side.set_rates(number, task["horizon"])
         return side.train([(inputs, targets)])
 
     warmup = child.time_steps(step, itertools.islice(stream, task["warmup"]))
