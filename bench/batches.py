@@ -1,4 +1,4 @@
-"""Tokens to train on. A process of another checkout imports this file too, so it needs torch alone."""
+"""Tokens to train on. It needs torch alone: processes of other checkouts import it too."""
 
 import torch
 from torch import Tensor

@@ -104,7 +104,7 @@ class Config:
     seeds: tuple[int, ...] = (1, 2, 3)
     """seeds of weights and row order; the interval needs at least three"""
     scale: float | None = None
-    """factor on upstream's learning rates; default: 2 in runs of up to 400 steps, 1 in longer ones"""
+    """factor on upstream's learning rates; default: 2 in runs of up to 400 steps, otherwise 1"""
     megabytes: tuple[float, ...] = (5.0,)
     """MB of English and of Chinese in the text documents, or one number for both; longer runs need
     more"""

@@ -49,11 +49,11 @@ def improving(points: Sequence[Point]) -> list[Point]:
 
 
 def cost_to_reach(points: Sequence[Point], goal: float) -> tuple[float, bool] | None:
-    """Return what the baseline spends to reach `goal` bits per byte, and whether it is extrapolated.
+    """Return what the baseline spends to reach `goal` bits per byte, and whether that is a guess.
 
     The curve is piecewise linear between the logarithms of cost and loss, in which power laws are
-    straight lines. Beyond either end of the curve, its nearest segment is continued. None if the
-    curve has no slope.
+    straight lines. Beyond either end of the curve, its nearest segment is continued: a guess. None
+    if the curve has no slope.
     """
     curve = improving(points)
     if len(curve) < 2:
