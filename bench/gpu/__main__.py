@@ -47,7 +47,7 @@ class Config:
     compile: bool = True
     """compile the models of both sides with torch.compile"""
     fp8: bool = False
-    """train both sides in FP8: ours as with base_train --matmul=fp8, upstream's as with its --fp8"""
+    """train both sides in FP8: ours by base_train --matmul=fp8, upstream's by its --fp8"""
     device_type: str = "cuda"
     """cuda or npu; cpu only tries this benchmark out, since bench.train is the one for CPUs"""
 
