@@ -15,5 +15,5 @@ gpu          pretraining on one accelerator
 
 Every side runs in a process of its own: processes.py starts it, and child.py is its other end.
 training.py makes the model that our side of several programs trains, updates.py makes its updates,
-text.py makes its rows, and tables.py prints what was measured.
+text.py makes its rows, batches.py random ones, and tables.py prints what was measured.
 """

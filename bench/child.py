@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def task() -> dict[str, Any]:
@@ -50,16 +52,26 @@ def time_steps(step: Callable[..., float], batches: Iterable[Any]) -> dict[str, 
 
 def peak_bytes() -> int:
     """Return the peak memory of this process."""
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage counts the memory of the parent that started this process too
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return 1024 * int(line.split()[1])
+    if sys.platform == "linux":  # getrusage counts the memory of the parent process there too
+        return memory_of(os.getpid(), "VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Return the CPU seconds of this process that some work takes, over all of its threads."""
+def memory_of(pid: int, field: str) -> int:
+    """Return a field of a Linux process's status in bytes: VmRSS, or VmHWM for its peak."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith(f"{field}:"))
+    return 1024 * int(line.split()[1])
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of some work, and the CPU seconds that it takes over all threads."""
     start = time.process_time()
-    work()
-    return time.process_time() - start
+    result = work()
+    return result, time.process_time() - start
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Return the CPU seconds that some work takes over all threads of this process."""
+    return timed(work)[1]

@@ -19,7 +19,6 @@ from nanochat.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST_LINES = 5  # of a failed process, which its error quotes
-CHECKOUT_PARTS = ("nanochat/gpt.py", "nanochat/optim.py")  # what every checkout of 2026 has
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -29,6 +28,7 @@ ONE_THREAD = {
     "NANOCHAT_DEVICE": "cpu",
 }
 
+STEP_TITLES = ("CPU s/step", "tokens/CPU s", "peak GB", "parameters", "first loss", "last")
 Key = TypeVar("Key")  # what a benchmark calls its sides
 
 
@@ -153,6 +153,17 @@ class Steps:
         """Return the tokens per CPU second of the median step, which trains on so many tokens."""
         return tokens / self.step_seconds
 
+    def cells(self, tokens: int) -> list[str]:
+        """Return the figures for a table; a step trains on so many tokens."""
+        return [
+            f"{self.step_seconds:.3f}",
+            f"{self.speed(tokens):,.0f}",
+            f"{self.peak_bytes / 1e9:.2f}",
+            f"{self.parameters:,}",
+            f"{self.losses[0]:.3f}",
+            f"{self.losses[-1]:.3f}",
+        ]
+
 
 def train_in_turns(sides: Mapping[Key, Side], request: Any, rounds: int) -> dict[Key, Steps]:
     """Let sides that train take turns.
@@ -169,26 +180,18 @@ def train_in_turns(sides: Mapping[Key, Side], request: Any, rounds: int) -> dict
     return results
 
 
+def refuse(message: str) -> UserError:
+    """Return the error of a mistake on the command line."""
+    return UserError(message, exit_code=2)
+
+
 def check_checkout(flag: str, folder: Path) -> None:
     """Raise UserError (code 2) where the folder of a flag is no checkout of 2026."""
-    if not folder.is_dir():
-        raise UserError(
-            f"{flag} must name a folder with a checkout of karpathy/nanochat, got {folder}, which "
-            "is no folder. Clone the repository, and give the folder of the clone.",
-            exit_code=2,
-        )
-    missing = [name for name in CHECKOUT_PARTS if not (folder / name).is_file()]
-    if missing:
-        raise UserError(
+    model = folder / "nanochat/gpt.py"
+    if not model.is_file() or "def setup_optimizer(" not in model.read_text(encoding="utf-8"):
+        raise refuse(
             f"{flag} must name a checkout of karpathy/nanochat of 2026, got {folder}, which has no "
-            f"{' and no '.join(missing)}. Give the folder that holds its README.",
-            exit_code=2,
-        )
-    if "def setup_optimizer(" not in (folder / "nanochat/gpt.py").read_text(encoding="utf-8"):
-        raise UserError(
-            f"{flag}: the GPT of {folder} has no setup_optimizer; give a checkout of 2026, such as "
-            "the newest",
-            exit_code=2,
+            "nanochat/gpt.py with a setup_optimizer. Give the folder that holds its README."
         )
 
 
@@ -197,23 +200,20 @@ def check_installed(peer: str, *packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             command = f"{sys.executable} -m pip install {package}"
-            raise UserError(f"{peer} needs {package}: run `{command}`", exit_code=2)
+            raise refuse(f"{peer} needs {package}: run `{command}`")
 
 
 def check_at_least(least: int, **flags: float) -> None:
     """Raise UserError (code 2) for the first flag whose value is below `least`."""
     for name, value in flags.items():
         if value < least:
-            raise UserError(f"--{name} must be at least {least}, got {value}", exit_code=2)
+            raise refuse(f"--{name} must be at least {least}, got {value}")
 
 
-def check_peers(quick: bool, against: Sequence[str] = (), upstream: Path | None = None) -> None:
+def check_peers(quick: bool, peers: Sequence[str] = (), upstream: Path | None = None) -> None:
     """Raise UserError (code 2) for --quick beside peers, and where --upstream is no checkout."""
-    if quick and (against or upstream):
-        raise UserError(
-            "--quick measures ours alone: leave out --quick, or --against and --upstream",
-            exit_code=2,
-        )
+    if quick and (peers or upstream):
+        raise refuse("--quick measures ours alone: leave it out, or what to measure beside ours")
     if upstream is not None:
         check_checkout("--upstream", upstream)
 

@@ -4,13 +4,12 @@ The other modules of `bench` build no GPT and no optimizers of their own, so tha
 changes this file.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
+from bench.batches import Passes
 from bench.updates import update
 from nanochat import dataloader
 from nanochat.checkpoint_manager.families import on_meta
@@ -25,7 +24,6 @@ from nanochat.tokenizer import DEFAULT_PATTERN, PATTERNS, ROLES, Tokenizer
 from nanochat.train.compile import OnePass, compiled
 
 DEFAULT_RATES = Rates()
-Passes = Sequence[tuple[Tensor, Tensor]]  # inputs and targets of each pass, int64 (B, T) each
 
 # The model that several benchmarks train: 4 layers, 256 channels. A step is 4,096 tokens.
 D4 = GPTConfig(
@@ -36,6 +34,19 @@ D4 = GPTConfig(
     n_kv_head=4,
     n_embd=256,
     window_pattern="L",
+)
+
+# A small model in the shape of Qwen3.
+QWEN3 = QwenConfig(
+    sequence_len=2048,
+    vocab_size=32_768,
+    n_layer=8,
+    n_embd=512,
+    n_hidden=1024,
+    tied=1,
+    n_head=8,
+    n_kv_head=4,
+    head_dim=64,
 )
 
 
@@ -119,10 +130,10 @@ class Trainer:
     def step(self, passes: Passes) -> float:
         """Make one update and return the mean loss of its targets in nats."""
         targets = sum(targets.numel() for _, targets in passes) * self.compute.world_size
-        return self.update(dataloader.Step(0, targets, list(passes)))
+        return self.update(dataloader.Step(0, targets, passes))
 
-    def update(self, data: dataloader.Step) -> float:
-        """Make one update with the passes of a loader, and return the mean loss of its targets.
+    def update(self, data: Any) -> float:
+        """Make one update with a dataloader.Step or its like; return the mean loss of its targets.
 
         A step that is skipped would measure nothing: RuntimeError.
         """
@@ -139,18 +150,3 @@ class Trainer:
                 f"a step was skipped: loss {outcome.loss}, gradient norm {outcome.grad_norm}"
             )
         return outcome.loss
-
-
-def random_passes(
-    vocab_size: int, passes: int, rows: int, tokens: int, seed: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Return passes of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    size = (passes, rows, tokens + 1)
-    cells = torch.randint(0, vocab_size, size, generator=generator)
-    return [inputs_and_targets(row_cells) for row_cells in cells]
-
-
-def inputs_and_targets(cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows of int64 (B, T + 1) into inputs and targets, (B, T) each."""
-    return cells[:, :-1].contiguous(), cells[:, 1:].contiguous()

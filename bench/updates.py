@@ -32,8 +32,8 @@ def update(
 ) -> Outcome:
     """Run forward, backward and one optimizer step over the micro-batches of a step.
 
-    `loss` returns the sums of a pass: that of its loss, and those of the figures it names. By default
-    it sums the loss of the model, without figures.
+    `loss` returns the sums of a pass: that of its loss, and those of the figures it names. By
+    default it sums the loss of the model, without figures.
     """
     figures = getattr(loss, "figures", ())
     loss = loss or summed_loss

@@ -7,8 +7,7 @@ python -m bench.data.checkpoint --folder /mnt/disk     # measures this disk, not
 How: raw writes and saves take turns, because the speed of a disk varies, and both sync their files.
 A raw write replaces its previous file only when the new one is complete, as a save does, because
 blocks written a moment ago are faster to overwrite. Ours is the save of a training stage: hashed,
-described, and renamed at the end. It is also measured for how long training stands still while such
-a save is written beside it.
+described, and renamed at the end.
 """
 
 import os
@@ -25,12 +24,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bench import tables
-from bench.training import Trainer, byte_tokenizer, random_model, random_passes
+from bench.training import Trainer, byte_tokenizer, random_model
 from nanochat import device
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager import save as saving
 from nanochat.checkpoint_manager.locate import make_meta
-from nanochat.checkpoint_manager.parts.background import Saver
 from nanochat.common import base_dir, log, run
 from nanochat.gpt import GPTConfig
 
@@ -38,7 +36,6 @@ BLOCK = 1 << 24  # bytes per raw write
 # Parameters and optimizer state have 0.4 and 2.0 GB; the largest tensors are 16 and 67 MB.
 QUICK = GPTConfig(128, 8192, n_layer=8, n_head=4, n_kv_head=4, n_embd=512)
 LARGE = GPTConfig(128, 16384, n_layer=10, n_head=8, n_kv_head=8, n_embd=1024)
-SAVES = 4  # beside training; the first, which takes the memory for the copies, does not count
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ class Stage:
     def __init__(self, shape: GPTConfig):
         compute = device.compute_init("cpu")
         self.trainer = Trainer(random_model(shape, compute), compute)
-        self.passes = random_passes(shape.vocab_size, 1, 2, shape.sequence_len, seed=0)
         self.tokenizer = byte_tokenizer(1024)
         self.meta = make_meta("base", shape, {}, 10, {})
         for state, _, _ in self.trainer.optimizers.state().values():
@@ -88,22 +84,6 @@ class Stage:
             folder, 1, trainer.model, trainer.optimizers, self.tokenizer, self.meta, trainer.compute
         )
         return folder / "step_000001"
-
-    def standstill(self, folder: Path) -> float:
-        """Train beside saves; return the median share of a save for which training stood still."""
-        trainer = self.trainer
-        shares = []
-        with Saver(trainer.compute, keep=1, files="one") as saver:
-            trainer.optimizers.before_step = saver.settle
-            for number in range(SAVES):
-                saver.save(
-                    folder, number, trainer.model, trainer.optimizers, self.tokenizer, self.meta
-                )
-                trainer.step(self.passes)
-                while saver.busy:
-                    trainer.step(self.passes)
-                shares.append(saver.waited / saver.took)
-        return median(shares[1:])
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -135,7 +115,6 @@ def main(cfg: Config) -> None:
         step = folder / "run" / "step_000001"
         load = seconds_of(lambda: load_file(step / "model.safetensors"))
         check = seconds_of(lambda: step_files.verify(step))
-        standstill = stage.standstill(folder / "beside")
     log(f"MB/s of {len(speeds['ours'])} rounds, including the sync")
     rows = []
     for writer, values in speeds.items():
@@ -144,14 +123,12 @@ def main(cfg: Config) -> None:
     tables.show(("", "median", "best", "worst"), rows)
     pairs = zip(speeds["ours"], speeds["raw"], strict=True)
     share = median(ours / raw for ours, raw in pairs)
-    log(f"ours / raw: {share:.2f}; training stands still for {standstill:.1%} of a save")
-    log(f"load: {load:.3f} s, checking the hash {check:.2f} s")
+    log(f"ours / raw: {share:.2f}; load: {load:.3f} s, checking the hash {check:.2f} s")
     result = {
         "ours_of_raw": share,
         "raw_mb_s": median(speeds["raw"]) / 1e6,
         "ours_mb_s": median(speeds["ours"]) / 1e6,
         "load_seconds": load,
-        "standstill_share": standstill,
     }
     tables.finish("checkpoint", result)
 

@@ -1,36 +1,36 @@
-"""Measures questions with choices, as C-Eval and MMLU ask them, beside lm-evaluation-harness.
+"""Measures how fast questions with choices are scored, as C-Eval and MMLU ask them.
 
-python -m bench.data.evaluation --quick                 # ours alone, within 50 seconds
-python -m bench.data.evaluation --against lm-eval
+python -m bench.data.evaluation --quick                 # few questions, within 50 seconds
+python -m bench.data.evaluation
 
 How: one model of 36 million parameters with random weights, fabricated questions with the lengths
-of published ones, one thread each. The sides take turns, and the median round counts, in CPU
-seconds.
+of published ones, one thread. The median round counts, in CPU seconds. dev/LOG.md has the same
+beside lm-evaluation-harness and upstream's code.
 """
 
-import contextlib
+import builtins
+import keyword
+import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
 
-from bench import tables
-from bench.processes import (
-    check_at_least,
-    check_installed,
-    check_peers,
-    own_dtype,
-    side,
-    take_turns,
-)
+import torch
+
+from bench import child, tables
 from bench.serve import model
+from nanochat import device
+from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import log, run
+from nanochat.data.conversation import Cloze
+from nanochat.evals.choices import evaluate_choices
 
-QUICK_PROBLEMS = 6
-
-Answers = Mapping[str, list[dict[str, Any]]]  # of each side, with the seconds of each round
+# Names from Python's standard library, which the model's vocabulary was trained on.
+WORDS = sorted({*keyword.kwlist, *(name for name in dir(builtins) if name.islower())})
+SHOTS = 5  # as C-Eval, CMMLU and MMLU show
+INTRO = "The following are multiple choice questions.\n\n"
 
 
 @dataclass(frozen=True)
@@ -38,62 +38,64 @@ class Config:
     """Print the speed of an evaluation as a table, and one JSON object on the last line."""
 
     quick: bool = False
-    """few problems, one round and ours alone, so that it ends within 50 seconds"""
-    against: tuple[Literal["lm-eval"], ...] = ()
-    """what to measure beside ours: lm-eval, the harness's hf backend"""
-    problems: int = 32
-    """number of questions"""
-    rounds: int = 3
-    """turns of each side"""
+    """6 instead of 32 questions, and one round instead of three"""
 
 
-def measure(sides: Sequence[str], task: Mapping[str, Any], rounds: int) -> Answers:
-    """Let the sides take turns."""
-    with contextlib.ExitStack() as stack:
-        processes = {}
-        for name in sides:
-            process = side(name, "bench.data.evaluation_side", {**task, "side": name})
-            processes[name] = stack.enter_context(process)
-        for process in processes.values():
-            process.answer()  # the model is loaded
-        return take_turns(processes, "evaluate", rounds)
+@dataclass(frozen=True)
+class Choices:
+    """Questions with four choices and five examples each, about 300 tokens: a ClozeTask."""
+
+    questions: Sequence[Cloze]
+    name: str = "multiple choice"
+    shots: int = SHOTS
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def cloze(self, i: int) -> Cloze:
+        """Return question i."""
+        return self.questions[i]
 
 
-def figures(answers: Answers) -> dict[str, Any]:
-    """Return the CPU seconds of every side, and how many times as fast ours is."""
-    seconds = {
-        name: median(answer["seconds"] for answer in side_answers)
-        for name, side_answers in answers.items()
-    }
-    summary: dict[str, Any] = {"cpu_seconds": seconds}
-    for peer in seconds:
-        if peer != "ours":
-            summary["times_as_fast"] = seconds[peer] / seconds["ours"]
-    return summary
+def words(draw: random.Random, low: int, high: int) -> str:
+    """Return some random words."""
+    return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+
+def choice_task(problems: int) -> Choices:
+    """Return so many fabricated questions, with lengths as the published ones have."""
+    draw = random.Random(2)
+    examples = tuple(
+        f"Question: {words(draw, 15, 30)}?\nAnswer: {words(draw, 2, 6)}\n\n" for _ in range(SHOTS)
+    )
+    questions = []
+    for _ in range(problems):
+        question = f"Question: {words(draw, 15, 30)}?\nAnswer:"
+        answers = tuple(words(draw, 2, 6) for _ in range(4))
+        questions.append(Cloze(INTRO, examples, question, answers, draw.randrange(4)))
+    return Choices(questions)
 
 
 def main(cfg: Config) -> None:
     """Measure and print."""
-    check_at_least(1, rounds=cfg.rounds)
-    check_at_least(2, problems=cfg.problems)
-    check_peers(cfg.quick, cfg.against)
-    if cfg.against:
-        check_installed("lm-eval", "lm_eval", "transformers")
-    dtype = own_dtype()
-    problems = QUICK_PROBLEMS if cfg.quick else cfg.problems
-    rounds = 1 if cfg.quick else cfg.rounds
-    sides = ["ours", *cfg.against]
+    torch.set_num_threads(1)
+    problems, rounds = (6, 1) if cfg.quick else (32, 3)
+    compute = device.compute_init("cpu")
     with tempfile.TemporaryDirectory() as folder:
         files = model.make(Path(folder))
-        task = {"model": str(files.folder), "problems": problems, "dtype": dtype}
-        answers = measure(sides, task, rounds)
-    summary = figures(answers)
+        loaded = load_published(files.folder, None, compute)
+    compute.operations.serve(loaded.model)
+    questions = choice_task(problems)
+    tokens = compute.platform.evaluation_rows * loaded.model.config.sequence_len
+
+    def evaluate() -> None:
+        evaluate_choices(questions, loaded.model, loaded.tokenizer, compute, tokens)
+
+    seconds = median(child.seconds_of(evaluate) for _ in range(rounds))
+    dtype = str(compute.dtype).removeprefix("torch.")
     log(f"{files.parameters:,} parameters, {dtype}, {problems} questions, median of {rounds}")
-    rows = [(name, f"{seconds:.2f}") for name, seconds in summary["cpu_seconds"].items()]
-    tables.show(("", "CPU s"), rows)
-    if cfg.against:
-        log(f"{summary['times_as_fast']:.2f} times as fast")
-    tables.finish("evaluation", {"dtype": dtype, "problems": problems, **summary})
+    tables.show(("", "CPU s"), [("ours", f"{seconds:.2f}")])
+    tables.finish("evaluation", {"dtype": dtype, "problems": problems, "cpu_seconds": seconds})
 
 
 if __name__ == "__main__":

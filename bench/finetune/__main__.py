@@ -6,16 +6,19 @@ python -m bench.finetune --against transformers       # minutes; needs transform
 What is compared: a step of an adapter and a step of the whole model, in small Qwen3 and Qwen3.5
 shapes with random weights, on random tokens. How: every side is a process of its own; the two sides
 of a row take turns, one step each, so that a busy machine slows them equally. The median step
-counts, in CPU seconds.
+counts, in CPU seconds. Our step is compiled, as scripts.finetune does where the run is long enough
+to repay it; transformers' Trainer does not compile unless it is asked to.
 """
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from bench import tables
 from bench.processes import (
+    STEP_TITLES,
     Steps,
     check_at_least,
     check_installed,
@@ -24,26 +27,19 @@ from bench.processes import (
     side,
     train_in_turns,
 )
+from bench.training import QWEN3
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import log, run
 from nanochat.models.qwen.config import QwenConfig
 
 RANK = 8
-QWEN3 = QwenConfig(
-    sequence_len=2048,
-    vocab_size=32_768,
-    n_layer=8,
-    n_embd=512,
-    n_hidden=1536,
-    tied=1,
-    n_head=8,
-    n_kv_head=4,
-    head_dim=64,
-)
+BATCH = (4, 512)  # rows of a step, and tokens of a row
+QUICK_BATCH = (2, 256)
 SHAPES = {
-    "qwen3": QWEN3,
+    "qwen3": replace(QWEN3, n_hidden=1536),
     "qwen3.5": replace(
         QWEN3,
+        n_hidden=1536,
         n_head=4,
         n_kv_head=2,
         head_dim=128,
@@ -67,42 +63,24 @@ class Config:
     """small shapes, few steps, ours alone and not compiled, so that it ends within 50 seconds"""
     against: tuple[Literal["transformers"], ...] = ()
     """what to measure beside ours: transformers, with peft's adapters"""
-    families: tuple[Literal["qwen3", "qwen3.5"], ...] = ("qwen3", "qwen3.5")
-    """shapes to measure"""
     steps: int = 3
     """timed steps of each side; more steps give steadier medians"""
-    compile: bool = True
-    """compile our step, as scripts.finetune does where the run is long enough to repay it;
-    transformers' Trainer does not compile unless it is asked to"""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows of a step."""
-
-    rows: int = 4
-    tokens: int = 512  # of a row
-
-    @property
-    def size(self) -> int:
-        """The tokens of a step."""
-        return self.rows * self.tokens
-
-
-QUICK = Batch(rows=2, tokens=256)
 
 
 def measure(
-    shape: QwenConfig, rank: int, dtype: str, batch: Batch, cfg: Config
+    shape: QwenConfig, rank: int, dtype: str, batch: tuple[int, int], cfg: Config
 ) -> dict[str, Steps]:
-    """Let the sides take turns of one step; the first step of each is not timed."""
+    """Let the sides take turns of one step; the first step of each is not timed.
+
+    `batch` is the rows of a step, and the tokens of a row.
+    """
     task = {
         "shape": asdict(shape),
         "published": published(shape),
         "rank": rank,
         "dtype": dtype,
-        "compile": cfg.compile,
-        **asdict(batch),
+        "compile": not cfg.quick,
+        "batch": batch,
     }
     with contextlib.ExitStack() as stack:
         processes = {}
@@ -134,33 +112,23 @@ def main(cfg: Config) -> None:
     if cfg.against:
         check_installed("transformers", "transformers", "peft")
     dtype = own_dtype()
-    batch = Batch()
+    batch = BATCH
     if cfg.quick:
-        cfg = replace(cfg, steps=2, compile=False)
-        batch = QUICK
+        cfg = replace(cfg, steps=2)
+        batch = QUICK_BATCH
+    step_tokens = math.prod(batch)
     result: dict[str, Any] = {"dtype": dtype, "quick": cfg.quick}
     rows = []
-    for family in cfg.families:
-        shape = SHAPES[family]
+    for family, shape in SHAPES.items():
         if cfg.quick:
             shape = replace(shape, **SMALL)
         for mode, rank in (("lora", RANK), ("full", 0)):
             results = measure(shape, rank, dtype, batch, cfg)
-            result[f"{family} {mode}"] = figures(results, batch.size)
+            result[f"{family} {mode}"] = figures(results, step_tokens)
             for name, steps in results.items():
-                row = [
-                    f"{family} {mode}",
-                    name,
-                    f"{steps.speed(batch.size):,.0f}",
-                    f"{steps.peak_bytes / 1e9:.2f}",
-                    f"{steps.parameters:,}",
-                    f"{steps.losses[0]:.3f}",
-                    f"{steps.losses[-1]:.3f}",
-                ]
-                rows.append(row)
-    log(f"{batch.rows} rows of {batch.tokens} tokens, {dtype}, median of {cfg.steps} steps")
-    titles = ("", "side", "tokens/CPU s", "peak GB", "parameters", "first loss", "last")
-    tables.show(titles, rows)
+                rows.append([f"{family} {mode}", name, *steps.cells(step_tokens)])
+    log(f"{step_tokens:,} tokens a step, {dtype}, median of {cfg.steps} steps")
+    tables.show(("", "side", *STEP_TITLES), rows)
     tables.finish("finetune", result)
 
 

@@ -3,14 +3,15 @@
 It answers each request, a number of steps, as child.time_steps does.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import child
+from bench.batches import random_passes
 
 Step = Callable[[Tensor, Tensor], float]  # inputs and targets, int64 (B, T) each -> loss in nats
 RATE = 1e-4
@@ -40,8 +41,7 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     model.train()
 
     def one_pass(module: torch.nn.Module) -> Tensor:
-        size = (task["rows"], task["tokens"])
-        zeros = torch.zeros(size, dtype=torch.long)
+        zeros = torch.zeros(task["batch"], dtype=torch.long)
         context = Packed(zeros)
         loss: Tensor = module(zeros, zeros, reduction="sum", context=context)
         return loss
@@ -54,7 +54,7 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
         return trainer.update(data)
 
     if task["compile"]:
-        trainer.compile(task["rows"], task["tokens"], one_pass=one_pass)
+        trainer.compile(*task["batch"], one_pass=one_pass)
     return step, trainer.parameters
 
 
@@ -97,18 +97,6 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
     return step, parameters
 
 
-def random_batches(task: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets of random tokens, without end."""
-    generator = torch.Generator().manual_seed(7)
-    vocab_size = task["shape"]["vocab_size"]
-    size = (task["rows"], task["tokens"] + 1)
-    while True:
-        cells = torch.randint(vocab_size, size, generator=generator)
-        inputs = cells[:, :-1].contiguous()
-        targets = cells[:, 1:].contiguous()
-        yield inputs, targets
-
-
 def main() -> None:
     """Make the side, warm it up, and answer requests until the input ends."""
     answer = child.answers()
@@ -117,11 +105,13 @@ def main() -> None:
     torch.manual_seed(42)
     make = {"ours": ours, "transformers": transformers}[task["side"]]
     step, parameters = make(task)
-    batches = random_batches(task)
+    vocab_size = task["shape"]["vocab_size"]
+    rows, tokens = task["batch"]
+    batches = (random_passes(vocab_size, 1, rows, tokens, seed)[0] for seed in count())
     warmup = child.time_steps(step, islice(batches, 1))
     answer({"parameters": parameters, "losses": warmup["losses"]})
-    for count in child.requests():
-        answer(child.time_steps(step, islice(batches, count)))
+    for steps in child.requests():
+        answer(child.time_steps(step, islice(batches, steps)))
 
 
 if __name__ == "__main__":

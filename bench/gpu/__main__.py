@@ -47,7 +47,7 @@ class Config:
     compile: bool = True
     """compile the models of both sides with torch.compile"""
     fp8: bool = False
-    """train both sides in FP8: ours as base_train --matmul=fp8 does, upstream's as its --fp8 does"""
+    """train both sides in FP8: ours by base_train --matmul=fp8, upstream's by its --fp8"""
     device_type: str = "cuda"
     """cuda or npu; cpu only tries this benchmark out, since bench.train is the one for CPUs"""
 
@@ -97,36 +97,20 @@ def figures(cfg: Config, runs: Runs) -> dict[str, Any]:
         "device": first["device"],
         "tokens_per_step": tokens,
     }
-    speeds: dict[str, float] = {}
     for side, answers in by_side.items():
-        prefix = "upstream_" if side == "upstream" else ""
-        seconds = median(step for answer in answers for step in answer["seconds"])
-        speed = tokens / seconds
-        speeds[side] = speed
-        result[f"{prefix}attention"] = answers[0]["attention"]
-        result[f"{prefix}tokens_per_second"] = speed
-        result[f"{prefix}mfu_percent"] = 100 * speed * flops / first["peak_flops"]
-        result[f"{prefix}memory_gb"] = max(answer["memory"] for answer in answers) / 1e9
-    if "upstream" in speeds:
-        result["vs_upstream"] = speeds["ours"] / speeds["upstream"]
+        speed = tokens / median(step for answer in answers for step in answer["seconds"])
+        result[side] = {
+            "tokens_per_second": speed,
+            "mfu_percent": 100 * speed * flops / first["peak_flops"],
+            "memory_gb": max(answer["memory"] for answer in answers) / 1e9,
+            "seconds_to_first_step": answers[0]["start"],
+            "loss": answers[-1]["loss"],
+            "attention": answers[0]["attention"],
+        }
+    if "upstream" in result:
+        ratio = result["ours"]["tokens_per_second"] / result["upstream"]["tokens_per_second"]
+        result["vs_upstream"] = ratio
     return result
-
-
-def show(runs: Runs) -> None:
-    """Print one line per run."""
-    titles = ("side", "ms per step", "s to the first step", "GB", "loss", "attention")
-    rows = []
-    for side, answer in runs:
-        row = [
-            side,
-            f"{1000 * median(answer['seconds']):.1f}",
-            f"{answer['start']:.0f}",
-            f"{answer['memory'] / 1e9:.1f}",
-            f"{answer['loss']:.3f}",
-            answer["attention"],
-        ]
-        rows.append(row)
-    tables.show(titles, rows)
 
 
 def main(cfg: Config) -> None:
@@ -138,8 +122,15 @@ def main(cfg: Config) -> None:
     if cfg.upstream is not None:
         sides = ["ours", "upstream"] * cfg.rounds + ["ours"]
     runs = [(side, measure(side, cfg)) for side in sides]
-    show(runs)
-    tables.finish("gpu", figures(cfg, runs))
+    result = figures(cfg, runs)
+    rows = []
+    for side in dict.fromkeys(sides):
+        speed, mfu, memory, start, loss, attention = result[side].values()
+        cells = [f"{speed:,.0f}", f"{mfu:.1f}", f"{memory:.1f}", f"{start:.0f}", f"{loss:.3f}"]
+        rows.append([side, *cells, attention])
+    titles = ("side", "tokens/s", "MFU, %", "GB", "s to the first step", "loss", "attention")
+    tables.show(titles, rows)
+    tables.finish("gpu", result)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench import child
+from bench.batches import Passes, pinned, random_passes
 
-Passes = list[tuple[Tensor, Tensor]]  # inputs, targets (B, T) int64 of each pass, in pinned memory
 Step = Callable[[Passes], float]  # trains on the passes of one step; the loss in nats
 WARMUP = 3  # steps
 
@@ -73,20 +72,14 @@ def main() -> None:
     make = {"ours": ours, "upstream": upstream}[task["side"]]
     train, about = make(task)
     module = getattr(torch, task["device"]) if task["device"] != "cpu" else None
-    size = (task["rows"], task["shape"]["sequence_len"] + 1)
-
-    def random_pass() -> tuple[Tensor, Tensor]:
-        cells = torch.randint(0, task["shape"]["vocab_size"], size)
-        inputs, targets = cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
-        if module is None:
-            return inputs, targets
-        return inputs.pin_memory(), targets.pin_memory()
-
+    shape = task["shape"]
+    size = (shape["vocab_size"], task["passes"], task["rows"], shape["sequence_len"])
     seconds: list[float] = []
     start_seconds = loss = 0.0
     for step in range(WARMUP + task["steps"]):
-        passes = [random_pass() for _ in range(task["passes"])]
+        passes = random_passes(*size, seed=step)
         if module is not None:
+            passes = pinned(passes)
             module.synchronize()
         begin = time.perf_counter()
         loss = train(passes)

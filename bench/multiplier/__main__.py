@@ -15,18 +15,19 @@ a question mark. Cost is counted in FLOPs, which are the same for both sides, an
 
 How: both sides read the same rows of the same tokenizer in the same order, 4,096 tokens a step, and
 are measured in bits per byte of rows that nothing trained on. Ours follows base_train's rules.
-Upstream's rule for the batch would make its rates far too low at so few tokens, so the best of
---scales on its rates is taken at each --steps with the first seed. Seeds are paired. Each seed
-gives one multiplier; the table shows their geometric mean and its standard error.
+Upstream's rule for the batch would make its rates far too low at so few tokens, so they have a
+factor instead: the one that was its best in dev/LOG.md, x2 up to 400 steps and x1 in longer runs.
+Seeds are paired. Each seed gives one multiplier; the table shows their geometric mean and its
+standard error.
 
-The result of a run is a file in --out named by all of its settings, its code among them. Typed
-again, the command trains only the runs that are missing.
+The result of a run is a file in the base folder named by all of its settings, its code among them.
+Typed again, the command trains only the runs that are missing.
 """
 
+import itertools
 import math
 import random
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,16 +37,17 @@ from typing import Literal
 from bench import tables
 from bench.multiplier import corpus
 from bench.multiplier.curves import Interval, multiplier
-from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs, best_scale
-from bench.processes import check_checkout
+from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs
+from bench.processes import check_peers, refuse
 from bench.text import Text, make_rows, standard_library
 from bench.train.variants import Plan, Variant
 from nanochat import device
-from nanochat.common import UserError, base_dir, log, run, write_json
+from nanochat.common import base_dir, log, run
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 
 HEAD_DIM = 64  # a model has 64 channels per layer, as upstream's dial gives
+SHORT = 400  # steps of a run in which upstream learns best at twice its rates
 EPOCHS = 4  # more passes over the rows than this would measure how a model learns them by heart
 PIECE = 10_000  # characters
 # What base_train's flags can change in such a run; the other flags set other sizes, data and files.
@@ -83,17 +85,15 @@ class Config:
     works"""
     upstream: Path | None = None
     """folder of a checkout of karpathy/nanochat, which is then the baseline"""
-    baseline: str | None = None
-    """what the others are compared with: upstream, ours, or a name from --variants; default:
-    upstream if it is given"""
+    baseline: Literal["upstream", "ours"] = "upstream"
+    """what the others are compared with"""
     variants: tuple[str, ...] = ()
     """changes of ours to measure beside it, each as NAME=FLAGS: flags of base_train for rates,
     schedule and bigrams, separated by spaces, and --checkout=DIR for the code of another checkout
     of this repository"""
-    texts: tuple[Literal["code", "documents"], ...] = ("code", "documents")
-    """texts to train on: Python's standard library, or Debian's documents in English and Chinese"""
     corpus: Path | None = None
-    """folder made by `python -m bench.multiplier.corpus DIR`, for --texts documents"""
+    """folder made by `python -m bench.multiplier.corpus DIR`, whose documents in English and
+    Chinese are the second text; the first is Python's standard library"""
     depths: tuple[int, ...] = (4,)
     """layers of the models, with 64 channels per layer"""
     steps: tuple[int, ...] = (200,)
@@ -103,14 +103,11 @@ class Config:
     continued"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """seeds of weights and row order; the interval needs at least three"""
-    scales: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """factors on upstream's learning rates to try at each of --steps, of which the best is taken"""
+    scale: float | None = None
+    """factor on upstream's learning rates; default: 2 in runs of up to 400 steps, otherwise 1"""
     megabytes: tuple[float, ...] = (5.0,)
     """MB of English and of Chinese in the text documents, or one number for both; longer runs need
     more"""
-    out: Path | None = None
-    """folder for the rows, a file for each run, and the figures; default: multiplier in the base
-    folder"""
 
     @property
     def lengths(self) -> list[int]:
@@ -119,103 +116,64 @@ class Config:
         return sorted(stretched | set(self.steps))
 
 
-def refuse(message: str) -> UserError:
-    """Return the error of a mistake on the command line."""
-    return UserError(message, exit_code=2)
-
-
 def check(cfg: Config) -> None:
     """Raise UserError for flags that cannot be measured."""
-    if cfg.quick and (cfg.upstream or cfg.baseline or cfg.variants):
-        raise refuse(
-            "--quick compares ours with AdamW alone; leave out --quick, or --upstream, --baseline, "
-            "--variants"
-        )
-    if cfg.upstream is not None:
-        check_checkout("--upstream", cfg.upstream)
-    for flag in ("texts", "depths", "steps", "seeds", "stretch", "scales", "megabytes"):
+    check_peers(cfg.quick, cfg.variants, cfg.upstream)
+    for flag in ("depths", "steps", "seeds", "stretch", "megabytes"):
         values = getattr(cfg, flag)
-        words = " ".join(map(str, values)) or "none"
-        repeats = flag != "megabytes" and len(set(values)) < len(values)
-        if not values or repeats:
-            raise refuse(f"--{flag} must be one or more different values, got {words}")
-        if flag not in ("texts", "seeds") and min(values) <= 0:
-            raise refuse(f"--{flag} must be above 0, got {words}")
+        if not values or min(values) <= 0 or len(set(values)) < len(values):
+            words = " ".join(map(str, values)) or "none"
+            raise refuse(f"--{flag} must be different values above 0, got {words}")
     if len(cfg.lengths) < 2:
         raise refuse(
             "a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to "
             "--steps"
-        )
-    if "documents" in cfg.texts and cfg.corpus is None and not cfg.quick:
-        raise refuse(
-            "--texts documents needs --corpus DIR, a folder made by `python -m "
-            "bench.multiplier.corpus DIR`; or give --texts code"
         )
 
 
 def entry(words: str, ours: Variant) -> Entry:
     """Return a variant of ours from NAME=FLAGS; UserError for what cannot be used."""
     name, _, flag_words = words.partition("=")
-    if not re.fullmatch(r"[a-z0-9_]+", name) or name in ("ours", "upstream"):
+    is_name = re.fullmatch(r"[a-z0-9_]+", name) and name not in ("ours", "upstream")
+    if not is_name or not flag_words:
         raise refuse(
-            f"--variants takes NAME=FLAGS with a name of small letters, digits and _, got {words!r}"
+            "--variants takes NAME=FLAGS with a name of small letters, digits and _, and at least "
+            f"one flag, such as hot=--matrix_lr=0.03, got {words!r}"
         )
     flags: list[str] = []
     checkout = None
     for flag in flag_words.split():
         key, _, value = flag.removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        if key == "checkout" and value:
+        is_checkout = all((Path(value) / source).exists() for source in OUR_CODE)
+        if key == "checkout" and value and is_checkout:
             checkout = Path(value)
-            missing = [source for source in OUR_CODE if not (checkout / source).exists()]
-            if missing:
-                raise refuse(
-                    f"variant {name}: {checkout} is no checkout of this repository: it has no "
-                    f"{missing[0]}"
-                )
-        elif flag.startswith("--") and value and key in FLAGS:
+        elif key in FLAGS and value:
             flags.append(f"--{key}={value}")
         else:
             raise refuse(
-                f"variant {name} may have the flags --checkout=DIR and --{'=, --'.join(FLAGS)}=, "
-                f"got {flag!r}"
+                f"variant {name} may have the flags --{'=, --'.join(FLAGS)}=, and --checkout= with "
+                f"a checkout of this repository, got {flag!r}"
             )
-    if not flags and checkout is None:
-        raise refuse(
-            f"variant {name} changes nothing; give at least one flag, such as "
-            f"{name}=--matrix_lr=0.03"
-        )
     return Entry(name, replace(ours, flags=tuple(flags), checkout=checkout))
 
 
 def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
     """Return the baseline, and what is compared with it. `compiled`: whether upstream is."""
+    own = Entry("ours", ours)
     if cfg.quick:
-        adamw = replace(ours, flags=("--matrix_optimizer=adamw",))
-        return Entry("adamw", adamw), [Entry("ours", ours)]
-    by_name = {"ours": Entry("ours", ours)}
-    if cfg.upstream is not None:
-        upstream = replace(ours, side="upstream", compiled=compiled)
-        by_name["upstream"] = Entry("upstream", upstream)
-    for words in cfg.variants:
-        change = entry(words, ours)
-        if change.name in by_name:
-            raise refuse(f"--variants has two entries with the name {change.name}; rename one")
-        by_name[change.name] = change
-    baseline = cfg.baseline
-    if baseline is None and cfg.upstream is not None:
-        baseline = "upstream"
-    if baseline not in by_name:
-        raise refuse(
-            f"--baseline must be one of {', '.join(by_name)}, got {baseline or 'none'}; upstream "
-            "needs --upstream DIR"
-        )
-    candidates = [other for other in by_name.values() if other.name not in (baseline, "upstream")]
-    if not candidates:
-        raise refuse(
-            f"nothing is compared with the baseline {baseline}; give --variants NAME=FLAGS"
-        )
-    return by_name[baseline], candidates
+        return Entry("adamw", replace(ours, flags=("--matrix_optimizer=adamw",))), [own]
+    changes = [entry(words, ours) for words in cfg.variants]
+    if len({change.name for change in changes}) < len(changes):
+        raise refuse("--variants must have different names")
+    if cfg.baseline == "ours":
+        if not changes:
+            raise refuse("nothing is compared with --baseline ours; give --variants NAME=FLAGS")
+        return own, changes
+    if cfg.upstream is None:
+        raise refuse("there is no baseline; give --upstream DIR, or --baseline ours")
+    upstream = replace(ours, side="upstream", compiled=compiled)
+    return Entry("upstream", upstream), [own, *changes]
 
 
 def documents(folder: Path, megabytes: Sequence[float]) -> Text:
@@ -225,10 +183,8 @@ def documents(folder: Path, megabytes: Sequence[float]) -> Text:
     """
     english = pieces_of(folder, "english", megabytes[0])
     chinese = pieces_of(folder, "chinese", megabytes[-1])
-    mixed: list[str] = []
-    for number in range(max(len(english), len(chinese))):
-        mixed += english[number : number + 1]
-        mixed += chinese[number : number + 1]
+    pairs = itertools.zip_longest(english, chinese)
+    mixed = [piece for pair in pairs for piece in pair if piece is not None]
     about = f"Debian's documents, {megabytes[0]:g} MB of English, {megabytes[-1]:g} MB of Chinese"
     return Text(mixed, about)
 
@@ -297,7 +253,6 @@ class Figure:
     baseline: float  # bits per byte
     flops: Interval | None
     seconds: Interval | None
-    scale: float  # factor on upstream's rates
 
 
 def measure(
@@ -305,17 +260,12 @@ def measure(
 ) -> list[Figure]:
     """Train everything on the template's text at its depth, seed after seed, and compare."""
 
-    def run_of(compared: Entry, steps: int, seed: int) -> Run:
+    def result_of(compared: Entry, steps: int, seed: int) -> Result:
+        variant = compared.variant
+        if variant.side == "upstream":
+            variant = replace(variant, scale=cfg.scale or (2.0 if steps <= SHORT else 1.0))
         plan = replace(template.plan, horizon=steps, seed=seed)
-        return replace(template, entry=compared, plan=plan)
-
-    searched: dict[int, float] = {}  # the factor on upstream's rates by the steps of a run
-    for steps in sorted(cfg.steps):
-        searched[steps] = best_scale(runs, run_of(baseline, steps, cfg.seeds[0]), cfg.scales)
-
-    def scale_of(length: int) -> float:
-        shorter = [steps for steps in searched if steps <= length]
-        return searched[max(shorter, default=min(searched))]
+        return runs(replace(template, entry=Entry(compared.name, variant), plan=plan))
 
     base: dict[int, list[Result]] = {length: [] for length in cfg.lengths}
     results_of: dict[tuple[str, int], list[Result]] = {
@@ -324,10 +274,10 @@ def measure(
     # Sides alternate, so that a busy hour of the machine does not fall on one of them.
     for seed in cfg.seeds:
         for length, results in base.items():
-            results.append(runs(run_of(baseline, length, seed).with_rates(scale_of(length))))
+            results.append(result_of(baseline, length, seed))
             if length in cfg.steps:
                 for other in candidates:
-                    results_of[other.name, length].append(runs(run_of(other, length, seed)))
+                    results_of[other.name, length].append(result_of(other, length, seed))
     return [
         Figure(
             text=template.text,
@@ -338,7 +288,6 @@ def measure(
             baseline=fmean(result.bits_per_byte for result in base[steps]),
             flops=multiplier_of("flops", results, base),
             seconds=multiplier_of("seconds", results, base),
-            scale=scale_of(steps),
         )
         for (name, steps), results in results_of.items()
     ]
@@ -366,17 +315,18 @@ def show(figures: Sequence[Figure], baseline: str) -> None:
             f"{figure.baseline:.4f}",
             figure.flops.words if figure.flops else "no slope",
             figure.seconds.words if figure.seconds else "no slope",
-            f"x{figure.scale:g}",
         ]
         rows.append(row)
-    tables.show((*titles, "multiplier, FLOPs", "CPU seconds", "rates"), rows)
+    tables.show((*titles, "multiplier, FLOPs", "CPU seconds"), rows)
 
 
 def main(cfg: Config) -> None:
     """Train what is missing, and print the table and the JSON object."""
     check(cfg)
+    sizes = Sizes()
     if cfg.quick:
-        cfg = replace(cfg, texts=("code",), depths=(2,), steps=(24,), seeds=(1, 2))
+        cfg = replace(cfg, corpus=None, depths=(2,), steps=(24,), seeds=(1, 2))
+        sizes = QUICK
     compute = device.compute_init("cpu")
     host.use_compile_cache(base_dir())  # both sides compile into this folder
     missing = device.compiler_missing(compute)
@@ -388,29 +338,16 @@ def main(cfg: Config) -> None:
     compiled = not (missing or kernels_are_faster or cfg.quick)
     ours = Variant("ours", str(dtype).removeprefix("torch."), compiled)
     baseline, candidates = entries(cfg, ours, not missing)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) if cfg.quick else base_dir() / "multiplier"
-        sizes = QUICK if cfg.quick else Sizes()
-        compare(cfg, sizes, baseline, candidates, cfg.out or out)
-
-
-def compare(
-    cfg: Config, sizes: Sizes, baseline: Entry, candidates: Sequence[Entry], out: Path
-) -> None:
-    """Measure at every depth and on every text; print the figures and write them to `out`."""
-    rows = {name: rows_of(name, cfg, sizes, out) for name in cfg.texts}
+    out = base_dir() / "multiplier"
+    texts = ("code", "documents") if cfg.corpus else ("code",)
+    rows = {text: rows_of(text, cfg, sizes, out) for text in texts}
     runs = Runs(out / "runs", cfg.upstream)
     figures: list[Figure] = []
-    for depth in sorted(cfg.depths):
-        for text in cfg.texts:
-            plan = Plan(
-                sizes.shape(depth),
-                rows[text],
-                sizes.rows_per_step,
-                warmup=0,
-                held_out=sizes.held_out,
-            )
-            figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
+    for depth, text in itertools.product(sorted(cfg.depths), texts):
+        plan = Plan(
+            sizes.shape(depth), rows[text], sizes.rows_per_step, warmup=0, held_out=sizes.held_out
+        )
+        figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
     log(f"{len(cfg.seeds)} seeds; standard errors over seeds; ?: beyond the baseline's curve")
     show(figures, baseline.name)
     result = {
@@ -419,8 +356,6 @@ def compare(
         "trained": runs.trained,
         "figures": [asdict(figure) for figure in figures],
     }
-    name = "-".join([baseline.name, *(other.name for other in candidates)])
-    write_json(out / f"{name}.json", {"benchmark": "multiplier", **result})
     tables.finish("multiplier", result)
 
 

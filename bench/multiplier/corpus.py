@@ -20,6 +20,7 @@ from pathlib import Path
 import tyro
 
 from bench import tables
+from bench.processes import refuse
 from nanochat.common import UserError, atomic_path, log, read_json, run, write_json
 
 # Packages are used in this order, the small ones first, until there is enough text.
@@ -195,10 +196,9 @@ def documents(folder: Path, kind: str) -> list[str]:
     """Return the documents of one kind; UserError (code 2) if the folder is no corpus."""
     path = folder / f"{kind}.txt"
     if not path.exists():
-        raise UserError(
+        raise refuse(
             f"--corpus must name a folder with {path.name}, got {folder}; it is made by: "
-            "python -m bench.multiplier.corpus DIR",
-            exit_code=2,
+            "python -m bench.multiplier.corpus DIR"
         )
     content = path.read_bytes().decode()  # read_text would change line endings
     return content.split(SEPARATOR) if content else []
@@ -223,7 +223,7 @@ def main(cfg: Config) -> None:
     megabytes = {kind: float(getattr(cfg, kind)) for kind in KINDS}
     for kind, size in megabytes.items():
         if size < 0:
-            raise UserError(f"--{kind} must not be negative, got {size:g} MB", exit_code=2)
+            raise refuse(f"--{kind} must not be negative, got {size:g} MB")
     about = cfg.folder / ABOUT
     if not about.exists() or read_json(about) != {"megabytes": megabytes, "packages": PACKAGES}:
         make(cfg.folder, megabytes)

@@ -19,14 +19,6 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a baseline spends to reach a loss."""
-
-    amount: float
-    extrapolated: bool  # the loss lies outside the baseline's measured range
-
-
-@dataclass(frozen=True)
 class Interval:
     """The geometric mean of the seeds' multipliers, and its interval of 95 %."""
 
@@ -56,12 +48,12 @@ def improving(points: Sequence[Point]) -> list[Point]:
     return curve
 
 
-def cost_to_reach(points: Sequence[Point], goal: float) -> Cost | None:
-    """Return what the baseline spends until its curve reaches `goal` bits per byte.
+def cost_to_reach(points: Sequence[Point], goal: float) -> tuple[float, bool] | None:
+    """Return what the baseline spends to reach `goal` bits per byte, and whether that is a guess.
 
     The curve is piecewise linear between the logarithms of cost and loss, in which power laws are
-    straight lines. Beyond either end of the curve, its nearest segment is continued. None if the
-    curve has no slope.
+    straight lines. Beyond either end of the curve, its nearest segment is continued: a guess. None
+    if the curve has no slope.
     """
     curve = improving(points)
     if len(curve) < 2:
@@ -75,7 +67,7 @@ def cost_to_reach(points: Sequence[Point], goal: float) -> Cost | None:
     loss_ratio = math.log(before.bits_per_byte / after.bits_per_byte)
     amount = before.cost * (before.bits_per_byte / goal) ** (cost_ratio / loss_ratio)
     inside = curve[-1].bits_per_byte <= goal <= curve[0].bits_per_byte
-    return Cost(amount, not inside)
+    return amount, not inside
 
 
 def interval(multipliers: Sequence[float], extrapolated: bool) -> Interval:
@@ -101,6 +93,7 @@ def multiplier(ours: Sequence[Point], baseline: Sequence[Sequence[Point]]) -> In
         needed = cost_to_reach(curve, point.bits_per_byte)
         if needed is None:
             return None
-        ratios.append(needed.amount / point.cost)
-        extrapolated |= needed.extrapolated
+        amount, is_beyond = needed
+        ratios.append(amount / point.cost)
+        extrapolated |= is_beyond
     return interval(ratios, extrapolated)

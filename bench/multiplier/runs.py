@@ -3,8 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,6 @@ class Run:
         """The FLOPs of the run, which are the same for both sides."""
         return float(flops_per_token(self.plan.shape) * self.plan.tokens_per_step * self.steps)
 
-    def with_rates(self, scale: float) -> "Run":
-        """Return the same run with another factor on upstream's learning rates."""
-        variant = replace(self.entry.variant, scale=scale)
-        return replace(self, entry=Entry(self.entry.name, variant))
-
 
 @dataclass
 class Result:
@@ -92,7 +87,6 @@ def settings_of(run: Run, upstream: Path | None) -> dict[str, Any]:
     Our code is not among the settings of upstream's runs, so that a change of ours leaves these
     runs valid.
     """
-    plan = run.plan
     variant = run.entry.variant
     variables = {}
     if variant.side == "upstream":
@@ -103,18 +97,11 @@ def settings_of(run: Run, upstream: Path | None) -> dict[str, Any]:
         names = {name for name in os.environ if name.startswith("NANOCHAT_")} - NOT_NUMBERS
         variables = {name: os.environ[name] for name in sorted(names)}
     return {
+        **asdict(run.plan),
+        **asdict(variant),
+        "checkout": None,  # its code counts, not its place
         "text": run.text,
-        "rows": read_json(plan.rows / ABOUT)["sha256"],
-        "shape": asdict(plan.shape),
-        "rows_per_step": plan.rows_per_step,
-        "held_out": plan.held_out,
-        "steps": run.steps,
-        "seed": plan.seed,
-        "side": variant.side,
-        "dtype": variant.dtype,
-        "compiled": variant.compiled,
-        "scale": variant.scale,
-        "flags": sorted(variant.flags),
+        "rows": read_json(run.plan.rows / ABOUT)["sha256"],
         "torch": torch.__version__,
         "code": code,
         "variables": variables,
@@ -163,15 +150,3 @@ class Runs:
             bits_per_byte=bits_per_byte,
             losses=steps["losses"],
         )
-
-
-def best_scale(runs: Runs, run: Run, scales: Sequence[float]) -> float:
-    """Return the factor on upstream's learning rates that gives this run the fewest bits per byte.
-
-    A single factor is taken without a run, and what is not upstream has the factor 1.
-    """
-    if run.entry.variant.side != "upstream":
-        return 1.0
-    if len(scales) == 1:
-        return scales[0]
-    return min(scales, key=lambda scale: runs(run.with_rates(scale)).bits_per_byte)

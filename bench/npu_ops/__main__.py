@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import tables
-from bench.processes import ROOT, Side, check_at_least, check_checkout, environment
-from nanochat.common import UserError, log, run
+from bench.processes import ROOT, Side, check_at_least, check_checkout, environment, refuse
+from nanochat.common import log, run
 
 PHASES = ("forward", "backward", "optimizer")
 MODEL = ("forward", "backward")
@@ -116,87 +116,42 @@ def vector_bytes(counts: Counts, phases: Sequence[str] = PHASES) -> int:
     return total
 
 
-def extra(counts: Counts) -> dict[str, int]:
-    """Return waits and copies beyond those that every step needs, and fallbacks to the CPU."""
+def summary(counts: Counts, fused: Counts, length: int) -> dict[str, Any]:
+    """Return the figures of a side; ours with fused kernels as shares of them.
+
+    Waits and copies are those beyond what every step needs.
+    """
     needed = Counter({"host to device": BATCH_COPIES, "device to host": LOG_READS})
     return {
-        "host_syncs": sum(counts["synchronisations"].values()) - LOG_READS,
+        **{phase: operators(counts, [phase]) for phase in PHASES},
+        "operators": operators(counts),
+        "fused_of_operators": operators(fused) / operators(counts),
+        "vector_bytes_per_token": round(vector_bytes(counts) / length),
+        "fused_of_vector_bytes": vector_bytes(fused) / vector_bytes(counts),
+        "waits": sum(counts["synchronisations"].values()) - LOG_READS,
         "copies": (Counter(counts["copies"]) - needed).total(),
         "unsupported": sum(counts["unsupported"].values()),
+        "weights_cast": counts.get("casts", 0),
     }
 
 
-def beside(fused: Counts, other: Counts, length: int) -> dict[str, Any]:
-    """Return the counts of another side, and ours as shares of them."""
-    return {
-        "operators": operators(other),
-        "ours_of_operators": operators(fused) / operators(other),
-        "vector_bytes_per_token": round(vector_bytes(other) / length),
-        "ours_of_vector_bytes": vector_bytes(fused) / vector_bytes(other),
-        "weights_cast": other.get("casts", 0),
-        **extra(other),
-    }
-
-
-def figures(fused: Counts, plain: Counts, captured: Counts, task: Task) -> dict[str, Any]:
-    """Return the JSON object. Ratios are of plain's; `model_vs_plain` leaves the optimizer out."""
-    compared = beside(fused, plain, task.length)
-    return {
-        "chip": task.chip,
-        "depth": task.depth,
-        "width": task.width,
-        "operators_vs_plain": compared["ours_of_operators"],
-        "model_vs_plain": operators(fused, MODEL) / operators(plain, MODEL),
-        "operators": operators(fused),
-        "plain_operators": compared["operators"],
-        **{phase: operators(fused, [phase]) for phase in PHASES},
-        "vector_bytes_per_token": round(vector_bytes(fused) / task.length),
-        "plain_vector_bytes_per_token": compared["vector_bytes_per_token"],
-        "vector_bytes_vs_plain": compared["ours_of_vector_bytes"],
-        "launches_with_graphs": operators(captured),
-        **extra(fused),
-    }
-
-
-def show(fused: Counts, plain: Counts, length: int) -> None:
-    """Print operators, and kB of vector operators a token: one line per phase."""
+def show(summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print one line for each side."""
     rows = []
-    for title, phases in (*((phase, (phase,)) for phase in PHASES), ("step", PHASES)):
-        own_operators = operators(fused, phases)
-        plain_operators = operators(plain, phases)
-        own_kb = vector_bytes(fused, phases) // (1000 * length)
-        plain_kb = vector_bytes(plain, phases) // (1000 * length)
-        row = [
-            title,
-            own_operators,
-            plain_operators,
-            f"{own_operators / max(plain_operators, 1):.2f}",
-            own_kb,
-            plain_kb,
-            f"{own_kb / max(plain_kb, 1):.2f}",
-        ]
-        rows.append(row)
-    titles = ("", "operators", "plain", "ratio", "kB a token", "plain", "ratio")
-    tables.show(titles, rows)
-
-
-def show_ports(fused: Counts, ports: Mapping[str, Counts], length: int) -> None:
-    """Print one line for our side and for each port."""
-    rows = []
-    for name, counts in {"fused": fused, **ports}.items():
-        compared = beside(fused, counts, length)
+    for name, figures in summaries.items():
         row = [
             name,
-            compared["operators"],
-            f"{compared['ours_of_operators']:.3f}",
-            compared["vector_bytes_per_token"] // 1000,
-            f"{compared['ours_of_vector_bytes']:.3f}",
-            compared["host_syncs"],
-            compared["weights_cast"],
+            *(figures[phase] for phase in PHASES),
+            figures["operators"],
+            f"{figures['fused_of_operators']:.3f}",
+            figures["vector_bytes_per_token"] // 1000,
+            f"{figures['fused_of_vector_bytes']:.3f}",
+            figures["waits"],
+            figures["weights_cast"],
         ]
         rows.append(row)
-    titles = ("", "operators", "ours of it", "kB a token", "ours of it", "waits", "weights cast")
-    tables.show(titles, rows)
+    titles = ("", *PHASES, "operators", "fused of it", "kB a token", "fused of it")
+    tables.show((*titles, "waits", "weights cast"), rows)
 
 
 def per_layer(fused: Counts, shallow: Counts, depth: int) -> dict[str, float]:
@@ -213,7 +168,7 @@ def per_layer(fused: Counts, shallow: Counts, depth: int) -> dict[str, float]:
 def main(cfg: Config) -> None:
     """Count both sides and print the figures."""
     if cfg.chip not in CHIPS:
-        raise UserError(f"--chip must be {' or '.join(CHIPS)}, got {cfg.chip!r}", exit_code=2)
+        raise refuse(f"--chip must be {' or '.join(CHIPS)}, got {cfg.chip!r}")
     check_at_least(SHALLOWER + 1, depth=cfg.depth)
     for folder in cfg.against:
         check_checkout("--against", folder)
@@ -224,20 +179,27 @@ def main(cfg: Config) -> None:
         vocab_size = 32768
     task = Task("auto", cfg.depth, width, vocab_size, cfg.chip)
     fused = count(task)
-    plain = count(replace(task, kernels="plain"))
-    captured = count(replace(task, graphs=True))
+    sides = {
+        "fused": fused,
+        "plain": count(replace(task, kernels="plain")),
+        **{str(folder): count(task, folder) for folder in cfg.against},
+    }
     log(
         f"one step of {cfg.depth} layers with {width} channels on 1 x {LENGTH} tokens, on an "
         f"emulated {cfg.chip}"
     )
-    show(fused, plain, LENGTH)
-    result = figures(fused, plain, captured, task)
+    summaries = {name: summary(counts, fused, LENGTH) for name, counts in sides.items()}
+    show(summaries)
+    captured = count(replace(task, graphs=True))
     in_graphs = sum(captured["captured"].values())
     log(f"with graphs: {operators(captured)} launches, {in_graphs} more in the graphs")
-    ports = {str(folder): count(task, folder) for folder in cfg.against}
-    if ports:
-        show_ports(fused, ports, LENGTH)
-        result["against"] = {name: beside(fused, counts, LENGTH) for name, counts in ports.items()}
+    result: dict[str, Any] = {
+        "chip": cfg.chip,
+        "depth": cfg.depth,
+        "width": width,
+        "launches_with_graphs": operators(captured),
+        **summaries,
+    }
     if cfg.layers:
         shallow = count(replace(task, depth=cfg.depth - SHALLOWER))
         added = per_layer(fused, shallow, cfg.depth)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import child
+from bench.batches import Passes, pinned, random_passes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WEIGHT_DECAY = 0.28  # upstream's default; the counts do not depend on it
@@ -46,11 +47,9 @@ def shape_of(task: Task) -> dict[str, Any]:
     }
 
 
-def random_row(task: Task, seed: int) -> tuple[Tensor, Tensor]:
-    """Return a row of random tokens and its targets, (1, T) each, in pinned memory."""
-    generator = torch.Generator().manual_seed(seed)
-    cells = torch.randint(0, task["vocab_size"], (1, task["length"] + 1), generator=generator)
-    return cells[:, :-1].contiguous().pin_memory(), cells[:, 1:].contiguous().pin_memory()
+def row(task: Task, seed: int) -> Passes:
+    """Return a pass of one row of random tokens."""
+    return pinned(random_passes(task["vocab_size"], 1, 1, task["length"], seed))
 
 
 def counts_of(step: Any, optimizer: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -97,8 +96,8 @@ def ours(task: Task) -> dict[str, Any]:
             graphs.check(compute)
             trainer.passes = graphs.GraphedModel(trainer.model, (1, task["length"]), compute)
             trainer.optimizers.capture(compute.platform)
-            trainer.step([random_row(task, 2)])
-        trainer.step([random_row(task, 1)])
+            trainer.step(row(task, 2))
+        trainer.step(row(task, 1))
     optimizer: list[Any] = []
 
     def recorded(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,10 +111,10 @@ def ours(task: Task) -> dict[str, Any]:
 
     trainer.optimizers.step = recorded(trainer.optimizers.step)  # type: ignore[method-assign]
     compute.operations.square_sums = recorded(compute.operations.square_sums)
-    row = random_row(task, 3)
+    passes = row(task, 3)
     device.synchronize(compute)
     with log.record() as step:
-        trainer.step([row])
+        trainer.step(passes)
     return counts_of(step, optimizer, captured=dict(warmup.captured))
 
 
@@ -150,11 +149,11 @@ def port(task: Task) -> dict[str, Any]:
     log = emulator_log()
     casts = cast_weights()
     trainer = Upstream(shape_of(task), torch.device("npu", 0), weight_decay=WEIGHT_DECAY)
-    trainer.step([random_row(task, 1)])
+    trainer.step(row(task, 1))
     casts.clear()
     torch.npu.synchronize()  # type: ignore[attr-defined]
     with log.record() as step:
-        loss = trainer.backward([random_row(task, 3)])
+        loss = trainer.backward(row(task, 3))
         with log.record() as optimizer:
             trainer.optimizer.step()
         trainer.model.zero_grad(set_to_none=True)

@@ -1,14 +1,11 @@
-"""Our step of RL, with the calls that scripts.chat_rl makes, timed part by part."""
+"""Our step of RL, with the calls that scripts.chat_rl makes."""
 
 import random
-import time
 import zlib
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from bench.training import Trainer, byte_tokenizer, random_model, spread_logits
-from bench.updates import update
 from nanochat import device
 from nanochat.data.conversation import Conversation, chat
 from nanochat.generate.sampling import Sampling
@@ -71,23 +68,6 @@ class Problems:
         return float(zlib.crc32(reply[:1].encode()) % 2)
 
 
-@dataclass
-class Stopwatch:
-    """CPU seconds of the parts of a step, by name."""
-
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    phase: str = ""
-    start: float = 0.0
-
-    def mark(self, phase: str) -> None:
-        """Begin a part, which ends the one before it."""
-        now = time.process_time()
-        if self.phase:
-            self.seconds[self.phase] += now - self.start
-        self.phase = phase
-        self.start = now
-
-
 class Ours:
     """A model, its sampler, and its optimizers, with replies computed as trees or as rows."""
 
@@ -103,13 +83,11 @@ class Ours:
         self.groups = Groups(self.sampler.model, self.tokenizer) if trees else None
         self.task = Problems(shape)
 
-    def step(self, number: int) -> dict[str, float]:
-        """Make a step; return the CPU seconds of its parts."""
+    def step(self, number: int) -> None:
+        """Make a step."""
         shape = self.shape
         trainer = self.trainer
         self.task.step = number
-        watch = Stopwatch()
-        watch.mark("sampling")
         rolled, samples = rollout.roll_out(
             self.task,
             range(shape.problems),
@@ -122,19 +100,7 @@ class Ours:
             POLICY,
             groups=self.groups,
         )
-        watch.mark("gap")
         rollout.sampler_gap(samples, trainer.model, self.compute)
         if rolled.num_targets:  # otherwise the step has nothing to learn from
-            update(
-                trainer.model,
-                trainer.optimizers,
-                rolled,
-                trainer.safeguards.scale,
-                self.compute,
-                trainer.safeguards.spikes,
-                watch.mark,
-            )
-        watch.mark("copy")
+            trainer.update(rolled)
         self.sampler.renew(trainer.model)
-        watch.mark("")
-        return dict(watch.seconds)

@@ -5,14 +5,14 @@ python -m bench.serve --against transformers llama-cpp
 
 What is compared: tokens per CPU second with 1, 8 and 32 greedy chats at once, and how long the
 first token takes. All servers have one model of 36 million parameters in Qwen3's shape, whose
-weights are random, and one thread: ours, transformers with continuous batching, and llama.cpp's in
-bf16 and fp32. They take turns, those that wait are paused, and the median round counts.
+weights are random, in bf16, and one thread: ours, transformers with continuous batching, and
+llama.cpp's. They take turns, those that wait are paused, and the median round counts.
 bench.serve.soak measures the server while half of its clients misbehave.
 """
 
 import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +22,12 @@ from bench.processes import check_at_least, check_installed, check_peers
 from bench.serve import model, servers, streams
 from bench.serve.servers import Server
 from bench.serve.streams import Load
-from nanochat.common import UserError, log, run
+from nanochat.common import log, run
 
 CHATS = (1, 8, 32)
 WARMUP_TOKENS = 8  # of the replies of servers that warm up
 ALONE = 3  # chats in turn where one runs alone, since CPU time is counted in hundredths
-FORMATS = ("bfloat16", "float32")  # of llama.cpp
+PEERS = {"transformers": servers.transformers, "llama-cpp": servers.llama_cpp}
 PACKAGES = {"transformers": ("transformers", "uvicorn", "fastapi"), "llama-cpp": ("xllamacpp",)}
 
 Loads = dict[str, dict[int, Load]]  # side -> chats -> what was measured
@@ -42,10 +42,13 @@ class Config:
     against: tuple[Literal["transformers", "llama-cpp"], ...] = ()
     """servers to measure beside ours: transformers, with continuous batching; llama.cpp's, from the
     package xllamacpp"""
-    tokens: int = 64
-    """tokens of a reply of a server"""
     rounds: int = 3
     """rounds of each configuration"""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a reply."""
+        return 16 if self.quick else 64
 
 
 def server_turn(server: Server, chats: int, tokens: int, number: int, load: Load) -> None:
@@ -75,17 +78,10 @@ def measure_servers(cfg: Config) -> Loads:
     with contextlib.ExitStack() as stack:
         start = stack.enter_context
         folder = Path(start(tempfile.TemporaryDirectory()))
-        formats = FORMATS if "llama-cpp" in cfg.against else ()
-        files = model.make(folder, formats=formats)
-        ours = start(servers.ours(files))
-        sides = [ours]
-        if "transformers" in cfg.against:
-            peer = start(servers.transformers(files))
-            sides.append(peer)
-        if "llama-cpp" in cfg.against:
-            for name in FORMATS:
-                peer = start(servers.llama_cpp(files, name, CHATS[-1]))
-                sides.append(peer)
+        files = model.make(folder, gguf="llama-cpp" in cfg.against)
+        sides = [start(servers.ours(files))]
+        for peer in cfg.against:
+            sides.append(start(PEERS[peer](files)))
         for server in sides:
             for chats in CHATS:
                 server_turn(server, chats, WARMUP_TOKENS, 0, Load())
@@ -101,12 +97,6 @@ def measure_servers(cfg: Config) -> Loads:
         return loads
 
 
-def best_speed(loads: Mapping[str, Mapping[int, Load]], peer: str, chats: int) -> float:
-    """Return the tokens per CPU second of a peer, in its faster number format."""
-    formats = [load for name, load in loads.items() if name.split()[0] == peer]
-    return max(load[chats].speed for load in formats)
-
-
 def figures(loads: Loads, against: Sequence[str]) -> dict[str, Any]:
     """Return the speeds of every side, and how many times as fast ours is, by number of chats."""
     speeds: dict[str, dict[str, float]] = {}
@@ -115,7 +105,7 @@ def figures(loads: Loads, against: Sequence[str]) -> dict[str, Any]:
     ratios: dict[str, dict[str, float]] = {}
     for peer in against:
         ratios[peer] = {
-            str(chats): load.speed / best_speed(loads, peer, chats)
+            str(chats): load.speed / loads[peer][chats].speed
             for chats, load in loads["ours"].items()
         }
     return {
@@ -139,13 +129,11 @@ def show(loads: Loads) -> None:
 def main(cfg: Config) -> None:
     """Measure and print."""
     check_at_least(1, rounds=cfg.rounds)
-    if not 2 <= cfg.tokens <= 256:
-        raise UserError(f"--tokens must be from 2 to 256, got {cfg.tokens}", exit_code=2)
     check_peers(cfg.quick, cfg.against)
     for peer in cfg.against:
         check_installed(peer, *PACKAGES[peer])
     if cfg.quick:
-        cfg = replace(cfg, tokens=16, rounds=1)
+        cfg = replace(cfg, rounds=1)
     loads = measure_servers(cfg)
     log(f"{cfg.tokens} greedy tokens a chat, one thread each, median of {cfg.rounds} rounds")
     show(loads)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from bench.text import standard_library
-from bench.training import random_model
+from bench.training import QWEN3, random_model
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.checkpoint_manager.huggingface.template import CHATML
@@ -19,17 +19,6 @@ from nanochat.export import llama
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import PATTERNS
 
-SHAPE = QwenConfig(
-    sequence_len=2048,
-    vocab_size=32_768,
-    n_layer=8,
-    n_embd=512,
-    n_hidden=1024,
-    tied=1,
-    n_head=8,
-    n_kv_head=4,
-    head_dim=64,
-)
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 UNUSED = 13  # rows of the embedding without a token, as published models have some
 TEXT = 10_000_000  # characters that the vocabulary is trained on: all of the standard library
@@ -40,7 +29,7 @@ class Files:
     """One model in the forms that servers read."""
 
     folder: Path  # of transformers and of ours, in bf16
-    gguf: dict[str, Path]  # of llama.cpp, by number format
+    gguf: Path  # of llama.cpp, in bf16
     parameters: int
 
     def log(self, name: str) -> Path:
@@ -48,10 +37,8 @@ class Files:
         return self.folder.parent / f"{name}.log"
 
 
-def make(
-    folder: Path, shape: QwenConfig = SHAPE, formats: tuple[str, ...] = (), text: int = TEXT
-) -> Files:
-    """Write a model with random weights into a folder, and a GGUF file for each of the formats."""
+def make(folder: Path, shape: QwenConfig = QWEN3, gguf: bool = False, text: int = TEXT) -> Files:
+    """Write a model with random weights into a folder, and a GGUF file of it if asked to."""
     model_folder = folder / "model"
     model_folder.mkdir(parents=True)
     write_tokenizer(model_folder, shape, text)
@@ -59,11 +46,11 @@ def make(
     model = random_model(shape, compute)
     tensors = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
     write_tensors(tensors, model_folder / "model.safetensors", {"format": "pt"})
-    gguf = {dtype: folder / f"model-{dtype}.gguf" for dtype in formats}
-    for dtype, path in gguf.items():
+    path = folder / "model.gguf"
+    if gguf:
         loaded = load_published(model_folder, None, compute, torch.float32)
-        llama.export(loaded, path, dtype)
-    return Files(model_folder, gguf, sum(tensor.numel() for tensor in tensors.values()))
+        llama.export(loaded, path, "bfloat16")
+    return Files(model_folder, path, sum(tensor.numel() for tensor in tensors.values()))
 
 
 def write_tokenizer(folder: Path, shape: QwenConfig, text: int) -> None:

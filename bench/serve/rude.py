@@ -13,6 +13,7 @@ from bench.serve.http import CHATS, CLOSE, question, request
 
 HOLD_SECONDS = 60  # longer than any deadline of the server
 LARGE = 173_000  # bytes
+LARGE_MESSAGES = (1, 999, 4001)  # of a large prompt: one, as many as may be, and too many
 HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 CHUNKED = "transfer-encoding: chunked\r\n"
 
@@ -45,21 +46,6 @@ def drip(port: int, beginning: bytes) -> None:
             time.sleep(0.5)
 
 
-def idle(port: int) -> None:
-    """Connect and send nothing."""
-    send(port, b"")
-
-
-def slow_headers(port: int) -> None:
-    """Send the headers byte by byte."""
-    drip(port, b"GET /health" + HEAD + b"x: ")
-
-
-def slow_body(port: int) -> None:
-    """Send the body byte by byte."""
-    drip(port, request(length=100_000))
-
-
 def not_reading(port: int) -> None:
     """Ask for a long answer, come back if the server is busy, and read nothing but the status."""
     usage = {"include_usage": True, "continuous_usage_stats": True}
@@ -80,16 +66,6 @@ def large_prompt(messages: int) -> bytes:
     roles = ("user", "assistant")
     turns = [{"role": roles[number % 2], "content": text} for number in range(messages)]
     return request(json.dumps({"messages": turns}).encode(), more=CLOSE)
-
-
-def large(port: int) -> None:
-    """Ask something far too long: in one message, in as many as may be, or in too many."""
-    send(port, large_prompt(random.choice((1, 999, 4001))))
-
-
-def unfinished(port: int) -> None:
-    """Send most of a large body, and never its end."""
-    send(port, request(b"x" * 200_000, length=250_000))
 
 
 def leaving(port: int) -> None:
@@ -125,19 +101,14 @@ def nonsense_messages() -> tuple[bytes, ...]:
     )
 
 
-def nonsense(port: int) -> None:
-    """Send one of the messages that are nonsense."""
-    send(port, random.choice(nonsense_messages()), seconds=5)
-
-
-CONDUCTS: Mapping[str, Callable[[int], None]] = {
-    "idle": idle,
-    "slow headers": slow_headers,
-    "slow body": slow_body,
+CONDUCTS: Mapping[str, Callable[[int], None]] = {  # what each does to the server of a port
+    "idle": lambda port: send(port, b""),
+    "slow headers": lambda port: drip(port, b"GET /health" + HEAD + b"x: "),
+    "slow body": lambda port: drip(port, request(length=100_000)),
     "not reading": not_reading,
-    "large": large,
-    "unfinished": unfinished,
+    "large": lambda port: send(port, large_prompt(random.choice(LARGE_MESSAGES))),
+    "unfinished": lambda port: send(port, request(b"x" * 200_000, length=250_000)),
     "leaving": leaving,
     "endless": endless,
-    "nonsense": nonsense,
+    "nonsense": lambda port: send(port, random.choice(nonsense_messages()), seconds=5),
 }

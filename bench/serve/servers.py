@@ -19,7 +19,8 @@ from bench.serve.model import Files
 from nanochat.common import UserError
 
 START_SECONDS = 180
-SLOT_TOKENS = 512  # of llama.cpp's server
+SLOTS = 32  # of llama.cpp's server: as many as chats
+SLOT_TOKENS = 512
 TICKS = os.sysconf("SC_CLK_TCK")  # per second, in which the system counts CPU time
 OUR_ADDRESS = r"http://127\.0\.0\.1:(\d+)(?:.|\n)*Ctrl-C"
 
@@ -140,11 +141,10 @@ def transformers(files: Files) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def llama_cpp(files: Files, dtype: str, slots: int) -> Iterator[Server]:
-    """Run llama.cpp's server with the GGUF file of a number format."""
-    task = {"path": str(files.gguf[dtype]), "slots": slots, "length": SLOT_TOKENS}
+def llama_cpp(files: Files) -> Iterator[Server]:
+    """Run llama.cpp's server in bf16, its faster number format."""
+    task = {"path": str(files.gguf), "slots": SLOTS, "length": SLOT_TOKENS}
     command = [sys.executable, "-m", "bench.serve.llama_side", json.dumps(task)]
     pattern = r"listening on http://127\.0\.0\.1:(\d+)"
-    name = f"llama-cpp {dtype}"
-    with running(name, command, pattern, files.log(name)) as (process, port):
-        yield Server(name, int(port), process.pid, "model", {"ignore_eos": True})
+    with running("llama-cpp", command, pattern, files.log("llama-cpp")) as (process, port):
+        yield Server("llama-cpp", int(port), process.pid, "model", {"ignore_eos": True})

@@ -17,31 +17,31 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any
 
-from bench import tables
-from bench.serve import model, rude, servers
-from bench.serve.http import CHATS, percentile, question
+from bench import child, tables
+from bench.processes import refuse
+from bench.serve import model, rude, servers, streams
+from bench.serve.http import percentile, question
+from bench.training import QWEN3
 from nanochat.common import UserError, log, run
-from nanochat.models.qwen.config import QwenConfig
 
-CHAT_SECONDS = 120  # after which a polite client gives up
-WATCH_SECONDS = 1.0  # between two looks at /health and at the memory
+BUSY = ("429", "503")  # statuses with a time to come back
+WATCH_SECONDS = 1.0  # between two looks at the memory
 RETRY_SECONDS = 2.0  # that the server asks for when it is busy
 WARM = 32  # chats that fill all slots first: the first use of a slot takes memory
-SHAPE = QwenConfig(
+SHAPE = replace(
+    QWEN3,
     sequence_len=1024,
     vocab_size=1024,
     n_layer=2,
     n_embd=128,
     n_hidden=256,
-    tied=1,
     n_head=2,
     n_kv_head=2,
-    head_dim=64,
 )
 
 
@@ -59,43 +59,34 @@ class Config:
 
 @dataclass
 class Requests:
-    """Requests of one kind."""
+    """The chats of polite clients."""
 
     seconds: list[float] = field(default_factory=list)  # of every answer
-    refused: int = 0  # status 429 or 503, with a time to come back
-    failures: Counter[str] = field(default_factory=Counter)  # by their reason
-    lock: Lock = field(default_factory=Lock)
+    failures: list[str] = field(default_factory=list)  # statuses, and names of exceptions
 
-    def ask(self, port: int, method: str, path: str, body: bytes, complete: bytes) -> bool:
-        """Send a request and count its answer; return whether it holds `complete`."""
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CHAT_SECONDS)
+    def chat(self, port: int, tokens: int = 32) -> bool:
+        """Chat once, streamed, and count the answer; return whether the reply was complete."""
+        fields = {"max_tokens": tokens, "ignore_eos": True, **streams.STREAMED}
+        body = question("What is the opposite of hot?", **fields)
         start = time.perf_counter()
         try:
-            connection.request(method, path, body, {"content-type": "application/json"})
-            response = connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as failure:
-            with self.lock:
-                self.failures[type(failure).__name__] += 1
+            streams.ask(port, body)
+        except streams.StatusError as failure:
+            self.failures.append(str(failure.status))
             return False
-        finally:
-            connection.close()
-        is_complete = response.status == 200 and complete in answer
-        with self.lock:
-            if is_complete:
-                self.seconds.append(time.perf_counter() - start)
-            elif response.status in (429, 503):
-                self.refused += 1
-            else:
-                self.failures[str(response.status)] += 1
-        return is_complete
+        except (OSError, http.client.HTTPException, UserError) as failure:
+            self.failures.append(type(failure).__name__)
+            return False
+        self.seconds.append(time.perf_counter() - start)
+        return True
 
     def summary(self) -> dict[str, Any]:
         """Return counts, and milliseconds of the median, of 95 and 99 percent, of the slowest."""
+        refused = sum(failure in BUSY for failure in self.failures)
         summary: dict[str, Any] = {
             "answered": len(self.seconds),
-            "refused": self.refused,
-            "failed": self.failures.total(),
+            "refused": refused,
+            "failed": len(self.failures) - refused,
         }
         for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1.0)):
             summary[f"{name}_ms"] = None
@@ -109,7 +100,6 @@ class Observed:
     """What happened in a run."""
 
     chats: Requests = field(default_factory=Requests)
-    health: Requests = field(default_factory=Requests)
     memory: list[int] = field(default_factory=list)
     conducts: list[str] = field(default_factory=list)
 
@@ -125,31 +115,17 @@ def growth(samples: Sequence[int]) -> int:
     return round(percentile(late, 0.5) - percentile(early, 0.5))
 
 
-def memory_of(pid: int) -> int:
-    """Return the resident memory of a process in bytes."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
-    return 1024 * int(line.split()[1])
-
-
-def chat(port: int, requests: Requests, tokens: int = 32) -> bool:
-    """Chat once, streamed; return whether the reply was complete."""
-    body = question("What is the opposite of hot?", stream=True, max_tokens=tokens, ignore_eos=True)
-    return requests.ask(port, "POST", CHATS, body, b"[DONE]")
-
-
-def watch(port: int, pid: int, observed: Observed, stop: Event) -> None:
-    """Look at /health and at the memory of the server, again and again."""
+def watch(pid: int, memory: list[int], stop: Event) -> None:
+    """Look at the memory of the server, again and again."""
     while not stop.wait(WATCH_SECONDS):
-        observed.memory.append(memory_of(pid))
-        observed.health.ask(port, "GET", "/health", b"", b'"ok"')
+        memory.append(child.memory_of(pid, "VmRSS"))
 
 
 def polite(port: int, chats: Requests, stop: Event) -> None:
     """Chat again and again; when told to come back, do so."""
     pause = 0.0
     while not stop.wait(pause):
-        is_complete = chat(port, chats)
+        is_complete = chats.chat(port)
         pause = random.random() if is_complete else RETRY_SECONDS
 
 
@@ -166,11 +142,11 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
     """Let half of the clients chat and half misbehave; return what was counted."""
     with ThreadPoolExecutor(WARM) as pool:
         for _ in range(WARM):
-            pool.submit(chat, port, Requests(), tokens=600)
+            pool.submit(Requests().chat, port, tokens=600)
     observed = Observed()
     stop = Event()
     # Threads that do not end with the soak hold a connection until the server ends.
-    clients = [Thread(target=watch, args=(port, pid, observed, stop), daemon=True)]
+    clients = [Thread(target=watch, args=(pid, observed.memory, stop), daemon=True)]
     for number in range(count // 2):
         arguments = (port, observed.conducts, random.Random(number), stop)
         clients.append(Thread(target=misbehave, args=arguments, daemon=True))
@@ -185,17 +161,16 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
 
 def show(observed: Observed) -> dict[str, Any]:
     """Print what was counted, and return it."""
-    summaries = {"chats": observed.chats.summary(), "health": observed.health.summary()}
-    rows = [[name, *summary.values()] for name, summary in summaries.items()]
-    tables.show(("", *summaries["chats"]), rows)
-    for requests in (observed.chats, observed.health):
-        for failure, times in requests.failures.items():
+    summary = observed.chats.summary()
+    tables.show(("", *summary), [("chats", *summary.values())])
+    for failure, times in Counter(observed.chats.failures).items():
+        if failure not in BUSY:
             log(f"failed: {failure}, {times} times")
     times_of = Counter(observed.conducts)
     conducts = (f"{name} {times}" for name, times in sorted(times_of.items()))
     log(f"misbehaved: {', '.join(conducts)}")
     return {
-        **summaries,
+        "chats": summary,
         "rss_mb": observed.memory[-1] / 1e6,
         "rss_growth_mb": growth(observed.memory) / 1e6,
     }
@@ -204,10 +179,9 @@ def show(observed: Observed) -> dict[str, Any]:
 def main(cfg: Config) -> None:
     """Start the server, put it under load, and print."""
     if cfg.minutes <= 0 or cfg.clients < 2:
-        raise UserError(
+        raise refuse(
             f"a soak needs some minutes and at least 2 clients, got {cfg.minutes:g} minutes and "
-            f"{cfg.clients} clients: try --quick",
-            exit_code=2,
+            f"{cfg.clients} clients: try --quick"
         )
     seconds, clients = (20.0, 16) if cfg.quick else (60 * cfg.minutes, cfg.clients)
     with tempfile.TemporaryDirectory() as name:

@@ -17,6 +17,15 @@ WORDS = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi".split()
 )
 SECONDS = 300  # after which a client gives up
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}  # fields of a request
+
+
+class StatusError(UserError):
+    """A server answered with another status than 200."""
+
+    def __init__(self, status: int, words: str):
+        super().__init__(f"a server answered {status}: {words}")
+        self.status = status
 
 
 @dataclass
@@ -25,7 +34,6 @@ class Reply:
 
     first_seconds: float = 0.0  # from the request to the first text
     tokens: int = 0  # as the server counts them
-    text: str = ""
 
     def add(self, event: dict[str, Any], seconds: float) -> None:
         """Follow an event that came so many seconds after the request."""
@@ -33,7 +41,6 @@ class Reply:
             text = (choice.get("delta") or {}).get("content")
             if text:
                 self.first_seconds = self.first_seconds or seconds
-                self.text += text
         usage = event.get("usage")
         if usage:
             self.tokens = usage["completion_tokens"]
@@ -67,16 +74,17 @@ def body(model: str, number: int, tokens: int, **fields: Any) -> bytes:
         "messages": [{"role": "user", "content": question}],
         "max_tokens": tokens,
         "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **STREAMED,
         **fields,
     }
     return json.dumps(request).encode()
 
 
 def ask(port: int, chat: bytes) -> Reply:
-    """Stream one reply to its end. Raises UserError if the server does not say how many tokens it
-    has."""
+    """Stream one reply to its end.
+
+    Raises StatusError if the server refuses, and UserError if it does not count the tokens.
+    """
     reply = Reply()
     start = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
@@ -84,7 +92,7 @@ def ask(port: int, chat: bytes) -> Reply:
     with connection.getresponse() as response:
         if response.status != 200:
             words = response.read(500).decode(errors="replace")
-            raise UserError(f"a server answered {response.status}: {words}")
+            raise StatusError(response.status, words)
         for line in response:
             content = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and content != b"[DONE]":

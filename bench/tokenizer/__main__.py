@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from bench import tables
 from bench.multiplier import corpus
-from bench.processes import ROOT, answer_of, check_at_least
+from bench.processes import ROOT, answer_of
 from bench.text import standard_library
 from bench.tokenizer import texts
 from bench.tokenizer.side import read_ranks
@@ -39,6 +39,8 @@ TRAINERS = ("tokenizers", "rustbpe")  # peers that can train
 PATTERN = PATTERNS["nanochat"]
 MIXED = ("english", "chinese", "code")
 REPEATS = 3
+VOCABULARY = 65_536  # of the mixed text; Chinese text uses half of it
+QUICK_VOCABULARY = 16_384
 QUICK_MB = {"english": 12.0, "chinese": 6.0, "russian": 3.0}
 QUICK_TRAINING = 1_500_000  # bytes
 QUICK_CODE = 4_000_000  # characters of Python's standard library
@@ -46,7 +48,7 @@ QUICK_CODE = 4_000_000  # characters of Python's standard library
 
 @dataclass(frozen=True)
 class Config:
-    """Print speed and memory of training and encoding as a table, and as one JSON object."""
+    """Print the speed of training and encoding as a table, and as one JSON object."""
 
     quick: bool = False
     """use shorter measurements, less text and a smaller vocabulary, and put all adversarial texts
@@ -55,19 +57,6 @@ class Config:
     """peers to measure beside ours; those that are missing are installed from the package index"""
     corpus: Path | None = None
     """folder made by `python -m bench.multiplier.corpus`; default: make one in the base folder"""
-    vocab_size: int | None = None
-    """vocabulary size for the mixed text (default 65,536, with --quick 16,384); Chinese text uses
-    half of it"""
-
-    @property
-    def vocabulary(self) -> int:
-        """The vocabulary size for the mixed text."""
-        return self.vocab_size or (16_384 if self.quick else 65_536)
-
-    @property
-    def encoding_seconds(self) -> float:
-        """CPU seconds for which a peer encodes each text."""
-        return 0.12 if self.quick else 1.0
 
 
 def peer_folder(peer: str) -> Path:
@@ -114,11 +103,6 @@ def ratio(answers: Answers, peer: str, key: str) -> float:
     return typical(answers[peer], key) / typical(answers["ours"], key)
 
 
-def are_identical(answers: Answers, peer: str) -> bool:
-    """Return whether the peer learned the same tokens, or made the same ids, as ours."""
-    return answers["ours"][0]["digest"] == answers[peer][0]["digest"]
-
-
 def train(task: Mapping[str, Any], name: str, peer: str | None) -> Answers:
     """Train with a peer and with ours in turns."""
     sides = ("ours",) if peer is None else (peer, "ours")
@@ -126,17 +110,12 @@ def train(task: Mapping[str, Any], name: str, peer: str | None) -> Answers:
     for _ in range(REPEATS):
         for side in sides:
             answers[side].append(ask(side, "train", task))
+    title = f"train {name}, {task['vocab_size']:,}"
     rows = []
     for side, side_answers in answers.items():
-        row = [
-            f"train {name}, {task['vocab_size']:,}",
-            side,
-            f"{side_answers[0]['bytes'] / 1e6:.2f}",
-            speeds(side_answers, "cpu"),
-            f"{typical(side_answers, 'peak') / 1e6:.0f}",
-        ]
-        rows.append(row)
-    tables.show(("", "side", "MB", "MB/CPU s", "MB of memory"), rows)
+        size = f"{side_answers[0]['bytes'] / 1e6:.2f}"
+        rows.append([title, side, size, speeds(side_answers, "cpu")])
+    tables.show(("", "side", "MB", "MB/CPU s"), rows)
     return answers
 
 
@@ -165,24 +144,22 @@ def encode(task: Mapping[str, Any], files: Files, peer: str | None) -> dict[str,
     return by_text
 
 
-def measure_training(cfg: Config, task: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    """Train beside each peer that can, and return ratios. Ours writes the ranks to encode with."""
-    result: dict[str, Any] = {"identical": True}
+def measure_training(
+    cfg: Config, task: Mapping[str, Any], files: Files, result: dict[str, Any]
+) -> None:
+    """Train beside each peer that can, and note ratios. Ours writes the ranks to encode with."""
     peers = [peer for peer in TRAINERS if peer in cfg.against]
+    works = [("mixed", "train", task, peer) for peer in peers or [None]]
     if "rustbpe" in peers and "chinese" in files:
-        half = {**task, "files": files["chinese"], "vocab_size": cfg.vocabulary // 2}
-        answers = train(half, "Chinese", "rustbpe")
-        result["train_zh_vs_rustbpe"] = ratio(answers, "rustbpe", "cpu")
-        result["identical"] &= are_identical(answers, "rustbpe")
-    for peer in peers or [None]:
-        answers = train(task, "mixed", peer)
+        half = {**task, "files": files["chinese"], "vocab_size": task["vocab_size"] // 2}
+        works.insert(0, ("Chinese", "train_zh", half, "rustbpe"))
+    for name, key, own_task, peer in works:
+        answers = train(own_task, name, peer)
         if peer is not None:
-            result[f"train_vs_{peer}"] = ratio(answers, peer, "cpu")
+            result[f"{key}_vs_{peer}"] = ratio(answers, peer, "cpu")
         # Hugging Face's trainer breaks ties in another way, so only karpathy's tokens are compared.
         if peer == "rustbpe":
-            result["memory_vs_rustbpe"] = 1 / ratio(answers, peer, "peak")
-            result["identical"] &= are_identical(answers, peer)
-    return result
+            result["identical"] &= are_identical(answers)
 
 
 def measure(cfg: Config, work: Path) -> dict[str, Any]:
@@ -193,34 +170,35 @@ def measure(cfg: Config, work: Path) -> dict[str, Any]:
     task: dict[str, Any] = {
         "files": files["mixed"],
         "max_bytes": QUICK_TRAINING if cfg.quick else None,
-        "vocab_size": cfg.vocabulary,
+        "vocab_size": QUICK_VOCABULARY if cfg.quick else VOCABULARY,
         "pattern": PATTERN,
         "ranks": str(ranks),
         "json": str(exported),
-        "seconds": cfg.encoding_seconds,
+        "seconds": 0.12 if cfg.quick else 1.0,  # for which a peer encodes each text
         "repeats": REPEATS,
     }
-    result = measure_training(cfg, task, files)
+    result: dict[str, Any] = {"identical": True, "texts": {}}
+    measure_training(cfg, task, files, result)
     exported.write_text(bpe.huggingface_json(read_ranks(str(ranks)), PATTERN, {}))
     hard = texts.write(work, 0.5 if cfg.quick else 4)
     if cfg.quick:
         files["adversarial"] = [str(path) for path in hard.values()]
     else:
         files |= {kind: [str(path)] for kind, path in hard.items()}
-    result["texts"] = {}
     for peer in cfg.against or [None]:
         by_text = encode(task, files, peer)
-        result["texts"][peer or "ours"] = {
-            name: figures(answers, peer) for name, answers in by_text.items()
-        }
-        if peer is None:
-            continue
+        summary = {name: figures(answers, peer) for name, answers in by_text.items()}
+        result["texts"][peer or "ours"] = summary
         for name, key in (("mixed", "encode"), ("chinese", "encode_zh")):
-            if name in by_text:
-                result[f"{key}_vs_{peer}"] = ratio(by_text[name], peer, "cold")
-        for answers in by_text.values():
-            result["identical"] &= are_identical(answers, peer)
+            if peer is not None and name in summary:
+                result[f"{key}_vs_{peer}"] = summary[name]["cold"]
+        result["identical"] &= all(map(are_identical, by_text.values()))
     return result
+
+
+def are_identical(answers: Answers) -> bool:
+    """Return whether all sides learned the same tokens, or made the same ids."""
+    return len({side_answers[0]["digest"] for side_answers in answers.values()}) == 1
 
 
 def figures(answers: Answers, peer: str | None) -> dict[str, Any]:
@@ -266,7 +244,6 @@ def real_texts(cfg: Config, work: Path) -> Files:
 
 def main(cfg: Config) -> None:
     """Measure and print."""
-    check_at_least(1024, vocab_size=cfg.vocabulary)
     with tempfile.TemporaryDirectory() as work:
         result = measure(cfg, Path(work))
     tables.finish("tokenizer", result)

@@ -6,7 +6,6 @@ import importlib
 import itertools
 import math
 import random
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import child
+from nanochat.data import bpe
 
 Task = dict[str, Any]
 Encode = Callable[[list[str]], Iterable[list[int]]]  # texts -> the ids of each
@@ -50,11 +50,13 @@ def sample(paths: Sequence[str], max_bytes: int) -> list[str]:
     return pieces
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of some work, and its CPU seconds over all threads."""
-    start = time.process_time()
-    result = work()
-    return result, time.process_time() - start
+def digest_of(items: Iterable[bytes]) -> str:
+    """Return a hash of byte strings, in their order."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(len(item).to_bytes(8, "little"))
+        digest.update(item)
+    return digest.hexdigest()
 
 
 def size_of(texts: Iterable[str]) -> int:
@@ -97,33 +99,21 @@ def training_texts(task: Task) -> Iterable[str]:
 
 
 def train(task: Task) -> dict[str, Any]:
-    """Train once; the text that is not limited takes no memory."""
+    """Train once."""
     texts = training_texts(task)
     trainer = train_tokenizers if task["side"] == "tokenizers" else train_rustbpe
-    tokens, seconds = timed(lambda: trainer(texts, task))
-    peak = child.peak_bytes()
-    digest = hashlib.sha256()
-    for token in tokens:
-        digest.update(len(token).to_bytes(8, "little"))
-        digest.update(token)
+    tokens, seconds = child.timed(lambda: trainer(texts, task))
     if task["side"] == "ours":
-        write_ranks(Path(task["ranks"]), tokens)
+        Path(task["ranks"]).write_text(bpe.tiktoken_file(tokens))
     return {
         "bytes": size_of(training_texts(task)),
         "cpu": seconds,
-        "peak": peak,
-        "digest": digest.hexdigest(),
+        "digest": digest_of(tokens),
     }
 
 
-def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
-    """Write a vocabulary in tiktoken's format: a line with base64 and rank for each token."""
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    path.write_text("".join(lines))
-
-
 def read_ranks(path: str) -> list[bytes]:
-    """Read the tokens that write_ranks wrote, by rank."""
+    """Return the tokens of a tiktoken file, by rank."""
     lines = Path(path).read_text().splitlines()
     return [base64.b64decode(line.split()[0]) for line in lines]
 
@@ -139,12 +129,7 @@ def ours(ranks: list[bytes], task: Task) -> Encode:
 def tiktoken(ranks: list[bytes], task: Task) -> Encode:
     """Return an encoder of tiktoken, from the same ranks and split pattern."""
     library = importlib.import_module("tiktoken")
-    encoding = library.Encoding(
-        "bench",
-        pat_str=task["pattern"],
-        mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
-        special_tokens={},
-    )
+    encoding = library.Encoding("bench", **bpe.tiktoken_arguments(ranks, task["pattern"], {}))
     return lambda texts: [encoding.encode_ordinary(text) for text in texts]
 
 
@@ -199,29 +184,25 @@ def encode_once(
     make: Callable[[], Encode], groups: list[list[str]], seconds: float = math.inf
 ) -> dict[str, Any]:
     """Make an encoder and encode the groups with it, or as many as it can in `seconds`."""
-    encoder, construction = timed(make)
+    encoder, construction = child.timed(make)
     rows: list[list[int]] = []
     count = 0
     cold = construction
     for group in groups:
-        ids, group_seconds = timed(partial(encoder, group))
+        ids, group_seconds = child.timed(partial(encoder, group))
         rows += ids
         count += 1
         cold += group_seconds
         if cold - construction >= seconds:
             break
-    warm = sum(timed(partial(encoder, group))[1] for group in groups[:count])
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(len(row).to_bytes(8, "little"))
-        digest.update(array("I", row).tobytes())
+    warm = sum(child.seconds_of(partial(encoder, group)) for group in groups[:count])
     return {
         "groups": count,
         "bytes": size_of(itertools.chain.from_iterable(groups[:count])),
         "tokens": sum(map(len, rows)),
         "cold": cold,
         "warm": warm,
-        "digest": digest.hexdigest(),
+        "digest": digest_of(array("I", row).tobytes() for row in rows),
     }
 
 

@@ -1,4 +1,4 @@
-"""Measures training on one CPU thread beside upstream: tokens per CPU second, peak memory.
+"""Measures training on one CPU thread beside upstream: tokens per CPU second.
 
 python -m bench.train --quick            # ours alone, uncompiled and compiled; 50 seconds
 python -m bench.train --upstream DIR     # DIR: a checkout of karpathy/nanochat
@@ -6,20 +6,26 @@ python -m bench.train --upstream DIR     # DIR: a checkout of karpathy/nanochat
 What is compared: our step eager and compiled, and upstream's step in fp32 eager (its default) and
 at its best. How: 4 layers, 256 channels, 4,096 tokens a step; every variant is a process with one
 thread, and they take turns of a few steps, so that a busy machine slows them equally. The median
-step counts, in CPU seconds. The memory is that of one step of 32 rows of 2,048 tokens, in one pass
-on both sides. bench.multiplier compares what both sides learn, and bench.train.ranks measures
-several ranks.
+step counts, in CPU seconds. bench.multiplier compares what both sides learn, and bench.train.ranks
+measures several ranks.
 """
 
 import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import tables
-from bench.processes import Steps, check_at_least, check_peers, own_dtype, train_in_turns
+from bench.processes import (
+    STEP_TITLES,
+    Steps,
+    check_at_least,
+    check_peers,
+    own_dtype,
+    train_in_turns,
+)
 from bench.text import make_rows, standard_library
 from bench.train.variants import Plan, Variant, training
 from bench.training import D4
@@ -30,8 +36,6 @@ from nanochat.platforms import host
 STEP_TOKENS = 4096
 STEPS_PER_TURN = 2
 QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, and trained on in a second
-LONG_LENGTH = 2048  # tokens of a row in the pass whose memory is compared: upstream's default
-LONG_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -104,35 +108,6 @@ def figures(results: Results, plan: Plan) -> dict[str, Any]:
     return summary
 
 
-def show(results: Results, plan: Plan) -> None:
-    """Print one line per variant."""
-    titles = ("variant", "CPU s/step", "tokens/CPU s", "peak MB", "first loss", "last")
-    rows = []
-    for variant, result in results.items():
-        row = [
-            variant.name,
-            f"{result.step_seconds:.3f}",
-            f"{result.speed(plan.tokens_per_step):,.0f}",
-            f"{result.peak_bytes / 1e6:.0f}",
-            f"{result.losses[0]:.3f}",
-            f"{result.losses[-1]:.3f}",
-        ]
-        rows.append(row)
-    tables.show(titles, rows)
-
-
-def memory(ours: Variant, theirs: Variant, plan: Plan, upstream: Path) -> dict[str, float]:
-    """Compare the peak memory of both sides, which compute a step in one pass, as upstream does."""
-    own_peak, their_peak = (
-        measure([variant], plan, 1, upstream)[variant].peak_bytes for variant in (ours, theirs)
-    )
-    log(
-        f"peak memory of {plan.rows_per_step} rows of {plan.shape.sequence_len:,} tokens: "
-        f"ours {own_peak / 1e6:,.0f} MB, upstream {their_peak / 1e6:,.0f} MB"
-    )
-    return {"memory_vs_upstream": own_peak / their_peak}
-
-
 def main(cfg: Config) -> None:
     """Make the rows, measure and print."""
     check_peers(cfg.quick, upstream=cfg.upstream)
@@ -144,22 +119,14 @@ def main(cfg: Config) -> None:
     rounds = 3 if cfg.quick else cfg.rounds
     with tempfile.TemporaryDirectory() as folder:
         text = standard_library(QUICK_TEXT if cfg.quick else None)
-        rows = Path(folder) / "rows"
-        make_rows(rows, D4.vocab_size, D4.sequence_len, text)
-        plan = Plan(D4, rows, STEP_TOKENS // D4.sequence_len, warmup=1 if cfg.quick else 3)
+        make_rows(Path(folder), D4.vocab_size, D4.sequence_len, text)
+        plan = Plan(D4, Path(folder), STEP_TOKENS // D4.sequence_len, warmup=1 if cfg.quick else 3)
         results = measure(chosen, plan, rounds, cfg.upstream)
-        log(f"rows of {text.about}; the median of {rounds * STEPS_PER_TURN} steps")
-        show(results, plan)
-        result = figures(results, plan)
-        if cfg.upstream is not None:
-            long_rows = Path(folder) / "long_rows"
-            make_rows(long_rows, D4.vocab_size, LONG_LENGTH, text)
-            shape = replace(D4, sequence_len=LONG_LENGTH)
-            long_plan = Plan(shape, long_rows, LONG_ROWS, warmup=1)
-            ours = fastest(results, "ours")
-            theirs = fastest(results, "upstream")
-            result |= memory(ours, theirs, long_plan, cfg.upstream)
-    tables.finish("train", result)
+    log(f"rows of {text.about}; the median of {rounds * STEPS_PER_TURN} steps")
+    tokens = plan.tokens_per_step
+    rows = [[variant.name, *steps.cells(tokens)] for variant, steps in results.items()]
+    tables.show(("variant", *STEP_TITLES), rows)
+    tables.finish("train", figures(results, plan))
 
 
 if __name__ == "__main__":

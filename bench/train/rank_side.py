@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from bench import child
-from bench.training import Trainer, random_model, random_passes
+from bench.batches import random_passes
+from bench.training import Trainer, random_model
 from nanochat import device
 from nanochat.common import base_dir
 from nanochat.gpt import GPTConfig

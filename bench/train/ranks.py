@@ -1,6 +1,6 @@
 """Measures the speed of two ranks on a CPU beside one rank, for each way to share the model.
 
-python -m bench.train.ranks --quick      # ends within 50 seconds: uncompiled, fewer rounds
+python -m bench.train.ranks --quick      # ends within 50 seconds: uncompiled, three rounds
 python -m bench.train.ranks              # compiled where base_train compiles
 
 How: every rank has one thread and trains the model of bench.train on 8,192 tokens a step, or on
@@ -19,14 +19,14 @@ from statistics import median
 from typing import Any
 
 from bench import tables
-from bench.processes import ROOT, Side, check_at_least, side
+from bench.processes import ROOT, Side, side
 from bench.training import D4
 from nanochat.common import run
-from nanochat.gpt import GPTConfig
-from nanochat.runtime.parallel import Sharding
 
 STEP_TOKENS = 16384  # over all ranks
 BIGRAM_ROWS = 131_072  # of the table of pairs, as base_train has them
+ROUNDS = 5  # timed steps of each group
+MODES = ("none", "grad", "full")  # of --shard of the training scripts
 APART = "apart"  # two ranks that share nothing
 
 
@@ -35,11 +35,8 @@ class Config:
     """Print the speed of two ranks beside one, and one JSON object on the last line."""
 
     quick: bool = False
-    """run uncompiled for three rounds, and --shard=grad only, so that it ends within 50 seconds"""
-    rounds: int = 5
-    """timed steps per group"""
-    shard: tuple[Sharding, ...] = ("none", "grad", "full")
-    """how the two ranks share the model, like --shard of the training scripts; each is measured"""
+    """run uncompiled for three rounds, and shard gradients only, so that it ends within 50
+    seconds"""
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,7 @@ class Group:
 
     ranks: int
     mode: str  # of sharding, or APART
-    shape: GPTConfig
-    compile: bool | None = None
+    compile: bool | None  # None: where base_train compiles
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def ranks_of(group: Group) -> Iterator[list[Side]]:
         processes = []
         for number in range(group.ranks):
             task: dict[str, Any] = {
-                "shape": asdict(group.shape),
+                "shape": asdict(replace(D4, bigram_rows=BIGRAM_ROWS)),
                 "compile": group.compile,
                 "mode": group.mode,
                 "tokens": STEP_TOKENS // group.ranks,
@@ -117,14 +113,11 @@ def measure(groups: Sequence[Group], rounds: int) -> list[Seconds]:
 
 def main(cfg: Config) -> None:
     """Measure and print."""
-    check_at_least(1, rounds=cfg.rounds)
-    modes: tuple[str, ...] = ("grad",) if cfg.quick else cfg.shard
-    compile_step = False if cfg.quick else None  # None: where base_train compiles
-    shape = replace(D4, bigram_rows=BIGRAM_ROWS)
-    single_group = Group(1, "none", shape, compile_step)
-    pairs = {mode: Group(2, mode, shape, compile_step) for mode in (APART, *modes)}
-    groups = [single_group, *pairs.values()]
-    single, *others = measure(groups, 3 if cfg.quick else cfg.rounds)
+    modes = ("grad",) if cfg.quick else MODES
+    pairs = (APART, *modes)
+    compile_step = False if cfg.quick else None
+    groups = [Group(1, "none", compile_step), *(Group(2, mode, compile_step) for mode in pairs)]
+    single, *others = measure(groups, 3 if cfg.quick else ROUNDS)
     rows = [["one rank", f"{single.wall:.3f}", f"{single.cpu:.3f}", "", ""]]
     speeds = {}
     cpu_speeds = {}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bench import child
+from bench.batches import Passes, inputs_and_targets
 
 Task = dict[str, Any]
 Batch = tuple[int, Tensor, Tensor]  # number of the step; inputs and targets, int64 (B, T) each
@@ -27,7 +28,8 @@ DEFAULT_SEED = 42
 class Side:
     """How one side trains."""
 
-    step: Callable[[int, Tensor, Tensor], float]  # trains on a batch as step N; the loss in nats
+    train: Callable[[Passes], float]  # makes a step, and returns its loss in nats
+    set_rates: Callable[[int, int], None]  # for step N of so many
     losses: Callable[[Tensor, Tensor], Tensor]  # of each target, (B, T), without gradients
     parameters: int
 
@@ -35,7 +37,7 @@ class Side:
 def ours(task: Task) -> Side:
     """Return this repository's training step, with the calls that base_train makes.
 
-    If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run
+    If the task has a horizon, rates, momentum and decay follow base_train's rules for a run
     of that length, with the flags of the task.
     """
     from bench.training import Trainer, random_model
@@ -47,7 +49,7 @@ def ours(task: Task) -> Side:
     compute = device.compute_init("cpu")
     flags = parse(Config, task["flags"])
     shape = our_shape(task, flags)
-    steps = task["steps"]
+    steps = task["horizon"]
     model = random_model(shape, compute, seed_of(task))
     compute.platform.use_matmul(model, flags.shape.matmul, compute.operations)
     if steps is None:
@@ -71,15 +73,10 @@ def ours(task: Task) -> Side:
         decay_factor = schedule.decay_factor(number, steps)
         trainer.optimizers.schedule(lr, momentum, decay_factor)
 
-    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
-        if steps is not None:
-            set_rates(number, steps)
-        return trainer.step([(inputs, targets)])
-
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs, targets, "none")
 
-    return Side(step, losses, trainer.parameters)
+    return Side(trainer.step, set_rates, losses, trainer.parameters)
 
 
 def our_shape(task: Task, flags: Any) -> Any:
@@ -109,14 +106,14 @@ def seed_of(task: Task) -> int:
 def upstream(task: Task) -> Side:
     """Return karpathy/nanochat's training step, with the calls that its base_train makes.
 
-    If the task has a number of steps, the run follows upstream's schedules and weight decay. Its
+    If the task has a horizon, the run follows upstream's schedules and weight decay. Its
     learning rates are multiplied by `scale` instead of by upstream's own factor for the batch,
     which is 0.088 at 4,096 tokens: far too low.
     """
     from bench.upstream import RATES, Upstream
 
     shape = task["shape"]
-    steps = task["steps"]
+    steps = task["horizon"]
     decay = SHORT_DECAY
     if steps is not None:
         batch_tokens = task["rows_per_step"] * shape["sequence_len"]
@@ -137,11 +134,6 @@ def upstream(task: Task) -> Side:
                 group["momentum"] = momentum
                 group["weight_decay"] = decay_factor * decay
 
-    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
-        if steps is not None:
-            set_rates(number, steps)
-        return trainer.step([(inputs, targets)])
-
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs, targets, loss_reduction="none")
 
@@ -149,11 +141,11 @@ def upstream(task: Task) -> Side:
         weights = copy.deepcopy(model.state_dict())
         moments = copy.deepcopy(trainer.optimizer.state_dict())
         rows = np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]
-        step(0, *inputs_and_targets(rows))
+        trainer.step([inputs_and_targets(tokens_of(rows))])
         model.load_state_dict(weights)
         trainer.optimizer.load_state_dict(moments)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Side(step, losses, parameters)
+    return Side(trainer.step, set_rates, losses, parameters)
 
 
 def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
@@ -183,10 +175,9 @@ def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
     return lr, momentum, decay_factor
 
 
-def inputs_and_targets(rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Split rows (B, T + 1) into inputs and targets."""
-    cells = torch.from_numpy(rows.astype(np.int64))
-    return cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
+def tokens_of(rows: np.ndarray) -> Tensor:
+    """Return rows of a file, uint16, as int64."""
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
@@ -194,7 +185,7 @@ def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
     for number in itertools.count():
         first = number * size
         row_numbers = np.arange(first, first + size) % len(rows)
-        inputs, targets = inputs_and_targets(rows[row_numbers])
+        inputs, targets = inputs_and_targets(tokens_of(rows[row_numbers]))
         yield number, inputs, targets
 
 
@@ -205,7 +196,7 @@ def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: i
     nats = 0.0
     text_bytes = 0
     for first in range(0, len(rows), size):
-        inputs, targets = inputs_and_targets(rows[first : first + size])
+        inputs, targets = inputs_and_targets(tokens_of(rows[first : first + size]))
         target_bytes = lengths[targets]
         losses = side.losses(inputs, targets).view_as(target_bytes).double()
         is_text = target_bytes > 0
@@ -232,13 +223,19 @@ def main() -> None:
         order = np.random.default_rng(task["seed"]).permutation(len(train_rows))
         train_rows = train_rows[order]
     stream = batches(train_rows, size)
-    warmup = child.time_steps(side.step, itertools.islice(stream, task["warmup"]))
+
+    def step(number: int, inputs: Tensor, targets: Tensor) -> float:
+        if task["horizon"] is not None:
+            side.set_rates(number, task["horizon"])
+        return side.train([(inputs, targets)])
+
+    warmup = child.time_steps(step, itertools.islice(stream, task["warmup"]))
     answer({"parameters": side.parameters, "losses": warmup["losses"]})
     for request in child.requests():
         if request == "held_out":
             answer(bits_per_byte(side, held_out_rows, token_bytes, size))
         else:
-            answer(child.time_steps(side.step, itertools.islice(stream, request)))
+            answer(child.time_steps(step, itertools.islice(stream, request)))
 
 
 if __name__ == "__main__":

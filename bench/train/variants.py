@@ -77,18 +77,12 @@ def training(variant: Variant, plan: Plan, upstream: Path | None = None) -> Iter
         home = upstream
         shape = upstream_shape(plan.shape)
     task: dict[str, Any] = {
-        "side": variant.side,
-        "compiled": variant.compiled,
-        "scale": variant.scale,
-        "flags": list(variant.flags),
+        **asdict(variant),
+        **asdict(plan),
+        "checkout": str(home),
         "shape": shape,
         "rows": str(plan.rows / ROWS),
         "token_bytes": str(plan.rows / TOKEN_BYTES),
-        "held_out": plan.held_out,
-        "rows_per_step": plan.rows_per_step,
-        "warmup": plan.warmup,
-        "steps": plan.horizon,
-        "seed": plan.seed,
         "epochs": plan.epochs,
     }
     variables = {"NANOCHAT_DTYPE": variant.dtype}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.finetune import __main__ as finetune
-from bench.finetune.__main__ import SHAPES, Batch, Config
+from bench.finetune.__main__ import SHAPES, Config
 
 TINY: dict[str, Any] = {
     "n_layer": 4,
@@ -29,9 +29,9 @@ TINY: dict[str, Any] = {
 def test_both_sides_train_the_same_model() -> None:
     """As many parameters on both sides, and a loss near that of chance, log 300 = 5.70."""
     shape = replace(SHAPES["qwen3.5"], **TINY)
-    cfg = Config(against=("transformers",), steps=1, compile=False)
+    cfg = Config(quick=True, against=("transformers",), steps=1)
     for rank in (2, 0):
-        results = finetune.measure(shape, rank, "float32", Batch(1, 8), cfg)
+        results = finetune.measure(shape, rank, "float32", (1, 8), cfg)
         ours = results["ours"]
         theirs = results["transformers"]
         assert ours.parameters == theirs.parameters
@@ -44,7 +44,7 @@ def test_it_prints_one_json_object(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(finetune, "SMALL", TINY)
-    monkeypatch.setattr(finetune, "QUICK", Batch(1, 8))
-    finetune.main(Config(quick=True, families=("qwen3",)))
+    monkeypatch.setattr(finetune, "QUICK_BATCH", (1, 8))
+    finetune.main(Config(quick=True))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["qwen3 lora"]) == {"tokens_per_cpu_second", "peak_gb"}

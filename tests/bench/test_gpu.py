@@ -25,7 +25,7 @@ TINY = Config(
 
 
 def answer(seconds: list[float], memory: float = 1e9) -> dict[str, Any]:
-    about = {"peak_flops": 1e9, "device": "a GPU", "attention": "some"}
+    about = {"peak_flops": 1e9, "device": "a GPU", "attention": "some", "start": 9.0, "loss": 3.0}
     return {"seconds": seconds, "memory": memory, **about}
 
 
@@ -37,14 +37,14 @@ def test_figures_are_of_the_median_step_of_all_runs() -> None:
     ]
     figures = gpu.figures(TINY, runs)
     tokens = 2 * 2 * 64
-    assert figures["tokens_per_second"] == tokens / 2
-    assert figures["upstream_tokens_per_second"] == tokens / 4
+    assert figures["ours"]["tokens_per_second"] == tokens / 2
+    assert figures["upstream"]["tokens_per_second"] == tokens / 4
     assert figures["vs_upstream"] == 2.0
-    assert figures["memory_gb"] == 2.0
-    assert figures["upstream_memory_gb"] == 3.0
+    assert figures["ours"]["memory_gb"] == 2.0
+    assert figures["upstream"]["memory_gb"] == 3.0
     # A layer has 12 C^2 entries, and its attention costs 12 C for each of the 64 keys.
     flops = 6 * (2 * 12 * 128**2 + 128 * 128) + 2 * 12 * 128 * 64
-    assert figures["mfu_percent"] == pytest.approx(100 * tokens / 2 * flops / 1e9, rel=0.02)
+    assert figures["ours"]["mfu_percent"] == pytest.approx(100 * tokens / 2 * flops / 1e9, rel=0.02)
 
 
 @pytest.mark.slow
@@ -58,5 +58,5 @@ def test_both_sides_train_in_turns(
     gpu.main(replace(TINY, upstream=fake_upstream(tmp_path / "up")))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["vs_upstream"] > 0
-    assert result["upstream_attention"] == "FlashAttention 3"
+    assert result["upstream"]["attention"] == "FlashAttention 3"
     assert result["tokens_per_step"] == 256

@@ -12,7 +12,7 @@ from bench.multiplier import __main__ as bench
 from bench.multiplier import runs as running
 from bench.multiplier.__main__ import Config, Sizes
 from bench.multiplier.curves import Point, cost_to_reach, improving, interval, multiplier
-from bench.multiplier.runs import Entry, Result, Run, Runs, best_scale
+from bench.multiplier.runs import Entry, Result, Run, Runs
 from bench.processes import ROOT
 from bench.train.variants import Variant, training
 from nanochat.common import UserError
@@ -70,17 +70,15 @@ def test_the_interval_is_student_s_over_the_logarithms() -> None:
 class FakeRuns(Runs):
     """Trains by a made-up law instead of in a process; upstream spends 1.2 times as much."""
 
-    def __init__(self, folder: Path, upstream: Path | None = None, best: float = 1.0):
+    def __init__(self, folder: Path, upstream: Path | None = None):
         super().__init__(folder, upstream)
         self.requests: list[Run] = []
-        self.best = best
 
     def train(self, run: Run) -> Result:
         self.requests.append(run)
         bits = law(run.flops).bits_per_byte
         if run.entry.variant.side == "upstream":
-            distance = abs(math.log2(run.entry.variant.scale / self.best))
-            bits = law(run.flops / 1.2).bits_per_byte + distance / 100
+            bits = law(run.flops / 1.2).bits_per_byte
         return Result({"seed": run.plan.seed}, run.flops, run.flops / 1e9, bits, [])
 
 
@@ -132,29 +130,19 @@ def test_code_is_among_the_settings_of_the_side_that_runs_it(tmp_path: Path) -> 
     assert settings()[0] != before[0]
 
 
-def test_the_best_factor_on_upstreams_rates_is_taken(tmp_path: Path) -> None:
-    upstream = fake_upstream(tmp_path / "upstream")
-    run = run_in(tmp_path / "rows", UPSTREAM)
-    runs = FakeRuns(tmp_path / "runs", upstream, best=2.0)
-    assert best_scale(runs, run, (0.5,)) == 0.5
-    assert best_scale(runs, replace(run, entry=OURS), (1.0, 2.0)) == 1.0
-    assert runs.requests == []
-    assert best_scale(runs, run, (0.5, 1.0, 2.0)) == 2.0
-
-
 def test_the_comparison_finds_the_multiplier_of_its_runs(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    runs = FakeRuns(tmp_path / "runs", fake_upstream(tmp_path / "upstream"), best=2.0)
+    runs = FakeRuns(tmp_path / "runs", fake_upstream(tmp_path / "upstream"))
     template = run_in(tmp_path / "rows")
     (figure,) = bench.measure(template, UPSTREAM, [OURS], Config(steps=(6,)), runs)
     for interval_of_seeds in (figure.flops, figure.seconds):
         assert interval_of_seeds is not None
         assert interval_of_seeds.mean == pytest.approx(1.2, abs=0.002)
-    assert figure.scale == 2.0
     assert figure.bits_per_byte < figure.baseline
     assert [run.plan.seed for run in runs.requests if run.entry == OURS] == [1, 2, 3]
+    assert {run.entry.variant.scale for run in runs.requests if run.entry.name != "ours"} == {2.0}
     bench.show([figure], "upstream")
     assert "code, d2, 6" in capsys.readouterr().out
 
@@ -234,14 +222,13 @@ def test_compiling_is_no_part_of_upstreams_cost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_quick_compares_and_a_second_call_trains_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "QUICK", Sizes(16, 300, 4, 4))
     monkeypatch.setattr(bench, "standard_library", lambda limit: TEXT)
     results = []
     for _ in range(2):
-        bench.main(Config(quick=True, out=tmp_path))
+        bench.main(Config(quick=True))
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert [result["trained"] for result in results] == [6, 0]
     assert results[0]["figures"] == results[1]["figures"]
-    assert (tmp_path / "adamw-ours.json").exists()

@@ -86,27 +86,20 @@ def counted(forward: int, backward: int, optimizer: int, **more: Any) -> dict[st
     }
 
 
-def test_ratios_are_of_operators_and_of_the_model_alone() -> None:
+def test_figures_of_a_side_are_beside_those_of_the_fused_one() -> None:
     fused = counted(30, 50, 20)
-    result = npu_ops.figures(fused, counted(100, 100, 800), counted(2, 2, 3), SHORT)
-    assert result == {
-        "chip": "910B3",
-        "depth": 5,
-        "width": 128,
-        "operators_vs_plain": 0.1,
-        "model_vs_plain": 0.4,
-        "operators": 100,
-        "plain_operators": 1000,
-        "forward": 30,
-        "backward": 50,
-        "optimizer": 20,
-        "vector_bytes_per_token": 400,
-        "plain_vector_bytes_per_token": 4000,
-        "vector_bytes_vs_plain": 0.1,
-        "launches_with_graphs": 7,
-        "host_syncs": 0,
+    assert npu_ops.summary(counted(100, 100, 800), fused, SHORT.length) == {
+        "forward": 100,
+        "backward": 100,
+        "optimizer": 800,
+        "operators": 1000,
+        "fused_of_operators": 0.1,
+        "vector_bytes_per_token": 4000,
+        "fused_of_vector_bytes": 0.1,
+        "waits": 0,
         "copies": 0,
         "unsupported": 0,
+        "weights_cast": 0,
     }
 
 
@@ -119,7 +112,8 @@ def test_only_waits_and_copies_beyond_the_needed_ones_are_extra() -> None:
         unsupported={"det": 2},
         copies={"host to device": 3, "device to host": 4, "device to device": 1},
     )
-    assert npu_ops.extra(worse) == {"host_syncs": 3, "copies": 1 + 3 + 1, "unsupported": 2}
+    figures = npu_ops.summary(worse, worse, SHORT.length)
+    assert (figures["waits"], figures["copies"], figures["unsupported"]) == (3, 1 + 3 + 1, 2)
 
 
 def test_what_a_layer_adds_is_told_from_two_depths() -> None:
@@ -148,13 +142,13 @@ def test_the_command_prints_a_table_and_one_json_object(
     assert tasks == [
         fused,
         replace(fused, kernels="plain"),
-        replace(fused, graphs=True),
         peer,
+        replace(fused, graphs=True),
         replace(fused, depth=8),
     ]
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["operators_vs_plain"] == 0.2
-    assert result["against"][str(peer)]["ours_of_operators"] == 0.1
+    assert result["plain"]["fused_of_operators"] == 0.2
+    assert result[str(peer)]["fused_of_operators"] == 0.1
     tasks.clear()
     npu_ops.main(Config())
     assert (tasks[0].width, tasks[0].vocab_size, tasks[0].length) == (768, 32768, 2048)
@@ -165,13 +159,14 @@ def test_a_step_needs_a_third_of_plains_operators_and_bytes_and_waits_for_nothin
     skip_without_emulator()
     fused = npu_ops.count(SHORT)
     plain = npu_ops.count(replace(SHORT, kernels="plain"))
-    captured = npu_ops.count(replace(SHORT, graphs=True))
-    result = npu_ops.figures(fused, plain, captured, SHORT)
-    assert result["operators_vs_plain"] < 0.4
-    assert result["model_vs_plain"] < 0.4
-    assert result["vector_bytes_vs_plain"] < 0.5
-    assert result["launches_with_graphs"] <= 40 < sum(captured["captured"].values())
-    assert (result["host_syncs"], result["copies"], result["unsupported"]) == (0, 0, 0)
+    graphs = npu_ops.count(replace(SHORT, graphs=True))
+    ours = npu_ops.summary(fused, fused, SHORT.length)
+    beside_plain = npu_ops.summary(plain, fused, SHORT.length)
+    assert beside_plain["fused_of_operators"] < 0.4
+    assert npu_ops.operators(fused, npu_ops.MODEL) < 0.4 * npu_ops.operators(plain, npu_ops.MODEL)
+    assert beside_plain["fused_of_vector_bytes"] < 0.5
+    assert npu_ops.operators(graphs) <= 40 < sum(graphs["captured"].values())
+    assert (ours["waits"], ours["copies"], ours["unsupported"]) == (0, 0, 0)
     assert fused["forward"]["npu_fusion_attention"] == 5
     assert fused["forward"]["npu_rotary_mul"] == 5
 
@@ -188,7 +183,8 @@ def test_a_checkout_is_counted_with_its_own_model_and_optimizer(tmp_path: Path) 
     assert not counts["captured"]
     # The optimizer looks for NaN, and the loss is read.
     assert sum(counts["synchronisations"].values()) == 2
-    assert list(npu_ops.extra(counts).values()) == [1, 0, 0]
+    figures = npu_ops.summary(counts, counts, SHORT.length)
+    assert (figures["waits"], figures["copies"], figures["unsupported"]) == (1, 0, 0)
     moved = SHORT.depth * 2 * 2 * SHORT.length * SHORT.width
     assert counts["bytes"]["forward"]["relu"] == moved
 

@@ -19,8 +19,6 @@ from bench.train import __main__ as train
 from nanochat.common import UserError
 from tests.bench.fakes import UPSTREAM, fake_upstream
 
-CODE = ("code",)  # texts of bench.multiplier that need no corpus
-
 
 @pytest.mark.parametrize(
     ("program", "flags", "words"),
@@ -33,24 +31,21 @@ CODE = ("code",)  # texts of bench.multiplier that need no corpus
         (gpu, {"rows": 0}, "--rows.*got 0"),
         (npu_ops, {"chip": "910A"}, "--chip"),
         (npu_ops, {"depth": 4}, "--depth"),
-        (serve, {"tokens": 1000}, "--tokens"),
+        (serve, {"rounds": 0}, "--rounds"),
         (soak, {"clients": 1}, "try --quick"),
         (tokenizer, {"corpus": Path("nowhere")}, "--corpus"),
-        (tokenizer, {"vocab_size": 100}, "--vocab_size"),
         (corpus, {"folder": Path(), "russian": -1}, "--russian"),
         (multiplier, {"quick": True, "variants": ("a=--matrix_lr=1",)}, "--quick"),
         (multiplier, {"steps": (0,)}, "--steps.*got 0"),
         (multiplier, {"seeds": (1, 1)}, "--seeds.*got 1 1"),
         (multiplier, {"stretch": (1.0,)}, "--stretch"),
-        (multiplier, {"scales": ()}, "--scales.*none"),
-        (multiplier, {}, "--corpus DIR"),
-        (multiplier, {"texts": CODE}, "--baseline.*none"),
-        (multiplier, {"texts": CODE, "baseline": "theirs"}, "--baseline.*theirs"),
-        (multiplier, {"texts": CODE, "baseline": "ours"}, "--variants"),
-        (multiplier, {"texts": CODE, "variants": ("Hot=--matrix_lr=1",)}, "small letters"),
-        (multiplier, {"texts": CODE, "variants": ("hot=--depth=3",)}, "may have the flags"),
-        (multiplier, {"texts": CODE, "variants": ("hot",)}, "changes nothing"),
-        (multiplier, {"texts": CODE, "variants": ("hot=--checkout=x",)}, "no checkout"),
+        (multiplier, {"depths": ()}, "--depths.*none"),
+        (multiplier, {}, "--upstream DIR"),
+        (multiplier, {"baseline": "ours"}, "--variants"),
+        (multiplier, {"variants": ("Hot=--matrix_lr=1",)}, "small letters"),
+        (multiplier, {"variants": ("hot=--depth=3",)}, "may have the flags"),
+        (multiplier, {"variants": ("hot",)}, "at least one flag"),
+        (multiplier, {"variants": ("hot=--checkout=x",)}, "a checkout of this"),
     ],
 )
 def test_flags_that_cannot_be_measured_are_refused(
@@ -67,7 +62,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     old = UPSTREAM.replace("def setup_optimizer", "def setup_optimizers")
     folders = {
         "nowhere": tmp_path / "nowhere",
-        "nanochat/optim.py": tmp_path,
+        "nanochat/gpt.py": tmp_path,
         "setup_optimizer": fake_upstream(tmp_path / "old", old),
     }
     for word, folder in folders.items():

@@ -1,4 +1,4 @@
-"""The benchmarks of RL: the parts of a step, the verdict of the control by hand, and quick runs."""
+"""The benchmarks of RL: the verdict of the control by hand, and quick runs."""
 
 import json
 import math
@@ -20,19 +20,6 @@ from tests.support.tiny_model import tiny_checkpoint
 FEW = replace(SUMS, problems=2, samples=8, sharpness=1.0)
 
 
-def test_the_median_of_each_column_counts_after_a_step_that_warms_up() -> None:
-    steps = iter(
-        [
-            {"forward": 99.0},
-            {"sampling": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "copy": 0.5},
-            {"sampling": 2.0, "training": 7.0, "optimizer": 0.5},
-            {"sampling": 9.0, "forward": 6.0},
-        ]
-    )
-    measured = rl.measure({"x": lambda number: next(steps)}, 3)
-    assert measured["x"] == pytest.approx({"sampling": 2.0, "training": 6.0, "rest": 0.5})
-
-
 def test_the_figures_are_one_json_object(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -40,7 +27,8 @@ def test_the_figures_are_one_json_object(
     monkeypatch.setattr(rl, "SUMS", FEW)
     rl.main(rl.Config(quick=True))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(result) == {"benchmark", "sums trees", "sums rows"}
+    assert set(result) == {"benchmark", "trees", "rows"}
+    assert min(result["trees"], result["rows"]) > 0
 
 
 def test_the_verdict_by_hand() -> None:

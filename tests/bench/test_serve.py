@@ -17,6 +17,7 @@ from bench.serve import model as bench_model
 from bench.serve import servers, streams
 from bench.serve.servers import Server
 from bench.serve.streams import Load
+from bench.training import QWEN3
 from nanochat import device
 from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError
@@ -57,7 +58,7 @@ def test_a_stream_is_read_and_its_tokens_are_counted(chunked: bool) -> None:
         for piece in (EVENTS[:31], EVENTS[31:], b""):  # a border inside of an event
             answer += f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
     reply = reply_to(answer)
-    assert (reply.text, reply.tokens) == ("héllo", 3)
+    assert reply.tokens == 3
     assert reply.first_seconds > 0
 
 
@@ -98,25 +99,24 @@ def loads_of(*speeds: float) -> dict[int, Load]:
     return loads
 
 
-def test_ours_is_compared_with_the_faster_format_of_a_peer(
+def test_ours_is_compared_with_each_peer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loads = {
         "ours": loads_of(20.0, 60.0, 80.0),
-        "llama-cpp a": loads_of(10.0, 10.0, 40.0),
-        "llama-cpp b": loads_of(5.0, 20.0, 10.0),
+        "llama-cpp": loads_of(10.0, 20.0, 40.0),
     }
     result = serve.figures(loads, ["llama-cpp"])
     assert result["times_as_fast_as"] == {"llama-cpp": {"1": 2.0, "8": 3.0, "32": 2.0}}
     assert result["served_tokens_per_cpu_second"]["ours"] == {"1": 20.0, "8": 60.0, "32": 80.0}
     assert result["first_token_p95_s"]["ours"] == 0.5
     serve.show(loads)
-    assert "llama-cpp b" in capsys.readouterr().out
+    assert "llama-cpp" in capsys.readouterr().out
 
 
-def small_model(folder: Path, formats: tuple[str, ...] = ()) -> bench_model.Files:
+def small_model(folder: Path, gguf: bool = False) -> bench_model.Files:
     shape = dataclasses.replace(
-        bench_model.SHAPE,
+        QWEN3,
         vocab_size=1024,
         n_layer=1,
         n_embd=64,
@@ -125,15 +125,15 @@ def small_model(folder: Path, formats: tuple[str, ...] = ()) -> bench_model.File
         n_kv_head=1,
         head_dim=32,
     )
-    return MAKE(folder, shape, formats, 100_000)
+    return MAKE(folder, shape, gguf, 100_000)
 
 
 MAKE = bench_model.make
 
 
 def test_the_model_is_the_same_in_every_form(tmp_path: Path) -> None:
-    files = small_model(tmp_path, ("bfloat16",))
-    assert files.gguf["bfloat16"].stat().st_size > 0
+    files = small_model(tmp_path, gguf=True)
+    assert files.gguf.stat().st_size > 0
     loaded = load_published(files.folder, None, device.compute_init("cpu"))
     assert files.parameters == sum(weight.numel() for weight in loaded.model.parameters())
     # The last of the roles that need free rows has one.

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections import Counter
 
 import pytest
 
@@ -22,8 +21,8 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 
 def test_summary_counts_what_was_refused_and_what_failed() -> None:
-    failures = Counter({"500": 2, "TimeoutError": 1})
-    requests = Requests([0.1] * 98 + [2.0, 3.0], refused=4, failures=failures)
+    failures = ["500", "TimeoutError", "500", "429", "503", "429", "429"]
+    requests = Requests([0.1] * 98 + [2.0, 3.0], failures)
     assert requests.summary() == {
         "answered": 100,
         "refused": 4,
@@ -58,7 +57,7 @@ def test_a_short_soak_answers_every_polite_client(capsys: pytest.CaptureFixture[
         observed = soak(port, os.getpid(), 2.0, 40)
     result = show(observed)
     assert result["chats"]["answered"] > 0
-    assert result["chats"]["failed"] == result["health"]["failed"] == 0
+    assert result["chats"]["failed"] == 0
     output = capsys.readouterr().out
     assert "failed:" not in output
     assert any(name in output for name in CONDUCTS)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import child
 from bench.tokenizer import __main__ as tokenizer
 from bench.tokenizer import side
 
@@ -44,7 +45,7 @@ def test_a_pass_ends_with_its_time_and_cold_includes_construction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Slow()
-    monkeypatch.setattr(side, "time", clock)
+    monkeypatch.setattr(child, "time", clock)
     groups = [["abc", "d"], ["ef"], ["ghi"]]
     answer = side.encode_once(clock.encoder, groups, 5)
     assert (answer["groups"], answer["bytes"], answer["tokens"]) == (2, 6, 6)
@@ -65,10 +66,11 @@ def test_it_measures_ours_and_prints_one_json_object(
 ) -> None:
     monkeypatch.setattr(tokenizer, "QUICK_CODE", 300_000)
     monkeypatch.setattr(tokenizer, "REPEATS", 1)
+    monkeypatch.setattr(tokenizer, "QUICK_VOCABULARY", 1024)
     chinese = "今天天气很好，我们去公园散步。" * 200
     for kind, text in (("english", ""), ("chinese", chinese), ("russian", "")):
         (tmp_path / f"{kind}.txt").write_text(text, encoding="utf-8")
-    tokenizer.main(tokenizer.Config(quick=True, corpus=tmp_path, vocab_size=1024))
+    tokenizer.main(tokenizer.Config(quick=True, corpus=tmp_path))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["texts"]["ours"]) == {"mixed", "chinese", "code", "adversarial"}
     assert result["identical"] is True

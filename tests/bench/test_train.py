@@ -23,7 +23,12 @@ UPSTREAM = Variant("upstream", "float32")
 
 def test_bits_per_byte_counts_text_and_no_special_token() -> None:
     """Tokens 0, 1 and 2 have 0, 1 and 3 bytes; a target costs one bit more than its id."""
-    side = Side(lambda *_: 0.0, lambda inputs, targets: (targets + 1.0) * math.log(2), 0)
+    side = Side(
+        lambda passes: 0.0,
+        lambda number, steps: None,
+        lambda inputs, targets: (targets + 1.0) * math.log(2),
+        0,
+    )
     rows = np.array([[1, 2, 0, 1], [0, 0, 2, 2], [2, 1, 1, 1]], np.uint16)
     bits = (3 + 2) + (3 + 3) + (2 + 2 + 2)
     text_bytes = (3 + 1) + (3 + 3) + 3

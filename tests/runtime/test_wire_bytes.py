@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.training import D4, Trainer, random_model, random_passes
+from bench.batches import random_passes
+from bench.training import D4, Trainer, random_model
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from tests.support.ranks import run_ranks
