@@ -1,6 +1,6 @@
-"""The settings that a corpus, known by its name, asks of its stages and of chats with its models.
+"""The settings that suit a corpus, for the stages that train on it and for chats with its models.
 
-This file imports no pyarrow, since chats read it too.
+This file does not import pyarrow, since chats read it too.
 """
 
 from collections.abc import Mapping
