@@ -13,11 +13,11 @@ class Drawing:
     """The sampling settings of a chat, unless the user asks for others."""
 
     temperature: float = 0.6
-    """Randomness, from 0, which always takes the likeliest token, to 2."""
+    """The randomness, from 0, which always takes the most likely token, to 2."""
     min_p: float = 0.0
-    """Tokens whose probability is below this share of the likeliest token's are never drawn."""
+    """Tokens whose probability is below this share of the highest probability are never drawn."""
     reason: Mapping[str, str] = field(default_factory=lambda: {"en": "the default", "zh": "默认值"})
-    """Why, by language."""
+    """The reason for these settings, by language."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class Traits:
     """
 
     row_tokens: int | None = None
-    """Tokens in a row of pretraining if no length is set; None: the device decides."""
+    """Tokens in a row of pretraining if no length is set; if None, the device decides."""
     step_tokens: int | None = None
-    """Tokens in a step, over all ranks, if no batch size is set; None: the length of the run
+    """Tokens in a step, over all ranks, if no batch size is set; if None, the length of the run
     decides."""
     pairs: bool = True
     """Whether the model gets a table of embeddings for pairs of tokens if its size is not set."""
     documents_every: int = 0
-    """In midtraining one row in so many comes from the corpus, so that the model does not forget
-    it; 0: none."""
+    """In midtraining, one row in this many comes from the corpus, so that the model does not forget
+    it; 0 means none."""
     answers_documents_every: int = 0
-    """The same in fine-tuning, where rows of documents have several times as many targets as rows
-    of conversations."""
+    """The same number for fine-tuning, where rows of documents have several times as many targets
+    as rows of conversations."""
     chats: Drawing = Drawing()
-    """How chats with a model of the corpus sample."""
+    """The sampling settings for chats with a model of the corpus."""
     knows: Mapping[str, str] | None = None
-    """What a chat model of the corpus knows, by language, for visitors of the page; None:
-    unknown."""
+    """A list of what a chat model of the corpus knows, by language, for visitors of the page, or
+    None if that is unknown."""
     curriculum: Literal["tinyworld", "published"] = "published"
-    """What the later stages learn from and what chat models are measured on: a key of CURRICULA in
+    """The data of the later stages and of the evaluation of chat models: a key of CURRICULA in
     tasks.mixtures."""
 
 
