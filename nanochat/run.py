@@ -198,7 +198,7 @@ def profiling() -> Any:
 
 
 class Run:
-    """A training run, new or resumed, of which every rank creates one and calls the same methods.
+    """A training run, new or resumed. Every rank creates one and calls the same methods.
 
     When its context ends, the run waits for the last checkpoint, writes the stage's section of the
     report if all steps are done and measured, and logs where the checkpoints are. A signal ends the

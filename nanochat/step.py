@@ -119,7 +119,7 @@ class Spikes:
 
 @dataclass
 class Safeguards:
-    """The loss scale and the spike detector of a run, both of which checkpoints keep."""
+    """The loss scale and the spike detector of a run, which are saved in checkpoints."""
 
     scale: LossScale = field(default_factory=LossScale)
     spikes: Spikes | None = field(default_factory=Spikes)  # None: no step counts as a spike

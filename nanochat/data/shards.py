@@ -295,7 +295,7 @@ def _unfold(values: pa.DictionaryArray) -> list[str | None]:
 def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
     """Split a list of texts into lists of at most BATCH_CHARACTERS characters.
 
-    A text that is longer than this has a list of its own.
+    A text that is longer than this gets its own list.
     """
     start = 0
     characters = 0

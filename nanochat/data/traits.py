@@ -53,7 +53,7 @@ class Traits:
 TINYWORLD = Traits(
     row_tokens=256,
     step_tokens=8192,
-    # A model that knows the pairs of tokens of few sentences understands other wordings less.
+    # A model that learns pairs of tokens from few sentences understands other wordings less well.
     pairs=False,
     documents_every=4,
     answers_documents_every=8,

@@ -38,7 +38,7 @@ def clean(
     """Screen a corpus, record which documents are left out, and return a summary.
 
     The record is the entry `dropped` of corpus.json. Of documents that resemble each other, only
-    the first stays. Validation documents come first, so training keeps no near copy of one. The
+    the first stays. Validation documents come first, so training keeps no near copy of them. The
     result depends only on the shards, not on the number of processes. If an earlier call left out
     documents, a call that only counts changes nothing.
 

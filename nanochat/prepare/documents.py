@@ -48,7 +48,7 @@ def prepare_documents(
     split: Literal["train", "val"],
     processes: int | None = None,
 ) -> TokenSet:
-    """Return the tokens of a corpus, which the first call makes and saves.
+    """Return the tokens of a split of a corpus, which the first call makes and saves.
 
     This is safe to call from every rank at once. Each shard becomes one part. The work is shared
     among `processes` processes (default: as many as save time). After an interruption, the next

@@ -125,7 +125,7 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(documents: Signatures) -> np.ndarray:
-    """Return which documents resemble an earlier one, bool (documents,).
+    """Return a mask of the documents that resemble an earlier one, bool (documents,).
 
     The first document of a group is never marked.
     """

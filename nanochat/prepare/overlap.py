@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from nanochat.common import UserError, parse_json
 
 WORDS = 13
-CHARACTERS = 50  # of which at least half are Han
+CHARACTERS = 50  # at least half of them Han
 ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 # The path of an evaluation file contains one of these; a set without such files is read completely.
 SPLITS = ("test", "val", "dev", "eval")

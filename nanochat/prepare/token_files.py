@@ -293,7 +293,7 @@ def damaged(
     hashes: Mapping[str, str],
     again: bool = False,
 ) -> dict[str, str]:
-    """Return which of the files in `hashes` (name -> SHA-256) are damaged, and why.
+    """Return the damaged files among those in `hashes` (name -> SHA-256), and the reasons.
 
     A file is hashed only once, unless its size or its modification time has changed or `again` is
     set. This is safe to call from every rank at once: one rank hashes, and the others wait and use

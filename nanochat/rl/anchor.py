@@ -70,7 +70,7 @@ def _length(reply: Reply) -> int:
 def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
     """Return the model's log-probability of each token of each sample's reply.
 
-    Each distinct reply is read only once, as a row of its own.
+    Each distinct reply is read only once, in its own row.
     """
     logprobs_of: dict[Reply, list[float]] = {}
     distinct = {_key(sample) for sample in samples}

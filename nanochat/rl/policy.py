@@ -163,9 +163,9 @@ def averaged(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A clipped loss of the ratio between a token's probability now and when it was sampled.
+    """A loss on the clipped ratio of a token's probability now to its probability when sampled.
 
-    The figures are the share of tokens whose gradient was clipped away, and an estimate of the KL
+    Its figures are the share of tokens whose gradient was clipped away, and an estimate of the KL
     divergence between policy and sampler in nats per token, which is never negative.
     """
 

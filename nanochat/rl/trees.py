@@ -42,7 +42,7 @@ APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs"
 
 @dataclass(frozen=True)
 class Sample:
-    """One reply: the tokens of its prompt and the reply, and the weight of each reply token."""
+    """A prompt, a reply to it, and the weight of each reply token in the loss."""
 
     prompt: list[int]
     completion: Completion
@@ -123,7 +123,7 @@ class GrowingTree:
         return path
 
     def _bucket(self, weight: float, apart: Apart) -> int:
-        """Return a number that keeps apart equal targets that must not be summed."""
+        """Return a number that differs between equal targets that must not be summed."""
         if apart == "replies":
             return self.replies
         return int(weight > 0) if apart == "signs" else 0

@@ -204,7 +204,7 @@ def part_of(path: Path) -> Path:
 
 
 def part_size(path: Path) -> int:
-    """Return how many bytes of a file have already been downloaded."""
+    """Return the number of bytes of a file that have already been downloaded."""
     partial_path = part_of(path)
     return partial_path.stat().st_size if partial_path.exists() else 0
 
@@ -438,7 +438,7 @@ def _etag_file(path: Path) -> Path:
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
     """Return the headers that ask for the missing bytes of a part.
 
-    If the file on the server has changed, they make the server send the complete file instead.
+    If a saved ETag shows that the file has changed, the server sends the complete file instead.
     """
     if not offset:
         return {}

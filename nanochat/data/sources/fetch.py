@@ -143,9 +143,9 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 def has_columns(source: Source) -> Callable[[Path], None]:
     """Return a function that checks the columns of a downloaded file.
 
-    The function raises ValueError if the file is not a complete parquet file, but for example a
-    login page or a truncated file. It raises UserError if the file lacks a column of the source, or
-    if its documents are not text.
+    The function raises ValueError if the file is not a complete parquet file: it may be a login
+    page, or truncated. It raises UserError if the file lacks a column of the source, or if its
+    documents are not text.
     """
 
     def check(path: Path) -> None:

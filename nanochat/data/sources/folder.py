@@ -170,7 +170,7 @@ def _write(
     about: dict[str, Any],
     bars: Bars,
 ) -> Corpus:
-    """Write the documents of a corpus, and warn if documents that were left out are back."""
+    """Write the documents of a corpus, and warn if that brings back any that were left out."""
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:
 

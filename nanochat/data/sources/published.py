@@ -165,9 +165,9 @@ CLIMBMIX = Source(
 # Apache 2.0 tag, and asks for permission by mail before commercial use. Neighbouring files come
 # from the same collection (the first from CCI3), so a few of them are not a fair sample.
 #
-# The shuffled set says that it is V2.1 in the shards of upstream's script. Its file names and its
-# column follow from that script; how many files it has and how large they are has not been checked
-# here. V2.2 has been read as asking for approval, which was not checked either.
+# The shuffled set is, by its own account, V2.1 in the shards of upstream's script. Its file names
+# and its column follow from that script; how many files it has and how large they are has not been
+# checked here. V2.2 has been read as asking for approval, which was not checked either.
 _CHINESE_LICENCE = "Apache 2.0; commercial use with OpenCSG's permission"
 _CHINESE_COLUMNS = ("text", "score", "source")
 _CHINESE_FILE_BYTES = 7.2e6  # 70 GB in about 9,745 files

@@ -16,7 +16,7 @@ LONG_TXT = 20_000  # characters; a longer .txt document is split at the next bla
 
 
 def documents(files: list[Path], column: str) -> Iterator[str]:
-    """Yield the documents in files, in order.
+    """Yield the documents of a list of files, in order.
 
     Documents without text are skipped, and their count is logged. Raises UserError if a file cannot
     be read.

@@ -185,7 +185,7 @@ def _fetch(
     parallel: int,
     patience: Patience | None,
 ) -> None:
-    """Fetch the missing files, with the access token if they are on the hub and else without."""
+    """Fetch the missing files, sending the access token only for files on the hub."""
     total = 0
     hub_files = []
     other_files = []

@@ -93,7 +93,7 @@ def sft_conversations(
     size: int = 20_000,
     mental: Mental | None = None,
 ) -> list[Conversation]:
-    """Return conversations for SFT, like those of users: mostly one question and a short answer."""
+    """Return conversations for SFT: like users' chats, mostly one question and a short answer."""
     return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())
 
 

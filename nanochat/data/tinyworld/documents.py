@@ -20,7 +20,7 @@ BEGINNINGS = 120  # of tales, in each language and copy of the corpus
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
     """Yield the documents of the base corpus.
 
-    They state every fact of the world `copies` times, each time in other words and in another
+    They state the whole world `copies` times, each time in different words and in a different
     order.
     """
     for copy in range(copies):
@@ -31,7 +31,7 @@ def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
 
 
 def one_copy(rng: random.Random) -> list[str]:
-    """Return the documents of one copy of the corpus, of every kind.
+    """Return documents of every kind, which make up one copy of the corpus.
 
     Every fact is stated at least three times in each language.
     """
@@ -147,7 +147,7 @@ def stories(
 ) -> Iterator[str]:
     """Yield `count` counting stories, and twice as many stories about who or where.
 
-    A counting story ends with the result. Of each two stories of the other kind, one ends with the
+    A counting story ends with the result. Of every two stories of the other kind, one ends with the
     person or place, and the other with a question and its answer.
     """
     for _ in range(count):

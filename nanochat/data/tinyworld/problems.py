@@ -166,7 +166,7 @@ def _spread(
     size: int | None,
     rng: random.Random,
 ) -> list[Fact]:
-    """Return `size` of the facts, with at least one fact of every relation; None means all."""
+    """Draw `size` facts, or more if that is needed to include every relation; None means all."""
     order = list(facts)
     rng.shuffle(order)
     if size is None or size >= len(order):
@@ -212,7 +212,8 @@ def unknown_evaluation(
 def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
     """Return questions about nanochat itself, in wordings that training never uses.
 
-    Each comes at the beginning of a chat, after a greeting, and after a question about the world.
+    Each is asked three times: at the beginning of a chat, after a greeting, and after a question
+    about the world.
     """
     rng = random.Random(f"persona/{seed}/{language}")
     items = [item[language] for item in dialogue_data()["about_itself"]]

@@ -21,9 +21,9 @@ FAMOUS = frozenset(
 def held_out_keys() -> frozenset[tuple[str, ...]]:
     """Return the combinations of relation and subjects that training never asks about.
 
-    Documents state these facts. The combinations are the same in both languages, so that a model
-    cannot learn an answer through the other language. Relations with fewer than six facts have no
-    held-out combinations.
+    The documents do state these facts. The combinations are the same in both languages, so that a
+    model cannot learn an answer through the other language. Relations with fewer than six facts
+    have no held-out combinations.
     """
     keys: set[tuple[str, ...]] = set()
     for relation, facts in facts_by_relation().items():

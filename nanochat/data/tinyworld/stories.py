@@ -77,7 +77,7 @@ def _numbers(
 ) -> tuple[int, int]:
     """Draw the two numbers of a counting story.
 
-    As in other sums, some operands are kept for evaluation.
+    With `evaluation`, they are kept for evaluation; otherwise, training may use them.
     """
     while True:
         n, m = _draw_numbers(operation, largest, rng)

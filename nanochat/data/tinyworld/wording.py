@@ -47,7 +47,7 @@ def sentence(text: str) -> str:
 
 
 def english_sentence(text: str, language: Language) -> str:
-    """Return a text that begins with a capital letter if it is English, or else unchanged."""
+    """Capitalise the first letter of an English text, and return a Chinese text unchanged."""
     return sentence(text) if language == "en" else text
 
 

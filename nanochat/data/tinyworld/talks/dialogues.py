@@ -152,7 +152,7 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 
 def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
-    """Return a request to tell about an entity, and an answer of three facts.
+    """Draw a request to tell something about a thing, and an answer of three facts.
 
     None of these facts is held out.
     """

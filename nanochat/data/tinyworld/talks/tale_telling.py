@@ -76,7 +76,7 @@ def tale(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return a story of five to eight sentences about a hero."""
+    """Tell a story of five to eight sentences about a hero."""
     data = tale_data()
     facts = facts_about(hero, rng, language)
     plot = rng.choice(plots(language))
