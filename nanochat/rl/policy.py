@@ -190,16 +190,16 @@ class PolicyLoss:
         tree = model_arguments({name: extras[name] for name in TREE if name in extras})
         trained = targets >= 0
         logprobs = -model(inputs, targets, reduction="none", **tree)
-        moved = torch.where(trained, logprobs - sampled, 0.0).clamp(
+        log_ratios = torch.where(trained, logprobs - sampled, 0.0).clamp(
             -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
         )
-        shift = moved.exp() - 1 - moved
+        shift = log_ratios.exp() - 1 - log_ratios
         if self.kind == "gspo":
             # The ratio of a reply is the geometric mean of its tokens' ratios. Each token's
             # gradient has its own weight (GSPO-token), since --kl pulls tokens differently.
-            mean = _mean_of_reply(moved, trained, extras.get("replies")).detach()
-            moved = mean + (moved - moved.detach())
-        ratio = moved.exp()
+            mean = _mean_of_reply(log_ratios, trained, extras.get("replies")).detach()
+            log_ratios = mean + (log_ratios - log_ratios.detach())
+        ratio = log_ratios.exp()
         if self.kind == "cispo":
             gains = ratio.detach().clamp_max(1 + self.high) * weights * logprobs
             clipped = ratio > 1 + self.high

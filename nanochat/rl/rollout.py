@@ -155,25 +155,29 @@ def roll_out(
         prompts,
         sampling,
         samples,
-        lambda at, tokens: grade(own_numbers[at], tokens),
+        lambda i, tokens: grade(own_numbers[i], tokens),
         compute.pulse.beat,
     )
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
-    worth = [
+    shaped_rewards = [
         shaped(reward, len(reply.tokens), limit, overlong)
         for reward, reply in zip(rewards, replies, strict=True)
     ]
     if shuffle:
-        worth = _shuffled(worth, len(numbers), samples, str(sampling.seed), compute)
-    groups_of_worth = [worth[first : first + samples] for first in range(0, len(worth), samples)]
-    judged = [advantages(group, policy.advantage) for group in groups_of_worth]
-    flat = [not any(group_advantages) for group_advantages in judged]
+        shaped_rewards = _shuffled(
+            shaped_rewards, len(numbers), samples, str(sampling.seed), compute
+        )
+    reward_groups = [
+        shaped_rewards[first : first + samples] for first in range(0, len(shaped_rewards), samples)
+    ]
+    advantage_groups = [advantages(group, policy.advantage) for group in reward_groups]
+    flat = [not any(group_advantages) for group_advantages in advantage_groups]
     trained_samples = []
     for problem in _trained(flat, len(numbers), policy.oversample, compute):
         first = problem * samples
         problem_replies = replies[first : first + samples]
-        for reply, advantage in zip(problem_replies, judged[problem], strict=True):
+        for reply, advantage in zip(problem_replies, advantage_groups[problem], strict=True):
             skipped = reply.finish == "length" and not overlong
             weights = token_weights(advantage, reply.forced, skipped)
             trained_samples.append(Sample(prompts[problem], reply, weights))
@@ -277,7 +281,7 @@ def _totals(
 
 
 def _shuffled(
-    worth: Sequence[float], problems: int, samples: int, seed: str, compute: Compute
+    own_rewards: Sequence[float], problems: int, samples: int, seed: str, compute: Compute
 ) -> list[float]:
     """Shuffle the rewards of all ranks together, and return this rank's share of them."""
     rewards = [0.0] * (problems * samples)
@@ -286,7 +290,7 @@ def _shuffled(
         for problem in range(compute.rank, problems, compute.world_size)
         for reply in range(samples)
     ]
-    for place, reward in zip(own_places, worth, strict=True):
+    for place, reward in zip(own_places, own_rewards, strict=True):
         rewards[place] = reward
     reordered = shuffled(parallel.total(rewards, compute), seed)
     return [reordered[place] for place in own_places]
