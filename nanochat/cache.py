@@ -12,11 +12,11 @@ class Cache:
     """Holds the keys, values and lengths of the sequences in flight, one sequence per slot.
 
     k and v are (layers, slots, T, Hkv, D). `positions` (slots,) counts the tokens in each slot, and
-    `last` (slots,) is the id of its last token, 0 for an empty slot. `states` lists the tensors
-    that have one row per slot, of the same size whatever the slot's length, and that change with
-    each token; a model family may add its own. A forward pass reads and writes a contiguous range
-    of slots. If `extra_keys` is 1, a slot with n tokens has n + 1 keys: half of the next token's
-    key is that of the last token, and is stored in advance.
+    `last` (slots,) holds the id of the last token in each slot, 0 if the slot is empty. `states`
+    lists the tensors that have one row per slot and change with each token, but do not grow; a
+    model family may add more. A forward pass reads and writes a contiguous range of slots. If
+    `extra_keys` is 1, a slot with n tokens has n + 1 keys, because half of the next token's key is
+    taken from the last token and stored in advance.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Cache:
         return len(self.states) == 2
 
     def cut(self, slot: int, tokens: int, last: int) -> None:
-        """Shorten a slot to its first `tokens` tokens, the last of which has the id `last`."""
+        """Shorten a slot to its first `tokens` tokens; `last` is the id of the last one kept."""
         assert self.cuts_anywhere
         self.positions[slot] = tokens
         self.last[slot] = last
@@ -62,7 +62,7 @@ class Cache:
     def add_state(self, name: str, state: Tensor) -> None:
         """Register a tensor with one row per slot that changes with each token.
 
-        It is then found as `named_states[name]`.
+        The tensor is then available as `named_states[name]`.
         """
         self.named_states[name] = state
         self.states.append(state)
@@ -83,7 +83,8 @@ class Cache:
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` tokens of each source slot to its target slot, all at once.
 
-        A slot may be both a source and a target: targets receive what sources held before the call.
+        A slot may be both a source and a target, because all sources are read before any target is
+        written.
         """
         device = self.positions.device
         source_slots = torch.tensor(sources).to(device, non_blocking=True)
@@ -114,7 +115,7 @@ class Cache:
         return [state[slots].clone() for state in self.states]
 
     def restore(self, slots: slice, saved_states: list[Tensor]) -> None:
-        """Set the states of a range of slots to those that copy_states() returned."""
+        """Set the states of a range of slots to the copies that copy_states() returned."""
         for state, values in zip(self.states, saved_states, strict=True):
             state[slots] = values
 

@@ -57,9 +57,9 @@ class Engine:
     `prefill_tokens` is the maximum number of prompt tokens read between two decoding passes. `pad`
     rounds the shape of every pass up to one of a few sizes (default: only on accelerators, where
     every new shape costs a compilation). `spare_slots` adds slots to the cache in which finished
-    chats wait for their next turn; slots that no request occupies serve for that in any case.
-    `adapters` are those of the model that requests may name. `graphs` is the platform of a device
-    that can capture graphs; every decoding pass is then replayed as one launch.
+    chats wait for their next turn, as they also do in any free slot. `adapters` are the adapters
+    that requests may name. `graphs` is the platform of a device that can capture graphs; every
+    decoding pass is then replayed as one launch.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.slots = slots
         self.prefill_tokens = prefill_tokens
-        # prompt tokens that went through the model, and those reused from other requests instead
+        # prompt tokens that the model has read, and prompt tokens reused from other requests
         self.prompt_tokens_read = 0
         self.prompt_tokens_reused = 0
         cache = model.new_cache(slots + spare_slots, self.length, dtype)
@@ -131,15 +131,15 @@ class Engine:
 
     @property
     def passes(self) -> int:
-        """The number of passes of the model so far."""
+        """The number of forward passes so far."""
         return self._passes.count
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Queue a prompt, and return its request number.
 
         Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
-        the vocabulary, if the adapter is unknown, or if the schema cannot be met. A request that is
-        accepted here makes no later step fail.
+        the vocabulary, if the adapter is unknown, or if no reply can match the schema. A request
+        that is accepted here makes no later step fail.
         """
         self.check(prompt, sampling)
         request = Request(
@@ -165,11 +165,11 @@ class Engine:
         return request.number
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise the UserError that submit() would raise, except those of a new schema.
+        """Raise the UserError that submit() would raise, except for errors in a new schema.
 
-        `schemas.prepare` raises the latter. It also builds the automaton, which takes long;
-        submit() reuses that automaton as long as the caller holds it. Any thread may call check()
-        while another uses the engine.
+        `schemas.prepare` raises an error in a new schema. It also builds the automaton, which takes
+        long; submit() reuses that automaton as long as the caller holds it. Any thread may call
+        check() while another thread uses the engine.
         """
         check_request(prompt, sampling, self.length, self.model.config.vocab_size)
         if sampling.schema is not None:
@@ -200,8 +200,8 @@ class Engine:
     ) -> list[int]:
         """Queue `samples` requests for one prompt, which is read once, and return their numbers.
 
-        The first reply is the one that submit() would give; the others have seeds of their own.
-        Raises UserError if `samples` is out of range, or as submit() does.
+        The first reply is the same as after submit(); each of the others has a different seed.
+        Raises UserError if `samples` is out of range or submit() would raise it.
         """
         if not 1 <= samples <= MOST_SAMPLES:
             raise UserError(
@@ -246,12 +246,12 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt `samples` times, and return the completions in order.
 
-        All samples of the first prompt come first, then those of the second, and so on. The seed of
-        a sample depends only on the given seed, the sample's number and the prompt, so a reply is
-        the same whatever else runs, on any number of ranks. `on_done` is called with the index of
-        each finished completion and the completion. Raises UserError as submit() does, if the
-        engine is busy, or if the model's weights give NaN, because its replies would then have no
-        score.
+        All samples of the first prompt come first, then all samples of the second, and so on. The
+        seed of a sample depends only on the given seed, the sample's number and the prompt, so a
+        reply is the same whatever else runs, on any number of ranks. `on_done` is called with the
+        index of each finished completion and the completion. Raises UserError if submit() would, if
+        the engine is busy, or if the model's weights give NaN, because its replies would then have
+        no score.
         """
         if self.busy:
             raise UserError(
@@ -339,7 +339,7 @@ class Engine:
             budget -= count * columns
 
     def _share(self, slot: int) -> None:
-        """Reuse, for a prefilling request, what other requests have since read of its prompt."""
+        """Reuse the part of a request's prompt that other requests have read in the meantime."""
         request = self._slots.running[slot]
         reused_before = request.reused
         self._slots.share(slot)
@@ -348,8 +348,8 @@ class Engine:
     def _chunk_end(self, request: Request) -> int:
         """Return the last position at which the request's next chunk may end.
 
-        The last token of a prompt is left to the first decoding pass. States that cannot be cut are
-        saved at every multiple of STATE_INTERVAL, so a chunk ends there.
+        The last token of a prompt is left to the first decoding pass. If the states of a slot
+        cannot be cut, they are saved at every multiple of STATE_INTERVAL, so a chunk ends there.
         """
         end = request.prompt_length - 1
         if self._slots.cache.cuts_anywhere:
@@ -494,7 +494,7 @@ class Engine:
     ) -> tuple[Finish | None, int | None]:
         """Return the reason why a reply ends with a token, or None if it continues.
 
-        The second value is the token, if it is a stop token of the request.
+        The second value is the token if it is a stop token of the request, or else None.
         """
         sampling = request.sampling
         # This check comes first, because an automaton that failed allows only end marks.
@@ -515,9 +515,9 @@ def sample_settings(
     prompt: Sequence[int],
     number: int,
 ) -> Sampling:
-    """Return the settings of one sample of a prompt, with a seed of its own.
+    """Return the settings of one sample of a prompt, which differ from `sampling` in the seed.
 
-    The seed depends only on the given seed, the sample's number and the prompt.
+    The new seed depends only on the given seed, the sample's number and the prompt.
     """
     return replace(sampling, seed=sample_seeds(sampling.seed, prompt, [number])[0])
 

@@ -1,4 +1,4 @@
-"""The running figures of a training run, its log lines, and the clock that says when to save."""
+"""The running figures of a training run, its log lines, and the clock that decides when to save."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from nanochat.runtime.progress import duration
 from nanochat.step import Outcome
 
 BAD_STEPS = 10  # skipped updates in a row after which a run stops
-RECENT_STEPS = 20  # the steps whose pace predicts the time left
+RECENT_STEPS = 20  # the number of steps whose pace predicts the time left
 # the fields of a Meter that checkpoints keep
 STATE = (
     "smooth_loss",
@@ -28,8 +28,8 @@ STATE = (
 def due(step: int, every: int, last: bool) -> bool:
     """Return whether an action that is done every `every` steps is due at `step`.
 
-    It is always due at the last step, and at step 0 only if that is the last. If `every` is 0 or
-    less, it is never due.
+    It is always due at the last step, and at step 0 only if that is the last step. If `every` is 0
+    or less, it is never due.
     """
     if every <= 0:
         return False
@@ -37,22 +37,25 @@ def due(step: int, every: int, last: bool) -> bool:
 
 
 def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: float) -> float:
-    """Return the seconds that training on `tokens` tokens takes at the share `mfu` of `peak`.
+    """Return the seconds that training on `tokens` tokens takes with a utilisation of `mfu`.
 
-    `peak` is the FLOP/s of all ranks together.
+    `peak` is the FLOP/s of all ranks together, of which training reaches the share `mfu`.
     """
     return tokens * flops_per_token / (mfu * peak)
 
 
 @dataclass
 class Meter:
-    """Measures a run as it trains; checkpoints keep the fields that STATE names."""
+    """Measures the loss, speed and time of a run as it trains.
+
+    Checkpoints save the fields in STATE.
+    """
 
     steps: int  # number of steps in the whole run
     tokens_per_step: int
     flops_per_token: int
     peak: float  # FLOP/s over all ranks
-    usual_mfu: float  # share of the peak that steps are assumed to reach before one is measured
+    usual_mfu: float  # assumed share of the peak until a step has been measured
     smooth_loss: float = 0.0  # exponential moving average, before debiasing
     smooth_weight: float = 0.0
     seconds: float = 0.0  # time spent in steps, over all starts of this run
@@ -69,7 +72,7 @@ class Meter:
         compute: Compute,
         state: Mapping[str, Any],
     ) -> "Meter":
-        """Return a new meter, or the one that a checkpoint's state holds."""
+        """Return a new meter, or the meter that a checkpoint has saved."""
         peak, source = device.peak_flops(compute)
         log(f"mfu is measured against {peak / 1e12:.3g} TFLOP/s a rank ({source})")
         return Meter(
@@ -154,14 +157,14 @@ class Meter:
         return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
 
     def state(self) -> dict[str, float]:
-        """Return the figures that a checkpoint keeps, by name."""
+        """Return the figures that a checkpoint saves, by name."""
         return {name: getattr(self, name) for name in STATE}
 
 
 def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
     """Return a step's line in the log, in the published format.
 
-    The loss of the step itself follows the running mean, and the time left stands at the end.
+    The running mean of the loss comes before the loss of this step. The time left comes last.
     """
     step = line["step"]
     parts = (
@@ -190,9 +193,9 @@ def listed(figures: Mapping[str, float]) -> str:
 
 
 class SaveClock:
-    """Says when to save by time: every minute, or less often if saving is slow.
+    """Decides when it is time to save: every minute, or less often if saving is slow.
 
-    Saves by time take at most about three percent of a run.
+    Such saves take at most about three percent of a run.
     """
 
     def __init__(self, seconds: float = 60.0):
@@ -203,8 +206,8 @@ class SaveClock:
     def due(self, compute: Compute, busy: bool = False, failed: bool = False) -> bool:
         """Return whether a save is due, as rank 0 decides for all ranks.
 
-        No save is due while the last one is still `busy`. If the last one `failed`, a save is due
-        at once, because it reports the failure.
+        No save is due while the previous one is still `busy`. If the previous one `failed`, a save
+        is due at once, because it reports the failure.
         """
         wait = max(self.seconds, 30 * self.cost)
         by_time = self.seconds > 0 and not busy and time.monotonic() - self.last >= wait

@@ -83,7 +83,7 @@ class RunFolder:
     stage: str  # base, mid, sft, rl or tune
     tag: str
     path: Path
-    settings: RunSettings  # the flags, and facts that no flag states
+    settings: RunSettings  # the flags, and facts that are not flags, such as the parent
     begun_rows: int | None  # rows per step of the run that is resumed; None for a new run
 
 
@@ -92,11 +92,10 @@ def open_folder(
 ) -> RunFolder:
     """Return the folder of the run that the flags describe, after checking that it can be used.
 
-    Every rank must call this. `cfg` holds all flags of the script. `facts` (corpus, parent,
-    tokenizer) join them as the settings that a resumed run must share. Raises AlreadyDone if an
+    Every rank must call this. `cfg` holds all flags of the script. The flags and `facts` (corpus,
+    parent, tokenizer) are the settings that a resumed run must share. Raises AlreadyDone if an
     earlier start finished the run. Raises UserError if the device cannot train, if the ranks were
-    started with different settings, or if the settings differ from those of the checkpoints in the
-    folder.
+    started with different settings, or if the checkpoints in the folder have different settings.
     """
     if reason := compute.platform.cannot_train():
         raise UserError(reason)
@@ -104,7 +103,7 @@ def open_folder(
     path = checkpoint_dir(stage, tag)
     settings = RunSettings.of(cfg, **facts)
     fingerprint.check_start(settings.values, compute)
-    if flags.graphs:  # reject what is impossible before an earlier run is moved aside
+    if flags.graphs:  # reject impossible flags before an earlier run is moved aside
         graphs.check(compute, flags.compile)
     elif flags.compile:
         missing(True, compute)
@@ -120,8 +119,8 @@ def parent_of(
 ) -> tuple[Parent, str]:
     """Return the checkpoint that a stage starts from, and the tag of the stage's own checkpoints.
 
-    The checkpoint is that of `step`, or the newest. `own_file` is a file of the user's that the
-    stage learns from.
+    The checkpoint is the one of `step`, or the newest if `step` is None. `own_file` is the user's
+    own data file, if the stage learns from one.
     """
     parent = find_parent(source, flags.model_tag, step)
     tag = flags.own_tag(parent.tag, own_file)
@@ -140,9 +139,9 @@ def parent_of(
 
 
 def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model, Tokenizer]:
-    """Return the parent's model with fp32 masters, and its tokenizer.
+    """Return the parent's model with its weights in fp32, and its tokenizer.
 
-    The model trains in the format of --matmul. Raises UserError (exit code 2) if it cannot.
+    The model trains in the format of --matmul. Raises UserError (code 2) if that is impossible.
     """
     loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
     set_matmul(loaded.model, matmul, compute)
@@ -163,12 +162,12 @@ class Plan:
 
 
 def sum_of_losses(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:  # (B, T) -> ()
-    """Return the summed loss in nats of a pass over rows of one document each."""
+    """Return the summed loss in nats of a forward pass over rows that hold one document each."""
     return model(idx, targets, reduction="sum")
 
 
 class Profiler(Protocol):
-    """Measures the parts of a step (Protocol)."""
+    """Measures the time of each part of a step (Protocol)."""
 
     def begin_step(self) -> None: ...
 
@@ -199,11 +198,11 @@ def profiling() -> Any:
 
 
 class Run:
-    """A training run, new or resumed, of which every rank creates one and calls the same methods.
+    """A training run, new or resumed. Every rank creates one and calls the same methods.
 
-    As a context manager it ends the run: it waits for the last checkpoint, writes the section of
-    the report if all steps are done and measured, and logs where the checkpoints are. A signal ends
-    the loop over steps() once the current update has been saved.
+    When its context ends, the run waits for the last checkpoint, writes the stage's section of the
+    report if all steps are done and measured, and logs where the checkpoints are. A signal ends the
+    loop over steps() once the current update has been saved.
     """
 
     def __init__(
@@ -220,7 +219,7 @@ class Run:
     ):
         """Load the newest checkpoint into model and optimizers, or the one that --resume names.
 
-        `facts` join the section of the report, and `about` joins the meta.json of checkpoints.
+        `facts` are added to the report, and `about` to the meta.json of checkpoints.
         Raises UserError if the checkpoint belongs to another run.
         """
         self.folder = folder
@@ -323,7 +322,7 @@ class Run:
         )
 
     def _figures(self, resumed: Resumed) -> tuple[Meter, Safeguards]:
-        """Return the meter and the safeguards, in the state that the checkpoint holds.
+        """Return the meter and the safeguards, in the state that the checkpoint has saved.
 
         Raises UserError if the state has a field that this version does not know.
         """
@@ -370,7 +369,7 @@ class Run:
         return {**device.summary(self.compute, total), **self.facts}
 
     def _owed_line(self) -> dict[str, Any] | None:
-        """Return the line that metrics.jsonl still lacks for the resumed step, or None.
+        """Return the line for the resumed step if metrics.jsonl lacks it, or else None.
 
         A run that was stopped right after a save has not yet measured that step. At step 0 the line
         is written only if something is measured before the first step.
@@ -416,7 +415,7 @@ class Run:
     def _ahead(self, batch: Batch) -> Ahead:
         """Return the work that is left to train, which decides whether compiling pays off."""
         tokens_flops = self.model.flops_per_token() * self.plan.tokens_per_step
-        # runs whose checkpoints lack this entry were always compiled
+        # runs without this entry in their checkpoints were always compiled
         as_before = self._state.get("compiled", self.step > 0)
         return Ahead(
             self._stop - self.step, batch.passes, tokens_flops / self.meter.peak, as_before
@@ -457,9 +456,9 @@ class Run:
         """Yield whether to measure now, and write the line of the last step after the block.
 
         A measurement is due every `every` steps and after the last one, but never if `every` is 0.
-        With `ends` it is due before the first step too, and at both ends whatever `every` is. If a
-        signal cuts a measurement short, the next start of the run repeats it. The clock of the next
-        step starts after the block.
+        With `ends`, it is due before the first step and after the last one, whatever `every` is. If
+        a signal cuts a measurement short, the next start of the run repeats it. The clock of the
+        next step starts after the block.
         """
         try:
             yield self._must_measure(every, ends)
@@ -489,7 +488,7 @@ class Run:
         self._line |= figures
 
     def _flush(self) -> None:
-        """Write the line of the last step, if there is one that holds any figures."""
+        """Write the line of the last step if it holds figures and is not written yet."""
         if self._line is None or self._cut:
             return
         if len(self._line) > 1:
@@ -509,7 +508,7 @@ class Run:
         )
 
     def mark(self, phase: str) -> None:
-        """Count the time from now on as part of a phase of the step, if --profile is given."""
+        """Begin a phase of the step, to which --profile counts the time from now on."""
         self._profile.mark(phase)
 
     def finish(
@@ -521,9 +520,9 @@ class Run:
     ) -> None:
         """Count a step as done, show it, and save it if a save is due.
 
-        `lrm` is the factor on the learning rates. `figures` and the outcome's figures join the
-        step's line in metrics.jsonl; `words` and the outcome's figures are printed after the step.
-        Saving comes before measuring, because measuring may fail.
+        `lrm` is the factor on the learning rates. `figures` and the outcome's figures are added to
+        the step's line in metrics.jsonl; `words` and the outcome's figures are printed after the
+        step. Saving comes before measuring, because measuring may fail.
         """
         self._line = {**self._count(outcome, lrm), **outcome.figures, **(figures or {})}
         note = " | ".join(filter(None, (words, listed(outcome.figures))))
@@ -557,7 +556,7 @@ class Run:
         return self._clock.due(self.compute, self._saver.busy, self._saver.failed)
 
     def _save(self) -> None:
-        """Start to save the last step in the background."""
+        """Start saving the last step in the background."""
         assert self._line is not None
         state = {
             "meter": self.meter.state(),
@@ -583,7 +582,7 @@ class Run:
     # --- the end ---------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close the log, wait for the last checkpoint, and write the section of the report."""
+        """Close the log, wait for the last checkpoint, and write the stage's part of the report."""
         self._tracker.close()
         self._saver.wait()
         folder = self.folder
@@ -598,7 +597,7 @@ class Run:
 
     def _how_to_resume(self) -> str:
         left_out = [] if self.compute.pulse.stop_reason else ["--stop_at"]
-        if self.flags.resume != "auto":  # the same command would start from there again
+        if self.flags.resume != "auto":  # the same command would start from the named step again
             left_out.append(f"--resume={self.flags.resume}")
         if not left_out:
             return "type the same command to resume"

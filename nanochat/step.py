@@ -60,7 +60,7 @@ class LossScale:
 
     @staticmethod
     def start(compute: Compute, state: Mapping[str, Any]) -> "LossScale":
-        """Return a new scale, or the one that a checkpoint's state holds."""
+        """Return a new scale, or the scale that a checkpoint has saved."""
         if not compute.scaler:
             return LossScale()
         fresh = LossScale(65536.0, growing=True)
@@ -89,24 +89,24 @@ class LossScale:
 
 @dataclass
 class Spikes:
-    """Detects a sudden gradient, whose norm is more than six sigma above the mean of the last 128.
+    """Detects sudden gradients: norms more than six sigma above the mean of the last 128 norms.
 
-    The norm is computed over all ranks, so all ranks decide alike. A spike joins the window. If
-    gradients stay large, four spikes widen the window enough for training to continue, so ten
-    skipped steps in a row, which stop a run, cannot all be spikes.
+    The norm is computed over all ranks, so all ranks decide alike. A spike is itself added to the
+    128 norms. If gradients stay large, four spikes raise mean and sigma enough for training to
+    continue, so ten skipped steps in a row, which stop a run, cannot all be spikes.
     """
 
     norms: list[float] = field(default_factory=list)
 
     @staticmethod
     def start(state: Mapping[str, Any]) -> "Spikes":
-        """Return an empty window, or the one that a checkpoint's state holds."""
+        """Return a detector without norms, or with the norms that a checkpoint has saved."""
         return Spikes(list(state.get("norms", [])))
 
     def is_spike(self, norm: float) -> bool:
-        """Return whether a finite norm is a spike, and add the norm to the window.
+        """Return whether a finite norm is a spike, and remember the norm.
 
-        Until the window is full, no norm is a spike.
+        Until 128 norms are known, no norm is a spike.
         """
         full = len(self.norms) == WINDOW
         spike = full and norm > fmean(self.norms) + SIGMAS * pstdev(self.norms)
@@ -119,14 +119,14 @@ class Spikes:
 
 @dataclass
 class Safeguards:
-    """The loss scale and the spike detector of a run, both of which checkpoints keep."""
+    """The loss scale and the spike detector of a run, which are saved in checkpoints."""
 
     scale: LossScale = field(default_factory=LossScale)
     spikes: Spikes | None = field(default_factory=Spikes)  # None: no step counts as a spike
 
     @staticmethod
     def start(compute: Compute, state: Mapping[str, Any]) -> "Safeguards":
-        """Return new safeguards, or those that a checkpoint's state holds."""
+        """Return new safeguards, or the safeguards that a checkpoint has saved."""
         return Safeguards(LossScale.start(compute, state), Spikes.start(state))
 
     def state(self) -> dict[str, Any]:
@@ -156,10 +156,10 @@ def unmarked(phase: str) -> None:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Sums of a step over all ranks."""
+    """The sums of one step over all ranks."""
 
     grad_square: float
-    overflows: float  # how often devices that saturate instead of overflowing did so
+    overflows: float  # number of overflows on devices that saturate instead of giving infinity
     loss: float
     figures: tuple[float, ...]
 
@@ -201,7 +201,7 @@ class Update:
         self.mark = mark
         self._figures = tuple(figures)
         self._pass_rows: list[int] = []
-        # Sums of the loss and of every figure, in fp32 on the device so that no pass waits for them.
+        # Sums of the loss and of every figure, in fp32 on the device, so that no pass waits.
         self._sums = torch.zeros(1 + len(figures), dtype=torch.float32, device=compute.device)
 
     def __enter__(self) -> "Update":
@@ -288,7 +288,7 @@ class Update:
         return _Totals(grad_square, overflow_count, loss, tuple(figures))
 
     def _judge(self, totals: _Totals) -> Outcome:
-        """Return the outcome of the step, which says whether it is skipped and why."""
+        """Return the outcome of the step: its figures, and whether it is skipped and why."""
         scale = self.safeguards.scale
         spikes = self.safeguards.spikes
         loss = totals.loss / self.num_targets
@@ -299,7 +299,7 @@ class Update:
             spike = spikes is not None and spikes.is_spike(grad_norm)
             return Outcome(loss, grad_norm, spike, SPIKE if spike else "not finite", figures)
         reason = "not finite"
-        if scale.growing:  # too large a scale explains it; the next step tries half of it
+        if scale.growing:  # a scale that is too large explains it; the next step tries half of it
             reason = (
                 f"fp16 overflowed at a loss scale of {scale.value:g}, "
                 f"which is now {scale.value / 2:g}"

@@ -71,7 +71,7 @@ def train(
     regex: str,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[bytes]:
-    """Learn up to `tokens` tokens, and return their bytes in the order learned.
+    """Learn up to `tokens` tokens, and return their bytes in the order in which they were learned.
 
     The 256 single bytes count as tokens.
     """
@@ -103,7 +103,7 @@ def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
 
 
 class RustEncoder:
-    """Encodes with this repository's rustbpe."""
+    """Encodes text with this repository's rustbpe."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class RustEncoder:
 
 
 class TiktokenEncoder:
-    """Encodes with tiktoken."""
+    """Encodes text with tiktoken."""
 
     def __init__(self, ranks: Sequence[bytes], regex: str):
         self._encoding = tiktoken.Encoding("nanochat", **tiktoken_arguments(ranks, regex, {}))
@@ -157,13 +157,13 @@ class TiktokenEncoder:
 
 
 def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
-    """Return lists of numbers joined into one array."""
+    """Join lists of numbers into one array."""
     total = sum(map(len, lists))
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, total)
 
 
 def replace_surrogates(text: str) -> str:
-    """Return a text in which U+FFFD replaces each half of a surrogate pair, as in tiktoken."""
+    """Replace each unpaired surrogate in a text with U+FFFD, as tiktoken does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -175,9 +175,9 @@ def tiktoken_arguments(
     regex: str,
     specials: dict[str, int],
 ) -> dict[str, Any]:
-    """Return the arguments of tiktoken.Encoding, other than the name."""
-    numbers = {token: rank for rank, token in enumerate(ranks)}
-    return {"pat_str": regex, "mergeable_ranks": numbers, "special_tokens": specials}
+    """Return the arguments for tiktoken.Encoding, except for the name."""
+    rank_of = {token: rank for rank, token in enumerate(ranks)}
+    return {"pat_str": regex, "mergeable_ranks": rank_of, "special_tokens": specials}
 
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
@@ -192,15 +192,15 @@ def tiktoken_file(ranks: Sequence[bytes]) -> str:
 
 
 def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the pair of tokens that was merged into each token after the first 256.
+    """Return, for each token after the first 256, the pair of tokens that was merged into it.
 
-    Raises ValueError if there is no such pair.
+    Raises ValueError if a token has no such pair.
     """
-    numbers = {token: rank for rank, token in enumerate(ranks)}
+    rank_of = {token: rank for rank, token in enumerate(ranks)}
     pairs = []
     for rank, token in enumerate(ranks[BYTES:], start=BYTES):
-        parts = _apply_merges_before(rank, token, numbers)
-        if len(parts) != 2 or not all(half in numbers for half in parts):
+        parts = _apply_merges_before(rank, token, rank_of)
+        if len(parts) != 2 or not all(half in rank_of for half in parts):
             raise ValueError(
                 f"token {rank} is not made of two earlier tokens: the vocabulary is damaged"
             )
@@ -211,14 +211,17 @@ def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 def _apply_merges_before(
     rank: int,
     token: bytes,
-    numbers: dict[bytes, int],
+    rank_of: dict[bytes, int],
 ) -> list[bytes]:
-    """Merge the bytes of a token by the merges that were learned before it, down to two parts."""
+    """Apply the merges learned before a token to its bytes, until two parts remain.
+
+    More than two parts remain if no merge applies to them.
+    """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         candidates = []
         for i in range(len(parts) - 1):
-            candidates.append((numbers.get(parts[i] + parts[i + 1], rank), i))
+            candidates.append((rank_of.get(parts[i] + parts[i + 1], rank), i))
         earliest, i = min(candidates)
         if earliest >= rank:
             break
@@ -227,9 +230,9 @@ def _apply_merges_before(
 
 
 def letters_for_bytes() -> list[str]:
-    """Return the letter for each byte in Hugging Face's byte-level vocabularies.
+    """Return the character that stands for each byte in Hugging Face's byte-level vocabularies.
 
-    Printable bytes stand for themselves, and other bytes get letters from U+0100 on.
+    Printable bytes stand for themselves, and other bytes get characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare_letters = iter(range(0x100, 0x200))
@@ -243,7 +246,7 @@ def huggingface_json(
 ) -> str:
     """Return the content of a tokenizer.json for the tokenizers library.
 
-    `specials` maps the spellings of special tokens to their numbers.
+    `specials` maps each special token to its number.
     """
     letters = letters_for_bytes()
 

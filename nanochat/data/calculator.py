@@ -1,6 +1,6 @@
-"""The calculator of chats: exact arithmetic and letter counting.
+"""The calculator that a model can call in a chat: exact arithmetic and letter counting.
 
-It walks over a syntax tree and never calls eval.
+It walks a syntax tree and never calls eval.
 """
 
 import ast
@@ -10,8 +10,8 @@ from fractions import Fraction
 MAX_LENGTH = 256  # characters
 MAX_NODES = 64  # numbers, texts and operations
 MAX_DEPTH = 32  # nested operations
-MAX_MAGNITUDE = 10**40  # of every intermediate value
-SIGNIFICANT_DIGITS = 10  # of a value that is not whole; the integer part is always exact
+MAX_MAGNITUDE = 10**40  # the limit for every intermediate value
+SIGNIFICANT_DIGITS = 10  # of a value that is not an integer; its integer part is always exact
 
 # Only these words reach the parser: no names, exponents, escapes, f-strings or keywords.
 _WORD = re.compile(
@@ -25,11 +25,11 @@ _WORD = re.compile(
 
 
 class _Refused(Exception):
-    """The expression is not a calculation, or it exceeds a limit."""
+    """Raised if an expression is not a calculation or exceeds a limit."""
 
 
 def calculate(expression: str) -> str | None:
-    """Return the value of a calculation as text.
+    """Evaluate an arithmetic expression, and return its value as text.
 
     Returns None if the expression is not a calculation or exceeds a limit.
 
@@ -47,9 +47,9 @@ def calculate(expression: str) -> str | None:
 
 
 def _tidy(expression: str) -> str:
-    """Rewrite numbers such as 1,000 and 007 in Python's spelling.
+    """Rewrite numbers such as 1,000 and 007 as Python spells them.
 
-    Every word that is not allowed is refused.
+    Raises _Refused if the expression is too long or contains anything that is not allowed.
     """
     if len(expression) > MAX_LENGTH:
         raise _Refused
@@ -72,7 +72,7 @@ def _tidy(expression: str) -> str:
 
 
 class _Walk:
-    """Evaluates the syntax tree of a source text and counts its nodes."""
+    """Evaluates the syntax tree of an expression, and counts its nodes."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -145,7 +145,8 @@ def _binary(
 def _show(value: Fraction) -> str:
     """Return a value as text without an exponent.
 
-    A whole number is exact. Any other number has ten significant digits and at least two decimals.
+    An integer is exact. Any other value is rounded to ten significant digits, but to no fewer than
+    two decimals.
     """
     if value.denominator == 1:
         return str(value.numerator)

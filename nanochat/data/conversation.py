@@ -10,7 +10,7 @@ Kind = Literal["text", "python", "python_output"]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of an assistant message: words, a call of the calculator, or its output."""
+    """A piece of an assistant message: text, a calculator call, or the output of such a call."""
 
     kind: Kind
     text: str
@@ -26,12 +26,13 @@ class Message:
 
     role: Role
     parts: tuple[Part, ...]
-    # Whether the assistant is trained to write this turn. Not part of the text, so not of the repr.
+    # Whether the assistant is trained to write this turn. It is not part of the text, so the repr
+    # leaves it out.
     trained: bool = field(default=True, repr=False)
 
     @property
     def text(self) -> str:
-        """The words of the turn, without its tool calls and their outputs."""
+        """The text of the turn, without its tool calls and their outputs."""
         return "".join(part.text for part in self.parts if part.kind == "text")
 
 
@@ -40,16 +41,13 @@ class Conversation:
     """Turns in order: an optional system turn, then user and assistant turns that alternate."""
 
     messages: tuple[Message, ...]
-    # How many turns at the beginning the assistant is not trained to write. Not part of the text,
-    # so names of tasks that are made from the repr do not depend on it.
+    # The number of turns at the beginning that the assistant is not trained to write. The repr
+    # leaves it out, so task names that are made from the repr do not depend on it.
     prompt_turns: int = field(default=0, repr=False)
 
     @property
     def prompt(self) -> "Conversation":
-        """The messages that a model replies to.
-
-        These are all messages, without the last one if it is the assistant's.
-        """
+        """The messages that a model replies to: all except a final message of the assistant."""
         if self.messages[-1].role == "assistant":
             return Conversation(self.messages[:-1])
         return self
@@ -77,9 +75,9 @@ def chat(question: str, *answer: str | Part) -> Conversation:
 
 
 def words(parts: Sequence[Part]) -> str:
-    """Return a reply as readable text, with calculator calls and answers in brackets."""
-    shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
-    return "".join(shown[part.kind].format(part.text) for part in parts)
+    """Return a reply as readable text, with calculator calls and their outputs in brackets."""
+    formats = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
+    return "".join(formats[part.kind].format(part.text) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class Cloze:
     """A multiple-choice question for a model that only continues text.
 
     The text is `intro`, then `examples`, then `question`. The model's answer is the most likely of
-    `choices`, each after a space. If the text is too long, examples are dropped, beginning with the
-    first.
+    `choices`, each of which follows a space. If the text is too long, examples are dropped,
+    starting with the first.
     """
 
     intro: str
@@ -101,8 +99,8 @@ class Cloze:
 class Task(Protocol):
     """A set of conversations, each of which ends with the reference answer.
 
-    A problem of a `choice` task has one right letter, and the model answers with the most likely of
-    `letters(i)`. A problem of a `generative` task is answered in words, which `grade` grades.
+    In a `choice` task, each problem has one right letter, and the model answers with the most
+    likely of `letters(i)`. In a `generative` task, the model answers in words.
     """
 
     @property
@@ -120,7 +118,7 @@ class Task(Protocol):
     def __getitem__(self, i: int) -> Conversation: ...
 
     def letters(self, i: int) -> tuple[str, ...]:
-        """Return the letters to choose from in problem i; empty for generative tasks."""
+        """Return the letters to choose from in problem i, or () in a generative task."""
         ...
 
     def grade(self, i: int, reply: str) -> float:

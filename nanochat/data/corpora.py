@@ -18,7 +18,7 @@ from nanochat.data.sources.published import SOURCES
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
 MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
 
-# The documents that are left out: an entry of corpus.json, and a folder with a list for each shard.
+# The key in corpus.json for documents that are left out, and the folder with a list for each shard.
 DROPPED = "dropped"
 
 Split = Literal["train", "val"]
@@ -52,7 +52,7 @@ def existing(data: str) -> Path | None:
     try:
         path = Path(data).expanduser()
         return path if data and path.exists() else None
-    except (OSError, RuntimeError):  # too long for a file, or ~ with a user whom nobody knows
+    except (OSError, RuntimeError):  # too long for a file name, or ~ with an unknown user
         return None
 
 
@@ -216,9 +216,9 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
 
 
 def list_of_dropped(shard: Path) -> Path:
-    """Return the path of the list of the documents that are left out of a shard.
+    """Return the path of the file that lists the documents left out of a shard.
 
-    The list holds their numbers within the shard.
+    The file holds the numbers of these documents within the shard.
     """
     return shard.parent / DROPPED / f"{shard.stem}.npy"
 
@@ -226,8 +226,8 @@ def list_of_dropped(shard: Path) -> Path:
 def dropped_entry(shard: Path) -> dict[str, Any]:
     """Return the entry in corpus.json for the documents that are left out of a shard.
 
-    The entry holds their number and the SHA-256 of their list. It is empty if no document is left
-    out.
+    The entry holds the count of these documents and the SHA-256 of the file that lists them. It is
+    empty if no document is left out.
     """
     entries = read_about(shard.parent).get(DROPPED, {}).get("shards", {})
     entry = entries.get(shard.name, {})
@@ -255,9 +255,9 @@ def dropped_documents(shard: Path) -> frozenset[int]:
 
 
 def dropped_summary(chosen: Sequence[Corpus]) -> dict[str, str]:
-    """Return a line for the report for each corpus that leaves out documents.
+    """Return the lines of the report on corpora from which documents are left out.
 
-    Each line gives the number of documents that are left out, and their share of the corpus.
+    Each line gives the number of documents that are left out of a corpus, and their share of it.
     """
     lines = {}
     for corpus in chosen:

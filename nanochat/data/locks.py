@@ -14,16 +14,16 @@ from typing import BinaryIO
 
 from nanochat.common import UserError, tr, warn
 
-# What flock answers on a file system without locks, such as Lustre mounted without -o flock.
+# The errors of flock on a file system without locks, such as Lustre mounted without -o flock.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 LINK_OR_PIPE = (errno.ELOOP, errno.ENXIO)  # ENXIO: a pipe that nobody reads, or a socket
 
 
 def open_regular(path: Path, owned: bool) -> BinaryIO:
-    """Open a file to append to it or to lock it; create it if it is missing.
+    """Open a file for appending or locking, and create it if it is missing.
 
-    Raises UserError if it is a link, a pipe or another special file, which another user may have
-    put there. With `owned`, the file must belong to this user or to the owner of its folder,
+    Raises UserError if the path is a link, a pipe or another special file, which another user may
+    have put there. With `owned`, the file must belong to this user or to the owner of its folder,
     because its content is used.
     """
     try:
@@ -60,12 +60,12 @@ def _planted(path: Path, problem: str) -> UserError:
 
 @contextlib.contextmanager
 def hold_lock(file: BinaryIO, waiting: Callable[[], None]) -> Iterator[int]:
-    """Hold the lock of an open file, and yield the file descriptor that holds it.
+    """Lock an open file, and yield the file descriptor that holds the lock.
 
-    `waiting` is called if another process holds the lock, before the wait. On a file system without
+    If another process holds the lock, `waiting` is called before the wait. On a file system without
     locks, a temporary file on this host is locked instead, and a warning is printed once per
-    folder. Raises UserError if a job without such locks runs on several hosts, because a lock on
-    one host does not exclude processes on another.
+    folder. On such a file system, raises UserError if the job runs on several hosts, because a lock
+    on one host does not exclude processes on another.
     """
     host_lock = None
     try:
@@ -91,7 +91,10 @@ def _flock(file: BinaryIO, waiting: Callable[[], None]) -> None:
 
 
 def _lock_of_this_host(path: Path) -> BinaryIO:
-    """Open the temporary file on this host that is locked in place of `path`."""
+    """Open the temporary file on this host that is locked in place of `path`.
+
+    Raises UserError if the job runs on several hosts.
+    """
     ranks = int(os.environ.get("WORLD_SIZE") or 1)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if ranks > ranks_here:

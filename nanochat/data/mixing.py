@@ -18,7 +18,10 @@ FINEST = 1_000_000
 
 @dataclass(frozen=True)
 class Data:
-    """The corpora that a stage trains on: corpora[k] gives shares[k] of every sum(shares) rows."""
+    """The corpora that a stage trains on.
+
+    Of every sum(shares) rows, shares[k] come from corpora[k].
+    """
 
     corpora: tuple[Corpus, ...]
     shares: tuple[int, ...] = (1,)  # integers in lowest terms
@@ -40,7 +43,7 @@ class Data:
     def vocabulary(self) -> str:
         """The name of the tokenizer's folder.
 
-        The name of a mixture's folder leaves out the weights, so that they may change.
+        For a mixture, the name leaves out the weights, so that they may change.
         """
         return unweighted(self.name) if len(self.corpora) > 1 else self.name
 
@@ -51,11 +54,11 @@ def unweighted(name: str) -> str:
 
 
 def resolve_data(data: str | None) -> Data:
-    """Read the value of `--data`: the name of a corpus, a folder that was imported, or
-    NAME:WEIGHT,NAME:WEIGHT.
+    """Return the corpora that a value of `--data` names, with their shares.
 
-    Weights are positive numbers and need not add up to 1; without weights all corpora count the
-    same. None means the only corpus. Raises UserError (exit code 2) if a corpus does not exist or a
+    The value is the name of a corpus, a folder that was imported, or NAME:WEIGHT,NAME:WEIGHT.
+    Weights are positive numbers and need not add up to 1; without weights, all corpora count the
+    same. None means the only corpus. Raises UserError (code 2) if a corpus does not exist or a
     weight cannot be read.
     """
     if data is None or _names_one_corpus(data):

@@ -1,8 +1,8 @@
 """Refuse parquet files that unpack to far more than any text does, before their data is read.
 
-Only the footer is looked at: a struct in Thrift's compact protocol, described in
-https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. It is read here,
-because pyarrow ends the process when it describes a column of a damaged footer.
+Only the footer is read, a struct in Thrift's compact protocol, which is described in
+https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. It is parsed
+here, because pyarrow ends the whole process when it describes a column of a damaged footer.
 """
 
 import os
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LARGE = 1 << 28  # bytes; what unpacks to more must not be packed better than any text
-PACKED = 1_000  # times; zstd packs prose about 3 times
+LARGE = 1 << 28  # bytes; a column that unpacks to more must not be packed better than any text
+PACKED = 1_000  # a ratio that no text reaches; zstd packs prose to about a third of its size
 
 # Types of Thrift's compact protocol.
 _TRUE = 1
@@ -61,7 +61,10 @@ class _ColumnChunk:
 
 
 def _column_chunks(path: Path) -> Iterator[_ColumnChunk]:
-    """Yield each column in each row group of a parquet file."""
+    """Yield the description of each column in each row group of a parquet file.
+
+    Raises ValueError if the footer is damaged.
+    """
     data = _read_footer(path)
     try:
         metadata, _ = _value(data, 0, _STRUCT)
@@ -93,7 +96,10 @@ def _value(
     at: int,
     kind: int,
 ) -> tuple[Any, int]:
-    """Read a value of a Thrift type; a struct becomes a dict by the numbers of its fields."""
+    """Read a value of a Thrift type.
+
+    A struct becomes a dict from field numbers to values. Raises ValueError if the type is unknown.
+    """
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at
     if kind == _BYTE:
@@ -113,7 +119,7 @@ def _value(
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Read an unsigned number of seven bits a byte."""
+    """Read an unsigned number that is stored in seven bits per byte."""
     number = 0
     shift = 0
     while True:
@@ -140,7 +146,8 @@ def _list(data: bytes, at: int) -> tuple[list[Any], int]:
     if kind in (_TRUE, _FALSE):
         kind = _BYTE
     values = []
-    for _ in range(count):  # an element takes a byte, so a wrong count ends with the data
+    # Each element takes at least one byte, so a count that is too large fails at the end of `data`.
+    for _ in range(count):
         value, at = _value(data, at, kind)
         values.append(value)
     return values, at
@@ -152,7 +159,7 @@ def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
     while head := data[at]:
         at += 1
         if head >> 4:
-            number += head >> 4  # counted from the field before
+            number += head >> 4  # relative to the previous field
         else:
             number, at = _signed(data, at)
         fields[number], at = _value(data, at, head & 0x0F)

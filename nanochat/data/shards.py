@@ -24,10 +24,10 @@ ABOUT = "corpus.json"
 ROWS_PER_GROUP = 1_000
 ROWS_PER_SHARD = 20_000
 HELD_OUT = 50  # one document in 50 is held out for validation
-# With fewer documents exactly this share is held out; in a larger corpus, this share on average.
+# A corpus with fewer documents holds out exactly this share; a larger one holds it out on average.
 SMALL_CORPUS = 1_000
-BATCH_CHARACTERS = 1 << 24  # in a list of documents, unless a single one is longer
-# Enough for a stable figure; further held-out documents go to training instead.
+BATCH_CHARACTERS = 1 << 24  # in a list of documents, unless a single document is longer
+# Enough for a stable validation loss; further held-out documents go to training instead.
 VALIDATION_CHARACTERS = 20_000_000
 
 
@@ -221,7 +221,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each document and whether it is held out."""
+    """Yield each document, and whether it is held out for validation."""
     numbered = enumerate(documents)
     beginning = list(itertools.islice(numbered, SMALL_CORPUS))
     if len(beginning) < SMALL_CORPUS:
@@ -264,11 +264,11 @@ def read_column(
     column: str,
     size: int = 1_000,
 ) -> Iterator[list[Any]]:
-    """Yield the values of a column of a parquet file, in lists.
+    """Yield the values of a parquet column, in lists of at most `size` values.
 
-    A list has at most `size` values and about BATCH_CHARACTERS characters. Texts are read through
-    dictionaries, so a text that is stored once and repeated is in memory only once. Raises
-    ValueError, OSError or ArrowException if the file is damaged.
+    A list of texts also has at most BATCH_CHARACTERS characters, unless a single text is longer.
+    Texts are read through dictionaries, so a text that is stored once and repeated is in memory
+    only once. Raises ValueError, OSError or ArrowException if the file is damaged.
     """
     check_packing(path, [column])
     with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=[column]) as file:
@@ -295,7 +295,7 @@ def _unfold(values: pa.DictionaryArray) -> list[str | None]:
 def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
     """Split a list of texts into lists of at most BATCH_CHARACTERS characters.
 
-    A text that is longer than this has a list of its own.
+    A text that is longer than this gets its own list.
     """
     start = 0
     characters = 0
@@ -369,7 +369,7 @@ def _check_size(path: Path) -> None:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Return the size and the SHA-256 that corpus.json has for a shard."""
+    """Return the size and the SHA-256 that corpus.json records for a shard."""
     return read_about(path.parent).get("shards", {}).get(path.name, {})
 
 

@@ -1,6 +1,6 @@
-"""The settings that a corpus, known by its name, asks of its stages and of chats with its models.
+"""The settings that suit a corpus, for the stages that train on it and for chats with its models.
 
-This file imports no pyarrow, since chats read it too.
+This file does not import pyarrow, since chats read it too.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ class Drawing:
     """The sampling settings of a chat, unless the user asks for others."""
 
     temperature: float = 0.6
-    """Randomness, from 0, which always takes the likeliest token, to 2."""
+    """The randomness, from 0, which always takes the most likely token, to 2."""
     min_p: float = 0.0
-    """Tokens whose probability is below this share of the likeliest token's are never drawn."""
+    """Tokens whose probability is below this share of the highest probability are never drawn."""
     reason: Mapping[str, str] = field(default_factory=lambda: {"en": "the default", "zh": "默认值"})
-    """Why, by language."""
+    """The reason for these settings, by language."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +28,32 @@ class Traits:
     """
 
     row_tokens: int | None = None
-    """Tokens in a row of pretraining if no length is set; None: the device decides."""
+    """Tokens in a row of pretraining if no length is set; if None, the device decides."""
     step_tokens: int | None = None
-    """Tokens in a step, over all ranks, if no batch size is set; None: the length of the run
+    """Tokens in a step, over all ranks, if no batch size is set; if None, the length of the run
     decides."""
     pairs: bool = True
     """Whether the model gets a table of embeddings for pairs of tokens if its size is not set."""
     documents_every: int = 0
-    """In midtraining one row in so many comes from the corpus, so that the model does not forget
-    it; 0: none."""
+    """In midtraining, one row in this many comes from the corpus, so that the model does not forget
+    it; 0 means none."""
     answers_documents_every: int = 0
-    """The same in fine-tuning, where rows of documents have several times as many targets as rows
-    of conversations."""
+    """The same number for fine-tuning, where rows of documents have several times as many targets
+    as rows of conversations."""
     chats: Drawing = Drawing()
-    """How chats with a model of the corpus sample."""
+    """The sampling settings for chats with a model of the corpus."""
     knows: Mapping[str, str] | None = None
-    """What a chat model of the corpus knows, by language, for visitors of the page; None:
-    unknown."""
+    """A list of what a chat model of the corpus knows, by language, for visitors of the page, or
+    None if that is unknown."""
     curriculum: Literal["tinyworld", "published"] = "published"
-    """What the later stages learn from and what chat models are measured on: a key of CURRICULA in
+    """The data of the later stages and of the evaluation of chat models: a key of CURRICULA in
     tasks.mixtures."""
 
 
 TINYWORLD = Traits(
     row_tokens=256,
     step_tokens=8192,
-    # A model that knows the pairs of tokens of few sentences understands other wordings less.
+    # A model that learns pairs of tokens from few sentences understands other wordings less well.
     pairs=False,
     documents_every=4,
     answers_documents_every=8,

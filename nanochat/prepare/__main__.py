@@ -1,5 +1,6 @@
-"""Tokenise a corpus ahead of training, or check its tokens. Without this command, training
-tokenises the corpus first.
+"""Tokenise a corpus ahead of training, or check its tokens.
+
+Without this command, training tokenises the corpus first.
 
 python -m nanochat.prepare --data NAME --dedup    # leave out near-duplicates, here and in training
 python -m nanochat.prepare --data NAME --dedup --check_against DIR --drop_contaminated
@@ -23,7 +24,7 @@ from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 @dataclass(frozen=True)
 class Config:
-    """Tokenise a corpus ahead of training, or check its tokens."""
+    """The flags of `python -m nanochat.prepare`."""
 
     data: str | None = None
     """The corpus by name, or a mixture: web:0.7,books:0.3 tokenises both corpora.
@@ -77,7 +78,7 @@ def main(cfg: Config) -> None:
 
 
 def _check_flags(cfg: Config, cleans: bool) -> None:
-    """Raise UserError for flags out of range, and for flags that contradict each other."""
+    """Raise UserError (code 2) if a flag is out of range or flags contradict each other."""
     if cfg.num_workers is not None and cfg.num_workers < 1:
         raise UserError(
             tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),

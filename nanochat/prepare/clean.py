@@ -38,7 +38,7 @@ def clean(
     """Screen a corpus, record which documents are left out, and return a summary.
 
     The record is the entry `dropped` of corpus.json. Of documents that resemble each other, only
-    the first stays. Validation documents come first, so training keeps no near copy of one. The
+    the first stays. Validation documents come first, so training keeps no near copy of them. The
     result depends only on the shards, not on the number of processes. If an earlier call left out
     documents, a call that only counts changes nothing.
 
@@ -95,9 +95,9 @@ def _refuse_to_take_back(
     dedup: bool,
     drop: bool,
 ) -> None:
-    """Raise UserError if this command would restore documents that an earlier one left out.
+    """Raise UserError (code 2) if this command would restore documents that were left out earlier.
 
-    This happens if the earlier command left them out for a reason that this one does not repeat.
+    That is so if an earlier command left them out for a reason that this one does not repeat.
     """
     reasons = (
         ("near_duplicates", "--dedup", dedup),
@@ -179,7 +179,8 @@ def _decide(
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
     """Write a list of the documents left out of each shard.
 
-    Returns the entry of corpus.json for each list: its number of documents and its SHA-256.
+    Returns the entry in corpus.json for each shard: the number of documents in its list, and the
+    SHA-256 of the list.
     """
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
@@ -232,7 +233,8 @@ def screen_shard(
     The result holds the bands and bins of the documents' signatures, and a pair (document, set) for
     each document that holds a passage of an evaluation set. Documents are numbered in the order in
     which `batches` yields them. `advance` is called after every batch with the number of documents
-    in it. Raises UserError if the shard is damaged.
+    in it. Returns the name of the shard and its number of documents. Raises UserError if the shard
+    is damaged.
     """
     check_sha256(path)
     parts = []

@@ -28,13 +28,13 @@ from nanochat.prepare.token_files import (
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer
 
-NEWEST_FOLDERS = 8  # of one stage, which are never removed
+NEWEST_FOLDERS = 8  # so many folders of each stage are never removed
 UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
 BATCH = 1_000  # conversations to render at a time
 
 
 class ConversationSplits(Protocol):
-    """Conversations to train and to validate on; `key` names their content."""
+    """Conversations for training and for validation; `key` identifies their content."""
 
     @property
     def key(self) -> str: ...
@@ -64,7 +64,7 @@ def prepare_conversations(
     tokenizer: Tokenizer,
     key: str,
 ) -> TokenSet:
-    """Return conversations as tokens, with a mask of the tokens that are trained.
+    """Return the tokens of conversations, with a mask of the tokens that are trained.
 
     This is safe to call from every rank at once. `key` identifies the content. If the folder holds
     files with the same key and tokenizer, they are used, and `conversations` is neither called nor
@@ -95,8 +95,8 @@ def conversation_lengths(
 ) -> np.ndarray:  # int64
     """Return the number of tokens of each training and validation conversation of a stage.
 
-    With `together`, each number is the sum for that many conversations in a row, such as the two of
-    a pair. The tokens are saved, so dataloader.chat_rows() does not tokenise them again.
+    With `together`, each number is the sum for that many consecutive conversations, such as 2 for
+    pairs. The tokens are saved, so dataloader.chat_rows() does not have to tokenise again.
     """
     key = conversations.key
     lengths = []
@@ -150,7 +150,7 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 def _remove_old_folders(folder: Path) -> None:
     """Remove folders that the same stage filled long ago.
 
-    A run that resumes with one of them tokenises its conversations again.
+    A run that resumes and needs such a folder tokenises its conversations again.
     """
     name = folder.name.rpartition("-")[0]
     times = {}

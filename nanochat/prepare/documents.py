@@ -34,8 +34,8 @@ from nanochat.tokenizer import Tokenizer, cores
 class Shard:
     """A shard to tokenise.
 
-    `source` identifies the content that its tokens are made from: tokens from another source are
-    made again.
+    `source` identifies the content of the shard: tokens that were made from another source are made
+    again.
     """
 
     path: Path
@@ -48,13 +48,13 @@ def prepare_documents(
     split: Literal["train", "val"],
     processes: int | None = None,
 ) -> TokenSet:
-    """Return the tokens of a corpus, which the first call makes and saves.
+    """Return the tokens of a split of a corpus, which the first call makes and saves.
 
-    This is safe to call from every rank at once. There is one part per shard, made by one of
-    `processes` (default: as many as save time). After an interruption, the next call resumes with
-    the shards that are not done; after a larger download, only new shards are tokenised. A missing
-    token file is made again. Raises UserError if a shard or a token file is damaged, or if a shard
-    is missing.
+    This is safe to call from every rank at once. Each shard becomes one part. The work is shared
+    among `processes` processes (default: as many as save time). After an interruption, the next
+    call resumes with the shards that are not done; after a larger download, only new shards are
+    tokenised. A missing token file is made again. Raises UserError if a shard or a token file is
+    damaged, or if a shard is missing.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     split_shards = _shards_to_tokenise(corpus, split)
@@ -139,7 +139,7 @@ def _tokenise_shards(
 
 
 def _note_path(folder: Path, name: str) -> Path:
-    """Return the path of the description of a finished part."""
+    """Return the path of the file that describes a finished part."""
     return folder / f"{name}.json"
 
 
@@ -192,8 +192,8 @@ def _tokenised(
         for shard in shards:
             task = {"name": str(shard.path), "folder": str(folder), "source": shard.source}
             tasks.append(task)
-        # The processes hold the lock too, so that after a kill no other run begins before the last
-        # of them has ended.
+        # The processes hold the lock too. If this process is killed, no other run begins before the
+        # last of them has ended.
         messages = work("nanochat.prepare.documents", setup, tasks, processes, keep=[lock])
         with contextlib.closing(messages):
             for _, message in messages:
@@ -234,7 +234,7 @@ def tokenise_shard(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Load the tokenizer in a worker process, and return the function that does one task."""
+    """Load the tokenizer in a worker process, and return a function that does one task."""
     tokenizer = Tokenizer.load(Path(setup["tokenizer"]))
 
     def tokenise(task: Message, say: Say) -> Message:

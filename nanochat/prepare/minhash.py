@@ -1,10 +1,10 @@
-"""Find near-duplicates: MinHash signatures of documents over windows of characters, and which
-documents resemble an earlier one.
+"""Find near-duplicates: documents that resemble an earlier one, by their MinHash signatures.
 
-A signature keeps the smallest hash in each of 128 bins (one permutation hashing, Li, Owen and Zhang
-2012); an empty bin borrows from the next full one (Shrivastava and Li 2014). The share of equal
-bins of two documents estimates the Jaccard similarity of their windows. Documents with an equal
-band of eight bins are compared. Nothing here is random.
+The windows of characters in a document are hashed. A signature keeps the smallest hash in each of
+128 bins (one permutation hashing, Li, Owen and Zhang 2012); an empty bin borrows from the next full
+one (Shrivastava and Li 2014). The share of bins in which two documents are equal estimates the
+Jaccard similarity of their sets of windows. Documents are compared if they are equal in a band of
+eight bins. Nothing here is random.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ import numpy as np
 WINDOW = 16  # bytes: about five Han characters, or three English words
 BINS = 128
 BANDS = 16  # of BINS // BANDS bins each: of pairs with similarity 0.8, about 95 % share a band
-SIMILAR = 0.75  # the share of equal bins from which on documents count as near-duplicates
-# The smallest hashes to look at: a longer document leaves out the windows that cannot be among
-# them.
+SIMILAR = 0.75  # documents with at least this share of equal bins are near-duplicates
+# The number of smallest hashes to look at: in a long document, windows are left out if they cannot
+# be among them.
 ENOUGH = 16 * BINS
 COMPARED = 1 << 14  # documents to compare at a time
 
-EMPTY = (1 << 32) - 1  # where a bin has no hash
+EMPTY = (1 << 32) - 1  # the value of a bin that has no hash
 
 
 @cache
 def _factors() -> np.ndarray:
-    """Return the odd numbers that hashes are multiplied with, uint64.
+    """Return the odd factors of the hashes, uint64.
 
-    There are two for a window, one to mix, and one for each bin of a band.
+    There are two for a window, one for mixing, and one for each bin of a band.
     """
     count = 3 + BINS // BANDS
     numbers = np.random.default_rng(0).integers(1, 1 << 63, count, np.uint64)
@@ -38,7 +38,7 @@ def _factors() -> np.ndarray:
 
 @cache
 def _translation() -> tuple[bytes, bytes]:
-    """Return the lower case of every byte, and the bytes to leave out."""
+    """Return the arguments of bytes.translate: the lower case of each byte, the bytes to delete."""
     lower_case = bytes(range(256)).lower()
     left_out = bytes(byte for byte in range(128) if not chr(byte).isalnum())
     return lower_case, left_out
@@ -50,7 +50,7 @@ class Signatures:
 
     # (documents, BANDS) uint64: documents with an equal band may be near-duplicates
     bands: np.ndarray
-    bins: np.ndarray  # (documents, BINS) uint8: a byte of each bin's smallest hash
+    bins: np.ndarray  # (documents, BINS) uint8: the lowest byte of the smallest hash in each bin
 
     @staticmethod
     def joined(parts: Sequence["Signatures"]) -> "Signatures":
@@ -61,7 +61,7 @@ class Signatures:
 
 
 def signatures(texts: Sequence[str]) -> Signatures:
-    """Return the signatures of documents. Case, spaces and ASCII punctuation do not count."""
+    """Return the signatures of documents, ignoring case, spaces and ASCII punctuation."""
     smallest = np.zeros((len(texts), BINS), np.uint64)
     for number, text in enumerate(texts):
         smallest[number] = _smallest_hashes(text)
@@ -95,7 +95,7 @@ def _smallest_hashes(text: str) -> np.ndarray:
     """
     letters = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
     count = len(letters) - WINDOW + 1
-    # The eight bytes from each position on; a window of 16 bytes is two of them.
+    # The eight bytes that begin at each position; a window of 16 bytes consists of two such values.
     eight_bytes = np.ndarray((count + 8,), "<u8", letters, strides=(1,))
     first_factor, second_factor = _factors()[:2]
     first_half = eight_bytes[:count] * first_factor
@@ -116,7 +116,7 @@ def _smallest_hashes(text: str) -> np.ndarray:
 
 
 def _by_bin(hashes: np.ndarray) -> np.ndarray:
-    """Return the smallest upper half of the hashes in each bin."""
+    """Return, for each bin, the smallest upper half of a hash in that bin."""
     smallest = np.full(BINS, EMPTY, np.uint64)
     upper_halves = hashes >> np.uint64(32)
     bins = (hashes >> np.uint64(25)) & np.uint64(BINS - 1)
@@ -125,7 +125,7 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(documents: Signatures) -> np.ndarray:
-    """Return which documents resemble an earlier one, bool (documents,).
+    """Return a mask of the documents that resemble an earlier one, bool (documents,).
 
     The first document of a group is never marked.
     """
@@ -133,7 +133,7 @@ def near_duplicates(documents: Signatures) -> np.ndarray:
     if not len(duplicate):
         return duplicate
     for band in documents.bands.T:
-        # Sort by band: documents with an equal band stand together, the first of them leads.
+        # Sort by band: documents with an equal band stand together, and the first of them leads.
         order = np.argsort(band, kind="stable")
         sorted_band = band[order]
         leads = np.ones(len(order), bool)

@@ -1,9 +1,9 @@
-"""Find documents that hold a passage of an evaluation: 13 words in a row, or 50 characters of
-Chinese.
+"""Find documents that contain a passage of an evaluation.
 
-The evaluations are copies of data sets in a folder, as NANOCHAT_TASK_DIR names one: a subfolder for
-each set, with parquet, JSON, JSONL or CSV files. Files for training are left out. Texts that are
-shorter than a passage are never found.
+A passage is 13 words in a row, or 50 characters of Chinese. The evaluations are copies of data sets
+in a folder like the one in NANOCHAT_TASK_DIR: a subfolder for each set, with parquet, JSON, JSONL
+or CSV files. Files for training are left out. Texts that are shorter than a passage are never
+found.
 """
 
 import csv
@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 from nanochat.common import UserError, parse_json
 
 WORDS = 13
-CHARACTERS = 50  # of which at least half are Han
+CHARACTERS = 50  # at least half of them Han
 ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
-# What the path of an evaluation's file contains; a set without such files is read completely.
+# The path of an evaluation file contains one of these; a set without such files is read completely.
 SPLITS = ("test", "val", "dev", "eval")
 MOST_CHARACTERS = 1 << 30  # in a field of a CSV file; the csv module's own limit is 131,072
 
@@ -33,7 +33,7 @@ _MAP_BITS = 20
 
 @cache
 def _factors() -> np.ndarray:
-    """Return odd numbers that hashes multiply with, uint64 (WORDS,)."""
+    """Return the odd factors of the hashes, uint64 (WORDS,)."""
     numbers = np.random.default_rng(1).integers(1, 1 << 63, WORDS, np.uint64)
     return numbers * np.uint64(2) + np.uint64(1)
 
@@ -59,19 +59,19 @@ class Passages:
 
     @cached_property
     def key(self) -> str:
-        """A name of the content."""
+        """The SHA-256 of the content."""
         content = str(self.names).encode() + self.hashes.tobytes() + self.owners.tobytes()
         return hashlib.sha256(content).hexdigest()
 
     @cached_property
     def _map(self) -> np.ndarray:
-        """For the upper bits of a hash, whether any passage has them: a quick first look."""
+        """A table that tells whether any passage has given upper bits, for a quick first check."""
         marked = np.zeros(1 << _MAP_BITS, bool)
         marked[self.hashes >> np.uint64(64 - _MAP_BITS)] = True
         return marked
 
     def sets_in(self, text: str) -> set[int]:
-        """Return the sets of which a text holds a passage, as indices in `names`."""
+        """Return the indices in `names` of the sets that share a passage with a text."""
         hashes = passages(text)
         hashes = hashes[self._map[hashes >> np.uint64(64 - _MAP_BITS)]]
         begins = np.searchsorted(self.hashes, hashes, "left")
@@ -114,7 +114,7 @@ def read_passages(folder: Path) -> Passages:
 
 
 def _hashes_of_set(folder: Path) -> np.ndarray:
-    """Return the different hashes of all passages of one evaluation, uint64, sorted."""
+    """Return the distinct hashes of all passages of one evaluation, uint64, sorted."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS)
     evaluation_files = []
     for file in files:
@@ -169,12 +169,12 @@ def _between(points: np.ndarray, first: int, last: int) -> np.ndarray:
 def _window_hashes(points: np.ndarray, count: int) -> np.ndarray:
     """Return a polynomial hash of each of the `count` windows of CHARACTERS code points, uint64.
 
-    The hash of a window follows from those of its two halves, so windows of 2, 4, 8, ...
-    characters lead to 50 = 32 + 16 + 2.
+    The hash of a window follows from the hashes of its two halves. So the hashes of windows of 2,
+    4, 8, ... characters are computed first, and then combined to 50 = 32 + 16 + 2.
     """
     size = 1
-    windows = {1: points}  # size -> the hash of the window from each position on
-    powers = {1: _factors()[:1]}  # size -> the factor of what stands before such a window
+    windows = {1: points}  # size -> the hash of the window that begins at each position
+    powers = {1: _factors()[:1]}  # size -> the factor of the characters before such a window
     while 2 * size <= CHARACTERS:
         half = windows[size]
         windows[2 * size] = half[: len(half) - size] * powers[size] + half[size:]
@@ -224,7 +224,7 @@ def _csv_texts(path: Path) -> Iterator[str]:
 
 
 def _jsonl_texts(path: Path) -> Iterator[str]:
-    # Read by lines of the file: splitlines() would split texts at U+2028 too.
+    # Read the lines from the file, because splitlines() would split texts at U+2028 too.
     with open(path, encoding="utf-8-sig") as file:
         for line in file:
             if line.strip():

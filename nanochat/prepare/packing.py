@@ -82,7 +82,7 @@ def pack(
 ) -> Packing:
     """Put pieces into rows of `row_tokens` cells, each piece after a begin mark of one cell.
 
-    A row takes the longest piece that fits, the oldest of several, until no piece fits. With
+    A row takes the longest piece that fits, or the oldest of several, until no piece fits. With
     `cut`, the head of the longest piece then fills the rest of the row, and the tail is placed
     later like any other piece; a piece that is longer than a row fills whole rows first. So every
     row except the last is full, and each token is placed exactly once. Without `cut` a row may
@@ -101,7 +101,7 @@ def pack(
                 start, length = pool.take(i)
             elif not cut:
                 break
-            elif room == 1:  # a begin mark alone, which says that the piece before it ends here
+            elif room == 1:  # a begin mark alone, which marks the end of the piece before it
                 start, length = 0, 0
             else:
                 length = room - 1
@@ -144,9 +144,9 @@ def _pieces(
     lengths: np.ndarray,
     size: int = 65_536,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the (start, length) of each piece as Python numbers.
+    """Yield the (start, length) of each piece as Python integers.
 
-    They are converted in batches, so that memory does not grow with the corpus.
+    The arrays are converted in batches, so that memory does not grow with the corpus.
     """
     for i in range(0, len(starts), size):
         some_starts = starts[i : i + size].tolist()

@@ -1,5 +1,7 @@
-"""The packing plan of a token set, saved beside it: which pieces of which documents make up each
-row."""
+"""The packing plan of a token set: which pieces of which documents make up each row.
+
+It is saved in the folder of the token set.
+"""
 
 import os
 import shutil
@@ -51,19 +53,20 @@ def plan(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> Plan:
-    """Return the rows of a token set, planned once and saved beside it; safe to call from every
-    rank at once.
+    """Return the packing plan of a token set, which the first call makes and saves.
+
+    This is safe to call from every rank at once.
 
     Use `cut` for documents: then every token is placed. Without `cut`, for conversations, each
-    conversation stays whole; one that is longer than a row is cut before a user turn, and a single
-    exchange that is longer than a row loses its end.
+    conversation stays whole. A conversation that is longer than a row is cut before a user turn,
+    and a single exchange that is longer than a row loses its end.
 
     `too_long` is for conversations without begin marks, whose own first token takes the place of
     the mark: a conversation that is longer than a row is cut to its beginning, or dropped.
 
     With `pairs`, which needs `too_long`, the conversations 2n and 2n + 1 stand side by side in a
-    row. If both together are longer than a row, each may fill half a row, or what the other one
-    leaves. A pair is left out if nothing is left of an answer.
+    row. If both together are longer than a row, each may fill half a row, or the room that the
+    other one leaves. A pair is left out if nothing is left of an answer.
 
     Raises UserError if no row is left.
     """
@@ -114,9 +117,9 @@ def _load_plan(
     key: str,
     row_tokens: int,
 ) -> Plan | None:
-    """Return the saved plan with this key.
+    """Return the saved plan with this key, or None if there is none.
 
-    Returns None if there is none. Also returns None, with a warning, if the plan is damaged.
+    If the plan is damaged, warns and returns None.
     """
     try:
         meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
@@ -158,7 +161,7 @@ def _save_plan(
     cut_conversations: int,
     dropped: int,
 ) -> None:
-    """Write the arrays of a plan and its meta.json; the folder appears when all is written."""
+    """Write the arrays of a plan and its meta.json. The folder appears only when it is complete."""
     # This process holds the lock, so no other process uses the temporary name.
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -212,8 +215,8 @@ def _make_plan(
             too_long,
         )
         placed_tokens = int(pair_lengths.sum())
-        # A pair is packed as one piece, named by its number. Its cell for a begin mark holds the
-        # first token of its first conversation.
+        # A pair is packed as one piece, whose start is the number of the pair. Its cell for a begin
+        # mark holds the first token of its first conversation.
         starts = np.arange(len(pair_starts))
         lengths = pair_lengths.sum(axis=1) - 1
     elif cut:
@@ -264,7 +267,10 @@ def _unfold_pairs(
     pair_starts: np.ndarray,  # (pairs, 2) int64
     pair_lengths: np.ndarray,  # (pairs, 2) int64
 ) -> Packing:
-    """Return a packing of pairs, which has placed each by its number, as one of conversations."""
+    """Turn a packing of pairs into a packing of their conversations.
+
+    In the packing of pairs, the start of a segment is the number of a pair.
+    """
     numbers = packing.starts
     starts = pair_starts[numbers] + 1
     lengths = pair_lengths[numbers] - 1
@@ -278,10 +284,10 @@ def _cut_pairs(
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the starts and the lengths of the two conversations of each pair, int64 (pairs, 2),
-    cut so that `room` tokens hold both, and how many pairs were cut.
+    """Cut the two conversations of each pair, so that `room` tokens hold both.
 
-    Pairs in which a conversation has no trained token are left out.
+    Returns the starts and the lengths of the conversations, int64 (pairs, 2), and the number of
+    pairs that were cut. Pairs in which a conversation has no trained token are left out.
     """
     starts = starts.reshape(-1, 2)
     lengths = lengths.reshape(-1, 2)
@@ -290,7 +296,7 @@ def _cut_pairs(
     is_cut = (cut_lengths < lengths).any(axis=1)
     mask = token_set.parts[0].mask
     assert mask is not None, "pairs are conversations"
-    # The first token of a conversation is no target.
+    # The first token of a conversation is not a target.
     targets = count_marked(mask, (starts + 1).ravel(), (cut_lengths - 1).ravel())
     usable = (targets.reshape(-1, 2) > 0).all(axis=1)
     if too_long == "drop":
@@ -305,8 +311,11 @@ def _cut_conversations(
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the starts and the lengths of pieces of at most `room` tokens, in order, and how many
-    conversations were cut. Pieces of cut conversations without a trained token are dropped."""
+    """Cut conversations into pieces of at most `room` tokens.
+
+    Returns the starts and the lengths of the pieces, in order, and the number of conversations that
+    were longer than `room`. Pieces of such conversations are dropped if they have no trained token.
+    """
     token_file = token_set.parts[0]
     border = token_set.meta.get("border")
     piece_starts = []

@@ -1,10 +1,9 @@
-"""Token files: documents as memory-mapped numbers, described by meta.json with their sizes and
-SHA-256s.
+"""Token files, which hold the tokens of documents as memory-mapped arrays.
 
-A folder of token files has one part per shard: NAME.bin holds the tokens of all its documents one
-after another, NAME.idx where each document begins, and NAME.mask, for conversations, which tokens
-are trained. meta.json lists the parts; checked.json remembers which files were intact when they
-were last hashed.
+A folder of token files has one part per shard. NAME.bin holds the tokens of all documents of the
+shard one after another, NAME.idx the positions at which the documents begin, and NAME.mask, for
+conversations, a mask of the tokens that are trained. meta.json lists the parts with their sizes and
+SHA-256s. checked.json records which files were intact when they were last hashed.
 """
 
 import contextlib
@@ -31,10 +30,11 @@ META = "meta.json"
 SUFFIXES = {"tokens": ".bin", "offsets": ".idx", "mask": ".mask"}
 PART_ENTRIES = {"name", "tokens", "documents", "bytes", "sha256", "source"}
 SMALL_VOCABULARY = 65_536  # up to this size a token fits into two bytes
-CHECKED = "checked.json"  # file -> [SHA-256, bytes, time of change] of the last check it passed
+# file -> [SHA-256, bytes, modification time] of the last check that the file passed
+CHECKED = "checked.json"
 LONG = 1e9  # bytes; hashing more than this takes long enough to show progress
 THREADS = 8  # hashing releases the GIL, and disks are faster with a few readers
-FIX = " Fix it with: "  # stands between what is wrong with a file and the command to type
+FIX = " Fix it with: "  # separates the problem with a file from the command to type
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TokenFile:
     """One token file with its offsets and mask, memory-mapped."""
 
     tokens: np.ndarray  # (tokens,) uint16 or uint32: all documents, without begin marks
-    offsets: np.ndarray  # (documents + 1,) int64: where each document begins, and the end
+    offsets: np.ndarray  # (documents + 1,) int64: the beginning of each document, and the end
     mask: np.ndarray | None  # (tokens,) uint8: 1 for tokens that are trained
 
 
@@ -71,7 +71,7 @@ class TokenSet:
 
     @cached_property
     def key(self) -> str:
-        """A name of the content: sets with equal keys hold equal tokens."""
+        """A hash of the content: sets with equal keys hold equal tokens."""
         hashes = [sorted(entry["sha256"].items()) for entry in self.meta["parts"]]
         return hashlib.sha256(str(hashes).encode()).hexdigest()
 
@@ -105,9 +105,9 @@ def files_exist(folder: Path, entry: dict[str, Any]) -> bool:
 
 
 def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
-    """Return the meta.json of a folder of token files, or None if there is none.
+    """Return the content of a folder's meta.json, or None if the folder has none.
 
-    Raises UserError if it cannot be read or lacks one of the keys in `needs`.
+    Raises UserError if the file cannot be read or lacks one of the keys in `needs`.
     """
     path = folder / META
     try:
@@ -153,7 +153,7 @@ def _map_file(
 ) -> np.ndarray:
     """Return the `count` values of a file, memory-mapped.
 
-    Raises UserError if the file has another size.
+    Raises UserError if the file is missing or has another size.
     """
     if not path.exists():
         raise damage(path, "it is missing")
@@ -179,10 +179,10 @@ def damage(path: Path, why: str) -> UserError:
 
 
 class TokenWriter:
-    """Writes one part under temporary names.
+    """Writes one part under temporary file names.
 
-    At the end it renames the files and returns the description of the part. A part without a
-    description does not count.
+    finish() renames the files and returns the description of the part. A part without a description
+    does not count.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class TokenWriter:
         token_bytes: np.ndarray,  # (V,) each token's length in bytes
         mask: np.ndarray | None = None,  # (tokens,) uint8
     ) -> None:
-        """Append documents."""
+        """Append the tokens of documents."""
         tokens = tokens.astype(self.dtype, copy=False)
         self._write("tokens", tokens)
         if mask is not None:
@@ -264,7 +264,7 @@ class TokenWriter:
         }
 
     def discard(self) -> None:
-        """Close the files, and remove those that were not finished."""
+        """Close the files, and remove them unless `finish` has renamed them."""
         self._open.close()
         for kind in self._files:
             self._temporary_path(kind).unlink(missing_ok=True)
@@ -293,11 +293,11 @@ def damaged(
     hashes: Mapping[str, str],
     again: bool = False,
 ) -> dict[str, str]:
-    """Return which of the files in `hashes` (name -> SHA-256) are damaged, and why.
+    """Return the damaged files among those in `hashes` (name -> SHA-256), and the reasons.
 
-    A file is hashed once, and hashed again if its size or its time of change is different, or with
-    `again`. Safe to call from every rank at once: one rank hashes, the others wait and use its
-    result.
+    A file is hashed only once, unless its size or its modification time has changed or `again` is
+    set. This is safe to call from every rank at once: one rank hashes, and the others wait and use
+    its result.
     """
     existing: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -324,13 +324,16 @@ def damaged(
 
 
 def _state(path: Path) -> list[int]:
-    """Return the size and the time of change of a file."""
+    """Return the size and the modification time of a file."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def _read_notes(folder: Path) -> dict[str, list]:
-    """Return checked.json. If it cannot be read all files are hashed again, which is safe."""
+    """Return the content of checked.json, or {} if it cannot be read.
+
+    Then all files are hashed again, which is safe.
+    """
     try:
         return read_json(folder / CHECKED)
     except (OSError, ValueError):
@@ -348,8 +351,10 @@ def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
-    """Hash files, and return (name -> what is wrong, name -> an intact file's note for
-    checked.json)."""
+    """Hash files, and return what is wrong with damaged files, and notes on intact ones.
+
+    Both results are dicts by file name. The notes are entries for checked.json.
+    """
     states = {name: _state(folder / name) for name in hashes}
     size = sum(state[0] for state in states.values())
     bar = None

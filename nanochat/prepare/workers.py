@@ -20,7 +20,7 @@ from nanochat.tokenizer import cores
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB
 BYTES_THAT_PAY = 8_000_000  # of shards: reading fewer is faster than starting a process for them
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # a worker is no rank
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # unset in a worker, which is not a rank
 Message = dict[str, Any]
 Say = Callable[[Message], None]
 
@@ -51,9 +51,10 @@ def work(
     """Run tasks in worker processes, and yield (task number, message) for each message.
 
     Messages are yielded as they arrive. The processes run `python -m module`, which calls serve().
-    The last message of a task has the key "result". A UserError or an OSError in a process is
-    raised here too. Raises UserError if a process was killed. Leaving the iterator ends the
-    processes; they also end when this process ends. They inherit the file descriptors in `keep`.
+    The last message of a task has the key "result". If a process raises UserError or OSError, the
+    same error is raised here. Raises UserError if a process was killed. Leaving the iterator ends
+    the processes; they also end when this process ends. They inherit the file descriptors in
+    `keep`.
     """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -167,14 +168,14 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
 
 
 def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
-    """Do the tasks that arrive on standard input, until it ends.
+    """Run the tasks that arrive on standard input, until it ends.
 
-    `begin(setup)` returns a function that does one task and returns its result. While it works,
-    this function may send messages by calling its second argument.
+    `begin(setup)` returns a function that runs one task and returns its result. While it runs, this
+    function may send messages by calling its second argument.
     """
     with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us
-    # Messages leave by the real standard output; whatever is printed goes to standard error.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process after Ctrl-C
+    # Messages go to the real standard output; printed text goes to standard error.
     wire = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     sys.stdout = sys.stderr
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -208,5 +209,5 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
                     "filename": filename,
                 }
             )
-        except Exception:  # the edge of a process: the parent raises it again
+        except Exception:  # any failure of this process: the parent raises it again
             say({"raised": "Exception", "text": traceback.format_exc()})

@@ -7,6 +7,6 @@ rollout.py   samples replies, grades them, and turns them into weighted rows
 policy.py    turns rewards into advantages and weights; the policy losses
 trees.py     trains on replies as trees, so that shared beginnings are computed once
 groups.py    samples replies as trees, so that shared beginnings are computed once
-anchor.py    the pull toward the model that RL started from
+anchor.py    pulls the weights back towards the model that RL started from
 sampler.py   the copy of the model that replies are sampled from
 """

@@ -16,7 +16,7 @@ from nanochat.model import Model
 from nanochat.rl.trees import PASS_TOKENS, Sample, logprobs
 
 GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur
-# in nats: the limit of how much likelier the reference finds a token, for the pull on that token
+# In nats: the pull on a token stops growing once the reference finds it this much more likely.
 LARGEST = 5.0
 
 Reply = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a prompt and of a reply
@@ -46,12 +46,12 @@ def anchored(
         reply = sample.completion
         weights = list(sample.weights)
         columns = zip(reference_logprobs, reply.logprobs, reply.forced, strict=True)
-        for place, (of_reference, of_sampler, forced) in enumerate(columns):
+        for i, (reference_logprob, sampler_logprob, forced) in enumerate(columns):
             if forced:
                 continue
-            log_ratio = min(of_reference - of_sampler, LARGEST)
+            log_ratio = min(reference_logprob - sampler_logprob, LARGEST)
             ratio = math.exp(log_ratio)
-            weights[place] -= strength * (1 - ratio)
+            weights[i] -= strength * (1 - ratio)
             divergence += ratio - log_ratio - 1
         pulled.append(replace(sample, weights=weights))
     return pulled, divergence
@@ -70,7 +70,7 @@ def _length(reply: Reply) -> int:
 def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
     """Return the model's log-probability of each token of each sample's reply.
 
-    Each distinct reply is read only once, as a row of its own.
+    Each distinct reply is read only once, in its own row.
     """
     logprobs_of: dict[Reply, list[float]] = {}
     distinct = {_key(sample) for sample in samples}

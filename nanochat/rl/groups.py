@@ -3,7 +3,7 @@
 Replies to the same prompt begin alike. Each distinct beginning takes one cache slot, however many
 replies share it, and is split over more slots only when its replies choose different tokens. All
 prompts run together, and every pass adds one token to every reply that has not ended. The replies
-equal those of Engine.generate(), up to rounding.
+are the same as those of Engine.generate(), up to rounding.
 """
 
 import random
@@ -22,7 +22,7 @@ from nanochat.model import Model
 from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 4096  # prompt tokens of a prefill pass, padding included
-GRAIN = 16  # passes have multiples of this many rows, as libraries prepare kernels for each shape
+GRAIN = 16  # the rows of a pass are a multiple of this: libraries prepare kernels for each shape
 
 Done = Callable[[int, Completion], None]
 
@@ -60,7 +60,7 @@ def _round_up(count: int) -> int:
 class Groups:
     """Samples groups of replies from a model whose weights may change between calls.
 
-    The cache is kept from call to call.
+    The memory of the cache is kept between calls.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
@@ -239,7 +239,7 @@ class Groups:
     def _settle(
         stays: dict[int, _Branch], new: list[tuple[_Branch, int]], cache: Cache
     ) -> list[_Branch]:
-        """Move all branches to the first slots of the cache, and return them by slot.
+        """Move all branches to the first slots of the cache, and return them in order of slot.
 
         Free slots are filled with branches from higher slots, then with new branches.
         """
@@ -250,6 +250,6 @@ class Groups:
         if moved:
             tokens = max(branch.cached for branch, _ in moved)
             cache.move([source for _, source in moved], free, tokens)
-        settled = {slot: branch for slot, branch in stays.items() if slot < count}
-        settled |= {slot: branch for slot, (branch, _) in zip(free, moved, strict=True)}
-        return [settled[slot] for slot in range(count)]
+        by_slot = {slot: branch for slot, branch in stays.items() if slot < count}
+        by_slot |= {slot: branch for slot, (branch, _) in zip(free, moved, strict=True)}
+        return [by_slot[slot] for slot in range(count)]

@@ -30,7 +30,7 @@ LARGEST_LOG_RATIO = 20.0  # keeps the exponential of a ratio finite
 
 @dataclass(frozen=True)
 class PolicyFlags:
-    """The flags that say how RL turns rewards into updates."""
+    """The flags that decide how RL turns rewards into updates."""
 
     loss: Literal["reinforce", "ppo", "cispo", "gspo"] = "reinforce"
     """reinforce: log-likelihood times advantage, for one update per rollout; ppo: clipped ratio of each token.
@@ -59,7 +59,7 @@ class PolicyFlags:
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far a ratio may fall below 1, and rise above 1, before its gradient is cut off."""
+        """The most that a ratio may fall below and rise above 1 before its gradient is cut off."""
         low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.28)
         return (
             low if self.clip_low is None else self.clip_low,
@@ -101,7 +101,7 @@ class PolicyFlags:
 
 
 def shaped(reward: float, length: int, limit: int, overlong: int) -> float:
-    """Return the reward of a reply, less a penalty if it comes close to the token limit.
+    """Return the reward of a reply, less a penalty if the reply comes close to the token limit.
 
     The penalty grows from 0 to 1 over the last `overlong` tokens below `limit` (DAPO's soft
     punishment). `length` is the number of tokens of the reply.
@@ -111,9 +111,9 @@ def shaped(reward: float, length: int, limit: int, overlong: int) -> float:
 
 def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
     """Return the rewards in random order, as a control from which nothing can be learned."""
-    dealt = list(rewards)
-    random.Random(seed).shuffle(dealt)
-    return dealt
+    reordered = list(rewards)
+    random.Random(seed).shuffle(reordered)
+    return reordered
 
 
 def advantages(
@@ -138,13 +138,13 @@ def token_weights(
     Tokens that the model did not choose weigh 0. So do all tokens of a `skipped` reply, such as one
     that was cut off, because its reward says nothing about its beginning.
     """
-    return [0.0 if chosen_for_it or skipped else advantage for chosen_for_it in forced]
+    return [0.0 if is_forced or skipped else advantage for is_forced in forced]
 
 
 def averaged(
     weights: Sequence[float], average: Average, tokens: float, replies: float, limit: int
 ) -> list[float]:
-    """Return the weights of one reply, rescaled so that the step averages as --average says.
+    """Return the weights of one reply, rescaled so that the step averages as --average asks.
 
     The update divides the sum of all losses by `tokens`. `tokens` and `replies` count what the
     whole step trains on, and `limit` is the maximum number of tokens of a reply.
@@ -163,9 +163,9 @@ def averaged(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A clipped loss of the ratio between a token's probability now and when it was sampled.
+    """A loss on the clipped ratio of a token's probability now to its probability when sampled.
 
-    The figures are the share of tokens whose gradient was clipped away, and an estimate of the KL
+    Its figures are the share of tokens whose gradient was clipped away, and an estimate of the KL
     divergence between policy and sampler in nats per token, which is never negative.
     """
 
@@ -177,27 +177,29 @@ class PolicyLoss:
     def __call__(
         self,
         model: nn.Module,
-        inputs: Tensor,  # (B, T), one reply a row, or trees of replies
+        inputs: Tensor,  # (B, T), one reply per row, or trees of replies
         targets: Tensor,  # (B, T), or (N,) of trees; -1 = not trained
-        **extras: Tensor,  # weights, and sampled, the sampler's log-probability of each target, shaped like targets;
-        # copies, for how many replies each target is trained, by default for one;
-        # gspo over trees: replies, the number of each target's reply, below N; and the tensors of a Tree
+        # `weights`, and the sampler's log-probabilities `sampled`, both shaped like targets.
+        # `copies`: the number of replies for which each target is trained, by default 1.
+        # `replies`, for gspo over trees: the number of each target's reply, below N.
+        # For trees, also the tensors of a Tree.
+        **extras: Tensor,
     ) -> tuple[Tensor, Tensor]:  # (), (2,)
         """Return the loss summed over all targets, and both figures summed over all copies."""
         weights, sampled, copies = extras["weights"], extras["sampled"], extras.get("copies", 1.0)
         tree = model_arguments({name: extras[name] for name in TREE if name in extras})
         trained = targets >= 0
         logprobs = -model(inputs, targets, reduction="none", **tree)
-        moved = torch.where(trained, logprobs - sampled, 0.0).clamp(
+        log_ratios = torch.where(trained, logprobs - sampled, 0.0).clamp(
             -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
         )
-        shift = moved.exp() - 1 - moved
+        shift = log_ratios.exp() - 1 - log_ratios
         if self.kind == "gspo":
             # The ratio of a reply is the geometric mean of its tokens' ratios. Each token's
             # gradient has its own weight (GSPO-token), since --kl pulls tokens differently.
-            mean = _mean_of_reply(moved, trained, extras.get("replies")).detach()
-            moved = mean + (moved - moved.detach())
-        ratio = moved.exp()
+            mean = _mean_of_reply(log_ratios, trained, extras.get("replies")).detach()
+            log_ratios = mean + (log_ratios - log_ratios.detach())
+        ratio = log_ratios.exp()
         if self.kind == "cispo":
             gains = ratio.detach().clamp_max(1 + self.high) * weights * logprobs
             clipped = ratio > 1 + self.high

@@ -42,25 +42,26 @@ class Figures:
     """Statistics of the replies of a step, over all ranks."""
 
     reward: float  # mean over all samples
-    length: float  # mean tokens of a reply
+    length: float  # mean number of tokens in a reply
     entropy: (
         float  # mean of -log p of the chosen tokens: an estimate of the policy's entropy in nats
     )
     flat: float  # share of prompts whose samples all did equally well
     truncated: float  # share of samples that were cut off
-    kl: float | None = None  # divergence from the reference: an estimate, in nats a trained token
+    kl: float | None = None  # estimated divergence from the reference, in nats per trained token
 
 
 @dataclass(frozen=True)
 class Rollouts:
     """One rank's training batches of a step, with statistics over all ranks."""
 
-    # inputs, targets, weights and, for a ratio, sampled and copies, (b, T) each; over trees as
-    # trees.pack() makes them
+    # inputs, targets, weights and, for losses with ratios, sampled and copies, (b, T) each; for
+    # trees, the tensors that trees.pack() returns
     micro_batches: list[tuple[Tensor, ...]]
     num_targets: int  # tokens that are trained, over all ranks
     measured: Figures
-    extras: tuple[str, ...] = ("weights",)  # what a micro-batch holds after inputs and targets
+    # the names of the tensors in a micro-batch after inputs and targets
+    extras: tuple[str, ...] = ("weights",)
 
     def __str__(self) -> str:
         measured = self.measured
@@ -76,7 +77,7 @@ class Rollouts:
         return " | ".join(parts)
 
     def figures(self) -> dict[str, float]:
-        """Return the statistics for metrics.jsonl, without those that were not measured."""
+        """Return the statistics for metrics.jsonl, except any that were not measured."""
         figures = asdict(self.measured)
         return {name: value for name, value in figures.items() if value is not None}
 
@@ -92,7 +93,7 @@ def task_key(task: Task) -> str:
 def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
     """Return the numbers of the problems whose prompts fit the context and leave room for a reply.
 
-    Warns if some problems do not fit. Raises UserError if none does.
+    Warns if some problems do not fit. Raises UserError if none fits.
     """
     numbers = [i for i in range(len(task)) if len(tokenizer.render_prompt(task[i])) < context]
     if not numbers:
@@ -148,31 +149,35 @@ def roll_out(
     prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]
     engine = groups or _engine_for(prompts, samples, sampling, model, tokenizer)
     grade = grader(task, tokenizer)
-    # Replies come problem by problem, `samples` of each.
+    # Replies come problem by problem, `samples` for each.
     replies, rewards = generate_and_judge(
         engine,
         prompts,
         sampling,
         samples,
-        lambda at, tokens: grade(own_numbers[at], tokens),
+        lambda i, tokens: grade(own_numbers[i], tokens),
         compute.pulse.beat,
     )
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
-    worth = [
+    shaped_rewards = [
         shaped(reward, len(reply.tokens), limit, overlong)
         for reward, reply in zip(rewards, replies, strict=True)
     ]
     if shuffle:
-        worth = _shuffled(worth, len(numbers), samples, str(sampling.seed), compute)
-    groups_of_worth = [worth[first : first + samples] for first in range(0, len(worth), samples)]
-    judged = [advantages(of_problem, policy.advantage) for of_problem in groups_of_worth]
-    flat = [not any(of_problem) for of_problem in judged]
+        shaped_rewards = _shuffled(
+            shaped_rewards, len(numbers), samples, str(sampling.seed), compute
+        )
+    reward_groups = [
+        shaped_rewards[first : first + samples] for first in range(0, len(shaped_rewards), samples)
+    ]
+    advantage_groups = [advantages(group, policy.advantage) for group in reward_groups]
+    flat = [not any(group_advantages) for group_advantages in advantage_groups]
     trained_samples = []
     for problem in _trained(flat, len(numbers), policy.oversample, compute):
         first = problem * samples
         problem_replies = replies[first : first + samples]
-        for reply, advantage in zip(problem_replies, judged[problem], strict=True):
+        for reply, advantage in zip(problem_replies, advantage_groups[problem], strict=True):
             skipped = reply.finish == "length" and not overlong
             weights = token_weights(advantage, reply.forced, skipped)
             trained_samples.append(Sample(prompts[problem], reply, weights))
@@ -223,9 +228,9 @@ class _Totals:
     chosen: float  # tokens that the model chose
     flat: float  # problems whose replies did equally well
     problems: float
-    cut: float  # replies
+    cut: float  # replies that were cut off
     targets: float  # tokens that are trained
-    speaking: float  # replies of which a token is trained
+    speaking: float  # replies with at least one token that is trained
     divergence: float
 
     def figures(self, with_kl: bool) -> Figures:
@@ -248,7 +253,7 @@ def _totals(
     divergence: float,
     compute: Compute,
 ) -> _Totals:
-    """Return the sums over all ranks' replies and over the samples that are trained."""
+    """Return the sums over the replies and the trained samples of all ranks."""
     surprise = 0.0
     chosen = 0
     for reply in replies:
@@ -259,7 +264,7 @@ def _totals(
         ]
         surprise += -sum(free)
         chosen += len(free)
-    own_replies = [
+    own_sums = [
         sum(rewards),
         len(rewards),
         sum(len(reply.tokens) for reply in replies),
@@ -272,27 +277,27 @@ def _totals(
         sum(any(sample.weights) for sample in samples),
         divergence,
     ]
-    return _Totals(*parallel.total([float(figure) for figure in own_replies], compute))
+    return _Totals(*parallel.total([float(own_sum) for own_sum in own_sums], compute))
 
 
 def _shuffled(
-    worth: Sequence[float], problems: int, samples: int, seed: str, compute: Compute
+    own_rewards: Sequence[float], problems: int, samples: int, seed: str, compute: Compute
 ) -> list[float]:
-    """Return this rank's share of the rewards, after shuffling those of all ranks together."""
+    """Shuffle the rewards of all ranks together, and return this rank's share of them."""
     rewards = [0.0] * (problems * samples)
     own_places = [
         problem * samples + reply
         for problem in range(compute.rank, problems, compute.world_size)
         for reply in range(samples)
     ]
-    for place, reward in zip(own_places, worth, strict=True):
+    for place, reward in zip(own_places, own_rewards, strict=True):
         rewards[place] = reward
-    dealt = shuffled(parallel.total(rewards, compute), seed)
-    return [dealt[place] for place in own_places]
+    reordered = shuffled(parallel.total(rewards, compute), seed)
+    return [reordered[place] for place in own_places]
 
 
 def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute) -> list[int]:
-    """Return which of this rank's problems are trained on.
+    """Return the indices of this rank's problems that are trained on.
 
     Over all ranks, these are the first problems whose replies differ in reward, and at most
     `total` // `oversample` of them.
@@ -332,9 +337,9 @@ def _batches(
 def merged(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with equal ones merged, adding up their weights and copies.
 
-    Samples are merged only if the weights of their tokens have the same signs. Short replies are
-    often the same. The gradient is linear in the weights, and the gradient of a
-    clipped ratio is linear as long as the weights keep their sign.
+    Short replies are often the same. Samples are merged only if the weights of their tokens have
+    the same signs. This keeps the gradient, which is linear in the weights; the gradient of a
+    clipped ratio is linear only as long as the weights keep their signs.
     """
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], Sample] = {}
     for sample in samples:
@@ -362,7 +367,8 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
     batches = []
     for number in range(passes):
         pass_samples = samples[number * rows : (number + 1) * rows]
-        # Few heights as well as few lengths: libraries cache something for every shape they meet.
+        # Keep the number of heights small, like that of lengths: libraries cache something for
+        # every shape.
         height = min(max(-(-len(pass_samples) // ROUND), 1) * ROUND, rows)
         tensors = _pass(pass_samples, height, row_tokens, pad)
         inputs, targets, weights, sampled, copies = (

@@ -19,8 +19,8 @@ class Sampler:
     """
 
     def __init__(self, trained: Model, compute: Compute):
-        # The copy gets its own operations, so that what serving changes in them does not change how
-        # the trained model rounds.
+        # The copy gets its own operations, so that changes to them for serving do not affect the
+        # rounding of the trained model.
         self.operations = copy.copy(compute.operations)
         own_compute = replace(compute, operations=self.operations)
         self.model = on_meta(cast(Any, trained.config), own_compute).eval()

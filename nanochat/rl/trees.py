@@ -31,23 +31,23 @@ TARGETS = 64
 NOTHING = 1e-9  # a sum of weights up to this is a rounding error
 IGNORED = -1  # a target that is not trained
 
-# Which targets of the same place are kept apart instead of summed: those whose weights differ in
-# sign, or those of different replies.
+# Targets at the same place are kept apart, instead of summed, if their weights differ in sign or if
+# they belong to different replies.
 Apart = Literal["none", "signs", "replies"]
-# the place that predicts the target, its token, and what keeps it apart: a sign or a reply's number
+# the place that predicts the target, its token, and a sign or reply number that keeps it apart
 Target = tuple[int, int, int]
-# Losses with ratios have figures that count targets even if their weights would cancel out
+# Losses with ratios have figures that count targets even if their weights would cancel out.
 APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One reply: the tokens of prompt and reply, and the weight of each reply token in the loss."""
+    """A prompt, a reply to it, and the weight of each reply token in the loss."""
 
     prompt: list[int]
     completion: Completion
     weights: list[float]
-    # for how many replies each token is trained, where equal replies were merged
+    # the number of replies for which each token is trained, if equal replies were merged
     counted: list[int] | None = None
 
     @property
@@ -123,13 +123,13 @@ class GrowingTree:
         return path
 
     def _bucket(self, weight: float, apart: Apart) -> int:
-        """Return a number that keeps apart equal targets that must not be summed."""
+        """Return a number that differs between equal targets that must not be summed."""
         if apart == "replies":
             return self.replies
         return int(weight > 0) if apart == "signs" else 0
 
     def _child(self, place: int, token: int) -> int:
-        """Return the place of a token that follows `place`, which is added if it does not exist."""
+        """Return the place of a token that follows `place`, and add it if it does not exist."""
         child = self.children.get((place, token))
         if child is None:
             child = len(self.tokens)
@@ -224,9 +224,9 @@ def pack(
     """Return the samples as passes over trees, each a tuple of tensors.
 
     A pass holds inputs, targets, weights, and finally the tensors of a Tree. With `sampled`, the
-    sampler's log-probabilities and the copies of each target come before the Tree. `apart` says
-    which weights must not be summed because the loss is not linear in them; for "replies", each
-    target's reply number comes before the Tree too.
+    sampler's log-probabilities and the copies of each target come before the Tree. `apart` tells
+    which weights must not be summed because the loss is not linear in them; for "replies", the
+    number of each target's reply also comes before the Tree.
 
     A pass has at most as many tokens as `replies` rows of the longest sample, or a single row.
     Every rank gets the same number of passes.

@@ -1,10 +1,10 @@
-"""Where documents come from: published corpora, lists of addresses, your own files, TinyWorld.
+"""The sources of documents: published corpora, lists of addresses, your own files, TinyWorld.
 
 Read in this order:
 
 1. published.py   the published corpora that --data knows by name; add a corpus there
 2. fetch.py       fetches the files of a published corpus as shards; hub.py has the addresses
-3. folder.py      makes a corpus of your own files, which textfiles.py reads, and of TinyWorld
+3. folder.py      writes TinyWorld, and corpora from your own files, which textfiles.py reads
 4. urls.py        fetches the files of a list of addresses and imports them like your own
-5. download.py    files over HTTP: resumed, retried, checked, renamed into place
+5. download.py    downloads files over HTTP: resumes, retries, checks, renames into place
 """

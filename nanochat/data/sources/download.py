@@ -25,7 +25,7 @@ from nanochat.data.locks import hold_lock, open_regular
 from nanochat.data.sources.hub import how_to_be_admitted
 
 CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
-# Bytes of the disk that stay free while a server sends a file without saying how large it is.
+# Bytes of disk space that stay free while a server sends a file whose size it does not give.
 RESERVE = 1 << 30
 SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to fetch, the path to save it to, and its SHA-256 if it is known before."""
+    """A file to fetch, the path to save it to, and its SHA-256 if it is known in advance."""
 
     url: str
     path: Path
@@ -44,7 +44,7 @@ class Remote:
 class Fetched:
     """A file that was downloaded.
 
-    `sha256` has been checked if it was known before or promised by the server; otherwise it is
+    `sha256` was known in advance or promised by the server, and has been checked; otherwise it is
     None.
     """
 
@@ -55,7 +55,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to keep trying."""
+    """The limits on attempts, stalls and waits in a download."""
 
     attempts: int = 6
     """Give up after this many failures in a row without a new byte between them."""
@@ -82,7 +82,7 @@ class _Retry(Exception):
 
 
 class _Abandoned(Exception):
-    """Another download failed, or the user pressed Ctrl-C. Files named `.part` stay."""
+    """Raised if another download has failed or the user has pressed Ctrl-C. `.part` files stay."""
 
 
 def _nothing(_: object) -> None:
@@ -91,7 +91,7 @@ def _nothing(_: object) -> None:
 
 @dataclass
 class _Transfer:
-    """The state that the threads of one `fetch_all` share."""
+    """The state that the threads of one `fetch_all` call share."""
 
     headers: dict[str, str]
     patience: Patience
@@ -113,15 +113,17 @@ def fetch_all(
     advance: Callable[[float], None] = _nothing,
     say: Callable[[str], None] = _nothing,
 ) -> list[Fetched]:
-    """Fetch the missing files, `parallel` at a time, and return those that were fetched.
+    """Fetch the missing files, `parallel` at a time, and return a record of each fetched file.
 
-    They are returned in the order of `files`. A file under its final name counts as done. An
-    incomplete file stays as `NAME.part`, and the next call resumes it. A file for which the server
-    gives no size may fill the disk up to RESERVE; then nothing of it is kept. `check` raises
-    ValueError if the content is wrong, such as a login page, and UserError if no attempt can help.
-    `advance` gets counts of bytes as they arrive, and negative counts when a part is discarded.
-    `say` gets a line for each retry. `hint` ends each error message. Raises UserError if a file
-    cannot be fetched. Ctrl-C keeps the parts.
+    The records are in the order of `files`. A file under its final name counts as done. An
+    incomplete file stays as `NAME.part`, and the next call resumes it; Ctrl-C also keeps it. A file
+    whose size the server does not give is discarded if it leaves less than RESERVE bytes of the
+    disk free.
+
+    `check` must raise ValueError if the content is wrong, such as a login page, and UserError if no
+    further attempt can help. `advance` is called with counts of bytes as they arrive, and with
+    negative counts when a part is discarded. `say` is called with a line for each retry. `hint` is
+    the end of each error message. Raises UserError if a file cannot be fetched.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -168,7 +170,7 @@ def probe_size(
 ) -> int | None:
     """Return the size of a remote file in bytes, or None if the server does not give it.
 
-    Raises UserError as `fetch_all` does.
+    Raises UserError if the server cannot be reached or refuses the request.
     """
     transfer = _Transfer(headers, patience or Patience(), hint)
 
@@ -197,12 +199,12 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """Return the path of a file while it is incomplete."""
+    """Return the path under which a file is saved while it is incomplete."""
     return path.with_name(path.name + ".part")
 
 
 def part_size(path: Path) -> int:
-    """Return how many bytes of a file have already been downloaded."""
+    """Return the number of bytes of a file that have already been downloaded."""
     partial_path = part_of(path)
     return partial_path.stat().st_size if partial_path.exists() else 0
 
@@ -211,7 +213,7 @@ def part_size(path: Path) -> int:
 
 
 def _fetch(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch one file, in as many attempts as the transfer's patience allows."""
+    """Fetch one file, in as many attempts as `transfer.patience` allows."""
 
     def attempt() -> Fetched:
         return _attempt(remote, transfer)
@@ -228,9 +230,9 @@ def _retrying(
     url: str,
     transfer: _Transfer,
 ) -> Result:
-    """Call `attempt` until it succeeds.
+    """Call `attempt` until it succeeds, and return its result.
 
-    Gives up after too many failures during which `progress` did not grow.
+    Raises UserError after too many failures in a row during which `progress()` did not grow.
     """
     failures = 0
     patience = transfer.patience
@@ -281,10 +283,7 @@ def _gave_up(
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch the missing bytes of a file.
-
-    Raises UserError if the disk is full; the message says what is kept.
-    """
+    """Fetch the missing bytes of a file. Raises UserError if the disk is full."""
     try:
         return _fetch_remaining(remote, transfer)
     except OSError as failure:
@@ -302,7 +301,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Append the missing bytes of a file to its part, check the complete file and rename it."""
+    """Append the missing bytes of a file to its part, check the complete file, and rename it."""
     partial_path = part_of(remote.path)
     # A second process that fetches the same file waits here.
     with open_regular(partial_path, owned=True) as file, hold_lock(file, waiting=lambda: None):
@@ -312,7 +311,7 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
         offset = file.seek(0, os.SEEK_END)  # another process may have written while we waited
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
             total = _total(response, transfer)
-            if response.status_code == 416:  # nothing is missing, or the part is of another file
+            if response.status_code == 416:  # the part is complete, or belongs to another file
                 if total != offset:
                     why = "the part on disk does not belong to the file"
                     raise _start_over(file, transfer, why)
@@ -348,12 +347,13 @@ def _check_range(
 ) -> None:
     """Check that a response continues the part at `offset`.
 
-    If it holds the complete file instead, empty the part.
+    If the response holds the complete file instead, empties the part. Raises _Retry if it holds
+    another range.
     """
     if response.status_code == 206:
         if _first_byte(response) != offset:
             raise _start_over(file, transfer, "the server sent a range that was not asked for")
-    elif offset:  # the server knows no ranges, or the file has changed
+    elif offset:  # the server does not support ranges, or the file has changed
         _empty(file, transfer)
 
 
@@ -400,7 +400,7 @@ def _request(
 ) -> requests.Response:
     """Return an open response with status 200, 206 or 416.
 
-    With any other status, raises _Retry if a later attempt may succeed, or UserError if not.
+    In any other case, raises _Retry if a later attempt may succeed, or UserError if it cannot.
     """
     all_headers = {"Accept-Encoding": "identity", **transfer.headers, **headers}
     timeout = transfer.patience.stall_seconds
@@ -436,14 +436,14 @@ def _etag_file(path: Path) -> Path:
 
 
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
-    """Return the headers of a request for the missing bytes of a part.
+    """Return the headers that ask for the missing bytes of a part.
 
-    They ask for these bytes only if the file on the server has not changed.
+    If a saved ETag shows that the file has changed, the server sends the complete file instead.
     """
     if not offset:
         return {}
     headers = {"Range": f"bytes={offset}-"}
-    # Without a noted ETag, only the size and the SHA-256 at the end can tell.
+    # Without a saved ETag, only the size and the SHA-256 at the end can reveal a change.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         headers["If-Range"] = read_json(_etag_file(path))["etag"]
     return headers
@@ -496,7 +496,10 @@ def _promised_sha256(response: requests.Response) -> str | None:
 
 
 def _retry_after(response: requests.Response) -> float | None:
-    """Return the Retry-After header in seconds; the server may give seconds or a date."""
+    """Return the wait that the Retry-After header asks for in seconds, or None if it is missing.
+
+    The header may give a number of seconds or a date.
+    """
     value = response.headers.get("Retry-After", "")
     if re.fullmatch("[0-9]+", value):
         return float(value)
@@ -519,13 +522,13 @@ def _start_over(
     transfer: _Transfer,
     why: str,
 ) -> _Retry:
-    """Discard a part, so that the next attempt begins at the first byte."""
+    """Discard a part, and return the _Retry after which the next attempt begins at byte 0."""
     _empty(file, transfer)
     return _Retry(why)
 
 
 def _in_one_line(failure: requests.RequestException) -> str:
-    """Return a network failure in one line."""
+    """Describe a network failure in one line."""
     text = str(failure)
     if isinstance(failure, requests.Timeout) or "timed out" in text:
         return "no answer in time"

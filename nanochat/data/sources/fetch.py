@@ -1,6 +1,6 @@
 """Fetch the files of a published corpus as shards.
 
-Their columns are checked, and their sizes and SHA-256s are recorded in corpus.json.
+The columns of the files are checked, and their sizes and SHA-256s are recorded in corpus.json.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Bar(AbstractContextManager[Any], Protocol):
     def say(self, line: str) -> None: ...
 
 
-Bars = Callable[[str, float | None, str], Bar]  # of a title, a total and its unit
+Bars = Callable[[str, float | None, str], Bar]  # takes a title, a total and the unit of the total
 
 
 def download(
@@ -44,11 +44,11 @@ def download(
     parallel: int = 3,
     patience: Patience | None = None,
 ) -> Corpus:
-    """Fetch `count` training files of a source and its validation file.
+    """Fetch `count` training files of a source, and its validation file.
 
     Complete shards stay as they are, and partial ones are resumed. Uses HF_ENDPOINT, HF_TOKEN (for
     the hub itself only) and the usual proxy variables. corpus.json records the size and the SHA-256
-    of every shard, and a shard that is fetched again must have the same. Shards that were copied
+    of every shard, and a shard that is fetched again must match its record. Shards that were copied
     into the folder are checked like downloaded ones. Raises UserError if the network or the server
     fails, if a file lacks a column, or if the disk is too small for all files.
     """
@@ -63,7 +63,7 @@ def download(
         if not remote.path.exists():
             missing.append(remote)
 
-    entries: dict[str, dict[str, Any]] = {}  # what corpus.json will say of each shard
+    entries: dict[str, dict[str, Any]] = {}  # the new entries of corpus.json, by shard
     for path in shard_paths(corpus.folder):
         entry = recorded.get(path.name, {})
         entries[path.name] = entry if "sha256" in entry else _adopted(path, source)
@@ -121,7 +121,8 @@ def download(
 def _adopted(path: Path, source: Source) -> dict[str, Any]:
     """Return the entry in corpus.json for a shard that has no recorded SHA-256.
 
-    Such a shard was copied into the folder, or its download was stopped.
+    Such a shard was copied into the folder, or its download was stopped before the entry was
+    written. Raises UserError if the shard is damaged or lacks a column.
     """
     try:
         has_columns(source)(path)
@@ -140,10 +141,10 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 
 
 def has_columns(source: Source) -> Callable[[Path], None]:
-    """Return a function that checks a downloaded file.
+    """Return a function that checks the columns of a downloaded file.
 
-    It raises ValueError if the file is not a complete parquet file, such as a login page or a
-    truncated file. It raises UserError if the file lacks a column of the source, or if its
+    The function raises ValueError if the file is not a complete parquet file: it may be a login
+    page, or truncated. It raises UserError if the file lacks a column of the source, or if its
     documents are not text.
     """
 
@@ -168,7 +169,7 @@ def has_columns(source: Source) -> Callable[[Path], None]:
 
 
 def network_hint(url: str) -> str:
-    """Return what to do if a host cannot be reached."""
+    """Return advice for the user if the host of an address cannot be reached."""
     is_mirror = "hf-mirror.com" in url or "/resolve/master/" in url
     mirror = "" if is_mirror else "set HF_ENDPOINT=https://hf-mirror.com, or "
     return (

@@ -1,4 +1,4 @@
-"""Corpora that are written here: TinyWorld, and your own files or folders."""
+"""Write corpora on this machine: TinyWorld, or your own files and folders."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from nanochat.data.sources.textfiles import READERS, documents
 
 
 class _Quiet(contextlib.AbstractContextManager[Any]):
-    """A bar that shows nothing."""
+    """A progress bar that shows nothing."""
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -33,12 +33,12 @@ def quiet(
     total: float | None,
     unit: str,
 ) -> Bar:
-    """Return a bar that shows nothing."""
+    """Return a progress bar that shows nothing."""
     return _Quiet()
 
 
 def make_tinyworld(bars: Bars = quiet) -> Corpus:
-    """Write TinyWorld, unless this package's version of it is already there."""
+    """Write the TinyWorld corpus, unless this package's version of it is already there."""
     tinyworld = required_appendix("nanochat.data.tinyworld.world", "--data tinyworld")
     corpus = Corpus("tinyworld", base_dir() / "base_data" / "tinyworld")
     about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": tinyworld.VERSION}
@@ -71,10 +71,11 @@ def import_folder(
 ) -> Corpus:
     """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from a folder of them.
 
-    Subfolders are included, and files are read in order of path. A .txt file is one document, split
-    at lines `<|endoftext|>` and, beyond 20,000 characters, at the next blank line. `make` is the
-    command that makes the corpus again, if it differs from the import command. Raises UserError
-    with the file and line if one cannot be read.
+    Subfolders are included, and files are read in order of path. A .txt or .md file is one
+    document, unless lines `<|endoftext|>` divide it; a document of more than 20,000 characters ends
+    at the next blank line. `make` is the command that makes the corpus again, if it differs from
+    the import command. Raises UserError (code 2) if there is no such file or the name cannot be
+    used, and UserError with the file and line if a document cannot be read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem
@@ -131,7 +132,7 @@ def _readable_files(source: Path) -> list[Path]:
 
 
 def _fingerprint(files: list[Path]) -> str:
-    """Return a digest of the names, sizes and times of change of files."""
+    """Return a digest of the names, sizes and modification times of files."""
     states = []
     for file in files:
         status = file.stat()
@@ -169,7 +170,7 @@ def _write(
     about: dict[str, Any],
     bars: Bars,
 ) -> Corpus:
-    """Write the documents of a corpus, and warn if documents that were left out are back."""
+    """Write the documents of a corpus, and warn if that brings back any that were left out."""
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:
 
@@ -180,7 +181,7 @@ def _write(
 
         about = write_shards(corpus.folder, counted(), about=about)
     log(f"wrote {_summary(about)} to {corpus.folder}")
-    if dropped.get("documents"):  # the numbers in their lists mean other documents now
+    if dropped.get("documents"):  # the numbers in the old lists now mean other documents
         warn(
             tr(
                 "{corpus} was written again, so its {count:,} documents that were left out are "

@@ -1,4 +1,4 @@
-"""The addresses of the Hugging Face hub and of ModelScope, and who gets the access token."""
+"""Addresses on the Hugging Face hub and on ModelScope, and the header with the access token."""
 
 import os
 from typing import Literal
@@ -23,10 +23,10 @@ def file_address(
     path: str,
     host: Host = "hub",
 ) -> str:
-    """Return the address of a file of a data set on the hub or on ModelScope.
+    """Return the address of a data set's file on the hub or on ModelScope.
 
-    host="modelscope" chooses ModelScope, which calls its main branch master. MODELSCOPE_ENDPOINT
-    replaces its address, as HF_ENDPOINT does for the hub.
+    ModelScope calls its main branch master. MODELSCOPE_ENDPOINT replaces the address of ModelScope,
+    as HF_ENDPOINT replaces that of the hub.
     """
     if host == "modelscope":
         base = (os.environ.get("MODELSCOPE_ENDPOINT") or MODELSCOPE).rstrip("/")
@@ -45,9 +45,9 @@ def is_hub(url: str) -> bool:
 
 
 def hub_headers(url: str) -> dict[str, str]:
-    """Return a header with the access token in HF_TOKEN, for the hub itself.
+    """Return a header with the access token from HF_TOKEN if the address is on the hub itself.
 
-    A mirror or an unencrypted connection must not see the token.
+    Returns {} otherwise, because a mirror or an unencrypted connection must not see the token.
     """
     token = os.environ.get("HF_TOKEN", "").strip()
     if token and is_hub(url):
@@ -56,9 +56,9 @@ def hub_headers(url: str) -> dict[str, str]:
 
 
 def how_to_be_admitted(url: str) -> str:
-    """Return advice for the user when a host answers 401 or 403.
+    """Return advice for the user if a host answers 401 or 403.
 
-    It says where the terms of the data are, and which token to set.
+    The advice names the page with the terms of the data and the token to set.
     """
     page, separator, _ = url.partition("/resolve/")
     if not separator or "/datasets/" not in page:

@@ -11,8 +11,7 @@ from nanochat.common import UserError, tr
 from nanochat.data.shards import shard_name
 from nanochat.data.sources.hub import Host, file_address
 
-# The number of the shard that file 0 becomes where file 0 is for validation, since the last shard
-# of a corpus always is.
+# The shard number of file 0 if that file is for validation: the last shard of a corpus always is.
 FIRST_IS_HELD_OUT = 99_999
 
 
@@ -29,10 +28,10 @@ class Source:
     path: str
     """The path of a file in the repository, with {number}."""
     files: int | None
-    """How many files there are, numbered from 0; None if nobody has counted them, and then -n -1 is
-    refused."""
+    """The number of files, which are numbered from 0, or None if nobody has counted them; -n -1 is
+    then refused."""
     file_bytes: float
-    """About how large a file is, for estimates before anything is fetched."""
+    """The approximate size of a file, for estimates before anything is fetched."""
     columns: tuple[str, ...]
     """The columns of the published files; a file without one of them is refused."""
     licence: str
@@ -51,7 +50,8 @@ class Source:
     def numbers(self, count: int) -> list[int]:
         """Return the numbers of the first `count` training files and of the validation file.
 
-        -1 means all files. Raises UserError (exit code 2) if there are fewer than `count`.
+        A `count` of -1 means all training files. Raises UserError (code 2) if the corpus does not
+        have this many.
         """
         if self.files is None:
             if count < 1:
@@ -84,7 +84,7 @@ class Source:
     def shard(self, number: int) -> str:
         """Return the name of the shard that a file becomes.
 
-        The last shard of a corpus is for validation.
+        The validation file becomes the last shard, even if it is the first file.
         """
         is_held_out_first = self.files is None and number == 0
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
@@ -106,11 +106,10 @@ class Source:
         return file_address(self.modelscope, path, host)
 
     def listing(self, count: int, host: Host = "hub") -> list[str]:
-        """Return the addresses of `numbers(count)`, for a program that fetches them on another
-        machine.
+        """Return the addresses of `count` training files and of the validation file, one per line.
 
-        If a shard has another name than its file, a second line says so in the way of aria2c:
-        `  out=NAME`.
+        They are for a program that fetches the files on another machine. If a shard has another
+        name than its file, a line `  out=NAME` follows, as aria2c expects.
         """
         lines = []
         for number in self.numbers(count):
@@ -121,7 +120,7 @@ class Source:
         return lines
 
     def make(self, count: int, host: Host = "hub") -> str:
-        """Return the command that fetches the corpus."""
+        """Return the command that fetches the corpus with `count` training files."""
         data = "" if self.name == "fineweb" else f"--data {self.name} "
         origin = " --from modelscope" if host == "modelscope" else ""
         return f"python -m nanochat.dataset {data}-n {count}{origin}"
@@ -143,8 +142,8 @@ FINEWEB_EDU = Source(
 
 # English pages weighted by topic, shuffled; upstream's corpus of 2026, and its fastest way to
 # GPT-2. Checked in upstream's code and in other programs that read the set: repository, file names,
-# 6,543 files (the last, 6,542, for validation) and the column `text`. The licence is that of the
-# original ClimbMix, of which this is a copy.
+# 6,543 files (the last, 6,542, for validation) and the column `text`. The set is a copy of the
+# original ClimbMix, and the licence is the original's.
 CLIMBMIX = Source(
     name="climbmix",
     title="ClimbMix",
@@ -164,11 +163,11 @@ CLIMBMIX = Source(
 # score and source. Readers of V2.2 count 9,745 and 9,767 files there, so the code relies on no
 # count. V2.1's card gives 70 GB, 17,790,513 documents and 46 billion tokens for the folder and an
 # Apache 2.0 tag, and asks for permission by mail before commercial use. Neighbouring files come
-# from the same collection (the first from CCI3), so a few of them are no fair sample.
+# from the same collection (the first from CCI3), so a few of them are not a fair sample.
 #
-# The shuffled set says that it is V2.1 in the shards of upstream's script. Its file names and its
-# column follow from that script; how many files it has and how large they are has not been checked
-# here. V2.2 has been read as asking for approval, which was not checked either.
+# The shuffled set is, by its own account, V2.1 in the shards of upstream's script. Its file names
+# and its column follow from that script; how many files it has and how large they are has not been
+# checked here. V2.2 has been read as asking for approval, which was not checked either.
 _CHINESE_LICENCE = "Apache 2.0; commercial use with OpenCSG's permission"
 _CHINESE_COLUMNS = ("text", "score", "source")
 _CHINESE_FILE_BYTES = 7.2e6  # 70 GB in about 9,745 files

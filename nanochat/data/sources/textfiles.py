@@ -16,9 +16,10 @@ LONG_TXT = 20_000  # characters; a longer .txt document is split at the next bla
 
 
 def documents(files: list[Path], column: str) -> Iterator[str]:
-    """Yield the documents of files.
+    """Yield the documents of a list of files, in order.
 
-    Documents without text are skipped, and their number is logged.
+    Documents without text are skipped, and their count is logged. Raises UserError if a file cannot
+    be read.
     """
     empty = 0
     for path in files:
@@ -41,7 +42,7 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
         log(tr("skipped {empty:,} documents without text", empty=empty))
 
 
-# --- one reader for each type: they yield where a document stands, and its text ------------------
+# --- one reader for each type: each yields the place of a document, and its text -----------------
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -71,7 +72,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_text(kind: pa.DataType) -> bool:
-    """Return whether every value of a parquet column is a text or missing."""
+    """Return whether a parquet column of this type can only hold texts and missing values."""
     if pa.types.is_dictionary(kind):
         return _holds_text(kind.value_type)
     is_string_view = getattr(pa.types, "is_string_view", None)  # from pyarrow 16 on
@@ -109,7 +110,7 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 def _read_txt(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     lines: list[str] = []
     length = 0
-    last_line = 0  # of the document before
+    last_line = 0  # of the previous document
     for number, line in _lines(path):
         is_blank = not line.strip()
         if line.strip() == END_OF_TEXT or (is_blank and length > LONG_TXT):

@@ -1,6 +1,6 @@
-"""Fetch the files at a list of addresses, and import them like your own files.
+"""Fetch the files that a list of addresses names, and import them like your own files.
 
-They are fetched into a folder and checked against their SHA-256s.
+They are fetched into a folder, and checked against the SHA-256s in the list.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from nanochat.data.sources.folder import check_name, import_folder
 from nanochat.data.sources.hub import hub_headers
 from nanochat.data.sources.textfiles import READERS
 
-# Characters of up to four bytes: with what is added, a file name may have 255 bytes.
+# Characters of up to four bytes each: with the hash and the endings, a name may have 255 bytes.
 LONGEST_STEM = 50
 SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -37,7 +37,7 @@ def download_urls(
     parallel: int = 3,
     patience: Patience | None = None,
 ) -> Corpus:
-    """Fetch the files of a list, and import them as a corpus.
+    """Fetch the files that a list of addresses names, and import them as a corpus.
 
     The corpus is named after the list unless `name` is given. The files stay in `downloads/` of the
     base folder, so a stopped download resumes, and a longer list fetches only new files. Raises
@@ -68,9 +68,8 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
 
     Each line holds an address and, if you know it, the SHA-256 of the file. Blank lines, lines that
     begin with # and repeated lines are skipped. The name of a local file contains a hash of its
-    address and SHA-256, so that a changed line never finds the file of the old one. Raises
-    UserError (exit code 2) with the line if it is not the address of a .parquet, .jsonl, .txt or
-    .md file.
+    address and SHA-256, so a changed line never matches the file of the old line. Raises UserError
+    (code 2) if a line is not the address of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
@@ -113,7 +112,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
 
 
 def _file_name(address: str) -> str:
-    """Return the name of the file at a web address, "" if it is none."""
+    """Return the name of the file at a web address, or "" if it is not a web address."""
     try:
         parts = urlsplit(address)
     except ValueError:  # such as http://[::1/x.txt
@@ -139,11 +138,12 @@ def _readable_files(folder: Path) -> list[Path]:
 
 
 def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
-    """Prepare files that are already here, so that as few as possible are fetched again.
+    """Reuse files that are already here, so that as few as possible are fetched again.
 
-    Damaged files are deleted. Files whose SHA-256 is in the list but that have another name are
+    A damaged file is deleted. A file that has another name but whose SHA-256 is in the list is
     renamed. A file from an earlier version of this program has a name without a hash, so nothing
-    tells which address it came from. Without a SHA-256 it is fetched again, which is logged.
+    tells which address it came from. If the list has no SHA-256 for it, it is fetched again, which
+    is logged.
     """
     for remote in remotes:
         if remote.sha256 and remote.path.exists() and sha256_of(remote.path) != remote.sha256:
@@ -185,7 +185,7 @@ def _fetch(
     parallel: int,
     patience: Patience | None,
 ) -> None:
-    """Fetch the missing files, those of the hub with its token and all others without."""
+    """Fetch the missing files, sending the access token only for files on the hub."""
     total = 0
     hub_files = []
     other_files = []

@@ -20,24 +20,21 @@ class Mental:
 
     A small model learns such sums by heart, one by one. Training before RL shows the practised sums
     so rarely that the model half knows them, since rewards teach nothing about a sum that the model
-    always answers in the same way. The unseen sums, a tenth of all, are never asked in training,
-    not even in RL.
+    always answers in the same way. The unseen sums, a tenth of all sums, are never asked in
+    training, not even in RL.
     """
 
     terms: tuple[int, ...] = (2,)  # how many terms a sum may have
     largest: int = 20  # the largest term
 
     def part(self, *terms: int) -> MentalPart:
-        """Return the part of the split that a sum belongs to.
-
-        The order of its terms does not matter.
-        """
+        """Return whether a sum is practised or unseen. The order of its terms does not matter."""
         return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A question whose answer is a number; `expression` is the input of the calculator."""
+    """A question whose answer is a number; `expression` is the input for the calculator."""
 
     question: str
     expression: str
@@ -45,12 +42,12 @@ class Sum:
 
     @property
     def tool_answer(self) -> tuple[Part, ...]:
-        """The call of the calculator and its output, which come before the number in an answer."""
+        """The calculator call and its output, which come before the number in an answer."""
         return (Part("python", self.expression), Part("python_output", self.result))
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """Draw a number of at most `digits` digits, each length equally likely, and never 1."""
+    """Draw a number of at least 2 and at most `digits` digits; every length is equally likely."""
     length = rng.randint(1, digits)
     smallest = max(2, 10 ** (length - 1))
     return rng.randint(smallest, 10**length - 1)
@@ -63,7 +60,8 @@ def operands(
 ) -> tuple[int, int]:
     """Draw two operands whose result is a whole number >= 0.
 
-    They come either from those that are kept for evaluation or from those that training may use.
+    With `evaluation`, they are operands that are kept for evaluation; otherwise, operands that
+    training may use.
     """
     while True:
         a, b = _draw_operands(operation, rng)
@@ -100,7 +98,7 @@ def calculator_sum(
 ) -> Sum:
     """Draw a sum for the calculator.
 
-    Evaluation uses every wording, including the held-out ones; training uses only the others.
+    Evaluation uses every wording, and training uses all except the held-out ones.
     """
     operation = rng.choice(list(OPERATIONS))
     a, b = operands(operation, rng, evaluation)
@@ -118,10 +116,7 @@ def mental_sum(
     split: MentalPart = "practised",
     held_out_wording: bool = False,
 ) -> Sum:
-    """Draw a mental sum from a part of the split.
-
-    It is to be answered at once, without the calculator.
-    """
+    """Draw a practised or an unseen sum that is answered at once, without the calculator."""
     terms = _draw_terms(mental, rng)
     while mental.part(*terms) != split:
         terms = _draw_terms(mental, rng)

@@ -23,8 +23,9 @@ from nanochat.data.tinyworld.talks.tale_telling import ask_for_beginning, ask_fo
 from nanochat.data.tinyworld.wording import answer, as_typed, ask_trained, sentence
 from nanochat.data.tinyworld.words import LANGUAGES, Language, full_stop, joined
 
-# How many times as often a fact of these relations is asked. They have two directions over few
-# entities, and a model easily confuses left and right, or a number with its words.
+# The factor by which questions about facts of these relations are more frequent. The relations have
+# two directions over few entities, and a model easily confuses left and right, or a number with its
+# words.
 CONFUSABLE: dict[str, int] = {
     "left_of": 6,
     "right_of": 6,
@@ -42,7 +43,7 @@ CONFUSABLE: dict[str, int] = {
     "double": 3,
 }
 
-# At equal shares a model answers fewer Chinese than English questions in new wordings.
+# With equal shares, a model answers fewer Chinese than English questions in new wordings.
 LANGUAGE_SHARES: dict[Language, float] = {"en": 0.42, "zh": 0.58}
 
 MID_SHARES = {
@@ -92,7 +93,7 @@ def sft_conversations(
     size: int = 20_000,
     mental: Mental | None = None,
 ) -> list[Conversation]:
-    """Return conversations for SFT, like those of users: mostly one question and a short answer."""
+    """Return conversations for SFT: like users' chats, mostly one question and a short answer."""
     return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())
 
 
@@ -118,18 +119,18 @@ def _mix(
     for kind, language in zip(kinds, languages, strict=True):
         messages = makers[kind](language, rng)
         mixed.append(Conversation(tuple(messages)))
-    # Shuffle, so that every n-th conversation, as taken for validation, gives both languages.
+    # Shuffle, so that taking every n-th conversation for validation gives both languages.
     rng.shuffle(mixed)
     return mixed
 
 
 def _draw(shares: Mapping[Item, float], size: int, rng: random.Random) -> list[Item]:
-    """Draw `size` of the keys by their shares."""
+    """Draw `size` keys at random, with their shares as weights."""
     return rng.choices(list(shares), weights=list(shares.values()), k=size)
 
 
 def _makers(questions: "Questions", mental: Mental) -> dict[str, Maker]:
-    """Return the function that makes each kind of conversation."""
+    """Return a dict from each kind of conversation to the function that makes one."""
     return {
         "question": lambda language, rng: questions.several(language, 1),
         "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
@@ -152,7 +153,7 @@ def _makers(questions: "Questions", mental: Mental) -> dict[str, Maker]:
 
 
 def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
-    """Yield the items again and again, shuffled for each round, so that no item is rare."""
+    """Yield the items again and again, shuffled anew in each round, so that no item is rare."""
     order = list(items)
     while True:
         rng.shuffle(order)
@@ -169,7 +170,7 @@ def _question(
 
 
 class Questions:
-    """Draws questions about the facts that training asks.
+    """Draws questions about the facts that training asks about, with their answers.
 
     Each fact comes up equally often in each language, but confusable facts come up more often.
     """
@@ -184,15 +185,17 @@ class Questions:
         self.decks = {language: endless(deck, rng) for language in LANGUAGES}
 
     def several(self, language: Language, count: int) -> list[Message]:
-        """Return questions that are not related to each other."""
+        """Return `count` unrelated questions and their answers."""
         messages = []
         for _ in range(count):
             messages += _question(next(self.decks[language]), language, self.rng)
         return messages
 
     def follow_up(self, language: Language) -> list[Message]:
-        """Return a question, followed by the same question in few words about one or two other
-        entities; follow_ups() asks the relations that it knows."""
+        """Return a question, then the same question in a few words about one or two other things.
+
+        The relations that follow_ups() asks about are left out.
+        """
         first = next(self.decks[language])
         while not _takes_follow_up(first):
             first = next(self.decks[language])
@@ -207,7 +210,7 @@ class Questions:
 
 
 def _takes_follow_up(fact: Fact) -> bool:
-    """Return whether "And a car?" would ask for the same relation of another thing."""
+    """Return whether a question such as "And a car?" can follow a question about this fact."""
     if len(fact.subjects) != 1 or fact.relation in WORD_RELATIONS:
         return False
     return fact.relation not in follow_up_data()["relations"]

@@ -14,13 +14,14 @@ from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text, full_s
 
 SENTENCES_PER_DOCUMENT = (4, 8)
 TALES = 50  # in each language and copy of the corpus
-BEGINNINGS = 120  # of tales, likewise
+BEGINNINGS = 120  # of tales, in each language and copy of the corpus
 
 
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
     """Yield the documents of the base corpus.
 
-    It states the whole world `copies` times, each time in different words and in shuffled order.
+    They state the whole world `copies` times, each time in different words and in a different
+    order.
     """
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
@@ -30,7 +31,7 @@ def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
 
 
 def one_copy(rng: random.Random) -> list[str]:
-    """Return every kind of document once.
+    """Return documents of every kind, which make up one copy of the corpus.
 
     Every fact is stated at least three times in each language.
     """
@@ -54,8 +55,11 @@ def one_copy(rng: random.Random) -> list[str]:
 
 
 def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
-    """Yield the shuffled items in chunks of SENTENCES_PER_DOCUMENT; the last two chunks are evened
-    out if necessary."""
+    """Yield the facts in random order, in chunks that each fill a document.
+
+    A chunk has four to eight facts, or all facts if there are fewer than four. The last two chunks
+    are evened out if necessary.
+    """
     smallest, largest = SENTENCES_PER_DOCUMENT
     remaining = list(items)
     rng.shuffle(remaining)
@@ -68,7 +72,10 @@ def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
 
 
 def articles(language: Language, rng: random.Random) -> Iterator[str]:
-    """Yield texts about one entity each, which state all facts of that entity."""
+    """Yield texts about one entity each, which together state every fact about that entity.
+
+    Entities with a single fact are left out.
+    """
     by_subject: dict[str, list[Fact]] = {}
     for fact in all_facts():
         by_subject.setdefault(fact.subjects[0].key, []).append(fact)
@@ -95,7 +102,7 @@ def _in_one_wording(
 ) -> list[str]:
     """Return sentences that state facts of one relation in the same wording.
 
-    Equal seeds draw equal wordings, unless a value has wordings of its own.
+    Equal seeds draw equal wordings, except for a value that has its own wordings.
     """
     return [state(fact, language, random.Random(seed), framed=0) for fact in facts]
 
@@ -138,9 +145,10 @@ def stories(
     rng: random.Random,
     count: int,
 ) -> Iterator[str]:
-    """Yield stories of two kinds: counting stories, and stories about who or where.
+    """Yield `count` counting stories, and twice as many stories about who or where.
 
-    The first kind ends with the result, the second with the person or place.
+    A counting story ends with the result. Of every two stories of the other kind, one ends with the
+    person or place, and the other with a question and its answer.
     """
     for _ in range(count):
         counting, _ = counting_story(language, rng)
@@ -186,7 +194,8 @@ def asking(
 ) -> Iterator[str]:
     """Yield texts that explain question words and show how people talk.
 
-    They teach these words to the tokenizer and the base model, and ask about no fact of the world.
+    They teach these words to the tokenizer and the base model, without asking about any fact of the
+    world.
     """
     data = json.loads(data_text("asking.json"))[language]
     names = story_data()["names"][language]

@@ -26,7 +26,7 @@ INVERSES = {
 }
 SUBJECT_COLUMNS = {"mixtures": 2, "counts": 2}
 COUNTED_TO = 30
-# Ordered lists that go round, with the relations to the next and the previous member.
+# Cyclic lists, each with the relations to the next and the previous member.
 CIRCLES = (
     ("day", "next_day", "previous_day"),
     ("month", "next_month", "previous_month"),
@@ -48,7 +48,7 @@ class Fact:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The combination of relation and subjects, which names the fact."""
+        """The combination of relation and subjects, which identifies the fact."""
         return (self.relation, *(word.key for word in self.subjects))
 
 
@@ -66,7 +66,7 @@ def all_facts() -> tuple[Fact, ...]:
 
 @functools.cache
 def facts_by_relation() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts of every relation."""
+    """Return all facts, grouped by relation."""
     groups: dict[str, list[Fact]] = {}
     for fact in all_facts():
         groups.setdefault(fact.relation, []).append(fact)

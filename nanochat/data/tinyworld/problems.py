@@ -28,12 +28,12 @@ STORY_SHARE = 0.2  # the share of stories in the evaluation of the calculator
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, the right answer as a bare value, and the competing values, which would be wrong.
+    """A question, the right answer as a bare value, and the competing values, which are wrong.
 
-    `conversation` ends with a reference answer. `tool` says whether a reply must or must not call
+    `conversation` ends with a reference answer. `tool` tells whether a reply must or must not call
     the calculator. If `answer` is a number, every other number is a competing value. A reply must
-    contain `names` beside the value; `names` is empty if the question names the thing. If `tale` is
-    the key of a hero, the reply must be a story about that hero instead.
+    contain `names` in addition to the value; `names` is empty if the question already names the
+    thing. If `tale` is the key of a hero, the reply must be a story about that hero instead.
     """
 
     conversation: Conversation
@@ -53,8 +53,8 @@ class Problem:
 def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
     """Return whether a reply gives the right value, and no other value.
 
-    The reply must also use the calculator as the problem demands. Pass the parts of a reply, or
-    only its words, which count as a reply without a call.
+    The reply must also use the calculator as the problem demands. `reply` is the list of a reply's
+    parts, or its text alone, which counts as a reply without a calculator call.
     """
     parts = [Part("text", reply)] if isinstance(reply, str) else reply
     words = "".join(part.text for part in parts if part.kind == "text")
@@ -76,7 +76,7 @@ def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Return text for comparisons: NFKC, case folded, with single spaces."""
+    """Normalise a text for comparisons: NFKC, case-folded, with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -105,7 +105,7 @@ def _names_thing(
     name: str,
     expected: str,
 ) -> bool:
-    """Return whether a text has a name in addition to the expected value.
+    """Return whether a text contains a name in addition to the expected value.
 
     The value may itself begin with the name, as Mexico City does.
     """
@@ -133,7 +133,7 @@ def fact_problem(
     rng: random.Random,
     held_out: bool = False,
 ) -> Problem:
-    """Return a question about a fact."""
+    """Return the problem that asks about a fact with a question pattern."""
     value = fact.value[language].name
     if fact.relation in ("bigger", "faster"):
         candidates = tuple(word[language].name for word in fact.subjects if word != fact.value)
@@ -149,9 +149,9 @@ def evaluation(
     seed: int = 0,
     size: int | None = 700,
 ) -> list[Problem]:
-    """Return open questions in held-out wordings about facts that training asks.
+    """Return open questions in held-out wordings about facts that training asks about.
 
-    There are some for every relation.
+    There is at least one for every relation. A `size` of None means one question for every fact.
     """
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
@@ -166,7 +166,7 @@ def _spread(
     size: int | None,
     rng: random.Random,
 ) -> list[Fact]:
-    """Return `size` of the facts, with at least one fact of every relation; None means all."""
+    """Draw `size` facts, or more if that is needed to include every relation; None means all."""
     order = list(facts)
     rng.shuffle(order)
     if size is None or size >= len(order):
@@ -178,7 +178,7 @@ def _spread(
 
 
 def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
-    """Return a question, in a trained wording, about each combination that training never asks."""
+    """Return a question in a trained wording about each fact that training never asks about."""
     rng = random.Random(f"combinations/{seed}/{language}")
     problems = []
     for fact in held_out_facts():
@@ -212,7 +212,8 @@ def unknown_evaluation(
 def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
     """Return questions about nanochat itself, in wordings that training never uses.
 
-    Each comes at the beginning of a chat, after a greeting, and after a question about the world.
+    Each is asked three times: at the beginning of a chat, after a greeting, and after a question
+    about the world.
     """
     rng = random.Random(f"persona/{seed}/{language}")
     items = [item[language] for item in dialogue_data()["about_itself"]]
@@ -251,7 +252,7 @@ def story_evaluation(
     seed: int = 0,
     size: int = 60,
 ) -> list[Problem]:
-    """Return questions about who or where in a short story."""
+    """Return short stories, each with a question about who or where."""
     rng = random.Random(f"stories/{seed}/{language}")
     problems = []
     for _ in range(size):
@@ -270,8 +271,7 @@ def tale_evaluation(
 ) -> list[Problem]:
     """Return requests for stories, every second one in a held-out wording.
 
-    Of three requests, one is about a hero of whom no training story tells, and two are about
-    others.
+    One request in three is about a hero that appears in no training story.
     """
     rng = random.Random(f"tales/{seed}/{language}")
     problems = []
@@ -320,7 +320,7 @@ def rl_problems(
     size: int = 2000,
     mental: Mental | None = None,
 ) -> list[Problem]:
-    """Return problems for RL: mental sums, which a model half knows after SFT."""
+    """Return the problems of RL: practised mental sums, which a model half knows after SFT."""
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 
@@ -332,7 +332,8 @@ def rl_evaluation(
 ) -> list[Problem]:
     """Return the mental sums that measure RL.
 
-    They are practised sums in held-out wordings or, with `unseen`, sums that no training asks.
+    They are in held-out wordings. With `unseen`, the sums are never asked in training; otherwise,
+    they are practised sums.
     """
     name = f"rl evaluation/{seed}/{unseen}"
     split: MentalPart = "unseen" if unseen else "practised"

@@ -1,7 +1,4 @@
-"""The split between training and evaluation.
-
-It has held-out combinations, and names and operands that are kept for evaluation.
-"""
+"""The split between training and evaluation: the facts, names and operands that are held out."""
 
 import functools
 import hashlib
@@ -11,7 +8,7 @@ from nanochat.data.tinyworld.wording import SPLIT_SEED, split_rng
 
 HELD_OUT_SHARE = 0.1
 SMALLEST_RELATION = 6
-# Newcomers ask about these first, so nothing about them is held out.
+# New users ask about these first, so nothing about them is held out.
 FAMOUS = frozenset(
     (
         "China France Japan Germany Italy Egypt sky sun moon water cat dog cow apple banana hot "
@@ -22,11 +19,11 @@ FAMOUS = frozenset(
 
 @functools.cache
 def held_out_keys() -> frozenset[tuple[str, ...]]:
-    """Return the combinations of relation and subjects that training never asks.
+    """Return the combinations of relation and subjects that training never asks about.
 
-    Documents state them. They are the same in both languages, so that a model cannot learn an
-    answer through the other language. Relations with fewer than six facts have no held-out
-    combinations.
+    The documents do state these facts. The combinations are the same in both languages, so that a
+    model cannot learn an answer through the other language. Relations with fewer than six facts
+    have no held-out combinations.
     """
     keys: set[tuple[str, ...]] = set()
     for relation, facts in facts_by_relation().items():
@@ -56,7 +53,7 @@ def held_out_facts() -> tuple[Fact, ...]:
 
 
 def place(*names: object) -> float:
-    """Return a number in [0, 1) from a hash of the names, the same on every platform."""
+    """Return a number in [0, 1) from a hash of the names; it is the same on every platform."""
     text = "/".join((SPLIT_SEED, *map(str, names)))
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
@@ -65,6 +62,6 @@ def place(*names: object) -> float:
 def kept_for_evaluation(*names: object) -> bool:
     """Return whether operands or an invented name are kept for evaluation.
 
-    About a tenth of them are.
+    About a tenth of them are kept.
     """
     return place(*names) < HELD_OUT_SHARE

@@ -33,7 +33,7 @@ class Story:
 
 @functools.cache
 def story_data() -> dict:
-    """Return the patterns of the stories."""
+    """Return the sentence patterns of the stories."""
     return json.loads(data_text("stories.json"))
 
 
@@ -75,7 +75,10 @@ def _numbers(
     rng: random.Random,
     evaluation: bool,
 ) -> tuple[int, int]:
-    """Draw the two numbers of a counting story. Operands are split as for plain sums."""
+    """Draw the two numbers of a counting story.
+
+    With `evaluation`, they are kept for evaluation; otherwise, training may use them.
+    """
     while True:
         n, m = _draw_numbers(operation, largest, rng)
         if value_of(f"{n}{operation}{m}") == "1":
@@ -103,7 +106,7 @@ def _draw_numbers(
 
 
 def logic_story(language: Language, rng: random.Random) -> Story:
-    """Draw a story that asks who or where, without numbers."""
+    """Draw a story without numbers, with a question about who or where."""
     data = story_data()
     kind = rng.choice(data["logic"])
     p, q, o = rng.sample(data["names"][language], 3)

@@ -20,7 +20,7 @@ SPLIT_SEED = "tinyworld-1"
 class Wording:
     """The patterns of one relation in one language.
 
-    `held_out` holds the two questions that are kept for evaluation.
+    `held_out` contains the two questions that are kept for evaluation.
     """
 
     questions: tuple[str, ...]
@@ -47,13 +47,13 @@ def sentence(text: str) -> str:
 
 
 def english_sentence(text: str, language: Language) -> str:
-    """Return an English text with a capital at its beginning; a Chinese text unchanged."""
+    """Capitalise the first letter of an English text, and return a Chinese text unchanged."""
     return sentence(text) if language == "en" else text
 
 
 @functools.cache
 def frames() -> dict[str, dict[str, list[str]]]:
-    """Return the sentences, by language, that can surround a question or a statement.
+    """Return the sentences that can surround a question or a statement, by language and kind.
 
     An example is `Do you know {x}?`.
     """
@@ -84,8 +84,9 @@ def build_wording(
 ) -> Wording:
     """Return the patterns of a relation: direct questions, and indirect questions inside frames.
 
-    One of each is held out. The first direct question is the plainest and is never held out. Those
-    of `more` were written after the split was drawn, and are never held out either.
+    One question of each kind is held out. The first direct question is the plainest and is never
+    held out. The questions in `more` were written after the split was drawn, and are never held out
+    either.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
@@ -119,7 +120,7 @@ def _slots(
 ) -> dict[str, object]:
     """Return the text for each slot of a pattern.
 
-    The slots are the subjects e and f, the value v, and w, the subject that is not the value.
+    The slots are the subjects e and f, the value v, and the subject w that is not the value.
     """
     subjects = [word[language] for word in fact.subjects]
     not_the_value = [word[language] for word in fact.subjects if word != fact.value]
@@ -139,7 +140,7 @@ def ask(
     pattern: str,
     rng: random.Random,
 ) -> str:
-    """Return a question about the fact."""
+    """Return the question that a pattern asks about a fact."""
     question = pattern.format(**_slots(fact, language, rng))
     return english_sentence(question, language)
 
@@ -149,7 +150,7 @@ def ask_trained(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return a question about the fact in a wording that training uses."""
+    """Draw a question about a fact, in a wording that training uses."""
     pattern = rng.choice(wordings()[fact.relation, language].trained)
     return ask(fact, language, pattern, rng)
 
@@ -159,9 +160,9 @@ def as_typed(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return the question as people type it.
+    """Return a question as people type it.
 
-    It is often without quotation marks, and sometimes without capitals or the last mark.
+    Half the time it loses its quotation marks, and sometimes its capitals or its question mark.
     """
     if rng.random() < 0.5:
         question = question.translate(str.maketrans("", "", '"“”'))
@@ -173,7 +174,7 @@ def as_typed(
 
 
 def answer(fact: Fact, language: Language) -> str:
-    """Return the short answer to every question about the fact; it begins with the value."""
+    """Return the short answer to every question about a fact; it begins with the value."""
     wording = wordings()[fact.relation, language]
     pattern = wording.answer_by_value.get(fact.value.key, wording.answer)
     text = pattern.format(v=fact.value[language], e=fact.subjects[0][language])
@@ -186,9 +187,9 @@ def state(
     rng: random.Random,
     framed: float = 0.15,
 ) -> str:
-    """Return a sentence that states the fact.
+    """Return a sentence that states a fact.
 
-    With probability `framed` it stands inside a frame.
+    With probability `framed`, another sentence surrounds it, as in frames().
     """
     wording = wordings()[fact.relation, language]
     patterns = wording.statements_by_value.get(fact.value.key, wording.statements)

@@ -19,10 +19,11 @@ TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 @dataclass(frozen=True)
 class Noun:
-    """A word in one language. In a pattern, `{e}` is the usual form and `{e:n}` the bare word.
+    """A word in one language, with the forms that a pattern can use.
 
-    In English the usual form has the article, and `{e:s}` is the plural. In Chinese `{e:c}` is the
-    word after its measure word, and `{e:m}` puts 一 before both.
+    `{e}` is the usual form, and `{e:n}` is the bare word. In English, the usual form has the
+    article, and `{e:s}` is the plural. In Chinese, `{e:c}` is the word after its measure word, and
+    `{e:m}` puts 一 before both.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Word:
 
 
 def joined(language: Language, sentences: Iterable[str]) -> str:
-    """Return sentences as one text: English ones with spaces between them."""
+    """Join sentences into one text, with spaces between English ones."""
     return ("" if language == "zh" else " ").join(sentences)
 
 
@@ -86,7 +87,7 @@ def data_rows(path: str) -> list[list[str]]:
 
 @functools.cache
 def lexicon() -> dict[str, Word]:
-    """Return every word of the data by key.
+    """Return every word of the world by key.
 
     The key is the English spelling, followed by `#...` if two words are spelled the same.
     """
@@ -109,7 +110,7 @@ def lexicon() -> dict[str, Word]:
 
 
 def article(name: str) -> str:
-    """Return the article "a" or "an", by the first sound: an hour, a unicorn."""
+    """Return "a" or "an", depending on the first sound of a word: an hour, a unicorn."""
     sounds_like_y = re.match(r"(?i)(uni|use|eu|one)", name)
     silent_h = re.match(r"(?i)hour|hon(est|our)", name)
     begins_with_vowel = name[0].lower() in "aeiou" and not sounds_like_y
@@ -117,7 +118,7 @@ def article(name: str) -> str:
 
 
 def plural(name: str) -> str:
-    """Return the regular plural; irregular plurals are in the data."""
+    """Return the regular plural of a noun; irregular plurals are in the data."""
     if re.search(r"(s|x|sh|ch)$", name):
         return name + "es"
     if re.search(r"[^aeiou]y$", name):
@@ -130,7 +131,7 @@ def english(
     kind: str,
     irregular_plural: str = "",
 ) -> Noun:
-    """Return an English noun; kind is `a` (counted), `the` or `none` (no article)."""
+    """Return an English noun with the article `kind`: `a` (if countable), `the` or `none`."""
     if kind == "a":
         return Noun(name, f"{article(name)} {name}", irregular_plural or plural(name))
     return Noun(name, f"the {name}" if kind == "the" else name)
@@ -146,7 +147,7 @@ def plain(
     zh: str | None = None,
     key: str = "",
 ) -> Word:
-    """Return a word without article, plural or measure word, such as a number or a letter."""
+    """Return a word without an article, plural or measure word, such as a number or a letter."""
     zh = en if zh is None else zh
     return Word(key or en, Noun(en, en), Noun(zh, zh))
 

@@ -1,6 +1,6 @@
-"""TinyWorld: a small bilingual world of true facts.
+"""TinyWorld: a small bilingual world of true facts, with texts, conversations and questions.
 
-It has documents, conversations and questions about them.
+Other packages import TinyWorld from here.
 """
 
 from nanochat.data.tinyworld.arithmetic import Mental
@@ -23,9 +23,9 @@ from nanochat.data.tinyworld.talks.dialogues import identity_conversations
 from nanochat.data.tinyworld.talks.followups import follow_up_evaluation
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
-# Names the text that TinyWorld makes: corpora and token files of another version are made again.
+# Identifies the text of TinyWorld: corpora and token files of another version are made again.
 # Change it whenever a document, conversation or question changes;
-# tests/data/test_tinyworld_version.py notices when that was forgotten.
+# tests/data/test_tinyworld_version.py fails if that was forgotten.
 VERSION = "f7ce7ad97ec9839ba80bed8321b1dda74459c526b325f721b3d858a6f08b5f52"
 
 __all__ = [

@@ -1,7 +1,4 @@
-"""Dialogues that ask nothing about the world.
-
-They are greetings, and questions about what nanochat is and what it cannot know.
-"""
+"""Dialogues: greetings, and questions about nanochat itself, invented things or whole topics."""
 
 import functools
 import json
@@ -23,7 +20,7 @@ from nanochat.data.tinyworld.words import (
 )
 
 # Relations that are also asked about invented things, and the article that the name of such a
-# thing has in English.
+# thing takes in English.
 UNKNOWN_RELATIONS = {
     "capital": "none",
     "continent": "none",
@@ -53,7 +50,7 @@ WORD_RELATIONS = (
 
 @functools.cache
 def dialogue_data() -> dict:
-    """Return the patterns of the dialogues."""
+    """Return the sentence patterns of the dialogues."""
     return json.loads(data_text("dialogues.json"))
 
 
@@ -61,7 +58,7 @@ def dialogue_data() -> dict:
 
 
 def identity_conversations() -> list[Conversation]:
-    """Return every question about nanochat itself and its answer, in both languages."""
+    """Return every question about nanochat itself with its answer, in both languages."""
     conversations = []
     for item in dialogue_data()["about_itself"]:
         for language in LANGUAGES:
@@ -75,20 +72,20 @@ def talk(
     language: Language,
     rng: random.Random,
 ) -> list[Message]:
-    """Return one exchange of a group: `open`, `close` or `about_itself`."""
+    """Draw a question and its answer from a group: `open`, `close` or `about_itself`."""
     item = rng.choice(dialogue_data()[group])[language]
     return [user(rng.choice(item["ask"])), assistant(item["answer"])]
 
 
 def request(language: Language, rng: random.Random) -> list[Message]:
-    """Return a request that this assistant cannot fulfil, and its refusal."""
+    """Draw a request that the assistant cannot fulfil, with the refusal as the answer."""
     item = dialogue_data()["request"][language]
     pattern = rng.choice(item["ask"])
     text = pattern.format(t=rng.choice(item["topics"]))
     return [user(text), assistant(item["answer"])]
 
 
-# --- what does not exist -------------------------------------------------------------------------
+# --- invented things -----------------------------------------------------------------------------
 
 
 def invented_name(
@@ -96,7 +93,7 @@ def invented_name(
     kind: str,
     evaluation: bool = False,
 ) -> Word:
-    """Return the name of a country or a thing that does not exist.
+    """Invent the name of a country or a thing that does not exist.
 
     Training and evaluation use different names.
     """
@@ -155,7 +152,7 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 
 def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
-    """Return a request to tell about an entity, and an answer of three facts.
+    """Draw a request to tell something about a thing, and an answer of three facts.
 
     None of these facts is held out.
     """

@@ -1,5 +1,8 @@
-"""Conversations whose later questions need the turns before them: another question about the same
-thing ("And its language?"), or the same question about another thing ("And Italy?")."""
+"""Conversations with follow-up questions, which make sense only after the turns before them.
+
+A follow-up is another question about the same thing ("And its language?"), or the same question
+about another thing ("And Italy?").
+"""
 
 import functools
 import json
@@ -21,7 +24,7 @@ from nanochat.data.tinyworld.wording import (
 from nanochat.data.tinyworld.words import Language, data_text, full_stop
 
 TURNS = (2, 4)
-SAME_THING_SHARE = 0.65  # of follow-ups; the others ask about another thing
+SAME_THING_SHARE = 0.65  # of follow-ups; all others ask about another thing
 
 
 @functools.cache
@@ -36,8 +39,11 @@ def patterns(
     language: Language,
     held_out: bool,
 ) -> tuple[str, ...]:
-    """Return the short questions about the same thing or, for None, about another thing: those of
-    training, or the held-out one. The first of each list is the plainest and is trained."""
+    """Return the short questions that training uses or, with `held_out`, the held-out one.
+
+    They ask for `relation` of the same thing or, if `relation` is None, for the same relation of
+    another thing. The first question of a list is the plainest, and is never held out.
+    """
     data = follow_up_data()
     by_language = data["other"] if relation is None else data["relations"][relation]
     questions = by_language[language]
@@ -76,7 +82,7 @@ def _facts() -> list[Fact]:
 def is_held_out(before: Fact, after: Fact) -> bool:
     """Return whether training never asks `after` as the follow-up of `before`.
 
-    This is so for about a tenth of the pairs.
+    This holds for about a tenth of the pairs.
     """
     return kept_for_evaluation("follow-up", *before.key, *after.key)
 
@@ -87,8 +93,12 @@ def next_facts(
     same_thing: bool,
     held_out: bool,
 ) -> tuple[Fact, ...]:
-    """Return the facts that can be asked after a fact, about the same thing or of the same relation
-    about another thing: those that training may ask, or those that it never does."""
+    """Return the facts that a follow-up question can ask about after `fact`.
+
+    With `same_thing`, they are other facts about the same thing; otherwise, facts of the same
+    relation about other things. With `held_out`, they are the facts that training never asks about
+    after this one; otherwise, the facts that it may ask about.
+    """
     about_same_thing = _facts_by_subject()[fact.subjects[0].key]
     of_same_relation = _facts_by_relation()[fact.relation]
     candidates = about_same_thing if same_thing else of_same_relation
@@ -104,7 +114,7 @@ def next_facts(
 
 @dataclass(frozen=True)
 class Turn:
-    """A follow-up: the fact that it asks, and whether about the same thing as before."""
+    """A follow-up question: the fact it asks about, and whether it is about the same thing."""
 
     fact: Fact
     same_thing: bool
@@ -115,7 +125,7 @@ class Turn:
         rng: random.Random,
         held_out: bool = False,
     ) -> str:
-        """Return the short question, in a wording of training or in the held-out one."""
+        """Return the short question, in a trained wording or in the held-out one."""
         relation = self.fact.relation if self.same_thing else None
         pattern = rng.choice(patterns(relation, language, held_out))
         text = pattern.format(e=self.fact.subjects[0][language])
@@ -123,10 +133,7 @@ class Turn:
 
 
 def full_answer(fact: Fact, language: Language) -> str:
-    """Return the answer to a follow-up question as a full sentence.
-
-    It names the thing, which the question did not.
-    """
+    """Return the answer to a follow-up question as a full sentence, which names the thing."""
     wording = wordings()[fact.relation, language]
     pattern = wording.statements_by_value.get(fact.value.key, wording.statements)[0]
     statement = pattern.format(e=fact.subjects[0][language], v=fact.value[language])
@@ -138,7 +145,7 @@ def full_answer(fact: Fact, language: Language) -> str:
 
 
 def follow_ups(language: Language, rng: random.Random) -> list[Message]:
-    """Return a question, and one to three that follow it, answered in full sentences."""
+    """Return a question and up to three follow-ups, which are answered in full sentences."""
     first = _first_fact(rng)
     messages = _first_messages(first, language, rng)
     count = rng.randint(TURNS[0] - 1, TURNS[1] - 1)
@@ -149,14 +156,14 @@ def follow_ups(language: Language, rng: random.Random) -> list[Message]:
 
 
 def _first_fact(rng: random.Random) -> Fact:
-    """Return a fact about a thing of which other facts can be asked."""
+    """Draw a fact about a thing that has other facts to ask about."""
     facts_of_a_thing = rng.choice(_talked_about())
     return rng.choice(facts_of_a_thing)
 
 
 @functools.cache
 def _talked_about() -> tuple[tuple[Fact, ...], ...]:
-    """Return the facts of every thing of which several can be asked."""
+    """Return the facts of each thing that has several facts to ask about."""
     return tuple(facts for facts in _facts_by_subject().values() if len(facts) > 1)
 
 
@@ -174,7 +181,7 @@ def _turns(
     count: int,
     rng: random.Random,
 ) -> list[Turn]:
-    """Return up to `count` follow-ups that training may ask, none of which asks a fact again."""
+    """Draw up to `count` follow-ups that training may ask, none of which repeats a fact."""
     turns: list[Turn] = []
     facts_so_far = [first]
     for _ in range(count):
@@ -199,10 +206,10 @@ def follow_up_evaluation(
     seed: int = 0,
     size: int = 120,
 ) -> list[Problem]:
-    """Return follow-ups that training never asks after the turn before them.
+    """Return follow-up questions that training never asks after the turn before them.
 
-    Every second one is in a held-out wording. Of three, two ask about the same thing and one about
-    another thing. A right reply names the thing and gives the value.
+    Every second one is in a held-out wording. Two in three ask about the same thing, and the third
+    about another thing. A right reply names the thing and gives the value.
     """
     rng = random.Random(f"follow-ups/{seed}/{language}")
     problems: list[Problem] = []
@@ -221,7 +228,7 @@ def _draw_problem(
     held_out_wording: bool,
     rng: random.Random,
 ) -> Problem | None:
-    """Return a follow-up after some turns.
+    """Draw some turns and a held-out follow-up question after them.
 
     Returns None if no held-out fact can follow the turns that were drawn.
     """
@@ -241,7 +248,7 @@ def _draw_problem(
     plainest = wordings()[last.fact.relation, language].trained[0]
     asked_alone = fact_problem(last.fact, language, plainest, rng)
     name = last.fact.subjects[0][language].name
-    # 罗马 does not compete where the name is 罗马尼亚.
+    # 罗马 does not compete if the name is 罗马尼亚.
     competing = tuple(value for value in asked_alone.competing if value not in name)
     return Problem(
         conversation=Conversation(tuple(messages)),

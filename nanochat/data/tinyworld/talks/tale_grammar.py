@@ -1,8 +1,4 @@
-"""The grammar of tales.
-
-It defines who can be a hero, what may fill each slot of a sentence, and which sentences follow
-which.
-"""
+"""The grammar of tales: possible heroes, words for each slot of a sentence, order of sentences."""
 
 import functools
 import itertools
@@ -24,8 +20,9 @@ from nanochat.data.tinyworld.words import (
 )
 
 Facts = Mapping[str, str]
-"""What a story says, by variable: h is what the hero is and p its name, q the friend, x the home,
-t a trait, l what is found, o and c a thing and its colour, he the pronoun of the hero's name."""
+"""The facts that a story states, by variable: h is the kind of hero and p its name, q the friend,
+x the home, t a trait, l the thing that is found, o and c an object and its colour, he the pronoun
+for the hero."""
 
 SENTENCES = (4, 8)
 SLOT = re.compile(r"\{(\w+)\}")
@@ -44,7 +41,7 @@ def tale_data() -> dict:
 def heroes() -> dict[str, Word]:
     """Return everything that a tale can be about, by key.
 
-    This is everything that can be counted, and what people ask for first, such as the moon, a
+    These are all countable things, and the heroes that people ask for first, such as the moon, a
     dragon or a teacher.
     """
     words = dict(_counted())
@@ -67,7 +64,7 @@ def _counted() -> dict[str, Word]:
 def _more_heroes() -> dict[str, str]:
     """Return the heroes that only tales.json lists, as a dict from English to Chinese names.
 
-    An English name has "the" if a request does too, as in "the sun".
+    An English name begins with "the" if requests use it that way, as in "the sun".
     """
     return tale_data()["more_heroes"]
 
@@ -78,7 +75,7 @@ def _bare(name: str) -> str:
 
 @functools.cache
 def asked_for() -> dict[str, Word]:
-    """Return the heroes under the names that requests use.
+    """Return the heroes with the names that requests use.
 
     A request asks for a story about the sun, and the story then tells of a sun.
     """
@@ -92,7 +89,10 @@ def asked_for() -> dict[str, Word]:
 
 @functools.cache
 def held_out_heroes() -> tuple[str, ...]:
-    """Return the tenth of the things that can be counted of which no story of training tells."""
+    """Return the keys of the heroes that appear in no training story.
+
+    They are a tenth of the countable things.
+    """
     data = tale_data()
     counted = _counted()
     in_stories = FAMOUS | set(data["friends"]) | set(data["props"])
@@ -107,17 +107,17 @@ def held_out_heroes() -> tuple[str, ...]:
 
 @functools.cache
 def trained_heroes() -> tuple[str, ...]:
-    """Return the heroes of the stories in training."""
+    """Return the keys of the heroes that may appear in training stories."""
     return tuple(key for key in heroes() if key not in held_out_heroes())
 
 
-# --- slots: the texts that may fill them, and what each text says --------------------------------
+# --- slots: the texts that may fill them, and the facts that each text states --------------------
 
 
 def names(language: Language) -> dict[str, str]:
     """Return the names that heroes may have, with the pronoun for each.
 
-    No friend has one of these names. Chinese stories use no pronouns.
+    No friend has any of these names. Chinese stories use no pronouns.
     """
     data = tale_data()["names"][language]
     if language == "zh":
@@ -134,7 +134,7 @@ def slots(language: Language) -> dict[str, dict[str, Facts]]:
     heroes_by_name: dict[str, Facts] = {}
     for name, pronoun in names(language).items():
         heroes_by_name[name] = {"p": name, "he": pronoun}
-    # A friend is always called the same, so a name says what it is.
+    # Each kind of friend always has the same name, so the name tells what the friend is.
     by_short_name: dict[str, Facts] = {}
     by_full_name: dict[str, Facts] = {}
     for key, friend_names in tale_data()["friends"].items():
@@ -200,7 +200,7 @@ def fill(
     language: Language,
     hero: Word,
 ) -> str:
-    """Return a pattern as a sentence, with its slots filled from the facts of a story.
+    """Fill the slots of a sentence pattern from the facts of a story.
 
     The hero may be a thing that does not exist.
     """
@@ -222,7 +222,7 @@ def fill(
 def _slot_texts(
     language: Language,
 ) -> dict[str, tuple[tuple[str, ...], dict[tuple[str, ...], str]]]:
-    """Return for each slot the variables that it speaks of, and its text for their values."""
+    """Return, for each slot, the variables that it mentions, and its text for their values."""
     table = {}
     for slot, texts in slots(language).items():
         by_values = {tuple(facts.values()): text for text, facts in texts.items()}
@@ -231,13 +231,13 @@ def _slot_texts(
 
 
 def _variables(texts: dict[str, Facts]) -> tuple[str, ...]:
-    """Return the variables that a slot speaks of, which are the same for all its texts."""
+    """Return the variables that a slot mentions, which are the same for all its texts."""
     return tuple(next(iter(texts.values())))
 
 
 @functools.cache
 def says(pattern: str, language: Language) -> frozenset[str]:
-    """Return the variables that a pattern speaks of."""
+    """Return the variables that a sentence pattern mentions, except for the pronoun."""
     table = slots(language)
     variables: set[str] = set()
     for slot in SLOT.findall(pattern):
@@ -252,7 +252,7 @@ def says(pattern: str, language: Language) -> frozenset[str]:
 class Plot:
     """The events of a story, as steps in order.
 
-    The step with the number `optional` may be left out. The variables in `needs` are introduced
+    The step with the number `optional` may be left out. The variables in `needs` must be introduced
     before the plot.
     """
 

@@ -1,7 +1,4 @@
-"""The grader of stories that a model tells.
-
-It reads a tale by the grammar, and reports what is wrong with it.
-"""
+"""Grade stories that a model tells: read them by the grammar, and report what is wrong."""
 
 import functools
 import re
@@ -29,7 +26,7 @@ Role = Literal["open", "describe", "plot", "end"]
 class Place:
     """A place where a sentence can stand in a story.
 
-    It has a role, the description or plot that the sentence belongs to, and the step in the plot.
+    It has a role, the name of the plot or of the described variable, and the step in the plot.
     """
 
     role: Role
@@ -51,11 +48,11 @@ def fault(
     hero: str | None,
     language: Language,
 ) -> str | None:
-    """Return what is wrong with a story about a hero (None: about any hero), or None if nothing is.
+    """Return what is wrong with a story about a hero, or None if nothing is wrong.
 
-    A story has four to eight sentences, all different, each of them one that the grammar can make.
-    It opens, describes, tells one plot in order and ends; names, pronouns and all other facts agree
-    from the first sentence to the last.
+    If `hero` is None, the story may be about any hero. A story has four to eight different
+    sentences, all of which the grammar can make. It opens, describes, tells one plot in order, and
+    ends. Names, pronouns and all other facts agree from the first sentence to the last.
     """
     story_sentences = sentences(story)
     smallest, largest = SENTENCES
@@ -82,17 +79,14 @@ def fault(
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a story; what remains after the last full stop comes last."""
+    """Split a story into sentences. Text after the last full stop counts as a sentence."""
     text = unicodedata.normalize("NFC", text).strip()
     pieces = re.findall(r".*?[.!?。！？][\"”]?(?=\s|$|[^\s\"”])|.+$", text)
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
 def meanings(sentence: str, language: Language) -> list[Meaning]:
-    """Return every way in which the grammar understands a sentence.
-
-    A sentence that the grammar cannot make has none.
-    """
+    """Return every meaning that a sentence can have, or [] if the grammar cannot make it."""
     table = slots(language)
     result: list[Meaning] = []
     for rule in _rules(language):
@@ -109,7 +103,7 @@ def meanings(sentence: str, language: Language) -> list[Meaning]:
 
 
 def together(left: Facts, right: Facts) -> Facts | None:
-    """Return both together, or None if they contradict each other."""
+    """Merge two sets of facts, or return None if they contradict each other."""
     for name, value in left.items():
         if right.get(name, value) != value:
             return None
@@ -148,7 +142,7 @@ def _rule(
     language: Language,
 ) -> _Rule:
     table = slots(language)
-    pieces = SLOT.split(pattern)  # words and slots in turns
+    pieces = SLOT.split(pattern)  # words and slots alternate
     slot_names = tuple(pieces[1::2])
     expression = re.escape(pieces[0])
     for slot, words in zip(slot_names, pieces[2::2], strict=True):
@@ -196,7 +190,7 @@ def _follows(
         return last.role in ("open", "describe") and place not in places
     if place.role == "plot":
         return _plot_continues(last, place, by_name[place.name], introduced)
-    # An end: the plot must be over, up to its optional step.
+    # An ending: the plot must be complete, except for its optional step.
     if last.role != "plot":
         return False
     plot = by_name[last.name]

@@ -1,4 +1,4 @@
-"""Tell tales: about a hero, in four to eight sentences, in either language, and ask for them."""
+"""Tell stories of four to eight sentences about a hero, in either language, and ask for them."""
 
 import functools
 import random
@@ -31,7 +31,7 @@ from nanochat.data.tinyworld.words import (
 )
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-# The share of heroes that do not exist, so that a model learns to copy whatever it was asked for.
+# The share of invented heroes, from which a model learns to tell of whatever it was asked for.
 MADE_UP = 0.4
 LONG_NAME = 0.3  # the share of made-up Chinese words with three characters; the others have two
 LEAVES_OUT = 0.3  # the share of tales without the optional step of their plot
@@ -47,7 +47,8 @@ def facts_about(
 ) -> Facts:
     """Draw the facts of a story about a hero.
 
-    They are its name, friend, home, trait, what it finds, and a thing with its colour.
+    They are the name, friend, home and trait of the hero, the thing that it finds, and an object
+    with a colour.
     """
     data = tale_data()
     pronouns = names(language)
@@ -75,14 +76,14 @@ def tale(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return a story of five to eight sentences about a hero."""
+    """Tell a story of five to eight sentences about a hero."""
     data = tale_data()
     facts = facts_about(hero, rng, language)
     plot = rng.choice(plots(language))
     opening = rng.choice(data["open"][language])
     described = _choose_descriptions(plot, says(opening, language), rng)
     patterns = [opening]
-    # Always in this order: a small model does not remember what it has described.
+    # The order is always the same, because a small model forgets what it has described.
     for variable, descriptions in data["describe"].items():
         if variable in described:
             patterns.append(rng.choice(descriptions[language]))
@@ -98,13 +99,13 @@ def tale(
 
 def _choose_descriptions(
     plot: Plot,
-    introduced: frozenset[str],  # variables that the opening speaks of
+    introduced: frozenset[str],  # variables that the opening mentions
     rng: random.Random,
 ) -> set[str]:
-    """Return the variables to describe: those that the plot needs, and at most one other."""
+    """Return the variables to describe: all that the plot needs, and at most one other."""
     needed = set(plot.needs) - introduced
-    # A trait and a thing never come together: a model that has told of home and trait would add the
-    # thing all the same, and its story would have nine sentences.
+    # A trait and an object never come together: a model that has described home and trait would
+    # add the object all the same, and its story would have nine sentences.
     optional = "x" if "o" in needed else "xt"
     candidates = [variable for variable in optional if variable not in introduced | needed]
     count = min(len(candidates), rng.randint(0, 1))
@@ -116,7 +117,7 @@ def beginning(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return the first sentences of a story about a hero, which say where it lives."""
+    """Return the first sentences of a story about a hero, including where the hero lives."""
     data = tale_data()
     facts = facts_about(hero, rng, language)
     patterns = [rng.choice(data["open"][language])]
@@ -125,11 +126,11 @@ def beginning(
     return joined(language, [fill(pattern, facts, language, hero) for pattern in patterns])
 
 
-# --- heroes that do not exist --------------------------------------------------------------------
+# --- invented heroes -----------------------------------------------------------------------------
 
 
 def made_up(rng: random.Random) -> Word:
-    """Return a thing that does not exist, such as a "rocip".
+    """Invent a thing that does not exist, such as a "rocip".
 
     Its name joins the beginning of one word and the end of another.
     """
@@ -148,9 +149,9 @@ def made_up(rng: random.Random) -> Word:
 
 @functools.cache
 def _source_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the English and the Chinese words that made-up words are made of.
+    """Return the English and the Chinese words from which words are made up.
 
-    The held-out heroes are not among them.
+    Held-out heroes are left out.
     """
     english_words: dict[str, None] = {}  # without repetitions, in order
     chinese_words: dict[str, None] = {}
@@ -172,7 +173,7 @@ def _real_names() -> frozenset[str]:
 
 
 def _hero(rng: random.Random) -> Word:
-    """Return a hero of training, or a thing that does not exist."""
+    """Draw a hero of the training stories, or invent one."""
     if rng.random() < MADE_UP:
         return made_up(rng)
     return heroes()[rng.choice(trained_heroes())]
@@ -183,8 +184,10 @@ def _hero(rng: random.Random) -> Word:
 
 @functools.cache
 def requests(language: Language, held_out: bool = False) -> tuple[str, ...]:
-    """Return the ways to ask for a story that training uses, or the two that are held out. The
-    plainest one is trained."""
+    """Return the requests for a story that training uses or, with `held_out`, the two others.
+
+    The plainest request is never held out.
+    """
     patterns = tale_data()["request"][language]
     held_out_patterns = split_rng("tale request", language).sample(patterns[1:], 2)
     return tuple(pattern for pattern in patterns if (pattern in held_out_patterns) == held_out)
@@ -195,17 +198,17 @@ def request_for(
     pattern: str,
     language: Language,
 ) -> str:
-    """Return a request for a story about a hero, or the title of such a story.
+    """Return the request for a story about a hero, or the title of such a story.
 
-    Both name the hero in the same way.
+    `pattern` decides which of the two; both name the hero in the same way.
     """
     return fill(pattern, {}, language, asked_for().get(hero.key, hero))
 
 
 def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
-    """Return a request for a story, and the story.
+    """Draw a request for a story, and the story.
 
-    It is about a hero of training or a thing that does not exist.
+    The story is about a hero of the training stories or an invented one.
     """
     if rng.random() < WITHOUT_TOPIC:
         hero = heroes()[rng.choice(trained_heroes())]
@@ -218,7 +221,7 @@ def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
 
 
 def ask_for_beginning(language: Language, rng: random.Random) -> list[Message]:
-    """Return a request for the beginning of a story, and the beginning."""
+    """Draw a request for the beginning of a story, and the beginning."""
     hero = _hero(rng)
     pattern = rng.choice(tale_data()["begin"][language])
     request = request_for(hero, pattern, language)
@@ -230,7 +233,7 @@ def tale_document(
     rng: random.Random,
     complete: bool,
 ) -> str:
-    """Return a story, or its beginning, with a title, as a document."""
+    """Return a document with a title and a story, or the beginning of one."""
     hero = _hero(rng)
     title = request_for(hero, tale_data()["title"][language], language)
     tell = tale if complete else beginning
