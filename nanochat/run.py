@@ -141,7 +141,8 @@ def parent_of(
 def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model, Tokenizer]:
     """Return the parent's model with its weights in fp32, and its tokenizer.
 
-    The model trains in the format of --matmul. Raises UserError (code 2) if that is impossible.
+    The model trains in the format of --matmul. Raises UserError (exit code 2) if that is
+    impossible.
     """
     loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
     set_matmul(loaded.model, matmul, compute)

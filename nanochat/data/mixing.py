@@ -58,7 +58,7 @@ def resolve_data(data: str | None) -> Data:
 
     The value is the name of a corpus, a folder that was imported, or NAME:WEIGHT,NAME:WEIGHT.
     Weights are positive numbers and need not add up to 1; without weights, all corpora count the
-    same. None means the only corpus. Raises UserError (code 2) if a corpus does not exist or a
+    same. None means the only corpus. Raises UserError (exit code 2) if a corpus does not exist or a
     weight cannot be read.
     """
     if data is None or _names_one_corpus(data):

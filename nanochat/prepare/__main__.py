@@ -78,7 +78,7 @@ def main(cfg: Config) -> None:
 
 
 def _check_flags(cfg: Config, cleans: bool) -> None:
-    """Raise UserError (code 2) if a flag is out of range or flags contradict each other."""
+    """Raise UserError (exit code 2) if a flag is out of range or flags contradict each other."""
     if cfg.num_workers is not None and cfg.num_workers < 1:
         raise UserError(
             tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),

@@ -95,7 +95,7 @@ def _refuse_to_take_back(
     dedup: bool,
     drop: bool,
 ) -> None:
-    """Raise UserError (code 2) if this command would restore documents that were left out earlier.
+    """Raise UserError (exit code 2) if this command would restore documents that were left out earlier.
 
     That is so if an earlier command left them out for a reason that this one does not repeat.
     """

@@ -74,8 +74,8 @@ def import_folder(
     Subfolders are included, and files are read in order of path. A .txt or .md file is one
     document, unless lines `<|endoftext|>` divide it; a document of more than 20,000 characters ends
     at the next blank line. `make` is the command that makes the corpus again, if it differs from
-    the import command. Raises UserError (code 2) if there is no such file or the name cannot be
-    used, and UserError with the file and line if a document cannot be read.
+    the import command. Raises UserError (exit code 2) if there is no such file or the name cannot
+    be used, and UserError with the file and line if a document cannot be read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem

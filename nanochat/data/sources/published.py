@@ -50,8 +50,8 @@ class Source:
     def numbers(self, count: int) -> list[int]:
         """Return the numbers of the first `count` training files and of the validation file.
 
-        A `count` of -1 means all training files. Raises UserError (code 2) if the corpus does not
-        have this many.
+        A `count` of -1 means all training files. Raises UserError (exit code 2) if the corpus does
+        not have this many.
         """
         if self.files is None:
             if count < 1:

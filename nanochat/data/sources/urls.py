@@ -69,7 +69,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
     Each line holds an address and, if you know it, the SHA-256 of the file. Blank lines, lines that
     begin with # and repeated lines are skipped. The name of a local file contains a hash of its
     address and SHA-256, so a changed line never matches the file of the old line. Raises UserError
-    (code 2) if a line is not the address of a .parquet, .jsonl, .txt or .md file.
+    (exit code 2) if a line is not the address of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
