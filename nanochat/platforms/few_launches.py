@@ -1,9 +1,9 @@
 """The arithmetic of layers and of the loss, in as few operators and memory accesses as possible.
 
-Each function has its own backward pass. They suit devices on which every operator costs a launch
-and memory traffic. They are plain torch, which runs everywhere, and up to rounding they compute the
-same results as operations.py and loss.py. Shapes: B batch, T time, C channels, H heads, D head
-dimension, N tokens, V vocabulary.
+The functions suit devices on which every operator costs a launch and memory traffic. All except
+square_sums have their own backward passes. They are plain torch, which runs everywhere, and up to
+rounding they compute the same results as operations.py and loss.py. Shapes: B batch, T time, C
+channels, H heads, D head dimension, N tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,11 @@ def squared_relu(
 
 
 class _Narrow(torch.autograd.Function):
-    """Applies a matrix to the first channels of x, and adds its gradient in place to that of x."""
+    """Multiplies the first channels of x by a matrix.
+
+    In the backward pass, the gradient that x receives from this product is added in place to the
+    gradient that it receives from its other use.
+    """
 
     @staticmethod
     def forward(
@@ -89,44 +93,44 @@ def narrow(
 
 
 class _AddValues(torch.autograd.Function):
-    """Computes v + 3 sigmoid(logits) * value."""
+    """Computes v + 3 sigmoid(logits) * value_embedding."""
 
     @staticmethod
     def forward(
         ctx: Any,
         v: Tensor,
-        value: Tensor,
+        value_embedding: Tensor,
         logits: Tensor,
     ) -> Tensor:
         gate = torch.sigmoid(logits)
-        ctx.save_for_backward(value, gate)
-        return torch.addcmul(v, gate.unsqueeze(-1), value, value=3.0)
+        ctx.save_for_backward(value_embedding, gate)
+        return torch.addcmul(v, gate.unsqueeze(-1), value_embedding, value=3.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value, gate = ctx.saved_tensors
+        value_embedding, gate = ctx.saved_tensors
         g = grads[0]
-        value_grad = g * (3.0 * gate).unsqueeze(-1)
-        gate_grad = (g * value).sum(dim=-1)
+        embedding_grad = g * (3.0 * gate).unsqueeze(-1)
+        gate_grad = (g * value_embedding).sum(dim=-1)
         logit_grad = torch.ops.aten.sigmoid_backward(gate_grad, gate)
-        return g, value_grad, logit_grad.mul_(3.0)
+        return g, embedding_grad, logit_grad.mul_(3.0)
 
 
 def add_values(
     v: Tensor,  # (B, T, H, D)
-    value: Tensor,  # (B, T, H, D)
+    value_embedding: Tensor,  # (B, T, H, D)
     logits: Tensor,  # (B, T, H)
 ) -> Tensor:  # (B, T, H, D)
-    """Return v + 3 sigmoid(logits) * value.
+    """Return v + 3 sigmoid(logits) * value_embedding.
 
     This takes two operators in the forward pass and six in the backward pass. Three of the six read
     large tensors.
     """
-    return _AddValues.apply(v, value, logits)  # type: ignore[no-any-return]
+    return _AddValues.apply(v, value_embedding, logits)  # type: ignore[no-any-return]
 
 
 class _OffsetKeys(torch.autograd.Function):
-    """Computes gpt.offset_keys() for whole sequences; its gradient moves the other way in time."""
+    """Computes gpt.offset_keys() for whole sequences, and moves gradients the other way in time."""
 
     @staticmethod
     def forward(
@@ -157,7 +161,10 @@ def offset_keys(
     k: Tensor,  # (B, T, H, D)
     zeros: Tensor,  # (B, 1, H, 2, D / 4) of k's dtype and device, made once by the caller
 ) -> Tensor:  # (B, T, H, D)
-    """Return keys with half of each from the token before, using two operators in each pass."""
+    """Return keys in which half of each comes from the previous token.
+
+    This takes two operators in the forward pass and two in the backward pass.
+    """
     return _OffsetKeys.apply(k, zeros)  # type: ignore[no-any-return]
 
 
@@ -309,7 +316,7 @@ def chunked_loss(
     chunk: int,  # tokens in a chunk
     hidden: float,  # the score of the padded rows of the head
 ) -> Tensor:  # () fp32
-    """Return the result of loss.chunked_loss with the fewest possible operators on logits."""
+    """Return the same loss as loss.chunked_loss, with the fewest possible operators on logits."""
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()

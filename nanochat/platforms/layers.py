@@ -1,8 +1,8 @@
 """GPT layers that compute with the operators of a platform.
 
-Their parameters have the same names as those of the plain layers, and accelerate() swaps them into
-a model. Each layer calls the Operations of its device for everything that the device may fuse. The
-formulas are those of gpt.py, and a test compares the two.
+Their parameters have the same names as in the plain layers, and accelerate() swaps them into a
+model. Each layer calls the Operations of its device for everything that the device may fuse. The
+formulas are the same as in gpt.py, and a test compares the results.
 """
 
 from collections import Counter
@@ -21,14 +21,14 @@ from nanochat.model import Model
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Layer, Pack, Product, joined
 
-NOT_CAST = (None, None)  # each use casts its own matrix
+NOT_CAST = (None, None)  # no matrix is cast in advance: each is cast wherever it is used
 
 
 class OperatorAttention(CausalSelfAttention):
     """Attention whose heads the platform computes, normalizes and rotates."""
 
     operations: Operations
-    cast_weights: Sequence[Tensor | None] = NOT_CAST  # of q, k and v; of the output; of the gate
+    cast_weights: Sequence[Tensor | None] = NOT_CAST  # for q, k and v; the output; and the gate
     joined: Product | None = None  # multiplies with the q, k and v matrices at once
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ class OperatorAttention(CausalSelfAttention):
 
 
 class OperatorMLP(MLP):
-    """The MLP, computed by the platform."""
+    """An MLP that the platform computes."""
 
     operations: Operations
     cast_weights: Sequence[Tensor | None] = NOT_CAST
@@ -132,9 +132,9 @@ class OperatorBlock(Block):
         return units
 
     def use(self, cast_weights: Sequence[Tensor] | None) -> None:
-        """Multiply with these copies of the units() in the compute dtype.
+        """Make the layer multiply with these copies of its units(), which have the compute dtype.
 
-        With None, each use casts its own matrix.
+        With None, each matrix is cast wherever it is used.
         """
         mlp = cast(OperatorMLP, self.mlp)
         attention = cast(OperatorAttention, self.attn)
@@ -164,7 +164,7 @@ class OperatorHead(Head):
     operations: Operations
 
     def logits(self, x: Tensor) -> Tensor:
-        """See Head.logits."""
+        """Implement Head.logits with the softcap of the platform."""
         return self.operations.softcap(self.scores(x))
 
     def loss(
@@ -173,7 +173,7 @@ class OperatorHead(Head):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """See Head.loss."""
+        """Implement Head.loss with the loss function of the platform."""
         return self.operations.loss(
             x,
             self.weight,
@@ -190,17 +190,17 @@ class OperatorGPT(GPT):
     operations: Operations
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """See GPT.rotary_tables. The tables have the layout that the platform reads."""
+        """Implement GPT.rotary_tables with tables in the layout that the platform reads."""
         D = self.config.head_dim
         return self.operations.rotary_tables(length, D, self.device, self.dtype)
 
     def embed(self, idx: Tensor) -> Tensor:
-        """See GPT.embed."""
+        """Implement GPT.embed with the norm of the platform."""
         embedding = self.wte(idx).to(self.dtype)
         return self.operations.norm(embedding)
 
     def smear(self, x: Tensor, context: Context) -> Tensor:
-        """See GPT.smear."""
+        """Implement GPT.smear with the operators of the platform."""
         previous = None if whole_rows(context) else context.previous(x)
         return self.operations.smear(x, previous, self.smear_gate, self.smear_lambda)
 
@@ -211,7 +211,7 @@ class OperatorGPT(GPT):
         resid_lambda: Tensor,  # ()
         x0_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """See GPT.mix."""
+        """Implement GPT.mix with the operators of the platform."""
         return self.operations.mix(x, x0, resid_lambda, x0_lambda)
 
     def backout(
@@ -219,16 +219,16 @@ class OperatorGPT(GPT):
         x: Tensor,  # (B, T, C)
         middle: Tensor,  # (B, T, C)
     ) -> Tensor:
-        """See GPT.backout."""
+        """Implement GPT.backout with the operators of the platform."""
         remainder = self.operations.backout(x, middle, self.backout_lambda)
         return self.operations.norm(remainder)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
-        """See GPT.log_totals."""
+        """Return the log-sum-exp of each row of logits, or None if log_softmax costs less."""
         return self.operations.log_totals(logits)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:
-        """See GPT.hidden. The matrices of all layers are cast together if the platform supports it.
+        """Implement GPT.hidden, casting the matrices of all layers together if the platform can.
 
         The layers of a sharded model cast their own matrices: fully_shard changes the class of a
         layer, and sees only gradients that the layer itself produces.
@@ -261,7 +261,7 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 def operations_of(model: nn.Module) -> Operations:
     """Return the operations with which a model computes.
 
-    They are plain torch unless accelerate() gave the model others.
+    These are plain torch operations, unless accelerate() has given the model others.
     """
     attention = getattr(model, "attention", None)
     if isinstance(attention, Operations):
@@ -270,10 +270,10 @@ def operations_of(model: nn.Module) -> Operations:
 
 
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
-    """Make a model compute with a device's operators, and return the swap count of each class.
+    """Make a model compute with the operators of a device.
 
-    Call this before the model is sharded or
-    compiled.
+    Returns how many layers were swapped, by the name of their new class. Call this before the model
+    is sharded or compiled.
     """
     module = cast(Any, model)
     module.attention = operations
@@ -306,7 +306,7 @@ def _set_chunks(model: nn.Module, operations: Operations) -> None:
 
 
 def matrices_named(model: Model, endings: tuple[str, ...]) -> dict[str, Linear]:
-    """Return the matrices of a model whose names end like this, by name."""
+    """Return the matrices of a model whose names have one of these endings, by name."""
     module = cast(nn.Module, model)
     return {
         name: matrix
@@ -316,7 +316,7 @@ def matrices_named(model: Model, endings: tuple[str, ...]) -> dict[str, Linear]:
 
 
 def check_sides(matrices: Mapping[str, Linear], multiple: int, number_format: str) -> None:
-    """Raise UserError (exit code 2) unless every side of these matrices is a multiple."""
+    """Raise UserError (exit code 2) unless `multiple` divides both sizes of every matrix."""
     for name, matrix in matrices.items():
         for size in (matrix.in_features, matrix.out_features):
             if size % multiple:

@@ -1,7 +1,7 @@
 """Qwen layers that compute with the operators of a platform.
 
-As in layers.py, their parameters have the same names as those of the plain layers. The formulas are
-those of models/qwen/layers.py.
+As in layers.py, their parameters have the same names as in the plain layers. The formulas are the
+same as in models/qwen/layers.py.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from nanochat.platforms.together import Pack, Product, joined
 class Joined:
     """Multiplies with several matrices at once, for inference.
 
-    The matrices have the same inputs and no biases. Their own weights become empty, and their
-    adapters still add to their outputs.
+    The matrices have the same inputs and no biases. Each matrix keeps an empty weight, and its
+    adapter still adds to its outputs.
     """
 
     def __init__(
         self,
         matrices: Sequence[Linear],
-        multiply: Product,  # with all of them, from joined()
+        multiply: Product,  # multiplies with all matrices, from joined()
     ):
         self.multiply = multiply
         self._matrices = matrices
@@ -50,7 +50,7 @@ class Joined:
 
     @property
     def plain(self) -> bool:
-        """Whether no matrix has an adapter."""
+        """True if no matrix has an adapter."""
         return all(matrix.adapter is None for matrix in self._matrices)
 
     def __call__(self, x: Tensor) -> list[Tensor]:  # (..., inputs) -> (..., outputs) of each matrix
@@ -75,7 +75,7 @@ class OperatorVocabulary(Vocabulary):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """See Vocabulary.loss."""
+        """Implement Vocabulary.loss with the loss function of the platform."""
         return self.operations.loss(
             x,
             self.weight,
@@ -91,11 +91,11 @@ class OperatorNorm(Norm):
     """A norm that the platform computes."""
 
     operations: Operations
-    settled: Tensor | None = None  # the scale, while the weights do not change
+    settled: Tensor | None = None  # the scale, computed in advance while the weights do not change
 
     @property
     def scale(self) -> Tensor:  # (C,) fp32
-        """See Norm.scale."""
+        """Implement Norm.scale with the scale that settle() computed, if there is one."""
         if self.settled is not None:
             return self.settled
         return self.weight.float() + self.one
@@ -105,7 +105,7 @@ class OperatorNorm(Norm):
         self.settled = self.scale.detach()
 
     def release(self) -> None:
-        """Compute the scale from the weights each time again (see Operations.release)."""
+        """Compute the scale from the weights at each use again (see Operations.release)."""
         self.settled = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class OperatorAttention(Attention):
         x: Tensor,  # (B, T, C)
         rotary: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See Attention.heads."""
+        """Implement Attention.heads with the joined matrices, if they were joined."""
         if self.joined is None:
             return super().heads(x, rotary)
         c = self.config
@@ -187,7 +187,7 @@ class OperatorAttention(Attention):
         return self.rotated(normed, rotary)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See Attention.rotate."""
+        """Implement Attention.rotate with the rotary operator of the platform."""
         return self.operations.rotary(x, cos, sin)
 
 
@@ -245,7 +245,7 @@ class OperatorQwen(Qwen):
     operations: Operations
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """See Qwen.rotary_tables."""
+        """Implement Qwen.rotary_tables with tables in the layout that the platform reads."""
         c = self.config
         cos, sin = self.operations.rotary_tables(
             length,
@@ -257,7 +257,7 @@ class OperatorQwen(Qwen):
         return cos, -sin
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
-        """See Qwen.log_totals."""
+        """Return the log-sum-exp of each row of logits, or None if log_softmax costs less."""
         return self.operations.log_totals(logits)
 
 

@@ -1,7 +1,7 @@
 """Functions that cast, place or multiply with several matrices at once.
 
-They are for devices on which every operator costs a launch, and expect matrices of one shape to be
-adjacent in memory. Values never depend on that: tensors that are not adjacent are copied.
+They are for devices on which every operator costs a launch. They are fastest if matrices of one
+shape are adjacent in memory, but give the same results otherwise, by copying the matrices.
 """
 
 from collections import defaultdict
@@ -50,8 +50,8 @@ def joined(
 ) -> Product | None:
     """Return a function that multiplies with all matrices at once, for inference.
 
-    Their own weights become empty. Returns None and changes nothing if any matrix has a bias,
-    another dtype or an empty weight, or already multiplies in another way.
+    The matrices themselves are left with empty weights. Returns None and changes nothing if any
+    matrix has a bias, another dtype or an empty weight, or already multiplies in another way.
     """
     for matrix in matrices:
         if not _can_join(matrix, dtype):
@@ -139,7 +139,7 @@ def cast_together(
 
 
 class _Cast(torch.autograd.Function):
-    """Casts all parameters, and all gradients back, with one cast for each shape.
+    """Casts all parameters, and in the backward pass all gradients, with one operator per shape.
 
     The parameters are arguments in addition to the units, because autograd must see them.
     """

@@ -1,6 +1,5 @@
-"""Tokenise a corpus ahead of training, or check its tokens.
-
-Without this command, training tokenises the corpus first.
+"""Tokenise a corpus ahead of training, or check its tokens. Without this command, training
+tokenises the corpus first.
 
 python -m nanochat.prepare --data NAME --dedup    # leave out near-duplicates, here and in training
 python -m nanochat.prepare --data NAME --dedup --check_against DIR --drop_contaminated
@@ -49,7 +48,10 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Tokenise or check both splits of each corpus."""
+    """Clean each corpus if the flags ask for it, then tokenise both of its splits.
+
+    With --verify, all token files are also hashed again.
+    """
     cleans = cfg.dedup or cfg.check_against is not None
     _check_flags(cfg, cleans)
     data = resolve_data(cfg.data)
@@ -78,7 +80,7 @@ def main(cfg: Config) -> None:
 
 
 def _check_flags(cfg: Config, cleans: bool) -> None:
-    """Raise UserError (exit code 2) if a flag is out of range or flags contradict each other."""
+    """Raise UserError (exit code 2) if a flag is out of range or if flags contradict each other."""
     if cfg.num_workers is not None and cfg.num_workers < 1:
         raise UserError(
             tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),

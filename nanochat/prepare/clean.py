@@ -1,10 +1,11 @@
 """Decide which documents of a corpus are left out of training.
 
-These are near-duplicates, and documents with passages of evaluations. The shards stay as they are.
-corpus.json gets an entry `dropped`, and each shard gets a list of its dropped documents in
-`dropped/`. Tokenising leaves these documents out, in this command and in every stage. Shards are
-screened one by one. If the corpus is large, this is done by processes that run `python -m
-nanochat.prepare.clean`. Then one process decides for all documents together.
+Near-duplicates are left out, and so are documents that contain passages of evaluations. The shards
+stay as they are: corpus.json gets an entry `dropped`, and each shard gets a list of its dropped
+documents in `dropped/`. Tokenising skips these documents, in this command and in every stage.
+
+First every shard is screened on its own, in processes that run `python -m nanochat.prepare.clean`
+if the corpus is large. Then one process decides for all documents together.
 """
 
 import contextlib
@@ -37,13 +38,14 @@ def clean(
 ) -> dict[str, Any]:
     """Screen a corpus, record which documents are left out, and return a summary.
 
-    The record is the entry `dropped` of corpus.json. Of documents that resemble each other, only
-    the first stays. Validation documents come first, so training keeps no near copy of them. The
-    result depends only on the shards, not on the number of processes. If an earlier call left out
-    documents, a call that only counts changes nothing.
+    The record is the entry `dropped` of corpus.json. Of several similar documents, only the first
+    is kept. Validation documents come first, so no near-duplicate of one remains in training. The
+    result depends only on the shards, not on the number of processes. A call that only counts
+    documents does not change what an earlier call left out.
 
-    Raises UserError if a shard is damaged. Raises UserError (exit code 2) if an earlier call left
-    out documents for a reason that this call does not repeat, so that they would come back.
+    Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
+    evaluations cannot be used, or if this call leaves out documents but would restore others that
+    an earlier call left out.
     """
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})
@@ -51,18 +53,20 @@ def clean(
     passages = read_passages(check_against) if check_against is not None else None
     paths = [path.absolute() for split in ("val", "train") for path in shards(corpus, split)]
     with locked(corpus.folder / ".clean.lock") as lock:
-        screened = [corpus.folder / DROPPED / f".{path.stem}.npz" for path in paths]
+        result_paths = [corpus.folder / DROPPED / f".{path.stem}.npz" for path in paths]
         title = f"screen {corpus.name}"
         with Progress(title, sum(map(count_rows, paths)), "documents") as progress:
             total_bytes = sum(path.stat().st_size for path in paths)
-            count = processes_for(total_bytes, len(paths), processes)
-            if count < 2:
-                for path, out in zip(paths, screened, strict=True):
+            process_count = processes_for(total_bytes, len(paths), processes)
+            if process_count < 2:
+                for path, out in zip(paths, result_paths, strict=True):
                     screen_shard(path, out, dedup, passages, progress.advance)
             else:
-                _screen_in_processes(paths, screened, dedup, check_against, count, lock, progress)
+                _screen_in_processes(
+                    paths, result_paths, dedup, check_against, process_count, lock, progress
+                )
         set_names = passages.names if passages else ()
-        decision = _decide(screened, dedup, set_names, drop_contaminated)
+        decision = _decide(result_paths, dedup, set_names, drop_contaminated)
         summary = decision.summary
         about = read_about(corpus.folder)
         dropped_earlier = about.get(DROPPED, {}).get("documents", 0)
@@ -70,12 +74,12 @@ def clean(
             _log_summary(corpus, summary)
             log(f"{corpus.name}: {dropped_earlier:,} documents were left out earlier and still are")
         else:
-            make = _command(corpus, dedup, check_against, drop_contaminated)
-            summary = summary | {"make": make, "shards": _write_lists(paths, decision.dropped)}
+            command = _command(corpus, dedup, check_against, drop_contaminated)
+            summary = summary | {"make": command, "shards": _write_lists(paths, decision.dropped)}
             about[DROPPED] = summary
             write_json(corpus.folder / ABOUT, about)
             _log_summary(corpus, summary)
-        for out in screened:
+        for out in result_paths:
             out.unlink()
     return summary
 
@@ -95,9 +99,9 @@ def _refuse_to_take_back(
     dedup: bool,
     drop: bool,
 ) -> None:
-    """Raise UserError (exit code 2) if this command would restore documents that were left out earlier.
+    """Raise UserError (exit code 2) if this command would restore documents left out earlier.
 
-    That is so if an earlier command left them out for a reason that this one does not repeat.
+    This happens if an earlier command left them out for a reason that this one does not repeat.
     """
     reasons = (
         ("near_duplicates", "--dedup", dedup),
@@ -123,7 +127,7 @@ def _command(
     check_against: Path | None,
     drop_contaminated: bool,
 ) -> str:
-    """Return the command that leaves the same documents out again."""
+    """Return the command line that leaves out the same documents again."""
     command = f"python -m nanochat.prepare --data {quote(corpus.name)}"
     if dedup:
         command += " --dedup"
@@ -144,13 +148,13 @@ class _Decision:
 
 
 def _decide(
-    screened: list[Path],
+    result_paths: list[Path],
     dedup: bool,
     set_names: tuple[str, ...],
     drop: bool,
 ) -> _Decision:
-    """Decide which documents are left out, from the results of screening the shards."""
-    results = [dict(np.load(path)) for path in screened]
+    """Return which documents are left out, given the file of screening results of each shard."""
+    results = [dict(np.load(path)) for path in result_paths]
     counts = [int(result["seen"]) for result in results]
     ends = np.cumsum(counts)
     is_dropped = np.zeros(sum(counts), bool)
@@ -177,10 +181,10 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write a list of the documents left out of each shard.
+    """Write a file for each shard that lists the documents left out of it.
 
-    Returns the entry in corpus.json for each shard: the number of documents in its list, and the
-    SHA-256 of the list.
+    Returns, by the name of the shard, the number of documents in the list and the SHA-256 of its
+    file, which are recorded in corpus.json.
     """
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
@@ -228,13 +232,13 @@ def screen_shard(
     passages: Passages | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Screen the documents of a shard, and write the result to `out`.
+    """Screen the documents of a shard, and write the results to the file `out`.
 
-    The result holds the bands and bins of the documents' signatures, and a pair (document, set) for
-    each document that holds a passage of an evaluation set. Documents are numbered in the order in
-    which `batches` yields them. `advance` is called after every batch with the number of documents
-    in it. Returns the name of the shard and its number of documents. Raises UserError if the shard
-    is damaged.
+    The results are the bands and bins of the documents' signatures, and a pair (document number,
+    evaluation number) for each evaluation that shares a passage with a document. Documents are
+    numbered in the order of the shard. `advance` is called after every batch with the number of
+    documents in it. Returns the name of the shard and its number of documents. Raises UserError if
+    the shard is damaged.
     """
     check_sha256(path)
     parts = []
@@ -265,7 +269,7 @@ def screen_shard(
 
 def _screen_in_processes(
     paths: list[Path],
-    screened: list[Path],
+    result_paths: list[Path],
     dedup: bool,
     check_against: Path | None,
     processes: int,
@@ -275,7 +279,7 @@ def _screen_in_processes(
     against = str(check_against.expanduser()) if check_against else ""
     setup = {"dedup": dedup, "against": against}
     tasks = []
-    for path, out in zip(paths, screened, strict=True):
+    for path, out in zip(paths, result_paths, strict=True):
         tasks.append({"name": str(path), "out": str(out.absolute())})
     messages = work("nanochat.prepare.clean", setup, tasks, processes, keep=[lock])
     with contextlib.closing(messages):
@@ -284,7 +288,7 @@ def _screen_in_processes(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Read the evaluations in a worker process, and return a function that does one task."""
+    """Read the evaluations in a worker process, and return a function that screens one shard."""
     passages = read_passages(Path(setup["against"])) if setup["against"] else None
 
     def screen(task: Message, say: Say) -> Message:

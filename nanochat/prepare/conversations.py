@@ -1,4 +1,4 @@
-"""Conversations as token files, with a mask of the tokens that are trained."""
+"""Turn conversations into token files, with a mask that marks the tokens that are trained."""
 
 import hashlib
 import itertools
@@ -28,13 +28,13 @@ from nanochat.prepare.token_files import (
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer
 
-NEWEST_FOLDERS = 8  # so many folders of each stage are never removed
+NEWEST_FOLDERS = 8  # the number of newest folders of a stage that are never removed
 UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
 BATCH = 1_000  # conversations to render at a time
 
 
 class ConversationSplits(Protocol):
-    """Conversations for training and for validation; `key` identifies their content."""
+    """Conversations to train and validate on, with a key that identifies their content."""
 
     @property
     def key(self) -> str: ...
@@ -49,7 +49,7 @@ def conversation_folder(
     tokenizer: Tokenizer,
     key: str,
 ) -> Path:
-    """Return the folder for the tokens of a stage's conversations.
+    """Return the folder in which a stage keeps its tokenised conversations.
 
     Other conversations and other tokenizers get other folders, so two runs in one base folder do
     not overwrite each other's tokens.
@@ -64,11 +64,12 @@ def prepare_conversations(
     tokenizer: Tokenizer,
     key: str,
 ) -> TokenSet:
-    """Return the tokens of conversations, with a mask of the tokens that are trained.
+    """Return the tokens of conversations, with a mask that marks the trained tokens.
 
-    This is safe to call from every rank at once. `key` identifies the content. If the folder holds
-    files with the same key and tokenizer, they are used, and `conversations` is neither called nor
-    read.
+    This is safe to call from every rank at once. `key` identifies the conversations. If the folder
+    holds token files made with the same key and tokenizer, they are used, and `conversations` is
+    neither called nor read. Raises UserError if there are no conversations, or if a token file is
+    damaged.
     """
     identity = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
 
@@ -93,10 +94,11 @@ def conversation_lengths(
     tokenizer: Tokenizer,
     together: int = 1,
 ) -> np.ndarray:  # int64
-    """Return the number of tokens of each training and validation conversation of a stage.
+    """Return the length in tokens of every training and validation conversation of a stage.
 
-    With `together`, each number is the sum for that many consecutive conversations, such as 2 for
-    pairs. The tokens are saved, so dataloader.chat_rows() does not have to tokenise again.
+    If `together` is above 1, each number is the sum over that many consecutive conversations, such
+    as the two conversations of a pair. The tokens are saved, so dataloader.chat_rows() does not
+    tokenise the conversations again.
     """
     key = conversations.key
     lengths = []
@@ -112,7 +114,10 @@ def _write(
     tokenizer: Tokenizer,
     identity: dict[str, Any],
 ) -> None:
-    """Write the token file of conversations, then its meta.json."""
+    """Tokenise conversations, and write the token file and its meta.json.
+
+    Raises UserError if there are no conversations.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     token_bytes = tokenizer.token_bytes()
     dtype = dtype_for(tokenizer.vocab_size)
@@ -148,9 +153,9 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _remove_old_folders(folder: Path) -> None:
-    """Remove folders that the same stage filled long ago.
+    """Remove folders that the same stage filled long ago, except its newest ones.
 
-    A run that resumes and needs such a folder tokenises its conversations again.
+    If a run resumes that used a removed folder, it tokenises its conversations again.
     """
     name = folder.name.rpartition("-")[0]
     times = {}

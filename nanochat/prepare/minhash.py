@@ -1,10 +1,10 @@
-"""Find near-duplicates: documents that resemble an earlier one, by their MinHash signatures.
+"""Find documents that nearly equal an earlier one, by comparing their MinHash signatures.
 
-The windows of characters in a document are hashed. A signature keeps the smallest hash in each of
-128 bins (one permutation hashing, Li, Owen and Zhang 2012); an empty bin borrows from the next full
-one (Shrivastava and Li 2014). The share of bins in which two documents are equal estimates the
-Jaccard similarity of their sets of windows. Documents are compared if they are equal in a band of
-eight bins. Nothing here is random.
+A signature hashes every window of 16 bytes of a text, and keeps the smallest hash in each of 128
+bins (one permutation hashing, Li, Owen and Zhang 2012). An empty bin borrows from the next full one
+(Shrivastava and Li 2014). The share of bins in which two documents are equal estimates the Jaccard
+similarity of their sets of windows. Among documents with an equal band of eight bins, each is
+compared with the first. The factors of the hashes are constant, so the result is always the same.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ import numpy as np
 WINDOW = 16  # bytes: about five Han characters, or three English words
 BINS = 128
 BANDS = 16  # of BINS // BANDS bins each: of pairs with similarity 0.8, about 95 % share a band
-SIMILAR = 0.75  # documents with at least this share of equal bins are near-duplicates
-# The number of smallest hashes to look at: in a long document, windows are left out if they cannot
-# be among them.
+SIMILAR = 0.75  # documents with at least this share of equal bins count as near-duplicates
+# For a long document, only about this many of its smallest hashes are sorted into bins, which
+# usually fills most bins.
 ENOUGH = 16 * BINS
 COMPARED = 1 << 14  # documents to compare at a time
 
-EMPTY = (1 << 32) - 1  # the value of a bin that has no hash
+EMPTY = (1 << 32) - 1  # the value of a bin without a hash
 
 
 @cache
 def _factors() -> np.ndarray:
-    """Return the odd factors of the hashes, uint64.
+    """Return the odd numbers by which the hash functions multiply, uint64 (3 + BINS // BANDS,).
 
-    There are two for a window, one for mixing, and one for each bin of a band.
+    The first two are for the halves of a window, the third mixes bits, and each of the others is
+    for one bin of a band.
     """
     count = 3 + BINS // BANDS
     numbers = np.random.default_rng(0).integers(1, 1 << 63, count, np.uint64)
@@ -38,7 +39,10 @@ def _factors() -> np.ndarray:
 
 @cache
 def _translation() -> tuple[bytes, bytes]:
-    """Return the arguments of bytes.translate: the lower case of each byte, the bytes to delete."""
+    """Return the arguments of bytes.translate: a table to lower case, and the bytes to delete.
+
+    ASCII characters other than letters and digits are deleted.
+    """
     lower_case = bytes(range(256)).lower()
     left_out = bytes(byte for byte in range(128) if not chr(byte).isalnum())
     return lower_case, left_out
@@ -46,15 +50,15 @@ def _translation() -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class Signatures:
-    """The signatures of documents, by which they are compared."""
+    """The MinHash signatures of documents."""
 
     # (documents, BANDS) uint64: documents with an equal band may be near-duplicates
     bands: np.ndarray
-    bins: np.ndarray  # (documents, BINS) uint8: the lowest byte of the smallest hash in each bin
+    bins: np.ndarray  # (documents, BINS) uint8: a byte of each bin's smallest hash
 
     @staticmethod
     def joined(parts: Sequence["Signatures"]) -> "Signatures":
-        """Return the signatures of several lists of documents, one after the other."""
+        """Return one object that holds all signatures of `parts`, in the same order."""
         bands = np.concatenate([batch.bands for batch in parts])
         bins = np.concatenate([batch.bins for batch in parts])
         return Signatures(bands, bins)
@@ -73,11 +77,14 @@ def signatures(texts: Sequence[str]) -> Signatures:
 
 
 def _borrow(smallest: np.ndarray) -> np.ndarray:  # (documents, BINS) uint64, both
-    """Fill each empty bin with the hash of the next full bin, in a circle."""
+    """Return the hashes with each empty bin filled from the next full bin.
+
+    The first bin follows the last one.
+    """
     is_empty = smallest == EMPTY
     bin_numbers = np.where(is_empty, 2 * BINS, np.arange(BINS))
     twice_around = np.concatenate([bin_numbers, bin_numbers + BINS], axis=1)
-    # From the end backwards, the smallest number so far is that of the next full bin.
+    # Going backwards from the end, the smallest bin number so far belongs to the next full bin.
     backwards = np.flip(twice_around, axis=1)
     next_full = np.flip(np.minimum.accumulate(backwards, axis=1), axis=1)
     lenders = next_full[:, :BINS] % BINS
@@ -89,19 +96,19 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def _smallest_hashes(text: str) -> np.ndarray:
-    """Return the smallest 32-bit hash of a text's windows in each bin, uint64 (BINS,).
+    """Return the smallest 32-bit hash in each bin over all windows of a text, uint64 (BINS,).
 
     A bin without a hash holds EMPTY.
     """
     letters = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
     count = len(letters) - WINDOW + 1
-    # The eight bytes that begin at each position; a window of 16 bytes consists of two such values.
+    # The eight bytes that begin at each position; two of them make a window of 16 bytes.
     eight_bytes = np.ndarray((count + 8,), "<u8", letters, strides=(1,))
     first_factor, second_factor = _factors()[:2]
     first_half = eight_bytes[:count] * first_factor
     second_half = eight_bytes[8:] * second_factor
     hashes = _mixed(first_half + second_half)
-    # A window begins with a character, not inside one.
+    # Keep only windows that begin at the first byte of a UTF-8 character.
     first_bytes = np.frombuffer(letters, np.uint8, count)
     at_character = (first_bytes & 0xC0) != 0x80
     if count > 2 * ENOUGH:
@@ -116,7 +123,7 @@ def _smallest_hashes(text: str) -> np.ndarray:
 
 
 def _by_bin(hashes: np.ndarray) -> np.ndarray:
-    """Return, for each bin, the smallest upper half of a hash in that bin."""
+    """Sort 64-bit hashes into bins, and return the smallest upper half in each, uint64 (BINS,)."""
     smallest = np.full(BINS, EMPTY, np.uint64)
     upper_halves = hashes >> np.uint64(32)
     bins = (hashes >> np.uint64(25)) & np.uint64(BINS - 1)
@@ -125,27 +132,28 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(documents: Signatures) -> np.ndarray:
-    """Return a mask of the documents that resemble an earlier one, bool (documents,).
+    """Return which documents nearly equal an earlier one, bool (documents,).
 
-    The first document of a group is never marked.
+    The first of several similar documents is never marked.
     """
-    duplicate = np.zeros(len(documents.bands), bool)
-    if not len(duplicate):
-        return duplicate
+    is_duplicate = np.zeros(len(documents.bands), bool)
+    if not len(is_duplicate):
+        return is_duplicate
     for band in documents.bands.T:
-        # Sort by band: documents with an equal band stand together, and the first of them leads.
+        # Sort by band, so that documents with an equal band are adjacent. The first document of
+        # each such group is its leader, with which the others are compared.
         order = np.argsort(band, kind="stable")
         sorted_band = band[order]
-        leads = np.ones(len(order), bool)
-        leads[1:] = sorted_band[1:] != sorted_band[:-1]
-        positions = np.where(leads, np.arange(len(order)), 0)
+        is_leader = np.ones(len(order), bool)
+        is_leader[1:] = sorted_band[1:] != sorted_band[:-1]
+        positions = np.where(is_leader, np.arange(len(order)), 0)
         leader_positions = np.maximum.accumulate(positions)
-        later = order[~leads]
-        leaders = order[leader_positions[~leads]]
+        later = order[~is_leader]
+        leaders = order[leader_positions[~is_leader]]
         for start in range(0, len(later), COMPARED):
             batch = later[start : start + COMPARED]
             batch_leaders = leaders[start : start + COMPARED]
             equal_bins = documents.bins[batch] == documents.bins[batch_leaders]
             is_similar = equal_bins.mean(axis=1) >= SIMILAR
-            duplicate[batch[is_similar]] = True
-    return duplicate
+            is_duplicate[batch[is_similar]] = True
+    return is_duplicate

@@ -1,7 +1,4 @@
-"""The packing plan of a token set: which pieces of which documents make up each row.
-
-It is saved in the folder of the token set.
-"""
+"""Plan which pieces of which documents make up each row, and save the plan beside the tokens."""
 
 import os
 import shutil
@@ -29,15 +26,15 @@ TooLong = Literal["cut", "drop"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The segments of each row, memory-mapped, and how much had to be cut or dropped."""
+    """The segments of each row, memory-mapped, and how much was cut or dropped to make them fit."""
 
     row_tokens: int
     packing: Packing
-    used: np.ndarray  # (rows,) int32: cells of each row that are not padding
+    used: np.ndarray  # (rows,) int32: tokens of each row that are not padding
     # (rows,) int32: tokens of each row with mask 1; without a mask, all tokens but begin marks
     trained: np.ndarray
     key: str
-    cut_conversations: int  # how many were longer than a row
+    cut_conversations: int  # number of conversations, or pairs, that were longer than a row
     dropped_tokens: int
 
     @property
@@ -55,20 +52,18 @@ def plan(
 ) -> Plan:
     """Return the packing plan of a token set, which the first call makes and saves.
 
-    This is safe to call from every rank at once.
-
-    Use `cut` for documents: then every token is placed. Without `cut`, for conversations, each
-    conversation stays whole. A conversation that is longer than a row is cut before a user turn,
-    and a single exchange that is longer than a row loses its end.
+    This is safe to call from every rank at once. Use `cut` for documents: then every token is
+    placed. Without `cut`, each conversation stays whole if it fits into a row. A longer one is cut
+    before user turns, and a single exchange that is longer than a row loses its end.
 
     `too_long` is for conversations without begin marks, whose own first token takes the place of
     the mark: a conversation that is longer than a row is cut to its beginning, or dropped.
 
-    With `pairs`, which needs `too_long`, the conversations 2n and 2n + 1 stand side by side in a
-    row. If both together are longer than a row, each may fill half a row, or the room that the
-    other one leaves. A pair is left out if nothing is left of an answer.
+    With `pairs`, which needs `too_long`, the conversations 2n and 2n + 1 are adjacent in a row. If
+    both together are longer than a row, each may fill half a row, or the space that the other one
+    leaves. A pair is left out if the cut leaves no trained token in one of its conversations.
 
-    Raises UserError if no row is left.
+    Raises UserError if nothing is left to put into rows.
     """
     assert too_long or not pairs
     words = ["plan", str(row_tokens), "cut" if cut else "whole"]
@@ -97,7 +92,7 @@ def _log_cut(
     too_long: TooLong | None,
     pairs: bool,
 ) -> None:
-    """Log how many conversations were longer than a row."""
+    """Log how many conversations or pairs were too long, and how many tokens were left out."""
     items = f"{token_set.documents:,} conversations"
     if pairs:
         items = f"{token_set.documents // 2:,} pairs"
@@ -119,7 +114,7 @@ def _load_plan(
 ) -> Plan | None:
     """Return the saved plan with this key, or None if there is none.
 
-    If the plan is damaged, warns and returns None.
+    If the plan is damaged, logs a warning and returns None.
     """
     try:
         meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
@@ -161,7 +156,10 @@ def _save_plan(
     cut_conversations: int,
     dropped: int,
 ) -> None:
-    """Write the arrays of a plan and its meta.json. The folder appears only when it is complete."""
+    """Write the arrays of a plan and its meta.json into a folder.
+
+    The folder appears under its name only once everything is written.
+    """
     # This process holds the lock, so no other process uses the temporary name.
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -215,8 +213,8 @@ def _make_plan(
             too_long,
         )
         placed_tokens = int(pair_lengths.sum())
-        # A pair is packed as one piece, whose start is the number of the pair. Its cell for a begin
-        # mark holds the first token of its first conversation.
+        # A pair is packed as one piece, whose start is the number of the pair. The first token of
+        # the first conversation takes the place of the begin mark.
         starts = np.arange(len(pair_starts))
         lengths = pair_lengths.sum(axis=1) - 1
     elif cut:
@@ -267,9 +265,9 @@ def _unfold_pairs(
     pair_starts: np.ndarray,  # (pairs, 2) int64
     pair_lengths: np.ndarray,  # (pairs, 2) int64
 ) -> Packing:
-    """Turn a packing of pairs into a packing of their conversations.
+    """Return the packing of the conversations, given the packing of their pairs.
 
-    In the packing of pairs, the start of a segment is the number of a pair.
+    In `packing`, each segment is one pair, and its start is the number of the pair.
     """
     numbers = packing.starts
     starts = pair_starts[numbers] + 1
@@ -284,10 +282,11 @@ def _cut_pairs(
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Cut the two conversations of each pair, so that `room` tokens hold both.
+    """Return the starts and lengths of the conversations in each pair, and how many pairs were cut.
 
-    Returns the starts and the lengths of the conversations, int64 (pairs, 2), and the number of
-    pairs that were cut. Pairs in which a conversation has no trained token are left out.
+    Both arrays are int64 (pairs, 2). The lengths are cut so that each pair fits into `room` tokens.
+    Pairs in which a conversation has no trained token are left out. If `too_long` is "drop", so are
+    pairs that were cut.
     """
     starts = starts.reshape(-1, 2)
     lengths = lengths.reshape(-1, 2)
@@ -311,10 +310,10 @@ def _cut_conversations(
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Cut conversations into pieces of at most `room` tokens.
+    """Return the starts and lengths of the pieces, and how many conversations were too long.
 
-    Returns the starts and the lengths of the pieces, in order, and the number of conversations that
-    were longer than `room`. Pieces of such conversations are dropped if they have no trained token.
+    Pieces have at most `room` tokens, and are in the order of the conversations. A piece of a
+    conversation that was cut is dropped if it has no trained token.
     """
     token_file = token_set.parts[0]
     border = token_set.meta.get("border")

@@ -19,8 +19,8 @@ from nanochat.tokenizer import cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB
-BYTES_THAT_PAY = 8_000_000  # of shards: reading fewer is faster than starting a process for them
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # unset in a worker, which is not a rank
+BYTES_THAT_PAY = 8_000_000  # reading fewer bytes of shards is faster than starting a process for it
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # not passed on, as a worker is not a rank
 Message = dict[str, Any]
 Say = Callable[[Message], None]
 
@@ -35,7 +35,8 @@ def processes_for(
 ) -> int:
     """Return the number of processes to use for tasks that read `size` bytes of shards.
 
-    This is the requested number, or else as many as save time, and never more than one per task.
+    This is `requested`, or by default as many processes as save time. There is never more than one
+    process per task.
     """
     worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)
     return min(requested or worthwhile, tasks)
@@ -48,13 +49,13 @@ def work(
     processes: int,
     keep: Sequence[int] = (),
 ) -> Generator[tuple[int, Message], None, None]:
-    """Run tasks in worker processes, and yield (task number, message) for each message.
+    """Run tasks in worker processes, yielding (task number, message) for each message they send.
 
-    Messages are yielded as they arrive. The processes run `python -m module`, which calls serve().
-    The last message of a task has the key "result". If a process raises UserError or OSError, the
-    same error is raised here. Raises UserError if a process was killed. Leaving the iterator ends
-    the processes; they also end when this process ends. They inherit the file descriptors in
-    `keep`.
+    The processes run `python -m MODULE`, which calls serve(), and inherit the file descriptors in
+    `keep`. The last message of a task has the key "result". A UserError or an OSError in a process
+    is raised here too, and any other exception becomes a RuntimeError. Raises UserError if a
+    process ends early, for example because it was killed. Closing the iterator ends the processes,
+    which also end when this process ends.
     """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -145,7 +146,7 @@ def _end(processes: Sequence[subprocess.Popen[str]], threads: Sequence[threading
 
 
 def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
-    """Return the exception to raise for a process that did not finish a task."""
+    """Return the exception to raise for a task that a process did not finish."""
     kind = message["raised"]
     name = task.get("name", "a task")
     if kind == "UserError":
@@ -155,9 +156,9 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
     if kind == "end":
         code = message["code"]
         ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        memory = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+        memory_hint = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
         return UserError(
-            f"the process that worked on {name} {ending}{memory}. Finished work is kept: type the "
+            f"the process that worked on {name} {ending}{memory_hint}. Finished work is kept: type the "
             "same command again to resume; if it fails again, use fewer processes: python -m "
             "nanochat.prepare -w N"
         )
@@ -168,14 +169,15 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
 
 
 def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
-    """Run the tasks that arrive on standard input, until it ends.
+    """Run the tasks that arrive on standard input, until the parent closes it.
 
-    `begin(setup)` returns a function that runs one task and returns its result. While it runs, this
-    function may send messages by calling its second argument.
+    `begin(setup)` returns a function that runs one task and returns its result. While it runs, that
+    function may send messages to the parent by calling its second argument.
     """
     with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process after Ctrl-C
-    # Messages go to the real standard output; printed text goes to standard error.
+        # Ctrl-C reaches the parent as well, which ends this process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Messages are written to the real standard output; anything printed goes to standard error.
     wire = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     sys.stdout = sys.stderr
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -209,5 +211,5 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
                     "filename": filename,
                 }
             )
-        except Exception:  # any failure of this process: the parent raises it again
+        except Exception:  # a process boundary: the parent raises an error with this text
             say({"raised": "Exception", "text": traceback.format_exc()})

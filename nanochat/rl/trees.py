@@ -1,7 +1,7 @@
 """Trains on replies as trees, in which replies to the same prompt share their common tokens.
 
-The gradient equals that of separate rows, up to rounding. A tree predicts only tokens that are
-trained. A token drops out if better and worse replies share it and their weights cancel.
+The gradient is the same as for separate rows, up to rounding. A tree predicts only tokens that are
+trained. A token is dropped if better and worse replies share it and their weights cancel.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,20 @@ from nanochat.model import Model
 from nanochat.runtime import parallel
 
 LARGEST = 384  # maximum tokens of a tree; larger groups are split, as attention cost is quadratic
-PASS_TOKENS = 4096  # tokens of a pass that only reads, padding included
+PASS_TOKENS = 4096  # most tokens in a pass without gradients, padding included
 ROW = 128  # minimum tokens of a row
 ROW_GRAIN = 32  # a row has a multiple of this many tokens
-# passes have multiples of this many rows and targets, to keep the number of shapes small
+# A pass has multiples of this many rows and targets, to keep the number of shapes small.
 GRAIN = 4
 TARGETS = 64
 NOTHING = 1e-9  # a sum of weights up to this is a rounding error
 IGNORED = -1  # a target that is not trained
 
-# Targets at the same place are kept apart, instead of summed, if their weights differ in sign or if
-# they belong to different replies.
+# Which targets with the same place and token are kept apart instead of summed: none of them,
+# targets whose weights differ in sign, or targets of different replies.
 Apart = Literal["none", "signs", "replies"]
-# the place that predicts the target, its token, and a sign or reply number that keeps it apart
+# The place that predicts the target, the token, and a number that keeps apart targets that are not
+# summed: the sign of the weight, or the number of the reply.
 Target = tuple[int, int, int]
 # Losses with ratios have figures that count targets even if their weights would cancel out.
 APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
@@ -42,12 +43,12 @@ APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs"
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, a reply to it, and the weight of each reply token in the loss."""
+    """A reply with its prompt, and with the weight of each of its tokens in the loss."""
 
     prompt: list[int]
     completion: Completion
     weights: list[float]
-    # the number of replies for which each token is trained, if equal replies were merged
+    # if equal replies were merged: the number of replies for which each token is trained
     counted: list[int] | None = None
 
     @property
@@ -84,10 +85,10 @@ def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
 
 @dataclass
 class TargetSums:
-    """The sums over all replies that share a target."""
+    """The weight and the number of copies of a target, summed over the replies that share it."""
 
     weight: float
-    logprob: float  # of the sampler
+    logprob: float  # the sampler's, as recorded in the first of these replies
     copies: float
 
 
@@ -129,7 +130,7 @@ class GrowingTree:
         return int(weight > 0) if apart == "signs" else 0
 
     def _child(self, place: int, token: int) -> int:
-        """Return the place of a token that follows `place`, and add it if it does not exist."""
+        """Return the place of a token that follows `place`, adding it to the tree if necessary."""
         child = self.children.get((place, token))
         if child is None:
             child = len(self.tokens)
@@ -139,7 +140,7 @@ class GrowingTree:
         return child
 
     def pruned(self) -> "GrowingTree":
-        """Return the tree without targets of zero weight and tokens that no target needs."""
+        """Return the tree without targets whose weight is zero, and tokens that no target needs."""
         targets = {
             target: sums for target, sums in self.targets.items() if abs(sums.weight) > NOTHING
         }
@@ -165,7 +166,8 @@ class GrowingTree:
 def _plant(samples: Sequence[Sample], apart: Apart) -> list[tuple[GrowingTree, list[Target]]]:
     """Return, for each sample, its tree and the targets of its tokens in that tree.
 
-    All replies in a tree have the same prompt.
+    All replies in a tree have the same prompt. A new tree begins if the last one for this prompt
+    could grow beyond LARGEST tokens.
     """
     planted = []
     latest: dict[tuple[int, ...], GrowingTree] = {}
@@ -185,7 +187,7 @@ def _distinct(planted: Sequence[tuple[GrowingTree, list[Target]]]) -> list[Growi
 
 
 def grow(samples: Sequence[Sample], apart: Apart) -> list[GrowingTree]:
-    """Return the pruned trees of all samples, except trees without a target to train."""
+    """Return the pruned trees of all samples, leaving out trees that have no target to train."""
     trained = [sample for sample in samples if any(sample.weights)]
     trees = [tree.pruned() for tree in _distinct(_plant(trained, apart))]
     return [tree for tree in trees if tree.targets]
@@ -196,7 +198,10 @@ def grow(samples: Sequence[Sample], apart: Apart) -> list[GrowingTree]:
 
 @torch.no_grad()
 def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
-    """Return the model's log-probability of each token of each sample's reply, read as trees."""
+    """Return, for each sample, the model's log-probability of every token of the reply.
+
+    The model reads the replies as trees.
+    """
     every_token = [
         replace(sample, weights=[1.0] * len(sample.completion.tokens)) for sample in samples
     ]
@@ -207,9 +212,9 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
     for first in range(0, len(rows), height):
         pass_rows = rows[first : first + height]
         tensors = _pass_tensors(pass_rows, row_tokens, height, 0, "none", sampled=False)
-        inputs, targets, _, *shape = (tensor.to(compute.device) for tensor in tensors)
+        inputs, targets, _, *tree_tensors = (tensor.to(compute.device) for tensor in tensors)
         module = cast(nn.Module, model)
-        pass_losses = module(inputs, targets, "none", context=Tree(*shape)).tolist()
+        pass_losses = module(inputs, targets, "none", context=Tree(*tree_tensors)).tolist()
         keys = [(id(tree), target) for row in pass_rows for tree in row for target in tree.targets]
         losses |= zip(keys, pass_losses, strict=False)  # the remaining targets are padding
     return [[-losses[id(tree), target] for target in path] for tree, path in planted]
@@ -221,12 +226,12 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
 def pack(
     samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: Apart, sampled: bool
 ) -> list[tuple[Tensor, ...]]:
-    """Return the samples as passes over trees, each a tuple of tensors.
+    """Return the tensors of each pass over the samples, which are arranged as trees.
 
-    A pass holds inputs, targets, weights, and finally the tensors of a Tree. With `sampled`, the
-    sampler's log-probabilities and the copies of each target come before the Tree. `apart` tells
-    which weights must not be summed because the loss is not linear in them; for "replies", the
-    number of each target's reply also comes before the Tree.
+    A pass has the tensors inputs, targets and weights, and finally the tensors of a context.Tree.
+    With `sampled`, the sampler's log-probabilities and the copies of each target come before the
+    Tree. `apart` says which weights must not be summed because the loss is not linear in them; for
+    "replies", each target's reply number comes before the Tree too.
 
     A pass has at most as many tokens as `replies` rows of the longest sample, or a single row.
     Every rank gets the same number of passes.
@@ -246,9 +251,9 @@ def pack(
 
 
 def _pack_rows(trees: Sequence[GrowingTree]) -> tuple[list[list[GrowingTree]], int]:
-    """Return rows of trees and the tokens of a row, placing the largest trees first.
+    """Arrange trees in rows, and return the rows and the number of tokens in each.
 
-    Every tree goes into the first row that has room for it.
+    The largest trees are placed first, and each goes into the first row that has room for it.
     """
     trees = sorted(trees, key=lambda tree: -len(tree.tokens))
     row_tokens = max(len(trees[0].tokens) if trees else 0, ROW)
@@ -280,7 +285,7 @@ def _pass_tensors(
     inputs = np.full((height, row_tokens), pad, dtype=np.int64)
     parents = np.tile(np.arange(row_tokens), (height, 1))
     visible = np.tile(np.eye(row_tokens, dtype=bool), (height, 1, 1))
-    # place, target, weight, log-probability, copies, number of the reply
+    # (place, target, weight, log-probability, copies, reply number)
     targets: list[tuple[int, int, float, float, float, int]] = []
     replies_before = 0
     for number, row in enumerate(rows):
@@ -311,7 +316,7 @@ def _pass_tensors(
 
 
 def _see_ancestors(visible: np.ndarray, parents: Sequence[int], start: int) -> None:
-    """Mark the ancestors of every place of a tree as visible, in the mask (T, T) of its row."""
+    """Mark the ancestors of each place in a tree as visible, in the (T, T) mask of the row."""
     for place, parent in enumerate(parents[1:], 1):
         row = start + place
         visible[row, start:row] = visible[start + parent, start:row]
