@@ -271,6 +271,7 @@ def test_shell_scripts_learn_that_cards_cannot_be_used(
     assert (ended.value.code, said.out) == (1, "") and "setup_ascend.sh" in said.err
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_kept_in_one_folder_for_all_base_folders(tmp_path: Path):
     """In a fresh process, with an optimizer, whose first import would settle on another folder."""
     script = (

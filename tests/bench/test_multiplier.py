@@ -212,6 +212,7 @@ def test_a_run_that_reads_its_text_more_than_twice_has_no_pairs(tmp_path: Path) 
     assert parameters[0] - parameters[1] == 32 * TINY.vocab_size * TINY.n_embd
 
 
+@pytest.mark.slow
 def test_compiling_is_no_part_of_upstreams_cost(tmp_path: Path) -> None:
     """The first pass of this upstream takes 0.3 CPU seconds, as a compiler does."""
     run = run_in(tmp_path / "rows", UPSTREAM, horizon=2)

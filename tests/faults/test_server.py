@@ -115,6 +115,7 @@ def test_clients_that_send_byte_by_byte(begun: bytes) -> None:
         works(url)
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_read() -> None:
     """T25. Injects: as many clients as there are places ask for long answers and read nothing. Must follow: their
     places are free as soon as the answers are complete, and their connections close at the deadline.

@@ -141,6 +141,7 @@ def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:
         assert "error: " in clone.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["auto", "smoke", "tinyworld"])  # auto is a preset for TinyWorld on a CPU
 def test_a_corpus_that_the_preset_would_not_train_on_is_refused(tmp_path: Path, preset: str) -> None:
     clone = make_clone(tmp_path)

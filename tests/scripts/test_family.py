@@ -24,6 +24,8 @@ from nanochat.tokenizer import ROLES, Tokenizer
 from tests.support.small_world import make_corpus, run_stage, shrink
 from tests.support.tiny_model import on_cpu
 
+pytestmark = pytest.mark.slow  # whole stages
+
 OWN = {"base": {"family": "qwen3"}, "mid": {}, "sft": {"documents_every": 0, "num_iterations": 60},
        "rl": {"num_iterations": 4, "eval_every": 2}}  # fmt: skip
 

@@ -129,6 +129,7 @@ def test_the_seed_draws_the_first_values_of_an_adapter(models: Path) -> None:
     assert adapters[0] != adapters[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["answers", "dpo"])
 def test_steps_compile_nothing_that_was_not_compiled_before_them(
     models: Path, monkeypatch: pytest.MonkeyPatch, loss: str

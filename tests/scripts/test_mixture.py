@@ -13,6 +13,8 @@ from scripts import base_eval, base_loss, tok_eval, tok_train
 from tests.support.small_world import make_corpus, run_stage, stage_folder
 from tests.support.tiny_model import on_cpu
 
+pytestmark = pytest.mark.slow  # whole stages
+
 MIXED = "tinyworld:0.75,more:0.25"
 
 

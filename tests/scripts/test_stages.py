@@ -34,6 +34,8 @@ from tests.support.small_world import (
     words,
 )
 
+pytestmark = pytest.mark.slow  # whole stages
+
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -33,6 +33,7 @@ def test_the_share_of_the_start_is_in_every_weight(share: float) -> None:
         torch.testing.assert_close(weight, share * before[name] + (1 - share) * ended)
 
 
+@pytest.mark.slow
 def test_ranks_mix_their_own_rows() -> None:
     alone = mixed(on_cpu(), 0.5)
     for weights in run_ranks(2, mixed, 0.5):

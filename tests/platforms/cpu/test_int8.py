@@ -86,6 +86,7 @@ def test_gradients_of_matrices_are_those_of_rounded_numbers(
     assert apart(made.gradient_int8(g, x), wanted) < 2e-3  # a number between two integers may go either way
 
 
+@pytest.mark.slow
 def test_every_processor_computes_the_same_numbers(made: Training, plain: Training) -> None:
     x, weight = draw(205, 192).bfloat16(), draw(64, 192, seed=2)
     for squared in (False, True):

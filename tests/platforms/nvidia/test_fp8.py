@@ -143,6 +143,7 @@ def test_gpus_since_ada_multiply_in_fp8(
             Nvidia().use_matmul(model, "fp8", Operations())
 
 
+@pytest.mark.slow
 def test_pretraining_in_fp8_learns_and_a_run_that_was_stopped_ends_with_the_same_bits(
     base_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
