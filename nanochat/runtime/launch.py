@@ -82,7 +82,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def reason(failures: Mapping[int, ProcessFailure]) -> str:
-    """Return the error message of the rank that failed first, or else how that rank ended."""
+    """Return the error message that the failing rank left, or else a message on how it ended."""
     rank, failure = root_cause(failures)
     note: Any = failure.message  # a dict, if the rank left a note
     if isinstance(note, dict):

@@ -127,10 +127,7 @@ class Progress:
                 self._print(f"{self.title}: {self._note(now)}")
 
     def show(self, completed: float, note: str, line: str) -> None:
-        """Set the total number of completed units.
-
-        A terminal shows `note` next to the bar, and a log gets `line`.
-        """
+        """Set the completed amount; show `note` next to the bar or, without one, print `line`."""
         with self._lock:
             self.completed = completed
             if self._bar:

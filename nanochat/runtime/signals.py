@@ -78,10 +78,10 @@ def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
 
 @contextlib.contextmanager
 def at_once(pulse: Pulse) -> Iterator[None]:
-    """Make a signal inside this block raise Stopped at once, on each rank independently.
+    """Raise Stopped at once, on this rank only, if a signal arrives before this block ends.
 
     This is for long work that is not worth finishing, such as compiling, because a launcher gives
-    its ranks only 30 seconds before it kills them.
+    its ranks only 30 seconds by default before it kills them.
     """
     pulse.at_once = True
     try:

@@ -28,7 +28,7 @@ def make(name: str, start: Start) -> Shown:
 def serve(name: str, lines: TextIO, answers: TextIO) -> None:
     """Start a tracker, pass it the metrics in each line, and close it after the last line.
 
-    Its state is answered: "ready", then "done", or "failed" and why. The lines also end if the
+    It answers with its state: "ready", then "done", or "failed" and why. The lines also end if the
     training process is killed.
     """
 
