@@ -83,7 +83,7 @@ class Config:
 
 
 def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
-    """Return one or two lines that explain a plan and name the `source` of its rates."""
+    """Return one or two lines that explain a plan; `source` says where its `rates` come from."""
     fit = f"{chip.name} x {plan.ranks}: {plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
     disk = amount(plan.disk, "B")
     needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {disk} of disk for all stages"

@@ -80,7 +80,7 @@ class Rates:
 
 
 def rates_of(chip: Chip) -> Rates | None:
-    """Return the rates of a kind of card, from its data sheet and measured shares of that.
+    """Return the rates of a kind of card, estimated from its data sheet.
 
     Return None if its peak or its bandwidths are unknown.
     """

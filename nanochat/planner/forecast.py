@@ -221,8 +221,8 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
 def count_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     """Return the memory of a step of the whole model.
 
-    A deep model is extrapolated from two shallow ones if it repeats the whole pattern of its
-    layers, because each repetition adds the same number of bytes.
+    A deep model whose layers are whole repetitions of a pattern is extrapolated from two shallow
+    ones, because each repetition adds the same number of bytes.
     """
     compute = replace(
         compute,

@@ -72,7 +72,7 @@ def batch_of(size: Size, ranks: int) -> int:
 
 
 def check_trains(chip: Chip) -> None:
-    """Raise UserError if a kind of card cannot train."""
+    """Raise UserError if cards of this kind are for inference only."""
     if not chip.trains:
         raise UserError(
             f"{chip.name} cards are for inference only: train elsewhere, then chat here"

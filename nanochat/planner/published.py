@@ -64,7 +64,7 @@ class Run:
         return step.tokens_per_second
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Return the share of the cards' 16-bit peak that a speed of `tokens_per_second` takes.
+        """Return the run's MFU at a speed of `tokens_per_second`, relative to the 16-bit peak.
 
         The FLOPs per token are those that the run's own code counts.
         """

@@ -63,11 +63,11 @@ def _digest(path: Path) -> str:
 
 
 def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
-    """Raise UserError if the ranks were started with different settings, code, torch or folders.
+    """Raise UserError if the ranks differ in settings, code, torch, number format or base folder.
 
-    The kind of device, the number format and the ranks per host must agree, too. Every rank must
-    call this. It also hashes the code now, for later checkpoints, since files may be edited while
-    the run trains.
+    The kind of device and the number of ranks per host must agree, too. Every rank must call this.
+    It also hashes the code now, for later checkpoints, since files may be edited while the run
+    trains.
     """
     loaded()
     not_loaded()

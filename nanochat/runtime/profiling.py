@@ -88,10 +88,10 @@ class TorchTracer:
         return replace(traced, operators=operators), self.path
 
     def _span(self, event: Any) -> Span | None:
-        """Return the time span of an event that is work of the device, or else None.
+        """Return the time span of an event on the device, or None for any other event.
 
-        Annotations are no such work and neither, with an accelerator, are host events. An
-        asynchronous event of a CPU is work of the device only if it is communication.
+        Annotations do not count and, if the device is an accelerator, neither do host events. On a
+        CPU, an asynchronous event counts only if it is communication.
         """
         platform = self.compute.platform
         if _on_host(event) == platform.runs_beside_host:

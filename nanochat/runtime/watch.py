@@ -37,9 +37,9 @@ class Watch:
     """A thread on each rank that reports the rank's progress, and checks that of other ranks.
 
     Ranks report their progress in the launcher's store. A rank makes progress when it calls
-    pulse.beat(), for example in each step. If a rank has made no progress for `seconds` since it
-    last did, it compares how many collectives each rank has begun. Ranks that wait in a collective
-    have begun it, so the rank that hangs has begun the fewest.
+    pulse.beat(), for example in each step. If a rank then makes none for `seconds`, it compares how
+    many collectives each rank has begun. Ranks that wait in a collective have begun it, so the rank
+    that hangs has begun the fewest.
     """
 
     def __init__(self, compute: Compute, seconds: float):

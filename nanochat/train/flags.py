@@ -209,7 +209,7 @@ class Epochs:
     def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
         """Return the number of steps that the flags ask for.
 
-        If num_iterations does not set it and it is below FEW_STEPS, warn, and advise
+        If the number follows from num_epochs and is below FEW_STEPS, warn, and advise
         `smaller_steps`, such as "a smaller --total_batch_size".
         """
         if self.num_iterations is not None:
@@ -300,9 +300,9 @@ class ChatFlags:
     ) -> tuple[Source, str]:
         """Return `rows` with rows of documents mixed in, and a phrase for the log that says so.
 
-        One row in --documents_every (`auto` if that is auto) comes from --documents or else
-        `corpus`. If that is 0, return `rows` unchanged and an empty phrase. Raises UserError (exit
-        code 2) if it is 1, and as documents_of() does.
+        One row in N comes from --documents, or else from `corpus`; N is --documents_every, or
+        `auto` if that was left at auto. If N is 0, return `rows` unchanged and an empty phrase.
+        Raises UserError (exit code 2) if N is 1, and as documents_of() does.
         """
         every = self.documents_of(auto)
         if not every:

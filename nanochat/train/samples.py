@@ -28,7 +28,7 @@ def held_out_prompts(rows: Source, count: int, tokenizer: Tokenizer) -> list[lis
     """Return at most `count` different prompts, as tokens, from the first held-out rows.
 
     If a row holds conversations, its prompt is the first question, up to the token that starts the
-    answer. Otherwise, it is the first words of the first document. Prompts that leave no room for a
+    answer. Otherwise, it is the beginning of the first document. Prompts that leave no room for a
     reply are skipped.
     """
     room = rows.row_tokens - 1 - LONGEST

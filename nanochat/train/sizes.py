@@ -385,8 +385,8 @@ def batch(
 def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
     """Return a number of tokens per step that suits the corpus or the run, and the reason for it.
 
-    If the corpus asks for no number, it follows from the run's total of `tokens` or, if that is
-    None, is the default.
+    If the corpus does not call for a certain number, the number follows from `tokens`, the length
+    of the whole run, or is the default if that is None.
     """
     of_corpus = traits(corpus).step_tokens
     if of_corpus is not None:

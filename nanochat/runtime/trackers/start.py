@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Start:
-    """The data that a tracker starts with: the run's name, folder and settings, and its last step.
+    """The data that a tracker starts with: the run's name, folder, settings and last step so far.
 
     `mode` is what the user wrote after the tracker's name, such as "offline". If it is empty, the
     tracker chooses its mode.
