@@ -83,10 +83,7 @@ def refusal(
     budget: float,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> UserError:
-    """Return the error for a step that does not fit, naming the nearest settings that do.
-
-    If no settings fit, the error says so.
-    """
+    """Return the error for a step that does not fit, with the nearest settings that fit, if any."""
     remedy = nearest(tuning, budget, memory_of)
     if remedy is None:
         next_step = tr(

@@ -292,7 +292,7 @@ def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), 
 
 
 def total(values: list[float], compute: Compute) -> list[float]:
-    """Return the sum of each value over all ranks, computed in float64 on the host."""
+    """Return each value's sum over all ranks, on every rank, computed in float64 on the host."""
     if compute.world_size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)

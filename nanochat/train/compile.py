@@ -80,8 +80,8 @@ class Costs:
     def measured(self, seconds: float, first: bool) -> None:
         """Save the seconds that a compilation has taken, unless an earlier one was faster.
 
-        The fastest time counts, because the machine may have been busy. `first` says whether code
-        was compiled rather than read from the cache; the two are recorded separately.
+        The fastest time counts, because the machine may have been busy. A `first` compilation,
+        without cached code, is recorded separately.
         """
         name = "first" if first else "again"
         record = self.records.get(self.key, {})

@@ -118,10 +118,7 @@ def _row_tokens(corpus: str, compute: Compute) -> int:
 
 
 def _qwen() -> Any:
-    """Return the module for pretraining a Qwen3, an appendix that may have been removed.
-
-    Raises UserError (exit code 2) if it is missing.
-    """
+    """Return the module for pretraining a Qwen3; raise UserError (exit code 2) if it is missing."""
     return required_appendix("nanochat.models.qwen.pretraining", "--family qwen3")
 
 
@@ -172,7 +169,7 @@ def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
-    """Raise UserError if parameters, gradients and optimizer state do not fit into memory."""
+    """Raise UserError if parameters, gradients and optimizer state do not fit into free memory."""
     _, shards = parallel.mesh_shape(mode, compute)
     ranks_in_one_memory = parallel.ranks_in_memory(compute)
     needed = STATE_BYTES * parameters / shards * ranks_in_one_memory
