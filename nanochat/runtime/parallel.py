@@ -341,7 +341,7 @@ def together(name: str, compute: Compute) -> Iterator[None]:
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name and the parameter for each one that is not frozen; checkpoints keep these."""
+    """Yield (name, parameter) for parameters that are not frozen; checkpoints keep only these."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter

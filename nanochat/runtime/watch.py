@@ -25,7 +25,7 @@ BEAT_SECONDS = 1.0  # between signs of life
 # Silence after which a rank counts as dead; a launcher waits as long for the other ranks to end.
 GONE_SECONDS = 30.0
 CONFIRM_SECONDS = 5.0  # the same silence, after a collective has failed
-# The description of the group for saves, whose collectives run in another thread.
+# The description of the group for saves, which run in another thread; calls() does not count it.
 UNCOUNTED = "saves"
 PROJECT = Path(__file__).resolve().parent.parent.parent
 

@@ -294,10 +294,7 @@ def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_st
 
 
 def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
-    """Raise UserError (exit code 2) if the ranks cannot share `per_step` rows or problems equally.
-
-    `flag` is the name of the flag that sets this number.
-    """
+    """Raise UserError (exit code 2) if ranks cannot share `per_step` rows or problems equally."""
     ranks = compute.world_size
     if per_step % ranks:
         fitting = max(per_step // ranks, 1) * ranks

@@ -29,9 +29,9 @@ def start_watch(compute: Compute) -> None:
 
 
 def peak(compute: Compute) -> int:
-    """Return the most bytes that this process has taken from the device since start_watch().
+    """Return the most bytes that this process has taken from its device since start_watch().
 
-    On a CPU, this is not measured and raises NotImplementedError.
+    Raises NotImplementedError on a CPU.
     """
     return compute.platform.memory_taken()
 
