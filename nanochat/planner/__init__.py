@@ -5,10 +5,10 @@ fine-tuning. Pretraining is predicted by arithmetic. Read these modules in order
 
 - work.py counts the FLOPs, bytes and operators of a step. programs.py describes how this project
   and upstream compute the model.
-- cards.py gives the speed of each kind of card by data sheets, and calibration.py as measured.
+- cards.py gives the speed of each kind of card from data sheets, and calibration.py as measured.
 - roofline.py predicts the time of a step. plan.py chooses the flags, and predicts the hours and the
   disk space of a whole run.
-- tables.py prints tables of plans. published.py compares predictions with published runs.
+- tables.py makes tables of plans. published.py compares predictions with published runs.
 
 The memory of fine-tuning is counted by running a step without data:
 

@@ -83,7 +83,7 @@ class Config:
 
 
 def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
-    """Return an explanation of a plan, in one or two lines."""
+    """Return one or two lines that explain a plan; `source` says where its `rates` come from."""
     fit = f"{chip.name} x {plan.ranks}: {plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
     disk = amount(plan.disk, "B")
     needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {disk} of disk for all stages"
@@ -118,7 +118,7 @@ def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
 
 
 def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
-    """Return the settings of the fine-tuning step that the flags describe.
+    """Return the fine-tuning settings that the flags describe for the model in `folder`.
 
     Raises UserError (exit code 2) if the number of rows or tokens is less than 1.
     """
@@ -161,7 +161,7 @@ def print_tables(
 
 
 def chip_named(spelled: str) -> Chip:
-    """Return the kind of card that --chip names.
+    """Return the kind of card that `spelled`, the value of --chip, names.
 
     Case is ignored, and so is a brand before the name, as in "Ascend910B3". All variants of the
     310P share one entry, so that 310P3 also finds it. A training card must be named in full, since
@@ -183,7 +183,7 @@ def chip_named(spelled: str) -> Chip:
 
 
 def main(cfg: Config) -> None:
-    """Print the planned flags or, if the user asks for one, a table."""
+    """Print the planned flags or, if the flags ask for it, a table or a forecast of fine-tuning."""
     chip = chip_named(cfg.chip) if cfg.chip else None
     if cfg.ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {cfg.ranks}", exit_code=2)

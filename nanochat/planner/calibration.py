@@ -22,8 +22,8 @@ SERVER = 8
 class Bench:
     """Measurements of one kind of card.
 
-    Every speed is an average over several seconds of continuous work. The names of the fields are
-    the keys in the file.
+    Every speed is an average over at least `seconds` of continuous work. The names of the fields
+    are the keys in the file.
     """
 
     chip: str  # its name in the table of chips, or "SoC N"
@@ -42,7 +42,7 @@ class Bench:
 
 
 def path_of() -> Path:
-    """Return the path of the file with the measurements, which is in the base folder."""
+    """Return the path of the measurements file, which is in the base folder."""
     return base_dir() / NAME
 
 
@@ -84,7 +84,7 @@ def _is_positive(value: Any, integer: bool) -> bool:
 def read(path: Path) -> Bench | None:
     """Return the measurements in a file, or None if there is no file.
 
-    Raises UserError if it is not a complete file of this version.
+    Raises UserError if the file is incomplete or of another version.
     """
     if not path.exists():
         return None
@@ -98,8 +98,8 @@ def read(path: Path) -> Bench | None:
 def rates_from(bench: Bench) -> Rates:
     """Return the rates of the measured cards.
 
-    The network is not measured, so its rate comes from the data sheet or, for unknown cards, from
-    an assumption.
+    Rates that are not measured, such as that of the network, come from the data sheet or, for
+    unknown cards, from assumptions.
     """
     rating = RATINGS.get(bench.chip)
     network = LINK * (rating.network if rating else NETWORK)
@@ -116,10 +116,10 @@ def rates_from(bench: Bench) -> Rates:
 
 
 def rates_for(chip: Chip, bench: Bench | None) -> tuple[Rates | None, str]:
-    """Return the rates of a kind of card, and a phrase that names their source.
+    """Return the rates of a kind of card, or None if unknown, and a phrase that names their source.
 
-    The rates are measured if `bench` is of the same kind of card, and otherwise come from the data
-    sheet. They are None if they are not known.
+    The rates are measured if `bench` is of the same kind of card, and otherwise follow from the
+    data sheet.
     """
     if bench is not None and bench.chip == chip.name:
         return rates_from(bench), f"measured on your cards, {NAME}"

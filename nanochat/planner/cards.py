@@ -1,9 +1,9 @@
 """Gives the rates of each kind of card: its speed at matmuls, memory, links and operator launches.
 
 Peak speeds and memory sizes come from the table of each platform. For each chip, this module adds
-the bandwidths of memory and links by data sheets, and the shares of them that others have measured
-on such cards. `python check_npu.py --bench` measures the same figures on your own cards, and
-calibration.py reads them.
+the bandwidths of memory and links from data sheets, and the shares of them that others have
+measured on such cards. `python check_npu.py --bench` measures the same figures on your own cards,
+and calibration.py reads them.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ LAUNCH_SECONDS = 12e-6  # host time to launch an operator; assumed, as no figure
 
 @dataclass(frozen=True)
 class Rating:
-    """The bandwidths of one card by its data sheet, in bytes per second and direction."""
+    """A card's bandwidths from its data sheet in bytes per second (per direction, for links)."""
 
     memory: float
     link: float  # to the cards of its server
@@ -80,9 +80,9 @@ class Rates:
 
 
 def rates_of(chip: Chip) -> Rates | None:
-    """Return the rates of a kind of card by its data sheet.
+    """Return the rates of a kind of card, estimated from its data sheet.
 
-    Return None if its peak or its bandwidths are not known.
+    Return None if its peak or its bandwidths are unknown.
     """
     rating = RATINGS.get(chip.name)
     if rating is None or not chip.tflops:

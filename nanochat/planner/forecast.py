@@ -1,7 +1,7 @@
 """Forecasts the memory of fine-tuning by running one rank's step on tensors without data.
 
-A ledger counts the bytes of all tensors that exist at the same time. forecast() runs this file in a
-separate process, because the other ranks of the step do not exist, and a process group that sends
+A ledger counts the bytes of all tensors that exist at the same time. forecast() runs this module in
+a separate process, because the other ranks of the step do not exist, and a process group that sends
 nothing replaces them.
 """
 
@@ -36,7 +36,7 @@ from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHALLOW = 8  # a number of layers for which memory peaks at the same moment as in a deep model
+SHALLOW = 8  # with this many layers, memory peaks at the same moment as in a deep model
 # Environment variables of a launcher, which are removed so that the step does not join its ranks.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -102,7 +102,7 @@ def forecast(tuning: Tuning) -> Memory:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the bytes of all tensor storages that exist at the same time, and their peak."""
+    """Counts the bytes of living tensor storages that operators create in it, and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,9 +147,9 @@ class Ledger(TorchDispatchMode):
 
 
 def _offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Stand in for a card's offload_tensor(): return a function that creates the tensor again.
+    """Return a function that creates a tensor like `x`, in place of a card's offload_tensor().
 
-    The tensor itself is freed in the meantime, because host memory does not count.
+    Host memory does not count, so the function does not keep `x`, which is freed in the meantime.
     """
     shape = x.shape
     dtype = x.dtype
@@ -157,7 +157,7 @@ def _offload_tensor(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _watch_resizing(ledger: Ledger) -> None:
-    """Patch torch so that the ledger is notified if a storage changes its size.
+    """Patch torch so that the ledger is told whenever a storage is resized.
 
     FSDP2 frees gathered parameters by resizing, which dispatch modes do not see.
     """
@@ -172,7 +172,7 @@ def _watch_resizing(ledger: Ledger) -> None:
 
 
 def build_model(tuning: Tuning, compute: Compute) -> Qwen:
-    """Return the model on meta, prepared and sharded as in fine-tuning."""
+    """Return the model on the meta device, prepared and sharded as in fine-tuning."""
     model: Qwen = on_meta(tuning.shape, compute)
     model.offload_tensor = _offload_tensor
     cast_matrices(model, compute.dtype if tuning.lora else MASTER)
@@ -185,7 +185,7 @@ def build_model(tuning: Tuning, compute: Compute) -> Qwen:
 
 
 def build_optimizers(model: Qwen, compute: Compute) -> Optimizers:
-    """Return the optimizers of fine-tuning, whose memory does not depend on the learning rate."""
+    """Return the optimizers of fine-tuning; the arbitrary learning rate does not affect memory."""
     return Optimizers(
         model, model.parameter_roles(), model.config.n_embd, OneRate(1e-4), 1.0, compute.dtype
     )
@@ -221,8 +221,8 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
 def count_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     """Return the memory of a step of the whole model.
 
-    A deep model is extrapolated from two shallow ones, because each repetition of the pattern of
-    layers adds the same number of bytes.
+    A deep model whose layers are whole repetitions of a pattern is extrapolated from two shallow
+    ones, because each repetition adds the same number of bytes.
     """
     compute = replace(
         compute,

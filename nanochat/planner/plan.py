@@ -27,7 +27,7 @@ BETWEEN_SERVERS = 15  # in addition for several servers, since no such run was p
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a pretraining run, whose figures for speed are None if the speed is not known."""
+    """The plan of a pretraining run; `step`, `mfu` and `hours` are None where they are unknown."""
 
     size: Size
     ranks: int
@@ -43,14 +43,14 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """The hours of pretraining, without evaluation and saving, or None if not known."""
+        """The hours of pretraining, without evaluation and saving, or None if unknown."""
         if self.step is None:
             return None
         return self.tokens / self.step.tokens_per_second / 3600
 
 
 def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
-    """Return the percentage by which a prediction may be off."""
+    """Return the percentage by which a prediction may be off, less if the rates are `measured`."""
     within = OF_PUBLISHED if measured else OF_COUNTED
     if ranks > rates.server:
         within += BETWEEN_SERVERS
@@ -58,9 +58,9 @@ def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
 
 
 def batch_of(size: Size, ranks: int) -> int:
-    """Return the tokens per step by the preset of speedrun.sh, or as training would choose them.
+    """Return the tokens per step from speedrun.sh's preset, or else as training would choose them.
 
-    A number that is chosen is a multiple of one row on every card.
+    Without a preset, the number is a multiple of one row on every card.
     """
     depth = size.shape.n_layer
     if ranks in PRESET_RANKS and depth in PRESET_TOKENS:
@@ -72,7 +72,7 @@ def batch_of(size: Size, ranks: int) -> int:
 
 
 def check_trains(chip: Chip) -> None:
-    """Raise UserError if a kind of card cannot train."""
+    """Raise UserError if cards of this kind are for inference only."""
     if not chip.trains:
         raise UserError(
             f"{chip.name} cards are for inference only: train elsewhere, then chat here"
@@ -90,8 +90,8 @@ def plan_of(
     """Return the plan of a run on `ranks` cards with `batch` tokens per step.
 
     Without `rates`, the plan is based on memory alone. `measured` says whether the rates were
-    measured on your own cards. Raises UserError if the cards cannot train, or cannot share a step
-    equally.
+    measured on your own cards. Raises UserError if the cards cannot train, or (exit code 2) if they
+    cannot share a step equally.
     """
     check_trains(chip)
     unit = size.shape.sequence_len * ranks

@@ -64,14 +64,17 @@ class Run:
         return step.tokens_per_second
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Return the share of the 16-bit peak, using the FLOPs that the run's own code counts."""
+        """Return the run's MFU at a speed of `tokens_per_second`, relative to the 16-bit peak.
+
+        The FLOPs per token are those that the run's own code counts.
+        """
         flops = self.flops or self.size.flops_per_token
         peak = self.ranks * self.chip.tflops * 1e12
         return tokens_per_second * flops / peak
 
     @property
     def off(self) -> float:
-        """The relative error of the predicted tokens per second."""
+        """The relative error of the predicted tokens per second, positive if they are too many."""
         return self.predicted() / self.tokens_per_second - 1
 
 

@@ -76,7 +76,7 @@ class Run:
     gigabytes: float  # of each card
 
     def forecast(self) -> float:
-        """Return the memory that is forecast for each card, in GB."""
+        """Return the forecast memory of each card, in GB."""
         tuning = Tuning(
             SHAPES[self.model],
             LoraConfig(),
@@ -111,7 +111,7 @@ RUNS = (
 
 
 def print_published() -> None:
-    """Print a table of all runs, with a line for each as soon as its memory is forecast."""
+    """Print a table of all runs, each as soon as its memory has been forecast."""
     run_columns = f"{'published by':<18}{'model':<15}{'cards':>6}{'--shard':>9}"
     print(f"{run_columns}{'theirs, GB':>12}{'here, GB':>10}")
     for run in RUNS:

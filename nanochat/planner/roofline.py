@@ -15,7 +15,7 @@ from nanochat.planner.work import Program, Size, attention_flops, matmul_flops, 
 
 @dataclass(frozen=True)
 class Pass:
-    """The seconds of one forward and backward pass, by kind of work."""
+    """The seconds of one forward and backward pass on one card, by kind of work."""
 
     matmul: float
     attention: float
@@ -34,13 +34,13 @@ class Pass:
 
     @property
     def compute_bound(self) -> bool:
-        """Whether the card never waits for the host."""
+        """Whether the card takes at least as long as the host."""
         return self.card >= self.host
 
 
 @dataclass(frozen=True)
 class Step:
-    """The seconds of a training step over all cards, by part, and its tokens."""
+    """The seconds of each part of a training step, and the number of tokens on all cards."""
 
     one_pass: Pass
     passes: int
@@ -96,7 +96,7 @@ def step_of(
     rates: Rates,
     program: Program,
 ) -> Step:
-    """Return the time of a step with `passes` passes over `rows` rows on each of `ranks` cards."""
+    """Return the times of a step with `passes` passes over `rows` rows on each of `ranks` cards."""
     shards = min(ranks, rates.server)
     matmul = muon_flops(size) / ranks / rates.matmul
     vector = program.traffic.of_step(size) / shards / rates.vector
@@ -111,7 +111,7 @@ def step_of(
 
 
 def least_rows(size: Size, rates: Rates, program: Program) -> int:
-    """Return the smallest number of rows, a power of two, for which a pass is compute-bound."""
+    """Return the smallest power of two of rows for which a pass is compute-bound."""
     rows = 1
     while not pass_of(size, rows, rates, program).compute_bound:
         rows *= 2

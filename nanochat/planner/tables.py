@@ -26,13 +26,16 @@ PLAN_HEAD = (
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table with the header `head`."""
     ruler = ["---"] * len(head)
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows))
 
 
 def rounded(value: float) -> str:
-    """Format a prediction with three significant digits, since more would suggest too much."""
+    """Format a prediction as an integer with at most three significant digits.
+
+    More digits would suggest too much precision.
+    """
     excess = len(f"{value:.0f}") - 3
     if excess > 0:
         value = round(value, -excess)
@@ -40,7 +43,7 @@ def rounded(value: float) -> str:
 
 
 def cells(plan: Plan, chip: Chip) -> list[str]:
-    """Return the cells that follow the depth in one row of the table of plans."""
+    """Return the cells that follow the depth in a plan's row of the table of plans."""
     memory = f"{plan.memory / 2**30:.0f}"
     disk = f"{plan.disk / 1e9:,.0f}"
     unknown = ["-", "-", "-"]
@@ -62,7 +65,7 @@ def of_plans(
 ) -> str:
     """Return a table of plans for every chip, number of cards and depth.
 
-    `measured` gives the rates of chips that were measured, by name.
+    `measured` gives the measured rates of chips, by name; the other rates come from data sheets.
     """
     rows = []
     for chip in chips:
@@ -100,7 +103,7 @@ def of_rows(
 
 
 def of_published() -> str:
-    """Return a table that compares published runs with the roofline's predictions."""
+    """Return a table of published runs and the roofline's predictions, and a note on the errors."""
     rows = []
     for run in RUNS:
         predicted = run.predicted()

@@ -1,4 +1,4 @@
-"""Checks whether fine-tuning fits a card, and if not, finds the nearest setting that does."""
+"""Checks whether fine-tuning fits a card, and if not, finds the nearest settings that do."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ ROUGH_BYTES = 80
 
 
 def flags_of(tuning: Tuning) -> str:
-    """Return the settings as flags of scripts.finetune, as far as they affect memory."""
+    """Return the settings that affect memory, as a string of flags for scripts.finetune."""
     flags = [f"--device_batch_size={tuning.rows}", f"--max_length={tuning.shape.sequence_len}"]
     if tuning.lora is None:
         flags.append("--lora_rank=0")
@@ -39,7 +39,7 @@ def flags_of(tuning: Tuning) -> str:
 
 
 def remedies(tuning: Tuning) -> Iterator[Tuning]:
-    """Yield settings that take less and less memory.
+    """Yield settings that should take less and less memory, each a further change to the last.
 
     First come changes that only take time: fewer rows per pass, then recomputing activations, then
     offloading them. Then the ranks shard the parameters. Changes to the result of training come
@@ -70,7 +70,7 @@ def nearest(
     budget: float,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> Tuning | None:
-    """Return the first of the remedies that fits into `budget` bytes, or None if none does."""
+    """Return the first of remedies() whose peak fits into `budget` bytes, or None if none does."""
     for remedy in remedies(tuning):
         if memory_of(remedy).peak <= budget:
             return remedy
@@ -83,7 +83,7 @@ def refusal(
     budget: float,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> UserError:
-    """Return the error for a step that does not fit, which names the nearest setting that does."""
+    """Return the error for a step that does not fit, with the nearest settings that fit, if any."""
     remedy = nearest(tuning, budget, memory_of)
     if remedy is None:
         next_step = tr(
@@ -107,7 +107,7 @@ def refusal(
 
 
 def _surely_fits(tuning: Tuning, model: Qwen, budget: float) -> bool:
-    """Return whether a rough upper bound of its memory already shows that a step fits.
+    """Return whether even a rough upper bound on a step's memory fits into half the budget.
 
     The bound is the sum of the state, the activations and one chunk of logits.
     """
@@ -128,10 +128,10 @@ def check_fits(
     compute: Compute,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> None:
-    """Raise UserError (exit code 2) if a step would not fit a card's memory.
+    """Raise UserError (exit code 2) if a step is forecast to exceed a card's memory.
 
-    The error names the nearest setting that fits. Call this before any weights are loaded; the
-    model may still be on meta. Every rank must call this.
+    The error names the nearest settings that fit, if any. Call this on every rank before any
+    weights are loaded; the model may still be on meta.
     """
     ranks_in_memory = parallel.ranks_in_memory(compute)
     # Other processes may use more of one card than of another.
@@ -154,7 +154,10 @@ def _forecast_error(
     available: int,
     memory_of: Callable[[Tuning], Memory],
 ) -> UserError | None:
-    """Return the error for a step that does not fit, or log the step's memory and return None."""
+    """Return the error for a step that does not fit, or None; log the memory of one that fits.
+
+    If the memory cannot be forecast, warn and return None.
+    """
     try:
         memory = memory_of(tuning)
     except UserError as failure:  # the step itself will show whether it fits

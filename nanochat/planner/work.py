@@ -44,7 +44,8 @@ def size_of(
 ) -> Size:
     """Return the size of a model of the given depth, with upstream's context of 2,048 tokens.
 
-    The model is that of base_train or, if `upstream` is True, that of upstream nanochat.
+    The model is that of base_train or, if `upstream` is True, that of upstream nanochat. Raises
+    UserError (exit code 2) if the depth or the vocabulary is below 1.
     """
     if depth < 1 or vocab_size < 1:
         raise UserError(
@@ -82,7 +83,7 @@ def size_of(
 class Traffic:
     """The bytes that element-wise operators move through memory, by what they are proportional to.
 
-    They include the forward and the backward pass.
+    Bytes per pass include the forward and the backward pass.
     """
 
     stream: float  # for each token, layer and channel
@@ -104,7 +105,7 @@ class Traffic:
         return tokens * per_token + weights
 
     def of_step(self, size: Size) -> float:
-        """Return the bytes that the optimizer moves for the whole model, over all ranks."""
+        """Return the bytes that the optimizer moves in a step, summed over all ranks."""
         return self.matrix_step * size.matrices + self.table_step * (size.tables + size.head)
 
 
@@ -126,7 +127,8 @@ class Program:
 def keys(size: Size, shortest: int = 0) -> float:
     """Return the average number of keys that a query sees, summed over the layers.
 
-    In a row of T tokens with a causal window of W tokens, that is W - W^2 / 2T keys per layer.
+    In a row of T tokens with a causal window of W tokens, that is W - W^2 / 2T keys per layer. A
+    window shorter than `shortest` counts as `shortest`.
     """
     length = size.shape.sequence_len
     windows = [min(max(window, shortest), length) for window in size.shape.windows]
@@ -143,7 +145,7 @@ def attention_flops(size: Size, shortest: int = 0) -> float:
 
 
 def matmul_flops(size: Size) -> float:
-    """Return the FLOPs of matmuls with weights per token, forward and backward."""
+    """Return the FLOPs per token of matmuls with weights, forward and backward."""
     return 6.0 * size.scaling
 
 

@@ -23,14 +23,14 @@ WRITE_SECONDS = 5.0  # the time between updates of the file, so that a kill lose
 
 
 def stages_file() -> Path:
-    """Return the path of the file that holds the costs of all stages."""
+    """Return the path of report/stages.json, which holds the costs of all stages."""
     return base_dir() / "report" / "stages.json"
 
 
 def read_stages() -> dict[str, dict[str, float]]:
-    """Return the minutes, cpu_minutes, memory_gb and runs of each stage, by its name.
+    """Return a dict from each stage to its minutes, cpu_minutes, memory_gb and runs.
 
-    Stages come in the order in which they first ran.
+    Stages come in the order in which they first ran. If there is no file, the dict is empty.
     """
     path = stages_file()
     return read_json(path) if path.exists() else {}
@@ -60,9 +60,10 @@ def _descendants(root: int) -> list[int]:
 
 
 def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
-    """Return the total memory of the processes in bytes, and the CPU seconds of each process.
+    """Return the total memory of the processes in bytes, and the CPU seconds of each by its ID.
 
-    Memory is measured as PSS, which counts shared memory only once.
+    Memory is measured as PSS, which divides shared memory among the processes that share it.
+    Processes that have ended are skipped.
     """
     memory = 0
     cpu_seconds = {}
@@ -87,7 +88,7 @@ def _pss(pid: int) -> int:
 
 
 def _ended_children() -> float:
-    """Return the CPU seconds of all descendants that have ended, even those never sampled."""
+    """Return the CPU seconds of all descendants that have ended and been waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -110,7 +111,7 @@ class _Costs:
         self._cpu_seconds |= cpu_seconds
 
     def write(self) -> None:
-        """Write the costs so far to report/stages.json."""
+        """Write the costs so far, added to those of earlier runs, to report/stages.json."""
         seconds = time.monotonic() - self._start
         ended_seconds = _ended_children() - self._ended_before
         cpu_seconds = max(sum(self._cpu_seconds.values()), ended_seconds)
@@ -127,10 +128,10 @@ class _Costs:
 
 
 def measure(name: str, command: list[str]) -> int:
-    """Run a command, write its costs every few seconds, and return its exit code.
+    """Run a command, add its costs to stages.json, and return its exit code (-N after signal N).
 
-    SIGTERM and SIGUSR1 are forwarded to the command. Raises UserError (code 127) if the command
-    cannot be started.
+    The costs are written at the end and, on Linux, regularly until then. SIGTERM and SIGUSR1 are
+    forwarded to the command. Raises UserError (exit code 127) if the command cannot be started.
     """
     costs = _Costs(name)
     try:
@@ -170,7 +171,10 @@ def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run the command line and return the exit code, which is 128 + N if signal N ended it."""
+    """Measure the command in `words`, and return its exit code, or 128 + N if signal N ended it.
+
+    Raises UserError (exit code 2) if the words are not NAME -- COMMAND.
+    """
     if len(words) < 3 or words[1] != "--":
         raise UserError("usage: python -m nanochat.runtime.cost NAME -- COMMAND ...", exit_code=2)
     code = measure(words[0], words[2:])

@@ -1,4 +1,4 @@
-"""Gives each rank some whole matrices to work on, where the ranks hold only rows of all matrices.
+"""Gives each rank whole matrices to work on if the ranks hold only some rows of each matrix.
 
 The ranks exchange the rows of K matrices of one shape by all-to-all, so that each rank gets some
 matrices whole, works on them, and sends the rows of the results back. Replicas hold the same rows:
@@ -63,7 +63,7 @@ class MatrixExchange:
         return results
 
     def _to_owners(self, local: Tensor) -> Tensor:
-        """Return the whole matrices that this shard owns, (owned, rows, cols)."""
+        """Exchange rows, and return the matrices that this shard owns, (owned, rows, cols)."""
         owned = self.owned_counts[self.place.shard]
         outgoing = local.index_select(0, self._by_owner).flatten()
         sizes_out = [count * self.local_rows * self.cols for count in self.owned_counts]

@@ -21,7 +21,7 @@ NAMED = 4  # the largest number of differences that the error message lists
 
 
 def code() -> dict[str, str]:
-    """Return a hash of every Python file in this project's packages, by the file's path."""
+    """Return a dict from the path of every Python file in this project's packages to its hash."""
     hashes = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -31,9 +31,9 @@ def code() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def loaded() -> dict[str, str]:
-    """Return the hashes of this project's Python files that this process had loaded.
+    """Return the hashes, by path, of this project's files that this process has loaded.
 
-    The first call decides: later calls return the same hashes.
+    Later calls return the same dict as the first, whatever has been loaded since.
     """
     folders = [ROOT / package for package in PACKAGES]
     paths = set()
@@ -51,9 +51,9 @@ def loaded() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def not_loaded() -> dict[str, str]:
-    """Return the hashes of this project's Python files that this process had not loaded.
+    """Return the hashes, by path, of this project's files that loaded() does not contain.
 
-    The first call decides: later calls return the same hashes.
+    Later calls return the same dict as the first.
     """
     return {name: digest for name, digest in code().items() if name not in loaded()}
 
@@ -63,10 +63,11 @@ def _digest(path: Path) -> str:
 
 
 def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
-    """Raise UserError if the ranks' settings, code, torch, number format or base folder differ.
+    """Raise UserError if the ranks differ in settings, code, torch, number format or base folder.
 
-    Every rank must call this. It also hashes the code now, for later checkpoints, since files may
-    be edited while the run trains.
+    The kind of device and the number of ranks per host must agree, too. Every rank must call this.
+    It also hashes the code now, for later checkpoints, since files may be edited while the run
+    trains.
     """
     loaded()
     not_loaded()
@@ -117,7 +118,7 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
 
 
 def _check_folder(compute: Compute) -> None:
-    """Raise UserError if a rank does not see the base folder of rank 0.
+    """Raise UserError on every rank if any rank does not see the base folder of rank 0.
 
     Checkpoints are written to that folder.
     """

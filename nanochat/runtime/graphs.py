@@ -80,7 +80,7 @@ class _Pass(nn.Module):
 
 
 class GraphedModel(nn.Module):
-    """A stand-in for a model in update() that replays captured forward and backward passes.
+    """A stand-in for a model that replays its captured forward and backward pass in training.
 
     The gradients of a pass lie in the graph's memory, which the next pass overwrites. The gradients
     of a step's first pass are therefore copied before its second pass.
@@ -103,7 +103,7 @@ class GraphedModel(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor, reduction: str, **extras: Tensor) -> Tensor:
         """Return the sum of losses, (), as model(inputs, targets, "sum") does.
 
-        Raises UserError if the shape of the pass or its arguments differ from what was captured.
+        Raises UserError if the shape or the arguments are not those that were captured.
         """
         shape = tuple(inputs.shape)
         if reduction != "sum" or extras or shape != self.shape:
@@ -134,7 +134,7 @@ class GraphedModel(nn.Module):
 class StepGraph:
     """A function of gradients and learning rates that is captured once and replayed as one launch.
 
-    Each call copies its gradients and rates into the memory that the graph reads.
+    Each replay first copies its gradients and rates into the memory that the graph reads.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepGraph:
         platform: Platform,
         function: Callable[[Sequence[Tensor], Sequence[Any]], None],
     ):
-        """Capture nothing yet.
+        """Prepare to capture `function` on `platform`.
 
         The first call runs the function normally, which must come before a capture, and the second
         call captures it.

@@ -1,10 +1,11 @@
-"""Starts a process for each device, as torchrun does, and ends with a line that explains a failure.
+"""Starts a process for each device, as torchrun does, and explains a failure in the last line.
 
 python -m nanochat.runtime.launch --nproc_per_node=8 -m scripts.base_train -- --depth=20
 
 It takes torchrun's flags, and differs from torchrun in two ways. On a single host, the port where
-the processes meet listens only on 127.0.0.1. After a failure, the last line names the rank that
-failed and the reason, where torchrun would print a traceback of its own.
+the processes meet listens only on 127.0.0.1, unless --rdzv_endpoint names another. After a failure,
+the last line gives the reason and the rank or host that failed, where torchrun would print a
+traceback of its own.
 """
 
 import os
@@ -63,10 +64,10 @@ class OneHost(StaticTCPRendezvous):
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that caused the failure, and its failure record.
+    """Return the rank that most likely caused the failure, and its failure record.
 
-    This is the first rank that left a reason. If none did, a rank that was killed comes first, and
-    ranks that the launcher itself ended with SIGTERM come last.
+    Ranks that left a reason come first, then ranks that were killed (SIGKILL), and last those that
+    ended on SIGTERM, which the launcher sends. Among equals, the earliest counts.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, int]:
@@ -81,7 +82,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def reason(failures: Mapping[int, ProcessFailure]) -> str:
-    """Return the error message of the rank that failed first, or else how that rank ended."""
+    """Return the error message that the failing rank left, or else a message on how it ended."""
     rank, failure = root_cause(failures)
     note: Any = failure.message  # a dict, if the rank left a note
     if isinstance(note, dict):
@@ -97,9 +98,9 @@ def reason(failures: Mapping[int, ProcessFailure]) -> str:
 
 
 def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) -> str:
-    """Return the reason that a rank noted, with the rank's number.
+    """Return the message `text` that a rank has left, with the rank's index.
 
-    If it says that another rank is gone, and that rank was killed, the likely cause is added.
+    If the message says that another rank is gone, and that rank was killed, add the likely cause.
     """
     if "(rank " not in text:
         text = f"error: {text} (rank {rank})"
@@ -110,7 +111,11 @@ def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) 
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the ranks, and return the exit code of the rank that failed first, or 0."""
+    """Run the ranks, explain a failure if there is one, and return the exit code.
+
+    The code is that of the failing rank, 128 + N if signal N ended this rank or the launcher, 1 if
+    the launchers could not meet, or else 0.
+    """
     options = parse_args(list(words))
     is_one_host = options.nnodes in ONE_HOST and not options.rdzv_endpoint
     if options.standalone or is_one_host:
@@ -138,7 +143,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def no_meeting(failure: str) -> str:
-    """Return a message that explains why the launchers of several hosts did not find each other."""
+    """Return a message for the user about the error that kept the launchers from meeting."""
     if "EADDRINUSE" in failure:
         # Not imported at the top, since it would load the accelerator's libraries.
         from nanochat.device import port_words

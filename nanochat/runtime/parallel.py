@@ -1,6 +1,6 @@
-"""Shards models over ranks with FSDP2, sums numbers over ranks, and gathers whole tensors.
+"""Shards models over ranks with FSDP2, sums values over ranks, and gathers whole tensors.
 
-FSDP2 and DTensor are imported where they are used, because the import takes two seconds, and a
+FSDP2 and DTensor are imported only where they are used, because the import takes two seconds, and a
 single rank does not need them.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 Sharding = Literal["none", "grad", "full"]
-_EVERY_PASS = "reduces_in_every_pass"  # an attribute that shard() gives the model
+_EVERY_PASS = "reduces_in_every_pass"  # the attribute that shard() sets on the model
 
 
 # --- which rank holds which rows -----------------------------------------------------------------
@@ -36,8 +36,8 @@ _EVERY_PASS = "reduces_in_every_pass"  # an attribute that shard() gives the mod
 class Place:
     """The position of a rank among the shards and replicas of a parameter.
 
-    It says which of the `shards` pieces of the parameter the rank holds, and in which of the
-    `replicas` copies. A rank that holds the whole parameter has shard 0 of 1.
+    There are `replicas` copies of the parameter, each split by rows into `shards` shards. The
+    defaults describe a parameter that is whole on this rank.
     """
 
     shards: int = 1
@@ -50,21 +50,22 @@ class Place:
     def row_counts(self, rows: int) -> list[int]:
         """Return the number of rows in each shard of a parameter with `rows` rows.
 
-        FSDP2 splits rows as torch.chunk does, so the last shards may have fewer rows, or none.
+        FSDP2 splits rows like torch.chunk, so the last shards may have fewer rows, or none.
         """
         share = -(-rows // self.shards)
         first_rows = [min(share * shard, rows) for shard in range(self.shards)]
         return [min(share, rows - first_row) for first_row in first_rows]
 
     def first_row(self, rows: int) -> int:
-        """Return the index of the first row that this rank holds."""
+        """Return the index at which this rank's rows begin in a parameter with `rows` rows."""
         return sum(self.row_counts(rows)[: self.shard])
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return this rank's place in the mesh, (shards,) or (replicas, shards), of a parameter.
+    """Return this rank's position among the shards and replicas of a parameter.
 
-    A parameter without a mesh is whole on this rank.
+    The parameter's device mesh is (shards,) or (replicas, shards); a parameter without a mesh is
+    whole on this rank.
     """
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
@@ -86,7 +87,10 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def ranks_per_host(compute: Compute) -> int:
-    """Return how many ranks the launcher started on this host."""
+    """Return the number of ranks on this host.
+
+    If the launcher has not set LOCAL_WORLD_SIZE, all ranks are assumed to be here.
+    """
     launched = os.environ.get("LOCAL_WORLD_SIZE") if compute.world_size > 1 else None
     return int(launched or compute.world_size)
 
@@ -100,10 +104,11 @@ def ranks_in_memory(compute: Compute) -> int:
 
 
 def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
-    """Return (replicas, shards): the number of copies, and the number of ranks that share a copy.
+    """Return the number of copies of the model, and the number of ranks that share each copy.
 
-    With several hosts, each host holds a copy (HSDP), so that only gradients cross the network, and
-    only once per step. If every host has a single rank, one copy is sharded over all ranks.
+    In mode "none", every rank has a copy. Otherwise, each host has one (HSDP), so that parameters
+    are not gathered across the network; but if hosts have one rank each or different numbers of
+    ranks, all ranks share a single copy.
     """
     if mode == "none":
         return compute.world_size, 1
@@ -122,17 +127,17 @@ def shard(
     """Shard a model over the ranks in place; with a single rank, do nothing.
 
     - "none" keeps everything on every rank.
-    - "grad" shards master weights, gradients and optimizer state (ZeRO-2). Parameters are gathered
-      once per step, and gradients are reduced once per step.
+    - "grad" shards master weights, gradients and optimizer state (ZeRO-2). If sync_gradients() is
+      called before each pass, parameters are gathered and gradients are reduced once per step.
     - "full" frees gathered parameters after every use and reduces gradients in every pass (ZeRO-3),
       so that no rank ever holds all parameters or all gradients.
 
-    `groups` are the modules whose parameters are gathered and reduced together, from
-    model.shard_groups(). The shards stay fp32 master weights; they are gathered in the compute
-    dtype, and gradients are reduced in fp32 while the backward pass is still running. Frozen
-    parameters, such as those below adapters, stay whole on every rank unless the mode is "full". On
-    CPUs, a table stays whole if a step reads only a few of its rows, and the ranks exchange only
-    those rows; see average_rows().
+    Each module in `groups`, from model.shard_groups(), is gathered and reduced as a unit. Trained
+    shards stay fp32 master weights; they are gathered in the compute dtype, and gradients are
+    reduced in fp32 while the backward pass is still running. Frozen parameters, such as those below
+    adapters, stay whole on every rank, except for matrices if the mode is "full". On CPUs, a table
+    stays whole if a step reads only a few of its rows, and the ranks exchange only those rows; see
+    average_rows().
     """
     if compute.world_size == 1:
         return
@@ -197,9 +202,10 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Delay reducing gradients and freeing gathered parameters until the last pass of a step.
+    """Let the next pass reduce gradients and free gathered parameters only if it is the `last`.
 
-    Call it before each pass. With --shard=full nothing is delayed: every pass does both.
+    Call this before each pass of a step. With --shard=full, every pass does both regardless. For an
+    unsharded model, this does nothing.
     """
     if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
         model.set_requires_gradient_sync(last)
@@ -223,8 +229,8 @@ def _reshard(model: nn.Module) -> None:
 def average_rows(model: nn.Module, compute: Compute) -> None:
     """Average the gradients of unsharded tables over the ranks.
 
-    Only rows with a gradient cross the network. Every rank gets the same sparse gradient, so that
-    all copies of a table stay identical.
+    Each rank sends only its nonzero rows, padded to the largest number on any rank. Every rank gets
+    the same sparse gradient, so that all copies of a table stay identical.
     """
     if compute.world_size == 1:
         return
@@ -255,7 +261,7 @@ def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
 
 
 def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
-    """Return the tensors without their padding, concatenated; tensor i has lengths[i] real rows."""
+    """Concatenate `tensors` without their padding; tensor i has `lengths[i]` real rows."""
     pieces = []
     for tensor, length in zip(tensors, lengths, strict=True):
         pieces.append(tensor[:length])
@@ -263,10 +269,10 @@ def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks in a group, in the order of the ranks.
+    """Return the tensors of all ranks in `group`, in the order of the ranks.
 
-    `ranks` is the size of the group; no group means all ranks. All tensors must have the same
-    shape.
+    `ranks` is the size of the group, which is all ranks by default. All tensors must have the same
+    shape and dtype.
     """
     tensors = [torch.empty_like(tensor) for _ in range(ranks)]
     dist.all_gather(tensors, tensor, group=group)
@@ -274,7 +280,7 @@ def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> l
 
 
 def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
-    """Return the indices and the values of the nonzero rows of a gradient, dense or sparse."""
+    """Return the indices and values of a gradient's nonzero rows, or its stored rows if sparse."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient.indices()[0], gradient.values()
@@ -286,7 +292,7 @@ def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), 
 
 
 def total(values: list[float], compute: Compute) -> list[float]:
-    """Return the sum of each number over all ranks, computed in float64 on the host."""
+    """Return each value's sum over all ranks, on every rank, computed in float64 on the host."""
     if compute.world_size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -316,8 +322,8 @@ def agree(value: int, compute: Compute) -> int:
 def together(name: str, compute: Compute) -> Iterator[None]:
     """Raise UserError on every rank if this block raises it on any rank.
 
-    This makes all ranks skip the task `name` together. Every rank must enter the block, and inside
-    it no rank may wait for another.
+    Every rank must enter the block, and inside it no rank may wait for another. `name` says what
+    failed in the message of the ranks on which the block succeeded.
     """
     failure: UserError | None = None
     try:
@@ -335,14 +341,14 @@ def together(name: str, compute: Compute) -> Iterator[None]:
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and parameters that are not frozen, which are those that checkpoints keep."""
+    """Yield (name, parameter) for parameters that are not frozen; checkpoints keep only these."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded; every rank must call this."""
+    """Return the whole tensor, gathering it if it is sharded; every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -371,9 +377,10 @@ class ParameterShard:
 
 
 def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
-    """Return this rank's shard of every trained parameter, by name, without gathering anything.
+    """Return a dict with this rank's shard of every trained parameter, without gathering anything.
 
-    Together, the owners hold the copy of the model that rank 0 belongs to.
+    The shards make up the copy of the model that rank 0 belongs to; on other copies' ranks they are
+    empty.
     """
     _reshard(model)
     return {name: _shard_of(parameter) for name, parameter in trained(model)}
@@ -407,7 +414,7 @@ class Rows(Protocol):
 
 @torch.no_grad()
 def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """Copy whole tensors into a model's trained parameters, which may be sharded.
+    """Copy whole tensors into a model's trained parameters, by name; these may be sharded.
 
     Each rank reads only the rows that it holds. Raises UserError if names or shapes differ.
     """
@@ -421,7 +428,7 @@ def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
 
 
 def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """Raise UserError if the names or shapes of tensors and trained parameters differ."""
+    """Raise UserError if `values` and the model's trained parameters differ in names or shapes."""
     model_shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
     value_shapes = {name: tuple(value.shape) for name, value in values.items()}
     wrong = []
@@ -440,9 +447,9 @@ def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> None:
-    """Copy a sharded model's parameters into an unsharded replica, casting to the replica's dtypes.
+    """Copy a model's parameters, which may be sharded, into a whole replica, casting to its dtypes.
 
-    Every rank must call this.
+    Ranks that do not call this must iterate over whole_parameters(model) instead.
     """
     targets = dict(replica.named_parameters())
     for name, value in whole_parameters(model):

@@ -1,8 +1,8 @@
 """Implements --profile: measures where the time of a training step goes, on every device.
 
 Four early steps are timed part by part, and three more are traced. Timing costs almost nothing, so
-its table is true to the run. Tracing slows a step down, but shows the time of each operator. The
-training stage calls mark() at the beginning of each part of a step.
+its table describes the run as it is. Tracing slows a step down, but shows the time of each
+operator. The training stage calls mark() at the beginning of each part of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanochat.platforms import base
 from nanochat.runtime import timeline
 from nanochat.runtime.timeline import FILE, FOLDER, Interval, Kind, Span, StepPart, Times, Traced
 
-# Steps after the first: two to warm up, four timed, one for the profiler to warm up, three traced.
+# A profile takes two steps to warm up, four timed, one for the profiler to warm up, three traced.
 SETTLING = 2
 TIMED = 4
 TRACED = 3
@@ -38,7 +38,7 @@ STEP = "nanochat step"  # the name of a step in the trace
 
 
 class Tracer(Protocol):
-    """Traces steps: call start() before the warm-up step, and step() after every step."""
+    """Traces steps: call start() before the warm-up step, step() after each, finish() last."""
 
     def start(self) -> None: ...
 
@@ -48,7 +48,7 @@ class Tracer(Protocol):
 
 
 class TorchTracer:
-    """Traces steps with torch's profiler, on the host and on devices that torch was built for."""
+    """Traces steps with torch's own profiler, on the host and on devices that torch supports."""
 
     def __init__(self, folder: Path, compute: Compute, steps: int):
         self.compute = compute
@@ -65,11 +65,11 @@ class TorchTracer:
         self._profiler.start()
 
     def step(self) -> None:
-        """End a step."""
+        """Tell the profiler that a step has ended."""
         self._profiler.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """Return the figures of the trace, and the path of its file.
+        """Write the trace to a file, and return the device time in it and the path of the file.
 
         The file can be opened in chrome://tracing and ui.perfetto.dev.
         """
@@ -88,9 +88,10 @@ class TorchTracer:
         return replace(traced, operators=operators), self.path
 
     def _span(self, event: Any) -> Span | None:
-        """Return the time span of an event on the device.
+        """Return the time span of an event on the device, or None for any other event.
 
-        Return None for an annotation, and for an event on the host if the device is an accelerator.
+        Annotations do not count and, if the device is an accelerator, neither do host events. On a
+        CPU, an asynchronous event counts only if it is communication.
         """
         platform = self.compute.platform
         if _on_host(event) == platform.runs_beside_host:
@@ -108,7 +109,7 @@ class TorchTracer:
     def _times(self, spans: Sequence[Span]) -> Times:
         """Return the number of calls and the total microseconds of each operator.
 
-        On a CPU, the time of an operator does not include the operators that it calls.
+        On a CPU, an operator's time excludes the operators that it calls.
         """
         times = timeline.total_times(spans)
         platform = self.compute.platform
@@ -141,7 +142,7 @@ class PlatformTracer:
         self._tracer.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """Return the figures of the trace, and the path of its file.
+        """Return the device time in the trace, and the path of the trace.
 
         Raises UserError if the profiler has not written its files.
         """
@@ -180,20 +181,20 @@ def _microseconds(event: Any) -> Interval:
 
 @dataclass
 class _Step:
-    """The marks of a timed step, each with a part's name, the host's time and a device event."""
+    """The marks of a timed step: at each, the next part's name, the time and a device event."""
 
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)  # empty on a host
+    events: list[Any] = field(default_factory=list)  # empty on a CPU
 
 
 class Profile:
-    """Times and traces the first steps of a run, then prints and writes tables of their time."""
+    """Times and traces early steps of a run, then prints and saves tables of where time went."""
 
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
         """Prepare a profile that will be written to the folder `profile` inside `folder`.
 
-        Raises UserError (exit code 2) if the run has fewer steps left than a profile needs.
+        Raises UserError (exit code 2) if `steps_left` is fewer steps than a profile needs.
         """
         check(steps_left)
         self.stage = stage
@@ -206,7 +207,7 @@ class Profile:
         self._spans: list[Any] = []  # open in the trace: the step, and a part of it
 
     def begin_step(self) -> None:
-        """Begin a step, and its first part, which fetches the data."""
+        """Begin a step and its first part, "data"; after the last profiled step, do nothing."""
         if self.number >= NEEDED:
             return
         warms_up = self.number == NEEDED - TRACED - 1
@@ -230,12 +231,15 @@ class Profile:
         self._spans.append(span)
 
     def _close(self, keep: int) -> None:
-        """Close all spans in the trace except the outermost `keep`."""
+        """Close all open spans in the trace except the `keep` outermost ones."""
         while len(self._spans) > keep:
             self._spans.pop().__exit__(None, None, None)
 
     def mark(self, name: str) -> None:
-        """End the current part of the step, and begin the part `name`."""
+        """End the current part of the step, and begin the part called `name`.
+
+        In steps that are neither timed nor traced, do nothing.
+        """
         if self._is_timed() and self.timed:
             step = self.timed[-1]
             step.names.append(name)
@@ -249,7 +253,7 @@ class Profile:
             self._open(name)
 
     def end_step(self) -> None:
-        """End a step, and print and write the tables after the last profiled step."""
+        """End a step; after the last profiled one, print and save the tables."""
         if self.number >= NEEDED:
             return
         self.mark("")
@@ -262,9 +266,9 @@ class Profile:
             self._report()
 
     def _step_parts(self) -> list[StepPart]:
-        """Return each part's mean time over the timed steps, here and on the slowest rank.
+        """Return the parts of a step with their mean times over the timed steps.
 
-        Every rank must call this.
+        Every rank must call this, because each part also has its time on the slowest rank.
         """
         device.synchronize(self.compute)
         host_ms: dict[str, float] = {}
@@ -288,10 +292,10 @@ class Profile:
         return step_parts
 
     def _trace(self) -> tuple[Traced | None, list[str]]:
-        """Return the figures of this rank's trace, and a list with the path of its file.
+        """Return the device time in this rank's trace, and a list with the path of the trace.
 
-        If this rank is not traced, or if the profiler fails, return (None, []); a failure is only
-        reported as a warning.
+        Return (None, []) if this rank is not traced or, after a warning, if its tracer raises
+        UserError.
         """
         if self.tracer is None:
             return None, []
@@ -303,7 +307,7 @@ class Profile:
         return traced, [str(path)]
 
     def _report(self) -> None:
-        """Print and write the tables; every rank must call this."""
+        """Print and save the tables on rank 0; every rank must call this."""
         step_parts = self._step_parts()
         traced, files = self._trace()
         if not self.compute.main:

@@ -19,7 +19,7 @@ TIME_UNITS = (
 
 
 def amount(value: float, unit: str) -> str:
-    """Format a quantity with its unit for people to read; bytes ("B") become kB, MB or GB."""
+    """Format a quantity with its unit; bytes ("B") are shown in B, kB, MB or GB."""
     if unit != "B":
         return f"{value:,.0f} {unit}"
     for factor, name in BYTE_UNITS:
@@ -42,10 +42,10 @@ def duration(seconds: float) -> str:
 class Progress:
     """Shows the progress of some work on standard output, as a bar on a terminal, else as lines.
 
-    `advance` adds to the completed work, and prints a line at most every few seconds. `show` sets
-    the completed work, and prints every line. Both may be called from any thread. Used as a context
-    manager, a Progress ends with a line that sums up the work. With several processes, only the one
-    that passes shown=True prints.
+    Without a bar, `advance` prints a line at most every `every_seconds`, and `show` prints one each
+    time. Both may be called from any thread. Used as a context manager, a Progress ends with a line
+    that sums up the work, unless the block raises. With shown=False, as on all ranks but one,
+    nothing is printed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Progress:
         completed: float = 0.0,
         shown: bool = True,
     ):
-        """Start to show progress.
+        """Start showing progress.
 
         `total` is the amount of work in units, or None if it is unknown. `unit` is "B" for bytes,
         or else a plural noun. `completed` is the amount that earlier runs have done.
@@ -81,7 +81,7 @@ class Progress:
             self._bar.start()
 
     def _new_bar(self, console: Console) -> Bar:
-        """Return a new bar with a title and a note, which leaves them about 50 of 80 columns."""
+        """Return a new bar of 20 columns between a title and a note."""
         return Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -106,14 +106,14 @@ class Progress:
             self._print(f"{self.title}: {summary}")
 
     def close(self) -> None:
-        """Remove the bar from the terminal."""
+        """Remove the bar from the terminal, if there is one."""
         if self._bar:
             self._bar.stop()
 
     def advance(self, by: float, skipped: bool = False) -> None:
         """Count `by` more units as completed.
 
-        `skipped` units were done by an earlier run, so they do not count towards the speed.
+        If they are `skipped`, an earlier run has done them, so they do not count towards the speed.
         """
         with self._lock:
             self.completed += by
@@ -127,10 +127,7 @@ class Progress:
                 self._print(f"{self.title}: {self._note(now)}")
 
     def show(self, completed: float, note: str, line: str) -> None:
-        """Set the total number of completed units.
-
-        A terminal shows `note` next to the bar, and a log gets `line`.
-        """
+        """Set the completed amount; show `note` next to the bar or, without one, print `line`."""
         with self._lock:
             self.completed = completed
             if self._bar:
@@ -171,7 +168,7 @@ class Progress:
         return f", {amount(own_work / seconds, self.unit)}/s"
 
     def _time_left(self, seconds: float) -> str:
-        """Return the estimated time left as text, or "" if the total is unknown or exceeded."""
+        """Return the estimated time left as text, or "" if it cannot be estimated."""
         own_work = self._own_work()
         if not self.total or own_work <= 0 or self.completed > self.total:
             return ""

@@ -13,7 +13,7 @@ MAX_LETTERS = 2000  # the longest prompt or reply, in characters; the rest is cu
 
 @dataclass(frozen=True)
 class Sample:
-    """A reply from the model at a given step. The names of the fields are the keys in the file."""
+    """A reply from the model at a given step; the names of the fields are the keys in the file."""
 
     step: int
     source: str  # the measurement, such as GSM8K
@@ -49,9 +49,9 @@ def _write(folder: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Return the samples of a stage, earlier steps first, skipping lines that hold no sample.
+    """Return a stage's samples in the order of the file, skipping lines that hold no sample.
 
-    Return an empty list if there is no file, or if it is too large.
+    Long texts are cut off. If there is no regular file of at most MAX_BYTES, return an empty list.
     """
     path = folder / "samples.jsonl"
     try:

@@ -17,7 +17,7 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
-    """Raised after a signal has asked the run to stop.
+    """Raised if the run has been asked to stop, usually by a signal.
 
     Like KeyboardInterrupt, it is not caught by handlers of Exception around foreign code.
     """
@@ -27,10 +27,11 @@ class Stopped(BaseException):
 def caught(pulse: Pulse) -> Iterator[None]:
     """Record signals in `pulse` inside this block, for check() and agreed() to read.
 
-    In threads other than the main thread, this does nothing. Without a launcher, the process stops
-    at once if nothing has been trained yet, and on a second Ctrl-C. A launcher forwards signals
-    that the terminal has already sent to every process, so with a launcher a repeated signal means
-    nothing; the launcher kills processes that take too long (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
+    In threads other than the main thread, this does nothing. Without a launcher, a signal raises
+    Stopped at once if nothing has been trained yet, and a second Ctrl-C raises KeyboardInterrupt. A
+    launcher forwards signals that the terminal has already sent to every process, so with a
+    launcher a repeated signal means nothing; the launcher kills processes that take too long
+    (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -66,9 +67,9 @@ def caught(pulse: Pulse) -> Iterator[None]:
 
 
 def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
-    """Write to standard error how the process will react to a signal.
+    """Write to standard error when the process will stop after a signal.
 
-    It uses os.write(), because print() is not safe in a signal handler.
+    This uses os.write(), because print() is not safe in a signal handler.
     """
     again = "; again to stop at once" if twice_stops else ""
     words = "stopping" if at_once else f"saving at the end of this step{again}"
@@ -77,10 +78,10 @@ def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
 
 @contextlib.contextmanager
 def at_once(pulse: Pulse) -> Iterator[None]:
-    """Make a signal inside this block raise Stopped at once, on each rank independently.
+    """Raise Stopped at once, on this rank only, if a signal arrives before this block ends.
 
     This is for long work that is not worth finishing, such as compiling, because a launcher gives
-    its ranks only 30 seconds before it kills them.
+    its ranks only 30 seconds by default before it kills them.
     """
     pulse.at_once = True
     try:
@@ -92,7 +93,10 @@ def at_once(pulse: Pulse) -> Iterator[None]:
 
 
 def agreed(compute: Compute) -> bool:
-    """Return whether any rank has been asked to stop; every rank must call this."""
+    """Return whether any rank has been asked to stop; every rank must call this.
+
+    Outside of caught(), only requests to this rank count.
+    """
     pulse = compute.pulse
     pulse.beat()
     asked_to_stop = bool(pulse.stop_reason)

@@ -1,6 +1,6 @@
 """Makes the tables of a profile: the parts of a step, the device's work, the slowest operators.
 
-They are computed from the times of a step's parts, and from spans (an operator's start and end).
+The tables are computed from the times of a step's parts, and from the spans of operators.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """An operator that ran from `start` to `end`, in microseconds of a common clock."""
+    """One run of an operator, from `start` to `end` in microseconds of a common clock."""
 
     name: str
     start: float
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Operator:
-    """The number of calls and the time of an operator in an average step."""
+    """An operator's number of calls and time in an average step."""
 
     name: str
     calls: float
@@ -81,7 +81,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of an interval that lie inside the windows."""
+    """Return the parts of the interval `span` that lie inside `windows`."""
     span_start, span_end = span
     pieces = []
     for window_start, window_end in windows:
@@ -93,9 +93,9 @@ def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
 
 
 def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
-    """Return how a device spent its time in an average step, given the spans of its operators.
+    """Return how a device spent its time in an average step, without the list of operators.
 
-    The field `operators` is left empty.
+    `spans` are those of the device's operators, and `steps` the intervals of the traced steps.
     """
     intervals: dict[Kind, list[Interval]] = {"computing": [], "communication": []}
     for span in spans:
@@ -115,7 +115,10 @@ def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
 
 
 def top(times: Times, steps: int, count: int = 15) -> list[Operator]:
-    """Return the `count` slowest operators of an average step, given the times over all steps."""
+    """Return the `count` slowest operators of an average step, slowest first.
+
+    `times` are totals over `steps` steps. Operators that took no time are left out.
+    """
     operators = []
     for name, (calls, microseconds) in times.items():
         if microseconds > 0:
@@ -142,9 +145,10 @@ def _percent(ms: float, total_ms: float) -> str:
 
 
 def parts_table(step_parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
-    """Return a table as text, with one line for each part of a step and one for the whole step.
+    """Return a text table with a line for each part of a step and one for the whole step.
 
-    It has no column for the host on a CPU, and none for the slowest rank if there is only one rank.
+    The host column is omitted if `on_host` is true (the device is a CPU), and the slowest-rank
+    column if there is only one rank.
     """
     step = StepPart(
         "step",
@@ -169,7 +173,7 @@ def parts_table(step_parts: Sequence[StepPart], ranks: int, on_host: bool) -> st
 
 
 def traced_table(traced: Traced, on_host: bool) -> str:
-    """Return a table, as text, of the device's work and the slowest operators."""
+    """Return a text table of the device's work in a traced step and of the slowest operators."""
     step_ms = traced.step_ms
     rows = (
         ("operators", traced.computing_ms),
@@ -189,7 +193,7 @@ def traced_table(traced: Traced, on_host: bool) -> str:
 
 
 def as_rows(step_parts: Sequence[StepPart]) -> list[dict[str, Any]]:
-    """Return the parts of a step as table rows for the report."""
+    """Return a table row for the report, as a dict, for each part of a step."""
     step_ms = sum(step_part.ms for step_part in step_parts)
     rows = []
     for step_part in step_parts:
@@ -199,7 +203,7 @@ def as_rows(step_parts: Sequence[StepPart]) -> list[dict[str, Any]]:
 
 
 def as_json(step_parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
-    """Return the parts of a step and the trace as an object that can be written as JSON."""
+    """Return a dict of a step's parts and the trace that can be written as JSON."""
     return {
         "parts": [asdict(step_part) for step_part in step_parts],
         "traced": None if traced is None else asdict(traced),
@@ -207,7 +211,7 @@ def as_json(step_parts: Sequence[StepPart], traced: Traced | None) -> dict[str, 
 
 
 def report_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the table rows of a stage's profile, or an empty list if it was not profiled."""
+    """Return the profile of the stage in `folder` as table rows, or [] if there is no profile."""
     path = folder / FOLDER / FILE
     if not path.exists():
         return []

@@ -25,10 +25,11 @@ def _is_installed(package: str) -> bool:
 
 
 def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
-    """Return the trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
+    """Return a dict from each tracker in a list such as `swanlab,wandb:offline` to its mode or "".
 
     A `run` other than "dummy" names a wandb run, and adds wandb. Raises UserError if a name or mode
-    is unknown, if a name is repeated (exit code 2), or if a tracker's library is not installed.
+    is unknown, a name is repeated, or a tracker's library is not installed (exit code 2, or 1 if
+    only `run` needs the library).
     """
     trackers: dict[str, str] = {}
     for word in text.split(","):
@@ -84,9 +85,10 @@ class Tracker:
     ):
         """Open metrics.jsonl after `step` updates, and start the other trackers.
 
-        Lines of later steps, which an interrupted run has left, are dropped. `track` lists the
-        trackers, and `name` is the run's name in them. `run` names a wandb run; "dummy" means none.
-        The attribute `last` is the step of the last line in metrics.jsonl, or -1.
+        Lines of later steps, which an interrupted run has left, are dropped, and all lines if
+        `step` is 0. `track` lists the trackers, and `name` is the run's name in them. `run` names a
+        wandb run; "dummy" means none. The attribute `last` is the step of the last line that is
+        left, or -1.
         """
         self.last = -1
         self._jsonl: Jsonl | None = None

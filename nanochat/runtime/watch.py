@@ -25,7 +25,7 @@ BEAT_SECONDS = 1.0  # between signs of life
 # Silence after which a rank counts as dead; a launcher waits as long for the other ranks to end.
 GONE_SECONDS = 30.0
 CONFIRM_SECONDS = 5.0  # the same silence, after a collective has failed
-# The description of a group whose collectives run in another thread; calls() does not count them.
+# The description of the group for saves, which run in another thread; calls() does not count it.
 UNCOUNTED = "saves"
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -36,10 +36,10 @@ Beat = Mapping[str, Any]
 class Watch:
     """A thread on each rank that reports the rank's progress, and checks that of other ranks.
 
-    Ranks exchange their progress through the launcher's store. A rank makes progress when it calls
-    pulse.beat(): at each step, each pass of a measurement and each tensor of a save. If a rank has
-    made no progress for `seconds`, it compares how many collectives each rank has begun. Ranks that
-    wait in a collective have begun it, so the rank that hangs has begun the fewest.
+    Ranks report their progress in the launcher's store. A rank makes progress when it calls
+    pulse.beat(), for example in each step. If a rank then makes none for `seconds`, it compares how
+    many collectives each rank has begun. Ranks that wait in a collective have begun it, so the rank
+    that hangs has begun the fewest.
     """
 
     def __init__(self, compute: Compute, seconds: float):
@@ -77,7 +77,7 @@ class Watch:
         self.store.set(str(self.compute.rank), json.dumps(beat))
 
     def _place(self) -> str:
-        """Return the file, line and function of this project that the main thread is in."""
+        """Return the main thread's file, line and function, if possible in this project's code."""
         innermost: FrameType | None = sys._current_frames().get(self._main_thread or 0)
         frame = innermost
         while frame is not None and not _is_ours(frame):
@@ -90,14 +90,14 @@ class Watch:
     # --- what it reads from other ranks ----------------------------------------------------------
 
     def _last_beat(self, rank: int) -> Beat:
-        """Return the last beat of a rank, which is empty if the rank has not written one."""
+        """Return the last beat that a rank has written, or {} if there is none."""
         key = str(rank)
         if not self.store.check([key]):
             return {}
         return json.loads(self.store.get(key))
 
     def last_beats(self) -> dict[int, Beat]:
-        """Return the last beat of each rank that has written one."""
+        """Return a dict with the last beat of each rank that has written one."""
         beats = {rank: self._last_beat(rank) for rank in range(self.compute.world_size)}
         return {rank: beat for rank, beat in beats.items() if beat}
 
@@ -105,7 +105,10 @@ class Watch:
         return os.getppid() != self._parent
 
     def _run(self) -> None:
-        """Run the watch in its thread, until it is closed or the launcher has gone."""
+        """Watch until close() is called, the launcher ends or its store fails.
+
+        If the launcher has ended, ask this rank to save and stop.
+        """
         try:
             self._look()
         except (RuntimeError, ValueError) as failure:  # the store ends with the launcher
@@ -120,9 +123,9 @@ class Watch:
             self.compute.pulse.ask("the launcher's end")
 
     def _look(self) -> None:
-        """Write beats, and check the next rank and this one, until the watch ends.
+        """Write beats, and check the next rank and this one, until close() or the launcher's end.
 
-        If the next rank is silent, or this rank makes no progress, end all ranks.
+        If the next rank is silent or this rank makes no progress for too long, end all ranks.
         """
         pulse = self.compute.pulse
         neighbour = (self.compute.rank + 1) % self.compute.world_size
@@ -155,11 +158,14 @@ class Watch:
                 self._judge(hanging(self.last_beats(), now - moved_at))
 
     def _judge(self, words: str) -> None:
-        """End every rank with an error message; the first rank to call this decides the message."""
+        """End this rank and, through the store, all others, with an error message.
+
+        If several ranks call this, all show the message of the first.
+        """
         self._end(self.store.compare_set("verdict", "", words).decode())
 
     def _end(self, words: str) -> None:
-        """Print the reason why all ranks end, and end this rank."""
+        """Print why all ranks end, and end this process; after close(), do nothing."""
         if not self._over.is_set():
             words = (
                 f"error: {words}. All ranks end; the same command, without --resume, resumes from "
@@ -170,9 +176,10 @@ class Watch:
             os._exit(1)  # the main thread waits in a collective that will never end
 
     def gone(self) -> str:
-        """Return a message that names the dead ranks, or "" if all are alive.
+        """Return a message that names the ranks that have died, or "" if there are none.
 
-        It is called after a collective has failed, and watches for beats for a few seconds.
+        Call this after a collective has failed. It waits a few seconds (CONFIRM_SECONDS), and takes
+        ranks without a new beat for dead.
         """
         before = self.last_beats()
         deadline = time.monotonic() + CONFIRM_SECONDS
@@ -199,7 +206,11 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def calls() -> int:
-    """Return how many collectives this rank's main thread has begun, summed over all groups."""
+    """Return how many collectives this rank has begun, summed over groups.
+
+    Saves run in another thread, so their group is not counted. Neither are backends without a
+    count.
+    """
     begun = 0
     for group in list(c10d._world.pg_map):
         if group.group_desc == UNCOUNTED:
@@ -221,7 +232,7 @@ def hanging(beats: Mapping[int, Beat], seconds: float) -> str:
     """Return a message that names the ranks that hang, given the last beat of each rank.
 
     These are the ranks that have begun the fewest collectives. If all have begun the same number,
-    they all hang in one place.
+    the message says that they all hang in one place.
     """
     running = {rank: beat for rank, beat in beats.items() if not beat.get("over")}
     fewest_calls = min(beat["calls"] for beat in running.values())
@@ -244,8 +255,9 @@ def _where(beat: Beat) -> str:
 def over(compute: Compute, seconds: float) -> Iterator[None]:
     """Let the ranks watch each other inside this block; with 0 seconds or one rank, do nothing.
 
-    If a collective fails because a rank has died, raise a UserError that names the rank instead of
-    the collective's error.
+    A rank that makes no progress for `seconds` counts as hanging. If the block raises RuntimeError,
+    as a failed collective does, and a rank has died, raise a UserError that names this rank
+    instead.
     """
     if compute.world_size == 1 or seconds <= 0:
         yield
@@ -274,9 +286,9 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
 
 
 def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """Return a training script's main function that runs `work` with signals and a watch.
+    """Return a training script's main function, which calls `work` with this rank's Compute.
 
-    While it runs, a signal makes the run save and stop, and the ranks watch each other.
+    Meanwhile, a signal makes the run save and stop, and the ranks watch each other; see over().
     """
 
     def guard(cfg: Any, compute: Compute) -> None:

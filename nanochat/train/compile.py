@@ -63,7 +63,7 @@ class Costs:
             self.records = read_json(self.file)
 
     def estimate(self) -> tuple[float, str]:
-        """Return the seconds that compiling will take, and a phrase that says why."""
+        """Return the estimated seconds to compile, and a phrase on whether code is cached."""
         record = self.records.get(self.key, {})
         if "again" in record:
             return record["again"], "from the cache"
@@ -78,9 +78,10 @@ class Costs:
         return pace * _usual_seconds(self.parts), "for the first time"
 
     def measured(self, seconds: float, first: bool) -> None:
-        """Save the seconds that compiling has just taken, unless it was faster before.
+        """Save the seconds that a compilation has taken, unless an earlier one was faster.
 
-        The fastest time counts, because the machine may have been busy.
+        The fastest time counts, because the machine may have been busy. A `first` compilation,
+        without cached code, is recorded separately.
         """
         name = "first" if first else "again"
         record = self.records.get(self.key, {})
@@ -97,9 +98,9 @@ def _usual_seconds(parts: float) -> float:
 def _costs(
     model: nn.Module, shape: tuple[int, int], compute: Compute, blocks: Sequence[nn.Module]
 ) -> Costs:
-    """Return the record of compiling this model.
+    """Return the recorded costs of compiling this model.
 
-    Its key is a hash of the model's sizes, the shape of a pass, the device, and the code and the
+    Their key is a hash of the model's sizes, the shape of a pass, the device, and the code and the
     version of torch that compute the model.
     """
     classes = (*type(model).__mro__[:-2], *type(compute.operations).__mro__[:-1])
@@ -121,10 +122,11 @@ def _costs(
 
 
 def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Compute) -> bool:
-    """Return whether compiling saves more time in the remaining steps than it takes.
+    """Return whether compiling should save more time in the remaining steps than it takes.
 
-    Rank 0 decides for all ranks. It first estimates a step's time from the device's peak speed,
-    which is a lower bound. If that is not enough to decide, a pass is timed.
+    Rank 0 decides for all ranks. A step's time is first estimated from the device's peak speed,
+    which is a lower bound. If that is not enough to decide and at least TIMED_STEPS steps remain, a
+    pass is timed.
     """
     if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
         return True
@@ -135,7 +137,7 @@ def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Co
 
 
 def sum_of_losses(shape: tuple[int, int], compute: Compute) -> OnePass:
-    """Return a function that runs a pass over zeros of shape (B, T), and returns the summed loss.
+    """Return a function that runs a model on zeros of `shape` (B, T), and returns the summed loss.
 
     The targets are a clone of the inputs, since aliased arguments would compile to another graph.
     """
@@ -144,7 +146,7 @@ def sum_of_losses(shape: tuple[int, int], compute: Compute) -> OnePass:
 
 
 def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
-    """Return the seconds that an uncompiled forward and backward pass takes.
+    """Return the seconds of an uncompiled forward and backward pass, the faster of two.
 
     Every rank must call this.
     """
@@ -163,10 +165,10 @@ def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
 
 
 def missing(requested: bool | None, compute: Compute, model: nn.Module | None = None) -> str:
-    """Return the reason why nothing is compiled, or "" on every rank if all ranks can compile.
+    """Return the reason why nothing can be compiled, or "" on every rank if all ranks can compile.
 
-    `requested` is the value of --compile. If a model is given, it must be compilable, too. Raises
-    UserError if `requested` is True but compiling is not possible.
+    `requested` is the value of --compile; False is a reason, too. If a model is given, it must be
+    compilable. Raises UserError if `requested` is True but compiling is not possible.
     """
     if requested is False:
         why_not = tr("switched off")
@@ -185,7 +187,7 @@ def missing(requested: bool | None, compute: Compute, model: nn.Module | None = 
 
 
 def _untraceable(model: nn.Module | None) -> str:
-    """Return the reason why the compiler cannot trace a model's matrix products, or ""."""
+    """Return why the compiler cannot trace a model's matrix products, or "" if it can."""
     if model is None:
         return ""
     for module in model.modules():
@@ -196,9 +198,9 @@ def _untraceable(model: nn.Module | None) -> str:
 
 
 def _unneeded(model: nn.Module, compute: Compute) -> str:
-    """Return the reason why compiling would not make a step faster, or "" if it would.
+    """Return the reason why compiling would not make a step faster, or "" if it might.
 
-    If it would on any rank, the result is "" on every rank.
+    If it might on any rank, the result is "" on every rank.
     """
     why = ""
     if isinstance(model, GPT):
@@ -215,19 +217,20 @@ def compiled(
     ahead: Ahead | None = None,
     one_pass: OnePass | None = None,
 ) -> nn.Module:
-    """Return the model to train with, which is compiled if that works and saves time.
+    """Return the model to train with, compiled if possible and worthwhile, and log the decision.
 
-    The log says what was decided. If `requested` is None, the model is compiled if the device has a
-    compiler, an uncompiled step is slower, and the steps in `ahead`, if known, repay the time to
-    compile.
+    If `requested` is None, the model is compiled if the device has a compiler, compiled steps are
+    faster, and the steps in `ahead`, if known, repay the time to compile; `ahead.as_before` skips
+    all but the first condition.
 
-    The first pass of shape (B, T) runs here, so that a compiler fails before any state is changed.
-    `one_pass` must call the model just as training will, since other arguments would compile to
-    another graph; by default it sums the losses of a (B, T) batch. With several ranks, each of
-    `blocks` is compiled by itself.
+    A compiled model runs its first pass of `shape` (B, T) here, so that a compiler fails before any
+    state is changed. `one_pass` must call the model just as training will, since other arguments
+    would compile to another graph; by default it sums the losses of a (B, T) batch. With several
+    ranks, each of `blocks` is compiled by itself.
 
-    Raises UserError if `requested` is True but compiling is not possible, and signals.Stopped as
-    soon as a signal arrives during compilation.
+    If the compiler fails, a warning is logged and the model stays uncompiled; its error is raised
+    only if `requested` is True. Raises UserError if a pass runs out of memory, or if `requested` is
+    True but compiling is not possible, and signals.Stopped as soon as a signal arrives.
     """
     if why_not := missing(requested, compute, model):
         log(tr("not compiled: {why}", why=why_not))
@@ -314,7 +317,7 @@ def _compile(
 
 
 def is_compiled(fast: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Return whether a model that compiled() returned was actually compiled."""
+    """Return whether `fast`, a model that compiled() returned, was actually compiled."""
     return hasattr(fast, "_orig_mod") or any(
         block._compiled_call_impl is not None for block in blocks
     )

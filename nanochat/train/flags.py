@@ -78,7 +78,7 @@ WHY = {
 
 
 def check_ranges(cfg: Any) -> None:
-    """Raise UserError (exit code 2) if the number in any flag is too small or too large.
+    """Raise UserError (exit code 2) if any numeric flag is too small or too large.
 
     Values that are not numbers, such as "auto" and None, are not checked.
     """
@@ -155,11 +155,7 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class StageFlags:
-    """The flags of every stage after pretraining.
-
-    They say which model the stage starts from, where its checkpoints go, and in which number format
-    it multiplies matrices.
-    """
+    """The flags of every stage after pretraining, such as the model that the stage starts from."""
 
     data: Free[str | None] = None
     """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
@@ -178,10 +174,10 @@ class StageFlags:
     """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
 
     def own_tag(self, parent_tag: str, file: str | None) -> str:
-        """Return the tag of this stage's own checkpoints.
+        """Return the tag of this stage's checkpoints: --out_tag, or else based on the parent's tag.
 
-        A model that learns from the user's `file` gets its own tag, so that it does not replace the
-        one that learned from the corpus.
+        The name of the user's `file` is added to the parent's tag, so that a model that learns from
+        the file does not replace the one that learned from the corpus.
         """
         return named_after(parent_tag, file) if self.out_tag is None else self.out_tag
 
@@ -211,9 +207,10 @@ class Epochs:
     """number of steps; overrides num_epochs"""
 
     def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
-        """Return the number of steps that the flags ask for, and warn if there are only a few.
+        """Return the number of steps that the flags ask for.
 
-        `smaller_steps` is advice for the warning: a flag of the script that leads to more steps.
+        If the number follows from num_epochs and is below FEW_STEPS, warn, and advise
+        `smaller_steps`, such as "a smaller --total_batch_size".
         """
         if self.num_iterations is not None:
             return self.num_iterations
@@ -232,7 +229,7 @@ class Epochs:
         return steps
 
     def steps_over(self, rows: Source, rows_per_step: int, name: str, smaller_steps: str) -> int:
-        """Return the number of steps over `rows`, and log it with the rows' name; see steps()."""
+        """Return the number of steps over `rows`, and log it with their `name`; see steps()."""
         steps = self.steps(rows.count, rows_per_step, smaller_steps)
         log(
             tr(
@@ -303,8 +300,9 @@ class ChatFlags:
     ) -> tuple[Source, str]:
         """Return `rows` with rows of documents mixed in, and a phrase for the log that says so.
 
-        One row in --documents_every is taken from --documents. `auto` is the meaning of auto. If no
-        documents are asked for, `rows` stay as they are, and the phrase is empty.
+        One row in N comes from --documents, or else from `corpus`; N is --documents_every, or
+        `auto` if that was left at auto. If N is 0, return `rows` unchanged and an empty phrase.
+        Raises UserError (exit code 2) if N is 1, and as documents_of() does.
         """
         every = self.documents_of(auto)
         if not every:
@@ -315,7 +313,7 @@ class ChatFlags:
 
 
 def named_after(tag: str, file: str | None) -> str:
-    """Return a tag with the name of a file appended, such as d4-mychats.
+    """Return `tag` with the name of a file appended, without its extension, such as d4-mychats.
 
     The tag is returned unchanged if it already ends with that name, or if there is no file.
     """

@@ -25,10 +25,11 @@ ROWS = 64  # the largest number of held-out rows that are searched for prompts
 
 
 def held_out_prompts(rows: Source, count: int, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return at most `count` different prompts from held-out rows.
+    """Return at most `count` different prompts, as tokens, from the first held-out rows.
 
     If a row holds conversations, its prompt is the first question, up to the token that starts the
-    answer. Otherwise, it is the first words of the first document.
+    answer. Otherwise, it is the beginning of the first document. Prompts that leave no room for a
+    reply are skipped.
     """
     room = rows.row_tokens - 1 - LONGEST
     prompts: list[list[int]] = []
@@ -64,7 +65,7 @@ def keep_replies(
     """Let a model reply to prompts, and save the replies as samples in the folder of its run.
 
     Every rank must call this. Since the model may be sharded, rank 0 replies with a temporary whole
-    copy of it. The model and the states of all random generators stay unchanged.
+    copy. The model and the states of all random generators stay unchanged.
     """
     if not prompts:
         return
@@ -93,20 +94,20 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 class Graded:
-    """Collects the replies to the first problems of an evaluation on rank 0, to save as samples.
+    """Collects, on rank 0, replies to the first problems of an evaluation, to save as samples.
 
-    Pass the method `hear` to evals.chat.evaluate().
+    Pass the method `hear` to evals.chat.evaluate() as `on_reply`.
     """
 
     def __init__(self, task: Task, count: int, compute: Compute):
-        """Collect replies to `count` problems, or to all problems of rank 0 if it has fewer."""
+        """Prepare to collect replies to `count` problems of rank 0, or to all if it has fewer."""
         self.task = task
         self.main = compute.main
         self._last = count * compute.world_size  # ranks take turns in the problems
         self._replies: dict[int, tuple[str, float]] = {}  # the text and its grade
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
-        """Remember the reply to problem `i` and its grade, if it is one of those to keep."""
+        """Remember the reply to problem `i` and its grade if the reply is to be saved."""
         if self.main and i < self._last:
             self._replies[i] = (words(parts), grade)
 

@@ -30,8 +30,8 @@ def set_up(
 ) -> Optimizers:
     """Shard the model over the ranks as --shard says, and return its optimizers.
 
-    `scale` multiplies every learning rate, and `table_momentum` is the first beta for the
-    embeddings and the head. If the model was built on meta, `fill` must set its parameters; it is
+    `scale` multiplies every learning rate, and `table_momentum` is AdamW's first beta for
+    embeddings and head. If the model was built on meta, `fill` must set its parameters; it is
     called after sharding, so that no rank holds more than its share. Raises UserError if the disk
     cannot hold the checkpoints.
     """
@@ -73,7 +73,7 @@ def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
 
 
 def _describe(model: Model, trained: int) -> None:
-    """Log the shape, the number of parameters and the FLOPs per token of a model."""
+    """Log a model's shape, its numbers of parameters and its FLOPs per token."""
     shape = model.config
     total = model.parameter_counts()["total"]
     trained_part = f" of which {trained:,} are trained," if trained < total else ""

@@ -1,7 +1,7 @@
 """Chooses values for sizes that are left at `auto`: the shape of a model, and the split of a step.
 
-They follow from the depth, the corpus, the device and its memory. Before the first step, this
-module also checks or reports what a run needs: memory, disk, time and passes over its data.
+The choices follow from the depth, the corpus, the device and its memory. Before the first step,
+this module also checks or reports what a run needs: memory, disk, time and passes over its data.
 """
 
 import shutil
@@ -51,12 +51,12 @@ def model_config(
     bigram_rows: int | Auto = "auto",
     offset_layers: int | Auto = "auto",
 ) -> ModelConfig:
-    """Return the configuration of a model, choosing all sizes that are "auto" by its depth.
+    """Return the configuration of a model, choosing all sizes that are "auto".
 
-    A GPT gets bigrams unless bigram_rows is 0 or the corpus has no use for them; keep_bigrams()
-    later removes them if the text is read too often. The MLP of a Qwen3 has 8/3 times as many
-    channels as the model, so that its layers have about as many parameters as a GPT's. Raises
-    UserError (exit code 2) if the sizes are invalid or do not fit together.
+    If `bigram_rows` is "auto", a GPT gets bigrams unless the corpus has no use for them;
+    keep_bigrams() later removes them if the text is read too often. The MLP of a Qwen3 has 8/3
+    times as many channels as the model, so that its layers have about as many parameters as a
+    GPT's. Raises UserError (exit code 2) if the sizes are invalid or do not fit together.
     """
     sizes = {
         "depth": depth,
@@ -118,19 +118,19 @@ def _row_tokens(corpus: str, compute: Compute) -> int:
 
 
 def _qwen() -> Any:
-    """Return what pretraining needs of a published family, which is an appendix."""
+    """Return the module for pretraining a Qwen3; raise UserError (exit code 2) if it is missing."""
     return required_appendix("nanochat.models.qwen.pretraining", "--family qwen3")
 
 
 def advise(kind: Kind, pattern: str) -> None:
-    """Log what the split pattern of the tokenizer means for a model of this kind."""
+    """Log advice on the tokenizer's split pattern if it limits the use of a model of this kind."""
     if kind == "qwen3":
         _qwen().advise(pattern)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers of parameters of a model, and the FLOPs that it takes per token."""
+    """The parameter counts of a model, and its FLOPs per token."""
 
     parameters: int
     scaling_parameters: int  # those of matrices and head, which scaling laws count
@@ -140,8 +140,8 @@ class ModelSize:
 def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSize:
     """Return the size of a model of this shape without allocating its parameters.
 
-    Raises UserError (exit code 2) if the device or the family cannot train in the format of
-    --matmul.
+    Raises UserError (exit code 2) if the device or the model cannot train in the number format
+    `matmul`.
     """
     model = on_meta(shape, compute)
     compute.platform.use_matmul(model, matmul, compute.operations)
@@ -150,7 +150,7 @@ def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSiz
 
 
 def table_rows(requested: int | Auto, vocab_size: int) -> int:
-    """Return the number of rows in the table of bigrams; auto chooses it by the vocabulary."""
+    """Return the number of rows in the bigram table; "auto" chooses it by the vocabulary."""
     if requested != "auto":
         return requested
     return min(PAIRS * vocab_size, MOST_PAIRS)
@@ -159,7 +159,7 @@ def table_rows(requested: int | Auto, vocab_size: int) -> int:
 def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
     """Return the shape of a model, without bigrams if the text is read more than twice.
 
-    If `requested` is not "auto", the bigrams stay as they are.
+    If `requested` is not "auto", the shape is returned unchanged.
     """
     if requested != "auto" or not isinstance(shape, GPTConfig) or not shape.bigram_rows:
         return shape
@@ -169,7 +169,7 @@ def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
-    """Raise UserError if parameters, gradients and optimizer state do not fit into memory."""
+    """Raise UserError if parameters, gradients and optimizer state do not fit into free memory."""
     _, shards = parallel.mesh_shape(mode, compute)
     ranks_in_one_memory = parallel.ranks_in_memory(compute)
     needed = STATE_BYTES * parameters / shards * ranks_in_one_memory
@@ -216,7 +216,8 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
 def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> None:
     """Raise UserError if the disk of a folder cannot hold two checkpoints of `checkpoint` bytes.
 
-    Warn if the disk cannot hold all the checkpoints that the run keeps.
+    Warn if it cannot hold the `keep` newest and one more. Checkpoints that are already in the
+    folder count as free space.
     """
     disk = next(place for place in (folder, *folder.parents) if place.exists())
     free = shutil.disk_usage(disk).free
@@ -293,7 +294,7 @@ def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_st
 
 
 def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
-    """Raise UserError (exit code 2) if the ranks cannot share a step's rows or problems equally."""
+    """Raise UserError (exit code 2) if ranks cannot share `per_step` rows or problems equally."""
     ranks = compute.world_size
     if per_step % ranks:
         fitting = max(per_step // ranks, 1) * ranks
@@ -312,13 +313,13 @@ def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """The split of a step into passes, with the numbers of tokens and rows."""
+    """The split of a training step into passes, in tokens and rows."""
 
     tokens_per_step: int
     rows_per_step: int
     device_batch_size: int  # rows per pass on one rank
     passes: int
-    probe: bool = False  # whether probe.fit() may find the number of rows that the memory holds
+    probe: bool = False  # whether probe.fit() may replace device_batch_size
 
 
 def batch(
@@ -334,11 +335,11 @@ def batch(
 ) -> Batch:
     """Return the split of a step into passes, choosing sizes that are "auto", and log it.
 
-    `tokens` is the expected number of training tokens, or None if the number of steps is given.
-    `requested_passes` decides an automatic device_batch_size; if both are given, they must agree.
-    If a run resumes, `begun_rows` is the number of rows in its earlier steps, which an automatic
-    total_batch_size keeps. Raises UserError (exit code 2) if the numbers disagree, or if the ranks
-    cannot share a step equally.
+    `tokens` is the expected number of tokens in the whole run, or None if the number of steps is
+    given. `requested_passes` determines an automatic device_batch_size, and must agree with a given
+    one. If a run resumes, `begun_rows` is the number of rows in each earlier step, which an
+    automatic total_batch_size keeps. Raises UserError (exit code 2) if the numbers are invalid or
+    disagree, or if the ranks cannot share a step equally.
     """
     length = shape.sequence_len
     unit = length * compute.world_size
@@ -376,9 +377,10 @@ def batch(
 
 
 def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
-    """Return a number of tokens per step, and the reason for it.
+    """Return a number of tokens per step that suits the corpus or the run, and the reason for it.
 
-    It suits the corpus, or else training on `tokens` tokens in all.
+    If the corpus does not call for a certain number, the number follows from `tokens`, the length
+    of the whole run, or is the default if that is None.
     """
     of_corpus = traits(corpus).step_tokens
     if of_corpus is not None:
@@ -390,9 +392,9 @@ def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
 
 
 def _as_begun(rows: int, compute: Compute) -> int:
-    """Return `rows`, the rows per step of the run that resumes.
+    """Return `rows`, the number of rows per step with which the resumed run began.
 
-    Raises UserError (exit code 2) if the ranks cannot share them equally.
+    Raises UserError (exit code 2) if the ranks cannot share the rows equally.
     """
     if rows % compute.world_size:
         fits = ", ".join(str(ranks) for ranks in range(1, rows + 1) if rows % ranks == 0)
@@ -424,9 +426,9 @@ def example_batch(
 ) -> Batch:
     """Return the split of a step of `examples` rows into passes, and log it.
 
-    If `examples` is "auto", the number follows from the `rows` of the data or, if a run resumes,
-    from `begun_rows`, the number of rows in its earlier steps. Raises UserError (exit code 2) if
-    the ranks cannot share the rows equally.
+    If `examples` is "auto", a resumed run keeps its `begun_rows` per step, and the number for a new
+    run follows from the `rows` of its data. Raises UserError (exit code 2) if the numbers are
+    invalid, or if the ranks cannot share the rows equally.
     """
     if examples == "auto":
         if begun_rows is not None:
@@ -447,7 +449,7 @@ def example_batch(
 
 
 def _other_passes(passes: int, total: int, per_pass: int, unit: int, product: str) -> str:
-    """Return an error message for `passes` that do not fit a step, with a flag that would fit."""
+    """Return the error message for a number of `passes` that does not fit a step, with advice."""
     advice = "Leave it out."
     if passes > 0:
         rows = total / (unit * passes)
@@ -463,10 +465,10 @@ def _other_passes(passes: int, total: int, per_pass: int, unit: int, product: st
 
 
 def _device_rows(shape: ModelConfig, parameters: int, compute: Compute) -> tuple[int, str]:
-    """Return the number of rows per pass that suits the device, and the reason for it.
+    """Return the number of rows per pass that suits the device, at least 1, and the reason for it.
 
-    On a CPU, a pass should fit into the caches. On other devices, it must fit into memory together
-    with 16 bytes per parameter.
+    On a CPU, a pass should fit into the caches. On other devices, it should fit into memory
+    together with 16 bytes per parameter.
     """
     pass_tokens = compute.platform.pass_tokens
     if pass_tokens:
@@ -479,9 +481,9 @@ def _device_rows(shape: ModelConfig, parameters: int, compute: Compute) -> tuple
 def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -> float:
     """Return the bytes that training takes on one device with passes of `rows` rows.
 
-    They hold the activations and the state of every parameter: an fp32 master weight, a gradient
-    and two moments. With several shards, each holds its share of the master weights and moments
-    and, between passes, the whole gradient and a copy of the weights to compute with.
+    They consist of activations and, per parameter, an fp32 master weight, a gradient and two
+    moments. With several shards, each holds its share of the master weights and moments and,
+    between passes, the whole gradient and a copy of the weights to compute with.
     """
     state_bytes = 16 if shards == 1 else 6 + 12 / shards
     channels = shape.n_layer * shape.n_embd * shape.sequence_len
@@ -489,10 +491,9 @@ def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -
 
 
 def rows_that_fit(memory: float, shape: ModelConfig, parameters: int) -> int:
-    """Return the largest power of two of rows per pass that fits into `memory` bytes.
+    """Return the largest power of two of rows per pass that fits into 80 % of `memory` bytes.
 
-    Part of the memory is taken by master weights, gradients and optimizer state. The result is at
-    least 1.
+    Master weights, gradients and optimizer state must fit, too. The result is at least 1.
     """
     state = memory_of(0, shape, parameters)
     of_row = memory_of(1, shape, parameters) - state

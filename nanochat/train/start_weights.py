@@ -10,9 +10,9 @@ from nanochat.device import local
 class StartWeights:
     """An in-memory copy of the weights that a stage starts from, or this rank's shard of them.
 
-    A model between the start and the end of fine-tuning answers more questions in new wordings than
-    either of them, and forgets less of what the start model knew (WiSE-FT, Wortsman et al. 2022,
-    arXiv:2109.01903; dev/LOG.md has the figures for TinyWorld).
+    A model between the start and the end of fine-tuning often answers more questions in new
+    wordings than either, and forgets less of what the start model knew (WiSE-FT, Wortsman et al.
+    2022, arXiv:2109.01903; dev/LOG.md has the figures for TinyWorld).
     """
 
     def __init__(self, model: nn.Module, share: float):
@@ -30,7 +30,7 @@ class StartWeights:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Replace the model's weights by the mix: `share` * start + (1 - `share`) * current."""
+        """Replace the model's weights with `share` * start + (1 - `share`) * current."""
         if not self.share:
             return
         for parameter, weight in zip(self.model.parameters(), self._weights, strict=True):

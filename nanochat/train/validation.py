@@ -20,7 +20,7 @@ from nanochat.train import samples
 
 
 class Sums(Protocol):
-    """A loss that also reports other figures, such as the loss over preferences."""
+    """A loss that also computes other figures, such as the loss over preferences."""
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class Validation:
     ):
         """Prepare to measure on the first `tokens` tokens of `rows`.
 
-        `prompts` is the number of prompts from these rows that the model will reply to.
+        The model will reply to at most `prompts` prompts from these rows.
         """
         self.rows = rows
         self.tokens = tokens
@@ -72,7 +72,7 @@ class Validation:
             )
 
     def means(self, sums: Sums, device_batch_size: int) -> dict[str, float]:
-        """Return the mean `loss`, and the mean of each figure of `sums`, over all targets."""
+        """Return a dict of means over all targets: of the `loss` and each figure of `sums`."""
         module = cast(nn.Module, self.model)
         with _without_dropout(module):
             return mean_over(sums, module, self._steps(device_batch_size), self.compute)
@@ -99,7 +99,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def mean_over(
     sums: Sums, model: nn.Module, steps: Iterable[dataloader.Step], compute: Compute
 ) -> dict[str, float]:
-    """Return the means of a loss and its figures over all targets of `steps`, by name.
+    """Return a dict with the means of a loss and its figures over all targets of `steps`.
 
     Every rank must call this with the same number of steps, each with its own rows; all ranks get
     the same result. Raises signals.Stopped if the run is asked to stop.

@@ -17,7 +17,7 @@ from nanochat.runtime.trackers.start import Shown, Start
 
 
 def make(name: str, start: Start) -> Shown:
-    """Create the tracker with a given name.
+    """Create the tracker called `name`.
 
     Raises whatever the tracker's library raises, or ImportError if it cannot be imported.
     """
@@ -26,9 +26,10 @@ def make(name: str, start: Start) -> Shown:
 
 
 def serve(name: str, lines: TextIO, answers: TextIO) -> None:
-    """Start a tracker, pass it every line, and close it after the last line.
+    """Start a tracker, pass it the metrics in each line, and close it after the last line.
 
-    The lines also end if the training process is killed.
+    It answers with its state: "ready", then "done", or "failed" and why. The lines also end if the
+    training process is killed.
     """
 
     def answer(**content: str) -> None:

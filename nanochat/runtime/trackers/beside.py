@@ -24,8 +24,8 @@ MOST_WAITING = 10_000  # lines that wait for a slow tracker
 class Beside:
     """Runs a tracker in a process of its own, and hands it the metrics.
 
-    Training hands over lines and never waits for them to be shown. If a tracker fails, starts too
-    slowly, falls too far behind or is killed, a single warning names it, and it gets no more lines.
+    log() never waits for a tracker. If a tracker fails, starts too slowly, falls too far behind or
+    is killed, a single warning names it, and it gets no more lines.
     """
 
     def __init__(self, name: str, start: Start, start_seconds: float = START_SECONDS):
@@ -70,7 +70,7 @@ class Beside:
             self._fail(f"it does not keep up: {MOST_WAITING:,} lines wait for it")
 
     def _wait_until(self, states: tuple[str, ...], seconds: float) -> bool:
-        """Wait for the tracker to reach one of `states`; return True if it took too long."""
+        """Wait until the tracker has reached one of `states`; return whether it took too long."""
         with self._changed:
             return not self._changed.wait_for(lambda: self._state in states, seconds)
 

@@ -22,15 +22,16 @@ LOCK_SECONDS = 0.01
 class Jsonl:
     """An open metrics.jsonl in the folder of a stage, to which metrics are appended.
 
-    The attribute `last` is the step of the last line when the file was opened, or -1. The file
-    stays locked while it is open, so that being_written() can tell a run that is still training
-    from one that was killed.
+    The attribute `last` is the step of the last line when the file was opened, or -1. If the file
+    system has locks, the file stays locked while it is open, so that being_written() can tell a run
+    that is still training from one that was killed.
     """
 
     def __init__(self, folder: Path, step: int):
         """Open the file after `step` updates.
 
-        Lines of later steps, which an interrupted run has left, are dropped.
+        Lines of later steps, which an interrupted run has left, are dropped, and all lines if
+        `step` is 0.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
@@ -96,9 +97,10 @@ def describe_run(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in a folder as dictionaries, up to the first damaged line.
+    """Return the lines of metrics.jsonl in a folder as dicts, up to the first damaged line.
 
-    A kill may have cut the last line short. Values that were not finite are None.
+    A kill may have cut the last line short. Values that were not finite are None. If there is no
+    file, the list is empty.
     """
     path = folder / "metrics.jsonl"
     if not path.exists():

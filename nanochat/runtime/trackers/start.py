@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Start:
-    """The data that a tracker starts with: the run's name, folder, settings and first step.
+    """The data that a tracker starts with: the run's name, folder, settings and last step so far.
 
     `mode` is what the user wrote after the tracker's name, such as "offline". If it is empty, the
     tracker chooses its mode.
@@ -28,7 +28,7 @@ class Shown(Protocol):
     """
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Show the metrics of one step, whose number is under the key `step`."""
+        """Show the metrics of one step, whose index is under the key `step`."""
         ...
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Shown(Protocol):
 
 
 def numbers(figures: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics that are finite numbers, except the step itself; True counts as 1."""
+    """Return the metrics that are finite numbers, as floats, without the step; True counts as 1."""
     finite = {}
     for name, value in figures.items():
         is_number = isinstance(value, bool | int | float) and math.isfinite(value)

@@ -12,8 +12,8 @@ from nanochat.runtime.trackers.start import Start, numbers
 def _mode() -> str:
     """Return the best mode that works on this machine.
 
-    That is online if there is an API key, else local if SwanLab's dashboard is installed, else
-    offline.
+    That is "online" with an API key, else "local" if SwanLab's dashboard is installed, else
+    "offline".
     """
     if swanlab.Settings().api_key:
         return "online"

@@ -1,4 +1,4 @@
-"""Estimates the disk space of a run, which holds texts, tokens, conversations and checkpoints."""
+"""Estimates the disk space of a run: its texts, tokens, conversations and checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ DOWNLOADS, CHATS = 3.5e9, 1.5e9
 def of_run(
     checkpoint: float, texts: Mapping[str, float], vocab_size: int, published_chats: bool
 ) -> dict[str, float]:
-    """Return the most bytes that each part of a run takes on disk, by the part's name.
+    """Return a dict with the most bytes that each kind of a run's data takes on disk.
 
     `checkpoint` is the number of bytes in a checkpoint's tensors (optim.saved_bytes), and `texts`
-    gives the bytes of each corpus's shards. `published_chats` says whether later stages learn from
-    the published conversations. Every stage keeps its newest checkpoints, and the stage that is
-    running holds one more, "newest", because it writes a new checkpoint before it deletes the
+    maps each corpus to the bytes of its shards. `published_chats` says whether later stages learn
+    from the published conversations. Every stage keeps its newest checkpoints, and the stage that
+    is running holds one more, "newest", because it writes a new checkpoint before it deletes the
     oldest.
     """
     width = np.dtype(dtype_for(vocab_size)).itemsize / 2
@@ -49,7 +49,7 @@ def of_run(
 
 
 def of_speedrun(depth: int, tokens: float, checkpoint: float, vocab_size: int) -> float:
-    """Return the most bytes that a speedrun writes to disk for a model of the given depth.
+    """Return the most bytes that a speedrun takes on disk for a model of the given depth.
 
     If there is no preset for the depth, it downloads enough shards to hold `tokens` tokens.
     """

@@ -10,7 +10,7 @@ SHARE = 0.9  # of the reachable memory; the rest is for the optimizer's step and
 
 
 def reachable(compute: Compute) -> int:
-    """Return the bytes that this process holds or may still take.
+    """Return the bytes of device memory that this process holds or may still take.
 
     On an accelerator, this is the memory that other processes have not taken. On a CPU, it is all
     physical memory.
@@ -24,12 +24,15 @@ def budget(compute: Compute) -> int:
 
 
 def start_watch(compute: Compute) -> None:
-    """Return cached memory to the device, and start a new measurement for peak()."""
+    """Give cached memory back to the device, and start a new measurement for peak()."""
     compute.platform.start_memory_watch()
 
 
 def peak(compute: Compute) -> int:
-    """Return the most bytes that this process has taken from the device since start_watch()."""
+    """Return the most bytes that this process has taken from its device since start_watch().
+
+    Raises NotImplementedError on a CPU.
+    """
     return compute.platform.memory_taken()
 
 
@@ -42,7 +45,7 @@ def ran_out(failure: BaseException) -> bool:
 
 
 def advice(rows: int, rows_of_rank: int) -> UserError:
-    """Return the error for a pass of `rows` rows that ran out of memory, with a value to try next.
+    """Return the error for a pass of `rows` rows that ran out of memory, with advice.
 
     `rows_of_rank` is the number of rows that each rank has in a step.
     """
@@ -68,7 +71,7 @@ def advice(rows: int, rows_of_rank: int) -> UserError:
 
 @contextlib.contextmanager
 def advising(rows: int, rows_of_rank: int) -> Iterator[None]:
-    """Raise UserError with a value to try next if this block runs out of memory."""
+    """Raise the UserError from advice() if this block runs out of memory."""
     try:
         yield
     except RuntimeError as failure:

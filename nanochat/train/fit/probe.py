@@ -20,7 +20,8 @@ def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute
     """Return the split of a step into the largest passes that fit into the memory of every rank.
 
     Every rank must call this. If the user gave a size, or on a CPU, where larger passes are no
-    faster, `batch` is returned unchanged. The model is left unchanged.
+    faster, `batch` is returned unchanged. The model is left unchanged. Raises UserError if not even
+    one row fits.
     """
     if not batch.probe or compute.platform.pass_tokens is not None:
         return batch
@@ -63,12 +64,12 @@ def doublings(rows: int) -> list[int]:
 def largest(
     sizes: Sequence[int], attempt: Callable[[int], int], budget: int, compute: Compute
 ) -> tuple[int, str]:
-    """Return the largest size whose attempt fits the budget on every rank, and the reason.
+    """Return the largest of `sizes` that fits the budget on every rank, and why none is larger.
 
-    The ranks decide together before every attempt. From the third attempt on, the search stops if
-    extrapolating the last two attempts shows that the next size would not fit, because no rank may
-    run out of memory alone while the others wait for it. Raises UserError if not even the smallest
-    size fits.
+    Each `attempt` returns a peak in bytes, on which the ranks then decide together. From the third
+    attempt on, the search stops if extrapolating the last two shows that the next size would not
+    fit, because no rank may run out of memory alone while the others wait for it. Raises UserError
+    if that happens, or if not even the smallest size fits.
     """
     budget = parallel.least(budget, compute)
     tried: list[tuple[int, int]] = []  # (size, the most bytes that any rank took)
@@ -103,7 +104,7 @@ def largest(
 
 
 def _expected(tried: Sequence[tuple[int, int]], size: int) -> float:
-    """Return the bytes that a pass of this size should take, extrapolated from the last two."""
+    """Return the bytes of a pass of `size` rows, extrapolated from the last two passes tried."""
     (small, small_bytes), (large, large_bytes) = tried[-2:]
     slope = (large_bytes - small_bytes) / (large - small)
     return large_bytes + slope * (size - large)
