@@ -66,7 +66,7 @@ class LossFlags:
 
     @property
     def preference(self) -> PreferenceLoss | None:
-        """The loss of pairs of answers, or None to learn from conversations.
+        """The loss for pairs of answers, or None to learn from conversations.
 
         Raises UserError if a flag is out of range.
         """
@@ -158,9 +158,9 @@ class Config:
         return self.checkpoint_activations or self.offload_activations
 
     def rate(self, width: int, steps: int, rule: str) -> float:
-        """Return the highest learning rate for a model with `width` channels.
+        """Return the peak learning rate of a run of `steps` for a model with `width` channels.
 
-        `rule` says how an automatic rate is chosen.
+        `rule` says how an automatic rate is chosen, which is also logged.
         """
         if self.learning_rate != "auto":
             return self.learning_rate
@@ -205,15 +205,15 @@ class Config:
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of dropout for a step on a rank.
+    """Return the dropout seed for a step on a rank, from 0 to 2**63 - 1.
 
-    It is below 2**63, and the same after a resume.
+    A resumed run gets the same seeds.
     """
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
 def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
-    """Return the tokens of a row: --max_length or, if it is auto, a length that suits the data."""
+    """Return the length of a row in tokens: --max_length or, if it is auto, one that suits the data."""
     if cfg.max_length != "auto":
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
@@ -226,9 +226,10 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
 def pass_loss(
     preference: PreferenceLoss | None, model: nn.Module, *tensors: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a pass (), and for preferences the sums of its figures (F,).
+    """Return the summed loss of a pass (), and the sums of its preference figures (F,) or None.
 
-    `tensors` are the inputs and targets of packed rows, then the other tensors of the rows.
+    `tensors` are the inputs and targets of packed rows, then the other tensors of the rows. The
+    figures are None without `preference`.
     """
     if preference is None:
         idx, targets, documents = tensors

@@ -48,9 +48,10 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Clean each corpus if the flags ask for it, then tokenise both of its splits.
+    """Tokenise both splits of each corpus, and log the counts.
 
-    With --verify, all token files are also hashed again.
+    Before that, the flags may ask to clean each corpus or to restore its documents. With --verify,
+    all token files are also hashed again.
     """
     cleans = cfg.dedup or cfg.check_against is not None
     _check_flags(cfg, cleans)

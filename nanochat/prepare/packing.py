@@ -18,7 +18,7 @@ SMALL = 64  # a gap smaller than a row divided by this is left only if nothing e
 class Packing:
     """Rows of segments.
 
-    Segment s is one begin mark, then the `lengths[s]` tokens that begin at token `starts[s]`.
+    Segment s is one begin mark, then the `lengths[s]` tokens that begin at index `starts[s]`.
     """
 
     first: np.ndarray  # (rows + 1,) int64: row r holds segments first[r] .. first[r + 1] - 1
@@ -57,7 +57,7 @@ class _Pool:
         return bisect_right(self.lengths, length) - 1
 
     def take(self, i: int) -> tuple[int, int]:
-        """Remove piece i and return its (start, length); the next piece refills the pool."""
+        """Remove piece `i`, refill the pool, and return the (start, length) of the piece."""
         piece = (self._starts.pop(i), self.lengths.pop(i))
         self._refill()
         return piece
@@ -80,13 +80,14 @@ def pack(
     cut: bool,
     window: int = WINDOW,
 ) -> Packing:
-    """Put pieces into rows of `row_tokens` cells, each piece after a begin mark of one cell.
+    """Pack pieces into rows of `row_tokens` cells, each piece after a begin mark of one cell.
 
-    A row takes the longest piece that fits, or the oldest of several, until no piece fits. With
-    `cut`, the head of the longest piece then fills the rest of the row, and the tail is placed
-    later like any other piece; a piece that is longer than a row fills whole rows first. So every
-    row except the last is full, and each token is placed exactly once. Without `cut` a row may
-    stay short, and no piece may be longer than `row_tokens - 1`.
+    A row takes the longest piece in the pool that fits, or the oldest of several, until no piece
+    fits. With `cut`, the head of the longest piece then fills the rest of the row, and the tail is
+    placed later like any other piece; a piece that is longer than a row fills whole rows first, and
+    a shorter piece may be chosen to avoid a tiny gap. So every row except the last is full, and
+    each token is placed exactly once. Without `cut` a row may stay short, and no piece may be
+    longer than `row_tokens - 1`.
     """
     assert row_tokens >= 2 and (cut or lengths.max(initial=0) < row_tokens)
     pool = _Pool(_pieces(starts, lengths), window)
@@ -146,7 +147,8 @@ def _pieces(
 ) -> Iterator[tuple[int, int]]:
     """Yield the (start, length) of each piece as Python integers.
 
-    The arrays are converted in batches, so that memory does not grow with the corpus.
+    The arrays are converted in batches, so that the integers of a large corpus need not fit into
+    memory.
     """
     for i in range(0, len(starts), size):
         some_starts = starts[i : i + size].tolist()
@@ -161,9 +163,9 @@ def cut_at(
 ) -> list[tuple[int, int]]:
     """Cut a conversation of `end` tokens into (start, length) pieces of at most `room` tokens.
 
-    A piece runs from one of `borders` (ascending, the first is 0) to the last border within `room`
-    tokens. If the next border is further away, the piece consists of the first `room` tokens, and
-    the tokens between its end and that border are dropped.
+    A piece runs from one of `borders` (ascending, the first is 0) to the last border, or the end,
+    within `room` tokens. If the next border is further away, the piece consists of the first `room`
+    tokens, and the tokens between its end and that border are dropped.
     """
     pieces = []
     edges = [*borders, end]
