@@ -78,7 +78,7 @@ def table(core: Core, mean: float) -> str:
 
 
 def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, int]:
-    """Return the limit on problems per task (None for no limit) and the limit on tokens per pass."""
+    """Return the limits on problems per task (None for no limit) and on tokens per pass."""
     problems = cfg.max_per_task if cfg.max_per_task > 0 else None
     rows = cfg.device_batch_size
     if rows == "auto":

@@ -357,7 +357,7 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Answer lines from the keyboard, and carry out commands, until /quit or the end of the input."""
+    """Answer lines from the keyboard, or carry out commands, until /quit or the end of input."""
     path = base_dir() / "chat_history"
     with history(path) as problem, keyboard() as ask:
         if problem:

@@ -213,7 +213,7 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
 
 
 def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
-    """Return the length of a row in tokens: --max_length or, if it is auto, one that suits the data."""
+    """Return the tokens per row: --max_length or, if that is auto, a length that suits the data."""
     if cfg.max_length != "auto":
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)

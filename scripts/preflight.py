@@ -218,7 +218,7 @@ def check(cfg: Config, compute: Compute) -> None:
 
 
 def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
-    """Log where each data set comes from, and return a problem for each that is unavailable."""
+    """Log where each data set comes from, and return a list with a problem for each missing one."""
     problems = []
     for name, place in places.items():
         log(tr("data    {what}: {where}", what=name, where=describe(place)))
@@ -235,7 +235,7 @@ def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
 
 
 def check_disk(needed: float) -> list[str]:
-    """Log the free disk space, and return a problem in a list if the run may write more than that."""
+    """Log the free disk space, and return a list with a problem if the run may write more."""
     free = shutil.disk_usage(base_dir()).free
     values = {"folder": base_dir(), "needed": amount(needed, "B"), "free": amount(free, "B")}
     log(tr("disk    up to {needed} in {folder}, which has {free} free", **values))
@@ -245,7 +245,7 @@ def check_disk(needed: float) -> list[str]:
 
 
 def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
-    """Log the memory that training needs, and return a problem in a list if there is less."""
+    """Log the memory that training needs, and return a list with a problem if there is less."""
     memory = device.memory_total(compute)
     state = sizes.STATE_BYTES * parameters
     values = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}

@@ -82,7 +82,7 @@ COLUMNS = ("Question", "A", "B", "C", "D", "Answer")
 
 
 def source(subject: str, split: str) -> Published:
-    """Return the location of a split of a subject.
+    """Return the location of a subject's split.
 
     It is on the hub's branch of parquet files, or in the authors' unpacked zip file.
     """
@@ -118,7 +118,7 @@ class CMMLU(ChoiceTask):
 
 
 def _load(split: str, folder: str | Path | None) -> Table:
-    """Return the rows of all subjects of a split."""
+    """Return the rows of a split, with all subjects in one table."""
     sources = {subject: source(subject, split) for subject in SUBJECTS}
     return load_subjects(sources, COLUMNS, folder)
 

@@ -79,7 +79,7 @@ def _read_message(
     n: int,
     expected_role: str,
 ) -> Message:
-    """Return message `n` of a conversation as a turn.
+    """Convert message `n` of a conversation to a turn.
 
     Raises ValueError, naming the broken rule, if the message breaks one.
     """
@@ -122,7 +122,8 @@ class Ungraded:
 class Subset:
     """A subset of a task's problems.
 
-    It has every `step`-th problem from `start` up to `stop`, or the problems listed in `numbers`.
+    It has every `step`-th problem from `start` up to `stop`, or the problems whose indices are in
+    `numbers`.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Subset:
 
 
 def first_places(numbers: np.ndarray) -> np.ndarray:  # (N,) int64, both
-    """Return, for each position in an array, the first position that holds the same number."""
+    """Return, for each position in an array, the first position that holds the same value."""
     _, first_positions, number_index = np.unique(numbers, return_index=True, return_inverse=True)
     return first_positions[number_index]
 

@@ -75,7 +75,7 @@ def training_section(
 ) -> None:
     """Write the section of a training stage from its metrics.jsonl, which is in `folder`.
 
-    `device_facts` describes the device, as device.summary() does.
+    `device_facts` are further figures of the section, about the model, the device and the data.
     """
     metrics = read_metrics(folder)
     steps = [line for line in metrics if "loss" in line]  # RL also measures before its first step
