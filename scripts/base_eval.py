@@ -114,7 +114,7 @@ def evaluate_tasks(
     loaded: Loaded,
     compute: Compute,
 ) -> tuple[dict[str, ChoiceScore], list[str]]:
-    """Evaluate --tasks, and return their scores and the names of those that failed.
+    """Evaluate the tasks of --tasks, and return their scores and the names of those that failed.
 
     Raises UserError (exit code 2) if a name is unknown.
     """
@@ -221,7 +221,8 @@ def evaluate_bits(
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """Run the evaluations that have their data, and write and return the report's section.
 
-    Raises UserError (exit code 2) if none has, or a UserError at the end if a task is broken.
+    Raises UserError (exit code 2) if nothing was evaluated, or UserError at the end if a task
+    failed.
     """
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:

@@ -113,8 +113,8 @@ class Chat:
     def settings(self) -> dict[str, Any]:
         """The settings of the next reply, by name.
 
-        `top_k` is 0 if tokens are drawn from all. A setting is None if it is a default that the
-        server does not report.
+        `top_k` is 0 if any token may be drawn. A setting is None if it is a default that the server
+        does not report.
         """
         settings: dict[str, Any] = {name: getattr(self.sampling, name) for name in SETTINGS}
         settings["top_k"] = self.sampling.top_k or 0
@@ -182,8 +182,8 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
 def show(piece: Part, chat: Chat, call: str) -> str:
     """Print a piece of a reply, and return the calculator call that is still open, or "".
 
-    `call` is the call that the pieces before this one left open, or "". Its result is printed
-    behind it, in the notes.
+    `call` is the call that the pieces before this one left open, or "". When its result arrives,
+    the call and the result are printed to the notes.
     """
     if piece.kind == "python":
         return piece.text
@@ -198,11 +198,11 @@ def show(piece: Part, chat: Chat, call: str) -> str:
 
 
 def reply(chat: Chat, question: str) -> bool:
-    """Print the reply to a question as it is generated, and add both to the chat.
+    """Print the reply to a question as it is generated, and add the exchange to the chat.
 
-    Returns False if Ctrl-C stopped the reply, else True. An empty reply is not added. Raises
-    UserError if the question does not fit into the context, or if the model is broken; the chat
-    then stays unchanged.
+    Returns False if Ctrl-C stopped the reply, else True. An exchange with an empty reply is not
+    added. Raises UserError if the question does not fit into the context, or if the model is
+    broken; the chat then stays unchanged.
     """
     if chat.server:
         return reply_of_server(chat, chat.server, question)
@@ -259,7 +259,7 @@ def note_ending(
 
 
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
-    """Print and add the reply of the server to a question, and return the same as reply()."""
+    """Answer a question as reply() does, with a reply from the server."""
     messages = [*chat.messages, user(question)]
     settings = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():

@@ -106,8 +106,8 @@ def choose_tasks(
     """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
     `task_names` separates names by |, and None means all tasks that suit the corpus. Raises
-    UserError (exit code 2) if a name is unknown or no task is left, and the UserError of the task
-    if the only one cannot be read.
+    UserError (exit code 2) if a name is unknown or no task is left. If there is only one task, and
+    it cannot be read, its own UserError is raised.
     """
     makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if task_names is None:
@@ -156,7 +156,7 @@ class Listener:
         self.samples: list[dict[str, Any]] = []
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
-        """Collect or log the reply to problem `i`, which got `grade`, if it is among the first."""
+        """Keep the reply to problem `i` as a sample, or log it as wrong, within the limits."""
         is_sample = len(self.samples) < SAMPLES
         is_shown = self.show > 0 and grade < 1
         if not is_sample and not is_shown:
@@ -195,7 +195,7 @@ def figures(
     seconds: float,
     samples: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the figures of a task that its section of the report holds."""
+    """Return the figures of a task for its section of the report."""
     groups = {}
     for name, (right, total) in by_group(task, score).items():
         groups[name] = {"right": right, "total": total}
@@ -234,8 +234,8 @@ def saved_section(
 ) -> dict[str, Any]:
     """Return the stage's section of the report if it has the same weights and settings.
 
-    Otherwise, or without a section, returns a new one without tasks. A setting that a section of an
-    earlier version does not name is taken from `defaults`.
+    Otherwise, returns a new section without tasks. A setting that a section of an earlier version
+    does not name is taken from `defaults`.
     """
     about = {
         "tag": loaded.tag,
@@ -257,7 +257,7 @@ def save_figures(
     defaults: Mapping[str, Any],
     tasks: Mapping[str, Any],
 ) -> None:
-    """Add the figures of tasks to the stage's section of the report, and keep their samples.
+    """Add the figures of tasks to the stage's section of the report, and save their samples.
 
     ChatCORE is added as soon as all its tasks are there. Figures of another checkpoint or of other
     settings are dropped.
@@ -336,7 +336,7 @@ def measure(
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     """Evaluate the tasks one by one, add their figures to the report, and return the scores.
 
-    Tasks that cannot be evaluated are skipped, and raise a UserError at the end.
+    Raises UserError at the end if some of the tasks could not be evaluated.
     """
     if cfg.num_samples > 1 and not cfg.temperature:
         raise UserError(

@@ -204,7 +204,7 @@ def key_of(cfg: Config) -> str:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on a port of `host`.
 
-    main() opens it before the model loads, so that a port in use is reported at once. Raises
+    main() calls this before the model loads, so that a port in use is reported at once. Raises
     UserError with advice if the host is not an address of this machine, or if the port is taken or
     privileged.
     """
@@ -286,8 +286,8 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 def about(chosen: Chosen) -> dict[str, Any]:
     """Return what the page shows about the model, besides its name.
 
-    This dict has its corpus, its number of parameters, what it knows (None if it has had too few
-    updates to know it), and the other models there are.
+    The dict holds the model's corpus, its number of parameters, what it knows (None if that is
+    unknown or if it has had too few updates), and the other models there are.
     """
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows
@@ -307,7 +307,7 @@ def loadable(
     cfg: Config,
     adapters: Adapters | None = None,
 ) -> tuple[Loadable, Drawing]:
-    """Return a chosen model as the server takes it, and its sampling settings.
+    """Return the Loadable of a chosen model, and the model's sampling settings.
 
     The model gets an engine of its own, which holds `adapters`.
     """
@@ -336,7 +336,7 @@ def loadable(
 
 
 def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
-    """Return the base model with an adapter, as the server takes it.
+    """Return the Loadable of a base model with an adapter.
 
     The engine of the base model already holds the adapter under `name`.
     """
@@ -413,7 +413,7 @@ def named_models(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> dict[str, Chosen]:
-    """Load the models of --also, and return `first` and them by their names in the API.
+    """Load the models of --also, and return them after `first`, by their names in the API.
 
     Raises UserError (exit code 2) if a name is already taken.
     """

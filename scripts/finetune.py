@@ -158,9 +158,9 @@ class Config:
         return self.checkpoint_activations or self.offload_activations
 
     def rate(self, width: int, steps: int, rule: str) -> float:
-        """Return the peak learning rate of a run of `steps` for a model with `width` channels.
+        """Return the peak learning rate for `steps` steps of a model with `width` channels.
 
-        `rule` says how an automatic rate is chosen, which is also logged.
+        `rule` says how an automatic rate is chosen.
         """
         if self.learning_rate != "auto":
             return self.learning_rate

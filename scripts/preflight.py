@@ -71,7 +71,7 @@ class Config:
 
 
 def describe(place: str) -> str:
-    """Return a phrase that tells the user what a place of data_of() means."""
+    """Return a phrase that says where a data set comes from, given a `place` of data_of()."""
     return {
         "NANOCHAT_TASK_DIR": tr("here, in NANOCHAT_TASK_DIR"),
         "cache": tr("here, in the cache of Hugging Face"),
@@ -159,7 +159,7 @@ def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> floa
     """Return how many seconds pretraining will take.
 
     If the planner knows the card and the model's shape, this is the planner's prediction. Otherwise
-    it follows from the usual share of the peak FLOP/s.
+    it is estimated from the usual share of the peak FLOP/s.
     """
     chip = compute.platform.chip
     if chip is not None and chip.trains:

@@ -284,7 +284,7 @@ def noted(cfg: Config, data: Data) -> dict[str, Any]:
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
     """Return a list for each corpus k with the identities of its first `counts[k]` shards.
 
-    A single corpus gets its list alone, without an outer one.
+    For a single corpus, its list alone is returned.
     """
     by_corpus = []
     for paths, count in zip(corpora, counts, strict=True):
@@ -295,7 +295,7 @@ def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
 def identity(paths: list[Path]) -> list[list[Any]]:
     """Return a list [name, size in bytes, SHA-256 or None] for each shard.
 
-    It tells the shard from others with the same name.
+    Such a list tells the shard from others with the same name.
     """
     recorded = read_about(paths[0].parent).get("shards", {}) if paths else {}
     identities_of_shards = []

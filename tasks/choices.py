@@ -68,7 +68,7 @@ class ChoiceTask:
     """A task of multiple-choice questions that are read from a table.
 
     `to_problem` converts a row of a table to a problem. `examples` is a table of questions with
-    answers, and each question follows the first `shots` of those that have the same subject.
+    answers, and the first `shots` of them with the same subject precede each question.
     """
 
     kind: Literal["choice", "generative"] = "choice"

@@ -53,7 +53,8 @@ def read_messages(messages: Any) -> Conversation:
 
     Raises ValueError, naming the broken rule, unless user and assistant take turns after an
     optional system message, the assistant speaks last, and every content is non-empty text. An
-    assistant message with "weight": 0 or "loss": false is not trained, but at least one must be.
+    assistant message with "weight": 0 or "loss": false is not trained; one message at least must
+    be.
     """
     if not isinstance(messages, list):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -184,7 +185,7 @@ class TaskMixture:
     def originals(self) -> np.ndarray:  # (problems,) int64
         """Return, for each position, the position of the first copy of its problem.
 
-        The two differ only for problems of a task that is listed twice.
+        The two positions differ only for problems of a task that is listed twice.
         """
         task_numbers = np.searchsorted(self._starts, self._order, side="right") - 1
         numbers_in_task = self._order - self._starts[task_numbers]

@@ -98,9 +98,9 @@ class Numbered(Generic[Item]):
 class Mix:
     """The conversations that a stage trains and validates on.
 
-    `key` identifies their content. `load` is called only if their tokens are not saved. All copies
-    that WithCopies knows of a conversation are held out or none, so that validation does not read
-    what was trained.
+    `key` identifies their content. `load` is called only if their tokens are not saved. Copies of a
+    conversation (see WithCopies) are either all held out or all trained, so that validation does
+    not read what was trained.
     """
 
     name: str
@@ -179,7 +179,7 @@ class WithYours:
     """A mixture with your own conversations added, in an order that depends only on the seed.
 
     Your conversations are repeated until about one in ten is yours. If that repeats them, every
-    HELD_OUT-th of them is held out, or none if there are fewer.
+    50th (HELD_OUT) of them is held out, or none if there are fewer.
     """
 
     def __init__(
@@ -256,12 +256,14 @@ def _read_weighted(
 
     `read_records` reads a file, and each of its records is taken as often as the file's weight
     says. If any record occurs twice, for example because a file is named twice, the last of every
-    HELD_OUT different records is held out, or the last of all if there are fewer. Short files begin
-    with what matters most.
+    50 (HELD_OUT) different records is held out, or the last of all if there are fewer. Short files
+    begin with what matters most.
 
-    If every record occurs once, one in `held_out_every` is held out. If this is None, about
-    OWN_HELD_OUT of fewer than 1,500 records are held out, but at most one in MOST_HELD_OUT, because
-    6 of 300 would measure little.
+    If every record occurs once, one in `held_out_every` is held out. If this is None, it is chosen
+    so that about 30 (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10
+    (MOST_HELD_OUT), because one in 50 of 300 would measure little.
+
+    Raises UserError if there are fewer than 2 different records.
     """
     items: list[Item] = []
     # For each item, the position of its original among the different ones.
@@ -323,8 +325,8 @@ def _split_weight(file: str) -> tuple[str, float]:
 def _content(file: str) -> str:
     """Return a key for a file's content and how it is read.
 
-    If the file has JSON keys that older versions ignored, its key differs from theirs, so that it
-    is tokenised again.
+    If the file has JSON keys that older versions ignored, the key differs from the one that they
+    made, so that the file is tokenised again.
     """
     path = Path(file).expanduser()
     reads_keys = re.search(rb'"(system|weight|loss)"\s*:', path.read_bytes())
@@ -337,7 +339,7 @@ def _content(file: str) -> str:
 def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
     """Return two tasks for a corpus: one that RL trains on, and one that RL is measured on.
 
-    `problems` names a JSONL file of your own to use instead, whose every tenth problem is for
+    `problems` names a JSONL file of your own to use instead. Every tenth problem in it is for
     measuring. Raises UserError if the file has fewer than 2 problems.
     """
     if problems is None:

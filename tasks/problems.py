@@ -75,16 +75,16 @@ def final_answer(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Normalise a text, so that texts are equal if grading ignores their differences.
+    """Normalise a text for grading.
 
-    It ignores the case, the width of characters, repeated spaces, and marks around the text.
+    Case, the width of characters, repeated spaces, and marks around the text are ignored.
     """
     folded = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return folded.strip(_AROUND)
 
 
 def is_right(reply: str, answer: str) -> bool:
-    """Return whether a reply has the final answer of `answer`, compared as numbers or as words."""
+    """Return whether the final answers of `reply` and `answer` agree, as numbers or as words."""
     reply_answer = final_answer(reply)
     right_answer = final_answer(answer)
     if _NUMBER.fullmatch(unicodedata.normalize("NFKC", right_answer).strip()):
@@ -102,9 +102,9 @@ def read_problem(value: Any) -> Problem:
 
     Raises ValueError, naming the broken rule, if the value breaks one.
 
-    The question is a text or a list of messages under one of `_QUESTIONS`. The answer is a text, a
-    number or a list of right answers under one of `_ANSWERS`, or under the same keys in verl's
-    {"reward_model": {"ground_truth": ...}}. Only the final answer of a published solution is
+    The question is a text or a list of messages under one of the keys `_QUESTIONS`. The answer is a
+    text, a number or a list of right answers under one of the keys `_ANSWERS`, in the record or in
+    verl's {"reward_model": {"ground_truth": ...}}. Only the final answer of a published solution is
     compared with replies.
     """
     if not isinstance(value, Mapping):

@@ -37,7 +37,7 @@ def clean(
     drop_contaminated: bool,
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Screen a corpus, record which documents are left out, and return a summary.
+    """Screen a corpus, record which documents are left out, and return a summary of the counts.
 
     The record is the entry `dropped` of corpus.json. With `dedup`, documents that nearly equal an
     earlier one are left out. Validation documents count as earlier than training documents. The
@@ -154,7 +154,7 @@ def _decide(
     set_names: tuple[str, ...],
     drop: bool,
 ) -> _Decision:
-    """Decide which documents are left out, given the file of screening results of each shard."""
+    """Return which documents to leave out, and a summary, from the screening results per shard."""
     results = [dict(np.load(path)) for path in result_paths]
     counts = [int(result["seen"]) for result in results]
     ends = np.cumsum(counts)
@@ -182,10 +182,10 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write the list of left-out documents of each shard, and return its entries for corpus.json.
+    """Write each shard's list of left-out documents, and return what corpus.json records of it.
 
-    An entry holds the number of documents in a list and the SHA-256 of the list's file, by the name
-    of the shard.
+    The result maps the name of a shard to the number of documents in its list and the SHA-256 of
+    the list's file.
     """
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
@@ -233,7 +233,7 @@ def screen_shard(
     passages: Passages | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Screen a shard, write the results to the file `out`, and return a message for the parent.
+    """Screen a shard, write the results to `out`, and return a message for the parent process.
 
     The results are the bands and bins of the documents' signatures, and a pair (document index,
     evaluation index) for each evaluation that shares a passage with a document. The message has the

@@ -51,8 +51,8 @@ def conversation_folder(
 ) -> Path:
     """Return the folder for the tokens of the conversations called `name`.
 
-    The folder differs for other tokenizers and other values of `key`, which identifies the
-    conversations, so two runs in one base folder do not overwrite each other's tokens.
+    Each tokenizer and each `key`, which identifies the conversations, has a folder of its own, so
+    two runs in one base folder do not overwrite each other's tokens.
     """
     digest = hashlib.sha256(f"{tokenizer.hash} {key}".encode()).hexdigest()[:12]
     return base_dir() / "chat_data" / f"{name}-{digest}"
@@ -64,12 +64,12 @@ def prepare_conversations(
     tokenizer: Tokenizer,
     key: str,
 ) -> TokenSet:
-    """Return the tokens of conversations, with a mask that marks the trained tokens.
+    """Return the tokens of conversations with their mask, making and saving them on first use.
 
-    This is safe to call from every rank at once. `key` identifies the conversations. If the folder
-    holds all token files for the same key and tokenizer, they are used, and `conversations` is
-    neither called nor read. Raises UserError if there are no conversations, or if a token file is
-    damaged.
+    The mask marks the trained tokens. This is safe to call from every rank at once. `key`
+    identifies the conversations. If the folder holds all token files for the same key and
+    tokenizer, they are used, and `conversations` is neither called nor read. Raises UserError if
+    there are no conversations, or if a token file is damaged.
     """
     identity = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
 
@@ -153,7 +153,7 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _remove_old_folders(folder: Path) -> None:
-    """Remove token folders of the same stage that are neither recent nor among its newest ones.
+    """Remove old token folders of the stage that filled `folder`, except its newest ones.
 
     A resumed run whose folder was removed tokenises its conversations again.
     """

@@ -73,7 +73,7 @@ def prepare_documents(
 
 
 def _shards_to_tokenise(corpus: Corpus, split: Literal["train", "val"]) -> list[Shard]:
-    """Return the shards of a split, and warn of those that clean.py has not screened."""
+    """Return the shards of a split, and warn of those added since clean.py screened the corpus."""
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})
     split_shards = []

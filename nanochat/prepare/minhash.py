@@ -135,7 +135,7 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
 def near_duplicates(documents: Signatures) -> np.ndarray:
     """Return which documents nearly equal an earlier one, bool (documents,).
 
-    A document is compared only with the first that has an equal band, so a few near-duplicates are
+    A document is compared only with the first that is equal in a band, so a few near-duplicates are
     not found.
     """
     is_duplicate = np.zeros(len(documents.bands), bool)

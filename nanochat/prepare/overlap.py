@@ -65,7 +65,7 @@ class Passages:
 
     @cached_property
     def _map(self) -> np.ndarray:
-        """A quick first check, bool (2**20,): whether any hash begins with the bits of an index."""
+        """A table for a quick first check: which upper 20 bits occur in `hashes`, bool (2**20,)."""
         marked = np.zeros(1 << _MAP_BITS, bool)
         marked[self.hashes >> np.uint64(64 - _MAP_BITS)] = True
         return marked
@@ -196,7 +196,10 @@ def _window_hashes(points: np.ndarray, count: int) -> np.ndarray:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield every text in an evaluation file. Raises UserError (exit code 2) if that fails."""
+    """Yield every text in an evaluation file.
+
+    Raises UserError (exit code 2) if the file cannot be read.
+    """
     try:
         if path.suffix == ".parquet":
             yield from _parquet_texts(path)

@@ -205,7 +205,7 @@ def _make_plan(
 ) -> None:
     """Pack the documents of a token set into rows, and save the plan.
 
-    Raises UserError if nothing fits.
+    Raises UserError if there is nothing left to pack.
     """
     lengths = token_set.lengths()
     starts = np.cumsum(lengths) - lengths
@@ -288,10 +288,11 @@ def _cut_pairs(
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the starts and lengths of the conversations in each pair, and how many were too long.
+    """Cut pairs to `room` tokens; return their starts and lengths, and how many were too long.
 
-    Both arrays are int64 (pairs, 2). Pairs longer than `room` tokens are cut to fit, or left out if
-    `too_long` is "drop". Pairs in which a conversation then has no trained token are left out too.
+    Both arrays are int64 (pairs, 2), for the two conversations of each pair. If `too_long` is
+    "drop", pairs that are too long are left out. Pairs in which a conversation has no trained
+    token, or none left, are left out too.
     """
     starts = starts.reshape(-1, 2)
     lengths = lengths.reshape(-1, 2)
@@ -317,8 +318,9 @@ def _cut_conversations(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the starts and lengths of the pieces, and how many conversations were too long.
 
-    Pieces have at most `room` tokens, and are in the order of the conversations. A piece of a
-    conversation that was cut is dropped if it has no trained token.
+    A conversation of at most `room` tokens is one piece. A longer one is cut or dropped, as
+    `too_long` says, and its pieces without trained tokens are dropped. Pieces are in the order of
+    the conversations.
     """
     token_file = token_set.parts[0]
     border = token_set.meta.get("border")

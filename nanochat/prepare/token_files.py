@@ -128,7 +128,7 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
     """Memory-map the token files of a folder, check their sizes and hashes, and return them.
 
     With `verify`, files are hashed even if they are unchanged since their last check. Raises
-    UserError with the command that fixes it if a file is missing or damaged.
+    UserError, with the command to type, if a file is missing or damaged.
     """
     meta = read_meta(folder)
     if meta is None:
@@ -181,7 +181,7 @@ def damage(path: Path, why: str) -> UserError:
 
 
 class TokenWriter:
-    """Writes the files of one part under temporary names, which finish() makes final.
+    """Writes the files of one part under temporary names, until finish() renames them.
 
     The part does not count until the description that finish() returns is saved as well.
     """
@@ -244,7 +244,8 @@ class TokenWriter:
     def finish(self, source: dict[str, Any]) -> dict[str, Any]:
         """Write the offsets, rename all files into place, and return the part's description.
 
-        This entry of meta.json includes `source`, which identifies what the tokens were made from.
+        The description is an entry of meta.json, and includes `source`, which identifies what the
+        tokens were made from.
         """
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -278,7 +279,7 @@ def token_writer(
     dtype: str,
     masked: bool,
 ) -> Iterator[TokenWriter]:
-    """Yield a TokenWriter, and remove the files that finish() has not renamed at the end."""
+    """Yield a TokenWriter, and finally remove the files that finish() has not renamed."""
     writer = TokenWriter(folder, name, dtype, masked)
     try:
         yield writer
@@ -343,7 +344,7 @@ def _read_notes(folder: Path) -> dict[str, list]:
 
 
 def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of `hashes` whose files were never checked or have changed since then."""
+    """Return the entries of `hashes` whose files were never checked or have since changed."""
     notes = _read_notes(folder)
     unchecked = {}
     for name, digest in hashes.items():

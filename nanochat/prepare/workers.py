@@ -35,8 +35,8 @@ def processes_for(
 ) -> int:
     """Return the number of processes to use for tasks that read `size` bytes of shards.
 
-    This is `requested`, or by default as many processes as save time, but at most one per task.
-    Below 2, the caller does the work itself.
+    This is `requested`, or by default as many processes as save time, but at most one per task. If
+    it is below 2, the caller does the work itself.
     """
     worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)
     return min(requested or worthwhile, tasks)
@@ -169,7 +169,7 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
 
 
 def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
-    """Run the tasks that arrive on standard input, and send back their results, until it closes.
+    """Run the tasks that arrive on standard input until it closes, and send back their results.
 
     `begin(setup)` returns the function that runs a task and returns its result. That function may
     send further messages to the parent by calling its second argument. If it raises an exception,

@@ -201,7 +201,7 @@ def compare(
     folder: Path,
     price_per_hour: float | None = None,
 ) -> Path:
-    """Write compare.md, compare.html and the pictures to a folder; return the path of the HTML."""
+    """Write compare.md, compare.html and the pictures to a folder, and return the HTML's path."""
     names = [run.name for run in runs]
     title = f"{' and '.join(names) if len(names) < 4 else f'{len(names)} runs'} compared"
     pictures = _pictures(runs)

@@ -64,6 +64,6 @@ def _escape_foreign_html(
     options: OptionsDict,
     env: MutableMapping[str, Any],
 ) -> str:
-    """Return the report's own HTML as it is, and escape all other HTML. markdown-it calls this."""
+    """Return the report's own HTML unchanged, and other HTML escaped. markdown-it calls this."""
     content = tokens[idx].content
     return content if OWN_HTML.fullmatch(content) else html.escape(content)

@@ -125,8 +125,8 @@ def read_sections() -> dict[str, dict[str, Any]]:
 def current_sections() -> dict[str, dict[str, Any]]:
     """Return the sections of the newest run, and log the names of all other sections.
 
-    The newest run is the one that wrote a section with a tag last. If no section has a tag, all
-    sections are returned.
+    The newest run is the one to which the newest section of a model belongs. If no section is of a
+    model, all sections are returned.
     """
     sections = read_sections()
     tagged = [name for name, data in sections.items() if "tag" in data]
@@ -178,7 +178,7 @@ def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
 
 
 def _tags(sections: Sections, newest: str) -> dict[str, str]:
-    """Return the tag of each stage of the run: of the ancestors and descendants of `newest`."""
+    """Return the tag of each stage of the run: of `newest`, its ancestors and its descendants."""
     stage = newest.partition("_")[0]
     tag = sections[newest]["tag"]
     tags = {stage: tag}
@@ -199,9 +199,10 @@ def _tags(sections: Sections, newest: str) -> dict[str, str]:
 
 
 def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Return the sections without stages that lack the corpus they inherit from their parent stage.
+    """Return the sections, without stages that differ from the corpus of their parent stage.
 
-    A stage that started from such a stage is also left out, but one that names its own data stays.
+    A stage that started from such a stage is also left out. A stage that names its own data may
+    differ from its parent.
     """
     remaining = dict(sections)
     dropped: set[str] = set()

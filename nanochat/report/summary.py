@@ -105,7 +105,7 @@ def _add_validation(rows: Table, sections: Sections) -> None:
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
     """Add the bits per byte of the base corpus after each stage, which show what was forgotten.
 
-    The whole corpus is left out if no later stage has measured it.
+    The row of the whole corpus is left out if no later stage has measured it.
     """
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
     for stage in ("base", *later):
