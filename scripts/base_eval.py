@@ -221,8 +221,7 @@ def evaluate_bits(
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """Run the evaluations that have their data, and write and return the report's section.
 
-    Raises UserError (exit code 2) if nothing was evaluated, or UserError at the end if a task
-    failed.
+    Raises UserError if nothing was evaluated (exit code 2), or at the end if a task failed.
     """
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:

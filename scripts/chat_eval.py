@@ -106,8 +106,7 @@ def choose_tasks(
     """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
     `task_names` separates names by |, and None means all tasks that suit the corpus. Raises
-    UserError (exit code 2) if a name is unknown or no task is left. If there is only one task, and
-    it cannot be read, its own UserError is raised.
+    UserError if a name is unknown (exit code 2) or no task can be read.
     """
     makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if task_names is None:

@@ -205,8 +205,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on a port of `host`.
 
     main() calls this before the model loads, so that a port in use is reported at once. Raises
-    UserError with advice if the host is not an address of this machine, or if the port is taken or
-    privileged.
+    UserError with advice if the host is not of this machine, or the port is taken or privileged.
     """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -286,8 +285,8 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 def about(chosen: Chosen) -> dict[str, Any]:
     """Return what the page shows about the model, besides its name.
 
-    The dict holds the model's corpus, its number of parameters, what it knows (None if that is
-    unknown or if it has had too few updates), and the other models there are.
+    The dict holds its corpus, its number of parameters, what it knows (None if it has not learned
+    that), and the other models there are.
     """
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows

@@ -180,8 +180,7 @@ class Config:
         """Return the flags, with the defaults of the version that began the run.
 
         `begun` holds the settings of the run, and is empty for a new one. Earlier versions held out
-        one conversation in 50 and did not adapt to the data: rows had 2,048 tokens, steps had 32
-        rows, and a run had one epoch.
+        one conversation in 50, and did not adapt row lengths, batches and epochs to the data.
         """
         if not begun or HELD_OUT_FACT in begun:
             return self
@@ -205,10 +204,7 @@ class Config:
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Return the dropout seed for a step on a rank, from 0 to 2**63 - 1.
-
-    A resumed run gets the same seeds.
-    """
+    """Return the dropout seed of a step on a rank: below 2**63, and the same after a resume."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
@@ -228,8 +224,7 @@ def pass_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed loss of a pass (), and the sums of its preference figures (F,) or None.
 
-    `tensors` are the inputs and targets of packed rows, then the other tensors of the rows. The
-    figures are None without `preference`.
+    `tensors` are the inputs and targets of packed rows, then the other tensors of the rows.
     """
     if preference is None:
         idx, targets, documents = tensors

@@ -158,8 +158,8 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
 def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> float:
     """Return how many seconds pretraining will take.
 
-    If the planner knows the card and the model's shape, this is the planner's prediction. Otherwise
-    it is estimated from the usual share of the peak FLOP/s.
+    This is the planner's prediction if the planner knows the card and the model's shape, and else
+    an estimate from the usual share of the peak FLOP/s.
     """
     chip = compute.platform.chip
     if chip is not None and chip.trains:

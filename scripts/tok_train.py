@@ -57,8 +57,7 @@ class Config:
 def train(cfg: Config) -> Tokenizer:
     """Train, check and save a tokenizer, write its section of the report, and return it.
 
-    If the same settings and shards have a saved tokenizer, that one is returned instead. With
-    --export, the returned tokenizer is also exported.
+    If the same settings and shards have a saved tokenizer, that one is returned instead.
     """
     _check(cfg)
     exported = export_folder(cfg)

@@ -82,7 +82,7 @@ def _read_message(
 ) -> Message:
     """Convert message `n` of a conversation to a turn.
 
-    Raises ValueError, naming the broken rule, if the message breaks one.
+    Raises ValueError, naming the rule, if the message breaks one.
     """
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise ValueError(f'message {n} must be an object with "role" and "content"')
@@ -185,7 +185,7 @@ class TaskMixture:
     def originals(self) -> np.ndarray:  # (problems,) int64
         """Return, for each position, the position of the first copy of its problem.
 
-        The two positions differ only for problems of a task that is listed twice.
+        Only problems of a task that is listed twice have copies.
         """
         task_numbers = np.searchsorted(self._starts, self._order, side="right") - 1
         numbers_in_task = self._order - self._starts[task_numbers]

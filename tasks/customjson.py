@@ -52,7 +52,7 @@ class CustomJSON(Ungraded):
 def read_record(value: Any) -> Conversation:
     """Convert a JSON value in any of the known layouts to a conversation.
 
-    Raises ValueError, naming the broken rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one.
 
     messages: a list of {"role", "content"}, or an object with such a list under "messages" or
     "conversations".

@@ -259,9 +259,9 @@ def _read_weighted(
     50 (HELD_OUT) different records is held out, or the last of all if there are fewer. Short files
     begin with what matters most.
 
-    If every record occurs once, one in `held_out_every` is held out. If this is None, it is chosen
-    so that about 30 (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10
-    (MOST_HELD_OUT), because one in 50 of 300 would measure little.
+    If every record occurs once, one in `held_out_every` is held out. None chooses it so that about
+    30 (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10
+    (MOST_HELD_OUT).
 
     Raises UserError if there are fewer than 2 different records.
     """

@@ -29,7 +29,7 @@ def read_pairs(filepath: str) -> list[Pair]:
 def read_pair(value: Any) -> Pair:
     """Convert a JSON value in any of the known layouts to a pair of conversations.
 
-    Raises ValueError, naming the broken rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one.
 
     TRL: {"prompt", "chosen", "rejected"}, each a text or a list of messages. The prompt may be left
     out if both answers begin with it: as messages, as a text, or as turns after "Human:" and

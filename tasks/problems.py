@@ -100,7 +100,7 @@ def is_right(reply: str, answer: str) -> bool:
 def read_problem(value: Any) -> Problem:
     """Convert a JSON value in any of the known layouts to a problem.
 
-    Raises ValueError, naming the broken rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one.
 
     The question is a text or a list of messages under one of the keys `_QUESTIONS`. The answer is a
     text, a number or a list of right answers under one of the keys `_ANSWERS`, in the record or in

@@ -63,8 +63,8 @@ class Published:
     def files(self, folder: Path) -> list[Path]:
         """Return the files of the split below a folder, or [] if there are none.
 
-        The first entry of `inside`, or else of `patterns`, that has any files provides them all. In
-        a folder of `inside`, parquet files are preferred to JSONL files, and these to JSON files.
+        All are from the first entry of `inside`, or else of `patterns`, that has any. In `inside`,
+        parquet is preferred to JSONL, and JSONL to JSON.
         """
         for name in self.inside:
             for ending, builder in _BUILDERS.items():

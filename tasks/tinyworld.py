@@ -16,7 +16,7 @@ Problems = Sequence[tinyworld.Problem]
 
 @dataclass(frozen=True)
 class TinyWorld:
-    """A named list of TinyWorld problems, graded by the rules of tinyworld.grade()."""
+    """A named list of TinyWorld's problems."""
 
     name: str
     problems: Problems
@@ -45,11 +45,10 @@ class TinyWorld:
         return self.problems[i].relation
 
     def grade(self, i: int, reply: str | Sequence[Part]) -> float:
-        """Return 1 if the reply is right, else 0.
+        """Return 1 if the reply is right by the rules of tinyworld.grade(), else 0.
 
-        A right reply gives the right value and no other, or tells a sound story. For problems of
-        the calculator, pass the parts of the reply, because a right reply must have called the
-        calculator.
+        For problems of the calculator, pass the parts of the reply, because a right reply must have
+        called the calculator.
         """
         return float(tinyworld.grade(self.problems[i], reply))
 

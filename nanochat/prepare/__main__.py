@@ -48,10 +48,9 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Tokenise both splits of each corpus, and log the counts.
+    """Clean or restore each corpus if the flags ask for it, then tokenise both of its splits.
 
-    Before that, the flags may ask to clean each corpus or to restore its documents. With --verify,
-    all token files are also hashed again.
+    With --verify, all token files are also hashed again.
     """
     cleans = cfg.dedup or cfg.check_against is not None
     _check_flags(cfg, cleans)

@@ -40,9 +40,8 @@ def clean(
     """Screen a corpus, record which documents are left out, and return a summary of the counts.
 
     The record is the entry `dropped` of corpus.json. With `dedup`, documents that nearly equal an
-    earlier one are left out. Validation documents count as earlier than training documents. The
-    result does not depend on the number of processes. A call that only counts documents does not
-    change what an earlier call left out.
+    earlier one are left out; validation documents count as earlier than training documents. A call
+    that only counts documents does not change what an earlier call left out.
 
     Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
     evaluations cannot be used, or if this call leaves out documents but would restore others that
@@ -182,11 +181,7 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write each shard's list of left-out documents, and return what corpus.json records of it.
-
-    The result maps the name of a shard to the number of documents in its list and the SHA-256 of
-    the list's file.
-    """
+    """Write each shard's list of left-out documents, and return the entries for corpus.json."""
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
         body = io.BytesIO()

@@ -51,8 +51,8 @@ def conversation_folder(
 ) -> Path:
     """Return the folder for the tokens of the conversations called `name`.
 
-    Each tokenizer and each `key`, which identifies the conversations, has a folder of its own, so
-    two runs in one base folder do not overwrite each other's tokens.
+    It depends on the tokenizer and on `key`, which identifies the conversations, so two runs in one
+    base folder do not overwrite each other's tokens.
     """
     digest = hashlib.sha256(f"{tokenizer.hash} {key}".encode()).hexdigest()[:12]
     return base_dir() / "chat_data" / f"{name}-{digest}"

@@ -50,10 +50,9 @@ def prepare_documents(
     """Return the tokens of a split of a corpus, making and saving them on first use.
 
     This is safe to call from every rank at once. Each shard becomes one part. The work is shared
-    among `processes` processes, at most one per shard (default: as many as save time). Only shards
-    that are new, changed or unfinished are tokenised, so an interrupted call can be resumed. A
-    missing token file is made again. Raises UserError if a shard or a token file is damaged, or if
-    a shard is missing.
+    among `processes` processes (default: as many as save time). Only shards that are new, changed
+    or unfinished are tokenised, so an interrupted call can be resumed. Raises UserError if a shard
+    or a token file is damaged, or if a shard is missing.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     split_shards = _shards_to_tokenise(corpus, split)

@@ -40,11 +40,7 @@ def _factors() -> np.ndarray:
 
 @cache
 def _words_only() -> bytes:
-    """Return a table for bytes.translate that leaves only words, separated by spaces.
-
-    It maps ASCII letters to lower case, and ASCII characters that are neither letters nor digits to
-    spaces.
-    """
+    """Return a bytes.translate table that lowercases ASCII and turns punctuation into spaces."""
     lower_case = bytes(range(256)).lower()
     return bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in lower_case)
 
@@ -144,10 +140,7 @@ def passages(text: str) -> np.ndarray:
 
 
 def _chinese_passages(text: str) -> np.ndarray:
-    """Return the hashes of all windows of 50 characters, at least half of them Han, uint64.
-
-    Only Han characters, ASCII letters and digits count as characters.
-    """
+    """Return the hashes of all windows of 50 letters and digits, at least half of them Han, uint64."""
     encoded = text.lower().encode("utf-32-le", "surrogatepass")
     points = np.frombuffer(encoded, np.uint32).astype(np.uint64)
     han = _between(points, 0x4E00, 0x9FFF) | _between(points, 0x3400, 0x4DBF)

@@ -27,10 +27,7 @@ class Packing:
 
 
 class _Pool:
-    """The pieces to choose from, sorted by length.
-
-    The pool holds at most `window` pieces, and is refilled as they are used.
-    """
+    """At most `window` pieces to choose from, sorted by length, and refilled as they are used."""
 
     def __init__(self, pieces: Iterator[tuple[int, int]], window: int):
         self._pieces = pieces
@@ -84,10 +81,10 @@ def pack(
 
     Each piece follows a begin mark of one cell. A row takes the longest of the next `window` pieces
     that fits, or the oldest of several, until none fits. With `cut`, the head of the longest piece
-    then fills the rest of the row, and the tail is placed later like any other piece; a piece that
-    is longer than a row fills whole rows first, and a shorter piece may be chosen to avoid a tiny
-    gap. So every row except the last is full, and each token is placed exactly once. Without `cut`
-    a row may stay short, and no piece may be longer than `row_tokens - 1`.
+    then fills the rest of the row, and the tail is placed later; a piece that is longer than a row
+    fills whole rows first, and a shorter piece may be chosen to avoid a tiny gap. So every row
+    except the last is full, and each token is placed exactly once. Without `cut` a row may stay
+    short, and no piece may be longer than `row_tokens - 1`.
     """
     assert row_tokens >= 2 and (cut or lengths.max(initial=0) < row_tokens)
     pool = _Pool(_pieces(starts, lengths), window)
@@ -145,11 +142,7 @@ def _pieces(
     lengths: np.ndarray,
     size: int = 65_536,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the (start, length) of each piece as Python integers.
-
-    The arrays are converted in batches, so that the integers of a large corpus need not fit into
-    memory.
-    """
+    """Yield the (start, length) of each piece as Python integers, converted in batches."""
     for i in range(0, len(starts), size):
         some_starts = starts[i : i + size].tolist()
         some_lengths = lengths[i : i + size].tolist()

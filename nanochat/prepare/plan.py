@@ -54,16 +54,15 @@ def plan(
 
     This is safe to call from every rank at once. Use `cut` for documents: then every token is
     placed. Without `cut`, each conversation stays whole if it fits into a row. A longer one is cut
-    before user turns, and a single exchange that is longer than a row loses its end. Pieces of such
-    a conversation that have no trained token are dropped.
+    before user turns, and a single exchange that is longer than a row loses its end.
 
     `too_long` is for conversations without begin marks, whose own first token takes the place of
     the mark. It says whether a conversation that is longer than a row is cut to its beginning or
     dropped.
 
     With `pairs`, which needs `too_long`, the conversations 2n and 2n + 1 are adjacent in a row. If
-    both together are longer than a row, each may fill half a row, or the space that the other one
-    leaves; if `too_long` is "drop", both are dropped instead. A pair is left out if one of its
+    both together are longer than a row, they are dropped if `too_long` says so; else each may fill
+    half a row, or the space that the other one leaves. A pair is left out if one of its
     conversations has no trained token left.
 
     Raises UserError if nothing is left to put into rows.

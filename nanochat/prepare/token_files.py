@@ -183,7 +183,7 @@ def damage(path: Path, why: str) -> UserError:
 class TokenWriter:
     """Writes the files of one part under temporary names, until finish() renames them.
 
-    The part does not count until the description that finish() returns is saved as well.
+    The part does not count until its description, which finish() returns, is saved.
     """
 
     def __init__(
@@ -244,8 +244,7 @@ class TokenWriter:
     def finish(self, source: dict[str, Any]) -> dict[str, Any]:
         """Write the offsets, rename all files into place, and return the part's description.
 
-        The description is an entry of meta.json, and includes `source`, which identifies what the
-        tokens were made from.
+        The description is an entry of meta.json, and includes `source`.
         """
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -299,8 +298,7 @@ def damaged(
 
     Unless `again` is set, files that have passed a check and kept their size and modification time
     are not hashed again. A read-only folder cannot record checks, so all its files are hashed if
-    one has no record. This is safe to call from every rank at once: usually one rank hashes, and
-    the others wait and use its result.
+    one has no record. This is safe to call from every rank at once.
     """
     existing: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -333,10 +331,7 @@ def _state(path: Path) -> list[int]:
 
 
 def _read_notes(folder: Path) -> dict[str, list]:
-    """Return the content of checked.json, or {} if it is missing or cannot be read.
-
-    With {}, all files are hashed again, which is safe.
-    """
+    """Return the content of checked.json, or {} if it is missing or cannot be read."""
     try:
         return read_json(folder / CHECKED)
     except (OSError, ValueError):
@@ -354,10 +349,7 @@ def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
-    """Hash files, and return two dicts: damaged name -> reason, and intact name -> note.
-
-    A note is the file's entry in checked.json.
-    """
+    """Hash files, and return two dicts: damaged name -> reason, intact name -> checked.json entry."""
     states = {name: _state(folder / name) for name in hashes}
     size = sum(state[0] for state in states.values())
     bar = None
@@ -381,8 +373,7 @@ def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict
 def locked(path: Path) -> Iterator[int]:
     """Lock the file `path` against other processes, and yield its file descriptor.
 
-    Other processes wait until the lock is free. A child process that inherits the descriptor keeps
-    the lock until the child has ended.
+    A child process that inherits the descriptor keeps the lock until the child has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = functools.partial(log, f"waiting for another process that prepares {path.parent}")

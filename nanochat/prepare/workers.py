@@ -35,8 +35,7 @@ def processes_for(
 ) -> int:
     """Return the number of processes to use for tasks that read `size` bytes of shards.
 
-    This is `requested`, or by default as many processes as save time, but at most one per task. If
-    it is below 2, the caller does the work itself.
+    This is `requested`, or by default as many processes as save time, but at most one per task.
     """
     worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)
     return min(requested or worthwhile, tasks)
@@ -172,8 +171,7 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
     """Run the tasks that arrive on standard input until it closes, and send back their results.
 
     `begin(setup)` returns the function that runs a task and returns its result. That function may
-    send further messages to the parent by calling its second argument. If it raises an exception,
-    the parent is told.
+    send further messages to the parent by calling its second argument.
     """
     with contextlib.suppress(ValueError):
         # Ctrl-C reaches the parent as well, which ends this process.

@@ -106,10 +106,7 @@ def _plain(data: Mapping[str, Any]) -> list[str]:
 
 
 def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of task scores, and of the groups with wrong answers by task.
-
-    Groups are listed only for tasks that have 2 to MAX_GROUPS of them.
-    """
+    """Return the lines of a table of task scores, and of the groups that have wrong answers."""
     rows = []
     for name, score in tasks.items():
         accuracy = f"{100 * score['accuracy']:.1f} %"

@@ -125,8 +125,7 @@ def read_sections() -> dict[str, dict[str, Any]]:
 def current_sections() -> dict[str, dict[str, Any]]:
     """Return the sections of the newest run, and log the names of all other sections.
 
-    The newest run is the one to which the newest section of a model belongs. If no section is of a
-    model, all sections are returned.
+    The newest run is that of the newest section of a model; without one, all sections are returned.
     """
     sections = read_sections()
     tagged = [name for name, data in sections.items() if "tag" in data]
@@ -199,10 +198,9 @@ def _tags(sections: Sections, newest: str) -> dict[str, str]:
 
 
 def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Return the sections, without stages that differ from the corpus of their parent stage.
+    """Return the sections, without stages that should have their parent's corpus but do not.
 
-    A stage that started from such a stage is also left out. A stage that names its own data may
-    differ from its parent.
+    A stage that started from such a stage is also left out.
     """
     remaining = dict(sections)
     dropped: set[str] = set()

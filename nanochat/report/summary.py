@@ -103,10 +103,7 @@ def _add_validation(rows: Table, sections: Sections) -> None:
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
-    """Add the bits per byte of the base corpus after each stage, which show what was forgotten.
-
-    The row of the whole corpus is left out if no later stage has measured it.
-    """
+    """Add the bits per byte of the base corpus by stage, which show what later stages forgot."""
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
     for stage in ("base", *later):
         section = sections.get(f"{stage}_loss", {})
@@ -124,8 +121,7 @@ def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 def summary(sections: Sections, costs: Costs) -> dict[str, Any]:
     """Return the headline figures: accuracies after SFT and RL, and the costs of the whole run.
 
-    Accuracies are fractions. After RL, only that of the task `mental` is included. Times are
-    totals, and the memory is the largest of any stage.
+    Accuracies are fractions. After RL, only that of the task `mental` is included.
     """
     tasks = sections.get("sft_eval", {}).get("tasks", {})
     figures = {name: score["accuracy"] for name, score in tasks.items()}
