@@ -154,7 +154,7 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = horizon.steps
     log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
 
-    # Documents are tokenised once; a row is a pure function of (seed, row number)
+    # Documents are tokenised once; a row is a pure function of (seed, row index)
     rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.run.seed)
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
     rows_read = steps * batch.rows_per_step

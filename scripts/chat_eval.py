@@ -147,7 +147,7 @@ def choose_tasks(
 
 
 class Listener:
-    """Collects the first replies to a task for the report, and logs the first `show` wrong ones."""
+    """Keeps the first replies to a task for the report, and logs the first wrong ones."""
 
     def __init__(self, task: Task, show: int):
         self.task = task
@@ -155,7 +155,10 @@ class Listener:
         self.samples: list[dict[str, Any]] = []
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
-        """Keep the reply to problem `i` as a sample, or log it as wrong, within the limits."""
+        """Receive the reply to problem `i` and its grade.
+
+        The first SAMPLES replies are kept, and the first `show` wrong ones are logged.
+        """
         is_sample = len(self.samples) < SAMPLES
         is_shown = self.show > 0 and grade < 1
         if not is_sample and not is_shown:

@@ -223,9 +223,10 @@ class WithYours:
 def own_conversations(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """Return the conversations in your own files, one file after the other.
 
-    FILE:2 takes the conversations of a file twice, and FILE:0.5 takes every second one. If none is
-    taken twice, one in `held_out_every` is held out, or a share that suits their number if this is
-    None. Raises UserError, naming the file, the line and the rule, if a file cannot be read.
+    In `files`, FILE:2 takes the conversations of a file twice, and FILE:0.5 takes every second one.
+    If none is taken twice, one in `held_out_every` is held out, or a share that suits their number
+    if that is None. Raises UserError, naming the file, the line and the rule, if a file cannot be
+    read.
     """
     name, key, conversations = _read_weighted(files, CustomJSON, "conversations", held_out_every)
     digest = sha256(key.encode()).hexdigest()
@@ -256,19 +257,18 @@ def _read_weighted(
 
     `read_records` reads a file, and each of its records is taken as often as the file's weight
     says. If any record occurs twice, for example because a file is named twice, the last of every
-    50 (HELD_OUT) different records is held out, or the last of all if there are fewer. Short files
-    begin with what matters most.
+    50 (HELD_OUT) different records is held out, or the last of all if there are fewer, since short
+    files begin with what matters most.
 
-    If every record occurs once, one in `held_out_every` is held out. None chooses it so that about
-    30 (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10
-    (MOST_HELD_OUT).
+    If every record occurs once, one in `held_out_every` is held out. If that is None, about 30
+    (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10 (MOST_HELD_OUT).
 
     Raises UserError if there are fewer than 2 different records.
     """
     items: list[Item] = []
     # For each item, the position of its original among the different ones.
     originals: list[int] = []
-    # (content of the file, number in it) -> position among the different ones
+    # (content of the file, index in it) -> position among the different ones
     original_of: dict[tuple[str, int], int] = {}
     names = []
     keys = []

@@ -117,7 +117,7 @@ class SpellingBee:
         return self._size
 
     def _draw(self, i: int) -> tuple[random.Random, str, str]:
-        """Return the random generator, the word and the letter of problem i."""
+        """Return the random number generator, the word and the letter of problem i."""
         if not 0 <= i < self._size:
             raise IndexError(i)
         rng = random.Random(f"spelling bee {self.split} {i}")

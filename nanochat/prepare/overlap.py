@@ -140,7 +140,11 @@ def passages(text: str) -> np.ndarray:
 
 
 def _chinese_passages(text: str) -> np.ndarray:
-    """Return the hashes of all windows of 50 letters and digits, at least half of them Han, uint64."""
+    """Return the hashes of all Chinese passages of a text, uint64 (passages,).
+
+    Only Han characters, ASCII letters and digits are kept. A passage is a window of 50 of them, at
+    least half of which are Han.
+    """
     encoded = text.lower().encode("utf-32-le", "surrogatepass")
     points = np.frombuffer(encoded, np.uint32).astype(np.uint64)
     han = _between(points, 0x4E00, 0x9FFF) | _between(points, 0x3400, 0x4DBF)

@@ -317,9 +317,9 @@ def _cut_conversations(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the starts and lengths of the pieces, and how many conversations were too long.
 
-    A conversation of at most `room` tokens is one piece. A longer one is cut or dropped, as
-    `too_long` says, and its pieces without trained tokens are dropped. Pieces are in the order of
-    the conversations.
+    A conversation of at most `room` tokens is one piece. A longer one is dropped if `too_long` is
+    "drop", else cut; its pieces without trained tokens are dropped. Pieces are in the order of the
+    conversations.
     """
     token_file = token_set.parts[0]
     border = token_set.meta.get("border")

@@ -44,7 +44,7 @@ class TokenFile:
 
     tokens: np.ndarray  # (tokens,) uint16 or uint32: all documents, without begin marks
     offsets: np.ndarray  # (documents + 1,) int64: the beginning of each document, and the end
-    mask: np.ndarray | None  # (tokens,) uint8: 1 for tokens that are trained
+    mask: np.ndarray | None  # (tokens,) uint8: 1 for trained tokens
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
-    """Hash files, and return two dicts: damaged name -> reason, intact name -> checked.json entry."""
+    """Hash files; return two dicts: damaged name -> reason, intact name -> checked.json entry."""
     states = {name: _state(folder / name) for name in hashes}
     size = sum(state[0] for state in states.values())
     bar = None

@@ -86,7 +86,7 @@ def table(sections: Sections) -> Table:
 
 
 def _add_validation(rows: Table, sections: Sections) -> None:
-    """Add the last validation result of every training stage to `rows`.
+    """Add to `rows` the last validation result of each stage that has one.
 
     Each stage has a row of its own, because the validation texts differ.
     """
