@@ -69,7 +69,7 @@ class Config:
 
 
 def table(core: Core, mean: float) -> str:
-    """Return the scores in the format of the published CSV file: Task, Accuracy, Centered."""
+    """Return CORE's scores as CSV text in the published format: Task, Accuracy, Centered."""
     lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
     for score in core.tasks:
         lines.append(f"{score.label:<35}, {score.accuracy:<10.6f}, {score.centered:<10.6f}")
@@ -93,7 +93,7 @@ def answers(
     loaded: Loaded,
     compute: Compute,
 ) -> Records:
-    """Return the records of the answers to a task, which are kept in a file.
+    """Return the Records of a task, which keep its answers in a file.
 
     With --again, the file's earlier answers are deleted first.
     """
@@ -114,7 +114,10 @@ def evaluate_tasks(
     loaded: Loaded,
     compute: Compute,
 ) -> tuple[dict[str, ChoiceScore], list[str]]:
-    """Return the scores of --tasks, and the names of the tasks that could not be evaluated."""
+    """Evaluate the tasks of --tasks, and return their scores and the names of those that failed.
+
+    Raises UserError (exit code 2) if a name is unknown.
+    """
     makers = choice_tasks(cfg.shots)
     names = [name.strip() for name in (cfg.tasks or "").split("|") if name.strip()]
     if any(name not in makers for name in names):
@@ -153,9 +156,9 @@ def evaluate_tasks(
 
 
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
-    """Measure CORE, write it to <base>/base_eval/<tag>_<step>.csv, and return it.
+    """Measure CORE and return it, or None if there is no eval bundle.
 
-    Returns None if there is no eval bundle.
+    If no task is broken, rank 0 also writes the scores to <base>/base_eval/<tag>_<step>.csv.
     """
     bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
@@ -188,7 +191,7 @@ def evaluate_bits(
     loaded: Loaded,
     compute: Compute,
 ) -> loss_eval.Loss | None:
-    """Return the loss on the validation split, and log its bits per byte.
+    """Measure the loss on the validation split, log its bits per byte, and return it.
 
     Returns None if --data is not given and the corpus is not here.
     """
@@ -216,7 +219,10 @@ def evaluate_bits(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Run the evaluations that have their data, report their figures, and return them."""
+    """Run the evaluations that have their data, and write and return the report's section.
+
+    Raises UserError if nothing was evaluated (exit code 2), or at the end if a task failed.
+    """
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()

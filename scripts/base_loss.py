@@ -71,7 +71,7 @@ class Config:
 
 
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
-    """Return the model's greedy continuation of each sample prompt."""
+    """Return the model's greedy continuation of each prompt in PROMPTS, by prompt."""
     tokenizer = loaded.tokenizer
     engine = Engine(loaded.model, tokenizer)
     prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in PROMPTS]
@@ -89,7 +89,7 @@ def domain_losses(
     data: Data,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """Measure and log the loss for each language and domain, and return it."""
+    """Measure, log and return the loss for each language and domain, by name."""
     platform = compute.platform
     if tokens == "auto":
         tokens = platform.split_tokens // 4
@@ -106,7 +106,10 @@ def domain_losses(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Measure the model and sample from it, write the figures to the report, and return them."""
+    """Measure the model and sample from it, and write and return the report's section.
+
+    With --once, a section of the same checkpoint that is already there is returned instead.
+    """
     loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     log(f"{cfg.source} model {loaded.tag}, step {loaded.step:,}, on {data.name}")

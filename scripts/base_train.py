@@ -107,7 +107,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Pretrain a model to the horizon, resuming from the newest checkpoint if there is one."""
+    """Pretrain a model, resuming from the newest checkpoint if there is one."""
     corpus = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     tag = f"d{cfg.shape.depth}" if cfg.model_tag is None else cfg.model_tag
@@ -154,7 +154,7 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = horizon.steps
     log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
 
-    # Documents are tokenised once; a row is a pure function of (seed, row number)
+    # Documents are tokenised once; a row is a pure function of (seed, row index)
     rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.run.seed)
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
     rows_read = steps * batch.rows_per_step

@@ -111,10 +111,10 @@ class Chat:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the next reply, in the form that the commands use.
+        """The settings of the next reply, by name.
 
-        top_k is 0 for all tokens. A setting is None if it is a default that the server does not
-        report.
+        `top_k` is 0 if any token may be drawn. A setting is None if it is a default that the server
+        does not report.
         """
         settings: dict[str, Any] = {name: getattr(self.sampling, name) for name in SETTINGS}
         settings["top_k"] = self.sampling.top_k or 0
@@ -144,7 +144,7 @@ class Chat:
             self.note("most", most=longest, context=self.server.context)
 
     def note(self, name: str, **values: Any) -> None:
-        """Print a message to the notes, by its key in TEXTS and the values to fill in."""
+        """Print the message TEXTS[lang][name] to the notes, filled in with `values`."""
         self.dim(TEXTS[self.lang][name].format(**values))
 
     def dim(self, text: str) -> None:
@@ -156,10 +156,10 @@ class Chat:
 
 
 def prompt_tokens(chat: Chat, question: str) -> list[int]:
-    """Return the tokens of the chat and the question.
+    """Return the tokens of the prompt: the chat and the question.
 
-    If they no longer fit into the context, the earliest exchanges are left out. A base model gets
-    the question alone.
+    If they no longer fit into the context, the earliest exchanges are left out, with a note. A base
+    model gets the question alone.
     """
     tokenizer = chat.loaded.tokenizer
     length = chat.engine.length
@@ -180,10 +180,10 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
 
 
 def show(piece: Part, chat: Chat, call: str) -> str:
-    """Print a piece of a reply, and return the calculator call whose result comes next.
+    """Print a piece of a reply, and return the calculator call that is still open, or "".
 
-    `call` is the call that the pieces before this one left open. It is empty if there is none, as
-    is the returned call.
+    `call` is the call that the pieces before this one left open, or "". When its result arrives,
+    the call and the result are printed to the notes.
     """
     if piece.kind == "python":
         return piece.text
@@ -198,10 +198,11 @@ def show(piece: Part, chat: Chat, call: str) -> str:
 
 
 def reply(chat: Chat, question: str) -> bool:
-    """Answer a question word by word, and add the question and the reply to the chat.
+    """Print the reply to a question as it is generated, and add the exchange to the chat.
 
-    Returns False if Ctrl-C stopped the reply. Raises UserError if the question does not fit into
-    the context, or if the model is broken; the chat then stays unchanged.
+    Returns False if Ctrl-C stopped the reply, else True. An exchange with an empty reply is not
+    added. Raises UserError if the question does not fit into the context, or if the model is
+    broken; the chat then stays unchanged.
     """
     if chat.server:
         return reply_of_server(chat, chat.server, question)
@@ -287,7 +288,8 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
 def command(chat: Chat, line: str) -> bool:
     """Carry out a command, which is a line that begins with /.
 
-    Returns False if the command ends the chat. Raises UserError if it is wrong.
+    Returns False if the command ends the chat, else True. Raises UserError if the command is
+    unknown or its argument cannot be used.
     """
     name, _, argument = line.partition(" ")
     argument = argument.strip()
@@ -311,7 +313,7 @@ def command(chat: Chat, line: str) -> bool:
 
 
 def use_file(chat: Chat, name: str, argument: str) -> None:
-    """Save the chat to a file, or load a chat from a file to continue it.
+    """Save the chat to a file ("/save"), or load a chat from a file to continue it ("/load").
 
     Raises UserError if the path is missing or cannot be used.
     """
@@ -331,9 +333,9 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
 
 
 def set_number(chat: Chat, name: str, argument: str) -> None:
-    """Change a sampling setting and print all of them; without a number, only print them.
+    """Change the setting of the command `name` to the number `argument`, and print all settings.
 
-    Raises UserError if the number is not valid.
+    If `argument` is empty, nothing is changed. Raises UserError if the number is not valid.
     """
     changes: dict[str, Any] = {}
     try:
@@ -355,7 +357,7 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Chat until /quit or the end of the input."""
+    """Answer lines from the keyboard, or carry out commands, until /quit or the end of input."""
     path = base_dir() / "chat_history"
     with history(path) as problem, keyboard() as ask:
         if problem:
@@ -384,7 +386,7 @@ def converse(chat: Chat) -> None:
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
     """Load the model or connect to the server, and return the chat.
 
-    Prints which model answers, and how it samples.
+    Prints which model answers and, for a model that is loaded here, how it samples.
     """
     drawing = chat_drawing(None, cfg.temperature, cfg.min_p)
     # This checks the flags before the model loads.
@@ -405,7 +407,7 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 
 
 def open_server(cfg: Config, chat: Chat) -> None:
-    """Connect the chat to the server that answers it."""
+    """Connect the chat to the server that answers it, and print notes about the server."""
     api_key = cfg.api_key or os.environ.get("NANOCHAT_API_KEY", "")
     chat.server = Remote(cfg.url, api_key)
     chat.changed = {name for name in SETTINGS if getattr(cfg, name) != "auto"}

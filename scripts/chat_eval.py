@@ -106,7 +106,7 @@ def choose_tasks(
     """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
     `task_names` separates names by |, and None means all tasks that suit the corpus. Raises
-    UserError (exit code 2) if a name is unknown or no task is left.
+    UserError if a name is unknown (exit code 2) or no task can be read.
     """
     makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if task_names is None:
@@ -147,7 +147,7 @@ def choose_tasks(
 
 
 class Listener:
-    """Collects the first replies to a task for the report, and logs the first `show` wrong ones."""
+    """Keeps the first replies to a task for the report, and logs the first wrong ones."""
 
     def __init__(self, task: Task, show: int):
         self.task = task
@@ -155,7 +155,10 @@ class Listener:
         self.samples: list[dict[str, Any]] = []
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
-        """Receive the reply to problem `i` and its grade."""
+        """Receive the reply to problem `i` and its grade.
+
+        The first SAMPLES replies are kept, and the first `show` wrong ones are logged.
+        """
         is_sample = len(self.samples) < SAMPLES
         is_shown = self.show > 0 and grade < 1
         if not is_sample and not is_shown:
@@ -180,7 +183,7 @@ def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling
     """Return how to sample the replies to a task.
 
     The flags decide. Without them, decoding is greedy unless the task asks to sample as a chat
-    does. Raises UserError (exit code 2) if a flag is out of range, also if the task is None.
+    does. Raises UserError (exit code 2) if a flag is out of range, even if `task` is None.
     """
     chat = traits(corpus).chats if getattr(task, "drawn", False) else Drawing(temperature=0.0)
     temperature = chat.temperature if cfg.temperature is None else cfg.temperature
@@ -194,7 +197,7 @@ def figures(
     seconds: float,
     samples: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the figures of a task that the report shows."""
+    """Return the figures of a task for its section of the report."""
     groups = {}
     for name, (right, total) in by_group(task, score).items():
         groups[name] = {"right": right, "total": total}
@@ -231,9 +234,10 @@ def saved_section(
     sampling: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the stage's section of the report, or an empty one if weights or settings differ.
+    """Return the stage's section of the report if it has the same weights and settings.
 
-    A setting that a section of an earlier version does not name is taken from `defaults`.
+    Otherwise, returns a new section without tasks. A setting that a section of an earlier version
+    does not name is taken from `defaults`.
     """
     about = {
         "tag": loaded.tag,
@@ -255,7 +259,7 @@ def save_figures(
     defaults: Mapping[str, Any],
     tasks: Mapping[str, Any],
 ) -> None:
-    """Add the figures of tasks to the stage's section of the report.
+    """Add the figures of tasks to the stage's section of the report, and save their samples.
 
     ChatCORE is added as soon as all its tasks are there. Figures of another checkpoint or of other
     settings are dropped.
@@ -287,11 +291,11 @@ def measure(
     listener: Listener,
     compute: Compute,
 ) -> Score | None:
-    """Return the score of a task, and write a record of every answer to a file.
+    """Evaluate a task, write a record of every answer to a file, and return the score.
 
-    If an earlier evaluation with the same model, settings and data has left a file, rank 0 returns
-    the score in it, and the other ranks return None. Raises UserError on every rank if the task is
-    broken on one of them.
+    If an earlier evaluation with the same model, settings and data has left a file, and without
+    --again, rank 0 returns the score in it, and the other ranks return None. Raises UserError on
+    every rank if the task is broken on one of them.
     """
     with parallel.together(task.name, compute):
         data = fingerprint(task, cfg.max_problems) if compute.main else ""
@@ -332,7 +336,10 @@ def measure(
 
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
-    """Evaluate the tasks one by one, add their figures to the report, and return the scores."""
+    """Evaluate the tasks one by one, add their figures to the report, and return the scores.
+
+    Raises UserError at the end if some of the tasks could not be evaluated.
+    """
     if cfg.num_samples > 1 and not cfg.temperature:
         raise UserError(
             tr(

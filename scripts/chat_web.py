@@ -158,7 +158,7 @@ def check(cfg: Config) -> None:
 
 
 def check_key(cfg: Config) -> None:
-    """Raise UserError (exit code 2) if some clients could not send the key in a header."""
+    """Raise UserError (exit code 2) if some clients could not send the API key in a header."""
     for position, letter in enumerate(key_of(cfg), 1):
         if not "!" <= letter <= "~":
             text = tr(
@@ -179,9 +179,10 @@ def names_model(cfg: Config) -> bool:
 
 
 def only_runs(cfg: Config) -> bool:
-    """Return whether to show the runs without loading a model.
+    """Return whether to show the training runs without loading a model.
 
-    That is so if the flags ask for it, or if they ask for the runs and no model is trained yet.
+    That is so with --runs_only, or with --runs if no flag names a model and no model is trained
+    yet.
     """
     if cfg.runs_only or not cfg.runs or names_model(cfg):
         return cfg.runs_only
@@ -201,10 +202,10 @@ def key_of(cfg: Config) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port.
+    """Return a socket that listens on a port of `host`.
 
-    It is opened before the model loads, so that a port in use is reported at once. Raises
-    UserError, with advice, if the host or the port cannot be used.
+    main() calls this before the model loads, so that a port in use is reported at once. Raises
+    UserError with advice if the host is not of this machine, or the port is taken or privileged.
     """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -254,7 +255,7 @@ def _bound(family: int, address: tuple) -> socket.socket:
 
 
 def _free_ports(family: int, address: tuple) -> Iterator[int]:
-    """Yield free ports, starting just above the one in use."""
+    """Yield free ports just above the one in use, then one that the system chooses."""
     host, port, *scope = address
     for candidate in (*range(port + 1, min(port + 100, 65535)), 0):
         try:
@@ -270,7 +271,7 @@ def is_local(host: str) -> bool:
 
 
 def addresses(listener: socket.socket, host: str) -> list[str]:
-    """Return the addresses at which a browser finds the page."""
+    """Return the URLs at which a browser finds the page."""
     port = listener.getsockname()[1]
     names = [f"[{host}]" if ":" in host else host]
     if host in ("0.0.0.0", "::", ""):  # every address of this machine
@@ -282,9 +283,10 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 
 
 def about(chosen: Chosen) -> dict[str, Any]:
-    """Return what the page tells its visitors about the model, besides its name.
+    """Return what the page shows about the model, besides its name.
 
-    This is its corpus, its size, what it knows, and which other models there are.
+    The dict holds its corpus, its number of parameters, what it knows (None if it has not learned
+    that), and the other models there are.
     """
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows
@@ -304,7 +306,7 @@ def loadable(
     cfg: Config,
     adapters: Adapters | None = None,
 ) -> tuple[Loadable, Drawing]:
-    """Return a chosen model in the form that the server takes, and how it samples words.
+    """Return the Loadable of a chosen model, and the model's sampling settings.
 
     The model gets an engine of its own, which holds `adapters`.
     """
@@ -333,7 +335,7 @@ def loadable(
 
 
 def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
-    """Return the base model with an adapter, in the form that the server takes.
+    """Return the Loadable of a base model with an adapter.
 
     The engine of the base model already holds the adapter under `name`.
     """
@@ -347,7 +349,7 @@ def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
 
 
 def settings_of(cfg: Config) -> Settings:
-    """Return the settings of the server, according to the flags."""
+    """Return the server's settings, as the flags say."""
     return Settings(
         per_address=cfg.per_address,
         api_key=key_of(cfg),
@@ -367,7 +369,7 @@ def hosts_of(cfg: Config) -> tuple[str, ...]:
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
-    """Load and return the models that the flags name, the default one first.
+    """Load the models that the flags name, log them, and return them, the default one first.
 
     Raises UserError if one of them cannot be served.
     """
@@ -410,9 +412,9 @@ def named_models(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> dict[str, Chosen]:
-    """Return the first model and those of --also, by their names in the API.
+    """Load the models of --also, and return them after `first`, by their names in the API.
 
-    Raises UserError if a name is already taken.
+    Raises UserError (exit code 2) if a name is already taken.
     """
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
@@ -440,7 +442,7 @@ def log_model(
     drawing: Drawing,
     name: str,
 ) -> None:
-    """Log which model is served, the size of its cache, and how it samples words.
+    """Log which model is served, the size of its cache, and its sampling settings.
 
     `name` is the model's name in the API, or "" if clients do not need it.
     """
@@ -480,7 +482,7 @@ def serve_until_stopped(
     app: App,
     listener: socket.socket,
 ) -> None:
-    """Log where the server can be reached, and serve until Ctrl-C."""
+    """Log where the server can be reached, warn if it is open to all, and serve until Ctrl-C."""
     if not is_local(cfg.host) and not key_of(cfg):
         action = "use the model" if app.threads else "see the training runs"
         warn(

@@ -66,7 +66,7 @@ class LossFlags:
 
     @property
     def preference(self) -> PreferenceLoss | None:
-        """The loss of pairs of answers, or None to learn from conversations.
+        """The loss for pairs of answers, or None to learn from conversations.
 
         Raises UserError if a flag is out of range.
         """
@@ -158,7 +158,7 @@ class Config:
         return self.checkpoint_activations or self.offload_activations
 
     def rate(self, width: int, steps: int, rule: str) -> float:
-        """Return the highest learning rate for a model with `width` channels.
+        """Return the peak learning rate for `steps` steps of a model with `width` channels.
 
         `rule` says how an automatic rate is chosen.
         """
@@ -180,8 +180,7 @@ class Config:
         """Return the flags, with the defaults of the version that began the run.
 
         `begun` holds the settings of the run, and is empty for a new one. Earlier versions held out
-        one conversation in 50 and did not adapt to the data: rows had 2,048 tokens, steps had 32
-        rows, and a run had one epoch.
+        one conversation in 50, and did not adapt row lengths, batches and epochs to the data.
         """
         if not begun or HELD_OUT_FACT in begun:
             return self
@@ -205,15 +204,12 @@ class Config:
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of dropout for a step on a rank.
-
-    It is below 2**63, and the same after a resume.
-    """
+    """Return the dropout seed of a step on a rank: below 2**63, and the same after a resume."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
 def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
-    """Return the tokens of a row: --max_length or, if it is auto, a length that suits the data."""
+    """Return the tokens per row: --max_length or, if that is auto, a length that suits the data."""
     if cfg.max_length != "auto":
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
@@ -226,7 +222,7 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
 def pass_loss(
     preference: PreferenceLoss | None, model: nn.Module, *tensors: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a pass (), and for preferences the sums of its figures (F,).
+    """Return the summed loss of a pass (), and the sums of its preference figures (F,) or None.
 
     `tensors` are the inputs and targets of packed rows, then the other tensors of the rows.
     """

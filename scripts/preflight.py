@@ -71,7 +71,7 @@ class Config:
 
 
 def describe(place: str) -> str:
-    """Return a phrase that says where this machine gets a data set."""
+    """Return a phrase that says where a data set comes from, given a `place` of data_of()."""
     return {
         "NANOCHAT_TASK_DIR": tr("here, in NANOCHAT_TASK_DIR"),
         "cache": tr("here, in the cache of Hugging Face"),
@@ -89,9 +89,9 @@ def published(cfg: Config) -> list[Source]:
 
 
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield each data set that the run reads, with the place from which this machine gets it.
+    """Yield the name and the place of each data set that the run needs from outside.
 
-    The place is "" if this machine cannot get it.
+    The place is where this machine gets it: "NANOCHAT_TASK_DIR", "cache", "hub", or "" for nowhere.
     """
     for source in published(cfg):
         shards = shard_paths(base_dir() / "base_data" / source.name)
@@ -127,8 +127,8 @@ def bytes_of_steps(folder: Path) -> float:
 def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> float:
     """Return the largest number of bytes that the run may still write.
 
-    These are the parts that disk.of_run() names, less the bytes that are already on the disk.
-    `checkpoint` is the size of a checkpoint's tensors in bytes. Without `downloads`, all
+    This is the total of the parts that disk.of_run() returns, less the bytes that are already on
+    the disk. `checkpoint` is the size of a checkpoint's tensors in bytes. Without `downloads`, all
     conversations are already here.
     """
     texts: dict[str, float] = {}
@@ -158,8 +158,8 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
 def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> float:
     """Return how many seconds pretraining will take.
 
-    If the planner knows the card and the model's shape, this is the planner's prediction. Otherwise
-    it follows from the usual share of the peak FLOP/s.
+    This is the planner's prediction if the planner knows the card and the model's shape, and else
+    an estimate from the usual share of the peak FLOP/s.
     """
     chip = compute.platform.chip
     if chip is not None and chip.trains:
@@ -176,9 +176,10 @@ def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> floa
 
 
 def check(cfg: Config, compute: Compute) -> None:
-    """Print what the run needs.
+    """Log the data, disk space, memory and time that the run needs.
 
-    Raises UserError (exit code 2), naming everything that is missing, if anything is.
+    Raises UserError (exit code 2) if a flag is out of range, or if anything is missing, naming all
+    of it.
     """
     if cfg.devices < 1:
         raise UserError(
@@ -217,7 +218,7 @@ def check(cfg: Config, compute: Compute) -> None:
 
 
 def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
-    """Log where each data set comes from, and return a problem for each that is unavailable."""
+    """Log where each data set comes from, and return a list with a problem for each missing one."""
     problems = []
     for name, place in places.items():
         log(tr("data    {what}: {where}", what=name, where=describe(place)))
@@ -234,7 +235,7 @@ def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
 
 
 def check_disk(needed: float) -> list[str]:
-    """Log the free disk space, and return a problem if the run may write more than that."""
+    """Log the free disk space, and return a list with a problem if the run may write more."""
     free = shutil.disk_usage(base_dir()).free
     values = {"folder": base_dir(), "needed": amount(needed, "B"), "free": amount(free, "B")}
     log(tr("disk    up to {needed} in {folder}, which has {free} free", **values))
@@ -244,7 +245,7 @@ def check_disk(needed: float) -> list[str]:
 
 
 def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
-    """Log the memory that training needs, and return a problem if the devices have less."""
+    """Log the memory that training needs, and return a list with a problem if there is less."""
     memory = device.memory_total(compute)
     state = sizes.STATE_BYTES * parameters
     values = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}

@@ -103,7 +103,7 @@ CORPUS_DOCUMENTS = 1_000
 
 @dataclass(frozen=True)
 class Published:
-    """A published vocabulary, with the number of tokens that it gives for each sample.
+    """A published vocabulary, with the number of tokens in each sample.
 
     The vocabulary itself is used only if tiktoken has cached its files. They are never downloaded,
     because most hosts of this project have no network, so the counts for the samples are kept here.
@@ -196,7 +196,7 @@ def measure(
     tokenizer: Tokenizer,
     data_name: str,
 ) -> Row:
-    """Return the number of bytes and of tokens in one kind of text, and their ratio.
+    """Return a table row with the bytes and tokens in one kind of text, and their ratio.
 
     Raises UserError if a text does not come back when its tokens are decoded.
     """
@@ -217,12 +217,12 @@ def measure(
 
 
 def count_bytes(documents: list[str]) -> int:
-    """Return the total length of texts in UTF-8, in bytes."""
+    """Return the total length of texts in UTF-8 bytes."""
     return sum(len(text.encode()) for text in documents)
 
 
 def published_ratios(texts_by_kind: dict[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Return the bytes per token of each published vocabulary, for each kind of text.
+    """Return the bytes per token by published vocabulary, then by kind of text.
 
     A vocabulary that tiktoken has not cached has figures for the samples only.
     """
@@ -241,7 +241,7 @@ def published_ratios(texts_by_kind: dict[str, list[str]]) -> dict[str, dict[str,
 
 
 def is_cached(name: str) -> bool:
-    """Return whether tiktoken has cached all files of a published vocabulary."""
+    """Return whether tiktoken knows a published vocabulary and has cached all of its files."""
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
     if not folder:
         folder = Path(tempfile.gettempdir()) / "data-gym-cache"

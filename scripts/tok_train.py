@@ -55,7 +55,7 @@ class Config:
 
 
 def train(cfg: Config) -> Tokenizer:
-    """Train, check and save the tokenizer, and write its section of the report.
+    """Train, check and save a tokenizer, write its section of the report, and return it.
 
     If the same settings and shards have a saved tokenizer, that one is returned instead.
     """
@@ -164,8 +164,8 @@ def sample(
 ) -> Iterator[str]:
     """Yield documents to train on, and count them in `used`.
 
-    Each is cut to `doc_cap` characters, and reading stops after `max_chars` characters. Each of
-    several corpora gives its share of the characters, until one of the corpora ends.
+    Each is cut to `cfg.doc_cap` characters, and reading stops once `cfg.max_chars` characters are
+    read. Each of several corpora gives its share of the characters, until one of the corpora ends.
     """
 
     def read(k: int) -> Iterator[str]:
@@ -212,7 +212,7 @@ def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
 
 
 class Merging:
-    """Prints the number of learned merges every ten seconds."""
+    """Prints the number of learned merges, at most every ten seconds."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -229,7 +229,7 @@ def compression(
     data: Data,
     split: Literal["train", "val"],
 ) -> float:
-    """Return the bytes per token on the first 1,000 documents of each corpus.
+    """Return the bytes per token on the first 1,000 documents of a split of each corpus.
 
     Raises AssertionError if a document does not come back when its tokens are decoded.
     """
@@ -252,7 +252,7 @@ def saved_tokenizer(
     data: Data,
     corpora: list[list[Path]],
 ) -> Tokenizer | None:
-    """Return the saved tokenizer if it was trained with these settings on these shards, or None.
+    """Return the saved tokenizer if it was trained with these settings and shards, else None.
 
     Shards that were added since then do not matter.
     """
@@ -281,9 +281,9 @@ def noted(cfg: Config, data: Data) -> dict[str, Any]:
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
-    """Return the identities of the first `counts[k]` shards of each corpus k.
+    """Return a list for each corpus k with the identities of its first `counts[k]` shards.
 
-    A single corpus has no outer list.
+    For a single corpus, its list alone is returned.
     """
     by_corpus = []
     for paths, count in zip(corpora, counts, strict=True):
@@ -292,9 +292,9 @@ def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
 
 
 def identity(paths: list[Path]) -> list[list[Any]]:
-    """Return the names, sizes and known SHA-256s of shards.
+    """Return a list [name, size in bytes, SHA-256 or None] for each shard.
 
-    These tell the shards from others with the same names.
+    Such a list tells the shard from others with the same name.
     """
     recorded = read_about(paths[0].parent).get("shards", {}) if paths else {}
     identities_of_shards = []
@@ -310,7 +310,7 @@ def identity(paths: list[Path]) -> list[list[Any]]:
 def export_folder(cfg: Config) -> Path | None:
     """Return the folder that --export names, or None without that flag.
 
-    Raises UserError (exit code 2) if it is a file or below a file.
+    Raises UserError (exit code 2) if the path is a file or below a file.
     """
     if cfg.export is None:
         return None

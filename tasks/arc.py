@@ -18,9 +18,10 @@ def source(subset: str, split: str) -> Published:
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
-    """Return the problem in a row, with its answer as a position.
+    """Return the problem in a row.
 
-    Positions are needed because some rows label their choices A to D, and others 1 to 4.
+    The answer is found by its label, because some rows label their choices A to D, and others 1 to
+    4.
     """
     labels = row["choices"]["label"]
     texts = tuple(row["choices"]["text"])

@@ -28,7 +28,7 @@ FEW_SHOT: Mapping[str, tuple[Callable[..., Task], int]] = {
 def use_task_data(folder: str | None) -> None:
     """Make tasks read their rows from the copies in a folder, by setting NANOCHAT_TASK_DIR.
 
-    Does nothing if the folder is None. Raises UserError (exit code 2) if it does not exist.
+    Does nothing if `folder` is None. Raises UserError (exit code 2) if there is no such folder.
     """
     if folder is not None:
         if not Path(folder).expanduser().is_dir():
@@ -39,7 +39,7 @@ def use_task_data(folder: str | None) -> None:
 
 
 def chat_tasks(unsafe_exec: bool, shots: int | None = None) -> dict[str, Callable[[], Task]]:
-    """Return a function for each task of chat models, by name, that makes the task.
+    """Return functions that make the tasks of chat models, by name.
 
     `shots` is the number of examples to show, or None to show as many as the authors. The tasks of
     ChatCORE never show any, so that ChatCORE is the same everywhere.
@@ -53,7 +53,7 @@ def chat_tasks(unsafe_exec: bool, shots: int | None = None) -> dict[str, Callabl
 
 
 def choice_tasks(shots: int | None = None) -> dict[str, Callable[[], ChoiceTask]]:
-    """Return a function for each task of base models, by name, that makes the task.
+    """Return functions that make the tasks of base models, by name.
 
     `shots` is the number of examples to show, or None to show five. ARC never shows any.
     """

@@ -104,7 +104,7 @@ class CEval(ChoiceTask):
 
 
 def _load(split: str, folder: str | Path | None) -> Table:
-    """Return the rows of all subjects of a split."""
+    """Return the rows of a split, with all subjects in one table."""
     sources = {subject: source(subject, split) for subject in SUBJECTS}
     return load_subjects(sources, COLUMNS, folder)
 

@@ -23,7 +23,7 @@ class ChoiceProblem:
 
 
 def render_choices(question: str, choices: Sequence[str]) -> str:
-    """Return a question and its choices as the message of a user.
+    """Return a question and its choices as a user message.
 
     Each letter comes after its choice. Attention only looks back, so when a model reads a letter,
     it has already seen what the letter stands for, which small models need. Each letter is alone on
@@ -68,7 +68,7 @@ class ChoiceTask:
     """A task of multiple-choice questions that are read from a table.
 
     `to_problem` converts a row of a table to a problem. `examples` is a table of questions with
-    answers. The first `shots` of them with the same subject precede each question.
+    answers, and the first `shots` of them with the same subject precede each question.
     """
 
     kind: Literal["choice", "generative"] = "choice"
@@ -182,7 +182,8 @@ def letter_columns(
 ) -> ChoiceProblem:
     """Return the problem in a row that has a column for each choice.
 
-    `question` and `answer` name the columns with the question and with the letter of the answer.
+    `question` and `answer` name the columns with the question and with the letter of the answer. An
+    unknown letter gives the answer -1.
     """
     answer_letter = str(row[answer]).strip()
     return ChoiceProblem(

@@ -82,10 +82,7 @@ COLUMNS = ("Question", "A", "B", "C", "D", "Answer")
 
 
 def source(subject: str, split: str) -> Published:
-    """Return the location of a split of a subject.
-
-    It is on the hub's branch of parquet files, or in the authors' unpacked zip file.
-    """
+    """Return the location of a subject's split, on the hub or in the authors' unpacked zip."""
     patterns = (
         f"{subject}/{split}/*.parquet",
         f"{subject}/cmmlu-{split}.parquet",
@@ -100,10 +97,7 @@ def intro(subject: str) -> str:
 
 
 class CMMLU(ChoiceTask):
-    """The problems of CMMLU, from the test or dev split.
-
-    The examples are questions of the dev split.
-    """
+    """The problems of CMMLU, from the test or dev split, with examples from the dev split."""
 
     def __init__(
         self,
@@ -118,7 +112,7 @@ class CMMLU(ChoiceTask):
 
 
 def _load(split: str, folder: str | Path | None) -> Table:
-    """Return the rows of all subjects of a split."""
+    """Return the rows of a split, with all subjects in one table."""
     sources = {subject: source(subject, split) for subject in SUBJECTS}
     return load_subjects(sources, COLUMNS, folder)
 

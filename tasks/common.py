@@ -53,7 +53,8 @@ def read_messages(messages: Any) -> Conversation:
 
     Raises ValueError, naming the broken rule, unless user and assistant take turns after an
     optional system message, the assistant speaks last, and every content is non-empty text. An
-    assistant message with "weight": 0 or "loss": false is not trained, but at least one must be.
+    assistant message with "weight": 0 or "loss": false is not trained; one message at least must
+    be.
     """
     if not isinstance(messages, list):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -79,9 +80,9 @@ def _read_message(
     n: int,
     expected_role: str,
 ) -> Message:
-    """Return message `n` of a conversation as a turn.
+    """Convert message `n` of a conversation to a turn.
 
-    Raises ValueError, naming the broken rule, if the message breaks one.
+    Raises ValueError, naming the rule, if the message breaks one.
     """
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise ValueError(f'message {n} must be an object with "role" and "content"')
@@ -122,7 +123,8 @@ class Ungraded:
 class Subset:
     """A subset of a task's problems.
 
-    It has every `step`-th problem from `start` up to `stop`, or the problems listed in `numbers`.
+    It has every `step`-th problem from `start` up to `stop`, or the problems whose indices are in
+    `numbers`.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Subset:
 
 
 def first_places(numbers: np.ndarray) -> np.ndarray:  # (N,) int64, both
-    """Return, for each position in an array, the first position that holds the same number."""
+    """Return, for each position in an array, the first position that holds the same value."""
     _, first_positions, number_index = np.unique(numbers, return_index=True, return_inverse=True)
     return first_positions[number_index]
 
@@ -183,7 +185,7 @@ class TaskMixture:
     def originals(self) -> np.ndarray:  # (problems,) int64
         """Return, for each position, the position of the first copy of its problem.
 
-        The two differ only for problems of a task that is listed twice.
+        Only problems of a task that is listed twice have copies.
         """
         task_numbers = np.searchsorted(self._starts, self._order, side="right") - 1
         numbers_in_task = self._order - self._starts[task_numbers]

@@ -50,9 +50,9 @@ class CustomJSON(Ungraded):
 
 
 def read_record(value: Any) -> Conversation:
-    """Return a conversation, read from any of the known layouts.
+    """Convert a JSON value in any of the known layouts to a conversation.
 
-    Raises ValueError, naming the broken rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one.
 
     messages: a list of {"role", "content"}, or an object with such a list under "messages" or
     "conversations".
@@ -62,7 +62,7 @@ def read_record(value: Any) -> Conversation:
     "history", a list of [question, answer]. The input is appended to the instruction on a line of
     its own.
 
-    Every layout may have "system" next to the messages. Keys that ask for what cannot be trained
+    Every object may have "system" next to the messages. Keys that ask for what cannot be trained
     are refused, as check_record() describes.
     """
     if isinstance(value, list):
@@ -89,7 +89,7 @@ def read_record(value: Any) -> Conversation:
 
 
 def first_keys(value: Mapping[str, Any]) -> str:
-    """Return the names of a record's first keys, for an error message."""
+    """Return the first keys of a record, or "none", for an error message."""
     return ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
 
 
@@ -137,7 +137,8 @@ def plain_turns(turns: Any) -> Iterator[Any]:
 def alpaca_turns(value: Mapping[str, Any], question: str) -> Iterator[dict[str, Any]]:
     """Yield the earlier exchanges of an Alpaca record, then its question, as messages.
 
-    Raises ValueError if "history" is not a list of pairs, or if the question is not a text.
+    `question` is the key of the question. Raises ValueError if "history" is not a list of pairs, or
+    if the question or its "input" is not a text.
     """
     history = value.get("history") or []
     if not isinstance(history, list) or not all(map(_is_pair, history)):
@@ -168,8 +169,8 @@ def read_file(
     """Return the records that `to_record` makes from the JSON values in a file.
 
     The file holds one value per line, or one list of values. In error messages, `label` names such
-    a value and `shape` shows one. The whole file is checked at once. Raises UserError, naming the
-    file, the line and the rule, at the first mistake.
+    a value and `shape` shows one. Raises UserError, naming the file, the line and the rule, at the
+    first mistake in the whole file, and UserError (exit code 2) if there is no file.
     """
     path = Path(filepath).expanduser()
     if not path.is_file():
@@ -226,10 +227,7 @@ def records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _list_of_records(path: Path) -> list[Any] | None:
-    """Return the records of a file that is a single JSON list.
-
-    Returns None if the first line of the file is a value by itself.
-    """
+    """Return the records of a file that is one JSON list, or None if it has a value per line."""
     with open(path, "rb") as file:
         beginning = file.read(64)
     if not beginning.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):

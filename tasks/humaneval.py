@@ -37,12 +37,10 @@ def build_program(
     test: str,
     function: str,
 ) -> str:
-    """Return the program that grades a reply.
+    """Return the program that grades a reply: its code, the tests, and a call of the tests.
 
-    It consists of the prompt, the code in the reply, the tests, and a call of the tests. A reply
-    may repeat the head of the function or continue the prompt. In both cases the program includes
-    the imports and helper functions of the prompt, or only its imports if the prompt does not
-    parse.
+    A reply may continue the prompt, which then precedes it. If it repeats the head of the function
+    instead, the program keeps the prompt's imports and, if the prompt parses, its helper functions.
     """
     code = extract_code(reply, function)
     if not _defines(code, function):
@@ -79,7 +77,7 @@ class HumanEval:
     """The problems of HumanEval, whose only split is test.
 
     Because grading runs the replies as programs, the constructor raises UserError if this machine
-    cannot isolate them (nanochat/evals/sandbox.py).
+    cannot isolate them and `unsafe_exec` is not set (nanochat/evals/sandbox.py).
     """
 
     name = "HumanEval"

@@ -65,9 +65,9 @@ class WithCopies(Protocol):
     """A collection in which an item may occur several times (Protocol)."""
 
     def originals(self) -> np.ndarray:  # (items,) int64
-        """Return, for each position, a number that identifies the item there.
+        """Return an integer ID for the item at each position.
 
-        Copies of an item share its number. These numbers decide which items are held out.
+        Copies of an item share its ID. The IDs decide which items are held out.
         """
         ...
 
@@ -78,7 +78,7 @@ def _originals(items: Records[Item]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Numbered(Generic[Item]):
-    """Items, each with the number that originals() returns for it."""
+    """Items, each with the ID that originals() returns for it."""
 
     items: Sequence[Item]
     numbers: np.ndarray  # (items,) int64
@@ -98,8 +98,9 @@ class Numbered(Generic[Item]):
 class Mix:
     """The conversations that a stage trains and validates on.
 
-    `key` identifies their content. `load` is called only if their tokens are not saved. Either all
-    copies of a conversation are held out or none, so that validation never reads what was trained.
+    `key` identifies their content. `load` is called only if their tokens are not saved. Copies of a
+    conversation (see WithCopies) are either all held out or all trained, so that validation does
+    not read what was trained.
     """
 
     name: str
@@ -146,7 +147,7 @@ def mix(
     """Return the conversations of a corpus for the stage mid or sft.
 
     `custom` names a JSONL file of your own to use instead, and `added` names one to add. Raises
-    UserError (exit code 2) if both are given.
+    UserError if a file cannot be used, and UserError (exit code 2) if both are given.
     """
     if custom is not None and added is not None:
         raise UserError(
@@ -177,8 +178,8 @@ def mix(
 class WithYours:
     """A mixture with your own conversations added, in an order that depends only on the seed.
 
-    Your conversations are repeated until one in ten is yours. If that repeats them, every
-    HELD_OUT-th of them is held out, or none if there are fewer.
+    Your conversations are repeated until about one in ten is yours. If that repeats them, every
+    50th (HELD_OUT) of them is held out, or none if there are fewer.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class WithYours:
         return self._mixture[number] if number >= 0 else self._yours[-1 - number]
 
     def originals(self) -> np.ndarray:
-        """Return the numbers that decide what is held out, as WithCopies describes.
+        """Return the IDs that decide what is held out, as WithCopies describes.
 
         If yours are repeated, the mixture's own conversations are held out exactly as they are
         without yours.
@@ -222,9 +223,10 @@ class WithYours:
 def own_conversations(files: Sequence[str], held_out_every: int | None = None) -> Mix:
     """Return the conversations in your own files, one file after the other.
 
-    FILE:2 takes the conversations of a file twice, and FILE:0.5 takes every second one. One
-    conversation in `held_out_every` is held out; None chooses this by how many there are. Raises
-    UserError, naming the file, the line and the rule, if a file cannot be read.
+    In `files`, FILE:2 takes the conversations of a file twice, and FILE:0.5 takes every second one.
+    If none is taken twice, one in `held_out_every` is held out, or a share that suits their number
+    if that is None. Raises UserError, naming the file, the line and the rule, if a file cannot be
+    read.
     """
     name, key, conversations = _read_weighted(files, CustomJSON, "conversations", held_out_every)
     digest = sha256(key.encode()).hexdigest()
@@ -251,20 +253,22 @@ def _read_weighted(
     label: str,
     held_out_every: int | None,
 ) -> tuple[str, str, Numbered[Item]]:
-    """Return the names of files, a key of their content, and the records in them.
+    """Read weighted files, and return their names, a key of their content, and their records.
 
     `read_records` reads a file, and each of its records is taken as often as the file's weight
-    says. If any record occurs twice, for example because a file is named twice, the records are
-    numbered so that the last of every HELD_OUT different ones is held out, or the last of all if
-    there are fewer. Short files begin with what matters most.
+    says. If any record occurs twice, for example because a file is named twice, the last of every
+    50 (HELD_OUT) different records is held out, or the last of all if there are fewer, since short
+    files begin with what matters most.
 
-    If every record occurs once, one in `held_out_every` is held out. None then holds out about
-    OWN_HELD_OUT of fewer than 1,500 records, because 6 of 300 would measure little.
+    If every record occurs once, one in `held_out_every` is held out. If that is None, about 30
+    (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10 (MOST_HELD_OUT).
+
+    Raises UserError if there are fewer than 2 different records.
     """
     items: list[Item] = []
     # For each item, the position of its original among the different ones.
     originals: list[int] = []
-    # (content of the file, number in it) -> position among the different ones
+    # (content of the file, index in it) -> position among the different ones
     original_of: dict[tuple[str, int], int] = {}
     names = []
     keys = []
@@ -319,10 +323,10 @@ def _split_weight(file: str) -> tuple[str, float]:
 
 
 def _content(file: str) -> str:
-    """Return a key for what a file holds and how it is read.
+    """Return a key for a file's content and how it is read.
 
-    The key of a file with keys that older versions ignored differs from theirs, so that the file is
-    tokenised again.
+    If the file has JSON keys that older versions ignored, the key differs from the one that they
+    made, so that the file is tokenised again.
     """
     path = Path(file).expanduser()
     reads_keys = re.search(rb'"(system|weight|loss)"\s*:', path.read_bytes())
@@ -335,7 +339,7 @@ def _content(file: str) -> str:
 def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
     """Return two tasks for a corpus: one that RL trains on, and one that RL is measured on.
 
-    `problems` names a JSONL file of your own to use instead, of which every tenth problem is for
+    `problems` names a JSONL file of your own to use instead. Every tenth problem in it is for
     measuring. Raises UserError if the file has fewer than 2 problems.
     """
     if problems is None:
@@ -471,7 +475,7 @@ def _tinyworld_sft(seed: int) -> Conversations:
 
 
 def _tinyworld_rl() -> tuple[Task, Task]:
-    """Return mental sums to train on, and others to measure on."""
+    """Return two tasks of mental sums: one to train on, and one to measure on."""
     tasks = _tinyworld_tasks()
     return tasks.TinyWorld("mental", _world().rl_problems()), tasks.mental()
 

@@ -25,7 +25,7 @@ def source(split: str) -> Published:
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     """Return the problem in a row.
 
-    The row has no right answer if the letter and the index of its answer disagree.
+    Its answer is -1, which is refused, if the letter and the index of the answer disagree.
     """
     index = row["answer_index"]
     is_letter = isinstance(index, int) and 0 <= index < len(LETTERS)

@@ -14,7 +14,7 @@ HUB_SECONDS = 10  # how long to wait for an answer from the hub
 
 
 def whereabouts(sources: Iterable[Published]) -> dict[Published, str]:
-    """Return, for each data set, the place from which this machine gets it.
+    """Return the place from which this machine gets each data set.
 
     The place is "NANOCHAT_TASK_DIR", "cache", "hub", or "" if this machine cannot get the data set.
     The hub is asked once for each repository, and not again after it could not be reached.
@@ -66,10 +66,9 @@ def answers(url: str) -> bool:
 
 
 def repos(corpus: str | None) -> dict[str, str]:
-    """Return the place of each repository that the curriculum of a corpus reads.
+    """Return the place, as in whereabouts(), of each repository that a corpus's curriculum reads.
 
-    They are named as in whereabouts(). The place is "" if this machine cannot get every part of the
-    repository.
+    The place is "" if this machine cannot get every part of the repository.
     """
     places: dict[str, str] = {}
     for source, place in whereabouts(curriculum(corpus).needs()).items():

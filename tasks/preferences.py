@@ -27,9 +27,9 @@ def read_pairs(filepath: str) -> list[Pair]:
 
 
 def read_pair(value: Any) -> Pair:
-    """Return a pair of answers, read from any of the known layouts.
+    """Convert a JSON value in any of the known layouts to a pair of conversations.
 
-    Raises ValueError, naming the broken rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one.
 
     TRL: {"prompt", "chosen", "rejected"}, each a text or a list of messages. The prompt may be left
     out if both answers begin with it: as messages, as a text, or as turns after "Human:" and
@@ -64,7 +64,7 @@ def _read(name: str, messages: Any) -> Conversation:
 
 
 def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
-    """Return two conversations, with the first turns that they share marked as their prompt.
+    """Return both conversations, with the first turns that they share marked as their prompt.
 
     Raises ValueError if they do not answer the same question, or if one of the answers is not to be
     trained.
@@ -85,7 +85,7 @@ def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
 
 
 def _shared_beginning(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many items are equal at the beginning of two sequences."""
+    """Return the length of the longest common beginning of two sequences."""
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
@@ -143,7 +143,7 @@ def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
-    """Return the messages that precede both answers, or None if the record has no key for them."""
+    """Return the messages that precede both answers, or None if the record names none."""
     if "prompt" in value:
         return _messages(value["prompt"], "user")
     for name in _TURNS:
@@ -178,7 +178,7 @@ def _transcript(text: str) -> list[dict[str, str]]:
 
 
 def _first_role(messages: list[Any]) -> Any:
-    """Return the role of the first message, or None if it is not a message.
+    """Return the role of the first message, or None if there is no message.
 
     read_messages() later refuses what is not a message.
     """

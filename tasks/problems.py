@@ -29,9 +29,9 @@ class Problem:
 
 
 class Problems:
-    """The problems in a file.
+    """The problems in a file, in any layout that read_problem() knows.
 
-    Raises UserError, naming the file, the line and the rule, if a record breaks a rule.
+    Raises UserError as read_file() does.
     """
 
     kind: Literal["choice", "generative"] = "generative"
@@ -58,7 +58,7 @@ class Problems:
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer in a text.
+    """Return the final answer in a text, or "" if there is none.
 
     That is the content of the last \\boxed{...}, or else what follows the last `####`, "answer is",
     "Answer:" or 答案, or else the last line that is not empty.
@@ -75,16 +75,16 @@ def final_answer(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text without the differences that grading ignores.
+    """Normalise a text for grading.
 
-    These are the case, the width of characters, spaces, and marks around the text.
+    Case, the width of characters, repeated spaces, and marks around the text are ignored.
     """
     folded = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return folded.strip(_AROUND)
 
 
 def is_right(reply: str, answer: str) -> bool:
-    """Return whether a reply ends with the right answer, compared as a number or as words."""
+    """Return whether the final answers of `reply` and `answer` agree, as numbers or as words."""
     reply_answer = final_answer(reply)
     right_answer = final_answer(answer)
     if _NUMBER.fullmatch(unicodedata.normalize("NFKC", right_answer).strip()):
@@ -98,13 +98,13 @@ def is_right(reply: str, answer: str) -> bool:
 
 
 def read_problem(value: Any) -> Problem:
-    """Return a problem, read from any of the known layouts.
+    """Convert a JSON value in any of the known layouts to a problem.
 
-    Raises ValueError, naming the broken rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one.
 
-    The question is a text or a list of messages under one of `_QUESTIONS`. The answer is a text, a
-    number or a list of right answers under one of `_ANSWERS`, or under the same keys in verl's
-    {"reward_model": {"ground_truth": ...}}. Only the final answer of a published solution is
+    The question is a text or a list of messages under one of the keys `_QUESTIONS`. The answer is a
+    text, a number or a list of right answers under one of the keys `_ANSWERS`, in the record or in
+    verl's {"reward_model": {"ground_truth": ...}}. Only the final answer of a published solution is
     compared with replies.
     """
     if not isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value under the first of these names that the record has, or None."""
+    """Return the first value that the record has under one of `names`, or None."""
     for name in names:
         if record.get(name) is not None:
             return record[name]

@@ -1,8 +1,8 @@
 """Finds, reads and checks the rows of published data sets.
 
-A task names its data set with Published. It reads the rows with load_table() or, if every subject
-is a data set of its own, with load_subjects(). They come from a folder, from NANOCHAT_TASK_DIR, or
-from the Hugging Face hub.
+A task describes its data set as a Published, and reads the rows with load_table() or, if every
+subject is a data set of its own, with load_subjects(). The rows come from a folder, from
+NANOCHAT_TASK_DIR, or from the Hugging Face hub.
 """
 
 import csv
@@ -32,9 +32,9 @@ _BUILDERS = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "", "
 class Published:
     """A split of a data set on the Hugging Face hub.
 
-    In a copy of the hub's repository, the split is in the files `<split>*.parquet` or
-    `<split>*.jsonl` of one of the folders `inside`, which are searched in this order, or in files
-    that match one of `patterns`.
+    In a copy of the hub's repository, the split is in the files `<split>*` (parquet, JSONL or JSON)
+    of one of the folders `inside`, which are searched in this order, or in files that match one of
+    `patterns`.
     """
 
     repo: str
@@ -49,10 +49,7 @@ class Published:
 
     @property
     def name(self) -> str:
-        """The last part of the repository's name, which is also the name of a local copy.
-
-        Local copies are folders in NANOCHAT_TASK_DIR.
-        """
+        """The last part of the repository's name, which names its folder in NANOCHAT_TASK_DIR."""
         return self.repo.rpartition("/")[2]
 
     def local_folder(self) -> Path | None:
@@ -64,9 +61,10 @@ class Published:
         return folder if folder.is_dir() else None
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the files of the split below a folder, all of the best type that exists there.
+        """Return the files of the split below a folder, or [] if there are none.
 
-        The list is empty if there are none.
+        All are from the first entry of `inside`, or else of `patterns`, that has any. In `inside`,
+        parquet is preferred to JSONL, and JSONL to JSON.
         """
         for name in self.inside:
             for ending, builder in _BUILDERS.items():
@@ -141,9 +139,8 @@ def load_table(
 ) -> Table:
     """Return the rows of a published data set.
 
-    They come from `folder`, or else from NANOCHAT_TASK_DIR, or else from the Hugging Face hub.
-    Every row must have the named columns. Raises UserError (exit code 2) if the rows cannot be read
-    or lack a column.
+    The rows come from `folder`, or else from NANOCHAT_TASK_DIR, or else from the Hugging Face hub.
+    Raises UserError (exit code 2) if they cannot be read or lack one of `columns`.
     """
     rows_by_split, where = _open({source.split: source}, columns, folder)
     rows = rows_by_split[source.split]
@@ -173,8 +170,8 @@ def load_subjects(
 class _Joined:
     """The rows of several subjects, one subject after another.
 
-    Each row has its subject in the column `subject`. If it has no column `id`, its position among
-    the rows of the subject becomes its id.
+    Each row has its subject in the column `subject`. A row without a column `id` gets its position
+    among the rows of the subject as its id.
     """
 
     def __init__(self, parts: Mapping[str, Any]):

@@ -19,7 +19,7 @@ def source(split: str) -> Published:
 class SmolTalk(Ungraded):
     """The conversations of SmolTalk, from the train split (460 K) or the test split (24 K).
 
-    If a conversation ends with a question, that question is dropped.
+    If a conversation ends with a message of the user, that message is dropped.
     """
 
     name = "SmolTalk"

@@ -3,7 +3,7 @@
 A solution counts the letter by hand and then checks the count with the calculator. Models read
 tokens, not letters, so they must learn the letters of each token. SimpleSpelling teaches the
 letters, and SpellingBee needs them. The words and sentences were written for this project. Each
-problem depends only on its number and its split.
+problem depends only on its index and its split.
 """
 
 import random
@@ -117,7 +117,7 @@ class SpellingBee:
         return self._size
 
     def _draw(self, i: int) -> tuple[random.Random, str, str]:
-        """Return the random generator, the word and the letter of problem i."""
+        """Return the random number generator, the word and the letter of problem i."""
         if not 0 <= i < self._size:
             raise IndexError(i)
         rng = random.Random(f"spelling bee {self.split} {i}")

@@ -1,6 +1,6 @@
 """TinyWorld's evaluations as tasks.
 
-They cover open questions in English and Chinese, the calculator, and mental sums.
+They cover questions and stories in English and Chinese, the calculator, and mental sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,7 @@ Problems = Sequence[tinyworld.Problem]
 
 @dataclass(frozen=True)
 class TinyWorld:
-    """A named list of TinyWorld's problems.
-
-    A reply is right if it gives the right value and no other value.
-    """
+    """A named list of TinyWorld's problems."""
 
     name: str
     problems: Problems
@@ -48,7 +45,7 @@ class TinyWorld:
         return self.problems[i].relation
 
     def grade(self, i: int, reply: str | Sequence[Part]) -> float:
-        """Return 1 if the reply gives the right value, else 0.
+        """Return 1 if the reply is right by the rules of tinyworld.grade(), else 0.
 
         For problems of the calculator, pass the parts of the reply, because a right reply must have
         called the calculator.
@@ -59,7 +56,7 @@ class TinyWorld:
 
 
 def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
-    """Return a function for each evaluation, by name, that makes its task.
+    """Return functions that make the tasks of the evaluations, by name.
 
     The evaluations are held-out wordings, the calculator, held-out combinations, unknown things,
     questions about stories, follow-up questions, stories on request, questions about nanochat
@@ -95,7 +92,7 @@ def mental(
 ) -> TinyWorld:
     """Return the task that measures RL: mental sums in held-out wordings.
 
-    If `unseen` is set, no training example adds the same terms.
+    If `unseen` is set, the sums are never asked in training; otherwise they are practised sums.
     """
     name = "mental_unseen" if unseen else "mental"
     return TinyWorld(name, tinyworld.rl_evaluation(seed, mental=difficulty, unseen=unseen))

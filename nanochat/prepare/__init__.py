@@ -5,10 +5,10 @@ nanochat.prepare`. Read in this order:
 
 1. documents.py      turns a corpus into token files: every shard is tokenised once, in several
                      processes if the corpus is large (workers.py)
-2. conversations.py  the same for conversations, with a mask of the tokens that are trained
-3. token_files.py    the format of token files, which are written, mapped and checked here
+2. conversations.py  the same for conversations, with a mask that marks the trained tokens
+3. token_files.py    writes, memory-maps and checks token files, and describes their format
 4. packing.py        best fit: decides which pieces of documents make up each row
-5. plan.py           saves that packing plan in the folder of the tokens
+5. plan.py           makes that packing plan for a set of tokens, and saves it beside them
 6. clean.py          leaves out near-duplicates (minhash.py) and documents with passages of
                      evaluations (overlap.py), on request
 

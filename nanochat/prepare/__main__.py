@@ -48,7 +48,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Clean each corpus if the flags ask for it, then tokenise both of its splits.
+    """Clean or restore each corpus if the flags ask for it, then tokenise both of its splits.
 
     With --verify, all token files are also hashed again.
     """

@@ -1,8 +1,9 @@
 """Decide which documents of a corpus are left out of training.
 
-Near-duplicates are left out, and so are documents that contain passages of evaluations. The shards
-stay as they are: corpus.json gets an entry `dropped`, and each shard gets a list of its dropped
-documents in `dropped/`. Tokenising skips these documents, in this command and in every stage.
+On request, near-duplicates and documents that contain passages of evaluations are left out. The
+shards stay as they are: corpus.json gets an entry `dropped`, and each shard gets a list of its
+dropped documents in `dropped/`. Tokenising skips these documents, in this command and in every
+stage.
 
 First every shard is screened on its own, in processes that run `python -m nanochat.prepare.clean`
 if the corpus is large. Then one process decides for all documents together.
@@ -36,12 +37,11 @@ def clean(
     drop_contaminated: bool,
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Screen a corpus, record which documents are left out, and return a summary.
+    """Screen a corpus, record which documents are left out, and return a summary of the counts.
 
-    The record is the entry `dropped` of corpus.json. Of several similar documents, only the first
-    is kept. Validation documents come first, so no near-duplicate of one remains in training. The
-    result depends only on the shards, not on the number of processes. A call that only counts
-    documents does not change what an earlier call left out.
+    The record is the entry `dropped` of corpus.json. With `dedup`, documents that nearly equal an
+    earlier one are left out; validation documents count as earlier than training documents. A call
+    that only counts documents does not change what an earlier call left out.
 
     Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
     evaluations cannot be used, or if this call leaves out documents but would restore others that
@@ -143,7 +143,7 @@ def _command(
 
 @dataclass(frozen=True)
 class _Decision:
-    dropped: list[np.ndarray]  # for each shard, the numbers of its documents to leave out
+    dropped: list[np.ndarray]  # for each shard, the indices of the documents to leave out
     summary: dict[str, Any]  # for corpus.json
 
 
@@ -153,7 +153,7 @@ def _decide(
     set_names: tuple[str, ...],
     drop: bool,
 ) -> _Decision:
-    """Return which documents are left out, given the file of screening results of each shard."""
+    """Return which documents to leave out, and a summary, from the screening results per shard."""
     results = [dict(np.load(path)) for path in result_paths]
     counts = [int(result["seen"]) for result in results]
     ends = np.cumsum(counts)
@@ -181,11 +181,7 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write a file for each shard that lists the documents left out of it.
-
-    Returns, by the name of the shard, the number of documents in the list and the SHA-256 of its
-    file, which are recorded in corpus.json.
-    """
+    """Write each shard's list of left-out documents, and return the entries for corpus.json."""
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
         body = io.BytesIO()
@@ -232,13 +228,12 @@ def screen_shard(
     passages: Passages | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Screen the documents of a shard, and write the results to the file `out`.
+    """Screen a shard, write the results to `out`, and return a message for the parent process.
 
-    The results are the bands and bins of the documents' signatures, and a pair (document number,
-    evaluation number) for each evaluation that shares a passage with a document. Documents are
-    numbered in the order of the shard. `advance` is called after every batch with the number of
-    documents in it. Returns the name of the shard and its number of documents. Raises UserError if
-    the shard is damaged.
+    The results are the bands and bins of the documents' signatures, and a pair (document index,
+    evaluation index) for each evaluation that shares a passage with a document. The message has the
+    "name" of the shard and its number of "documents". `advance` is called after every batch with
+    the number of documents in it. Raises UserError if the shard is damaged.
     """
     check_sha256(path)
     parts = []

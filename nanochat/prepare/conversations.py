@@ -49,10 +49,10 @@ def conversation_folder(
     tokenizer: Tokenizer,
     key: str,
 ) -> Path:
-    """Return the folder in which a stage keeps its tokenised conversations.
+    """Return the folder for the tokens of the conversations called `name`.
 
-    Other conversations and other tokenizers get other folders, so two runs in one base folder do
-    not overwrite each other's tokens.
+    It depends on the tokenizer and on `key`, which identifies the conversations, so two runs in one
+    base folder do not overwrite each other's tokens.
     """
     digest = hashlib.sha256(f"{tokenizer.hash} {key}".encode()).hexdigest()[:12]
     return base_dir() / "chat_data" / f"{name}-{digest}"
@@ -64,12 +64,12 @@ def prepare_conversations(
     tokenizer: Tokenizer,
     key: str,
 ) -> TokenSet:
-    """Return the tokens of conversations, with a mask that marks the trained tokens.
+    """Return the tokens of conversations with their mask, making and saving them on first use.
 
-    This is safe to call from every rank at once. `key` identifies the conversations. If the folder
-    holds token files made with the same key and tokenizer, they are used, and `conversations` is
-    neither called nor read. Raises UserError if there are no conversations, or if a token file is
-    damaged.
+    The mask marks the trained tokens. This is safe to call from every rank at once. `key`
+    identifies the conversations. If the folder holds all token files for the same key and
+    tokenizer, they are used, and `conversations` is neither called nor read. Raises UserError if
+    there are no conversations, or if a token file is damaged.
     """
     identity = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
 
@@ -96,9 +96,9 @@ def conversation_lengths(
 ) -> np.ndarray:  # int64
     """Return the length in tokens of every training and validation conversation of a stage.
 
-    If `together` is above 1, each number is the sum over that many consecutive conversations, such
-    as the two conversations of a pair. The tokens are saved, so dataloader.chat_rows() does not
-    tokenise the conversations again.
+    If `together` is above 1, each entry is the total length of that many consecutive conversations,
+    such as the two of a pair. The tokens are saved, so dataloader.chat_rows() does not tokenise the
+    conversations again.
     """
     key = conversations.key
     lengths = []
@@ -114,7 +114,7 @@ def _write(
     tokenizer: Tokenizer,
     identity: dict[str, Any],
 ) -> None:
-    """Tokenise conversations, and write the token file and its meta.json.
+    """Tokenise conversations, and write their token files and meta.json.
 
     Raises UserError if there are no conversations.
     """
@@ -153,9 +153,9 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _remove_old_folders(folder: Path) -> None:
-    """Remove folders that the same stage filled long ago, except its newest ones.
+    """Remove old token folders of the stage that filled `folder`, except its newest ones.
 
-    If a run resumes that used a removed folder, it tokenises its conversations again.
+    A resumed run whose folder was removed tokenises its conversations again.
     """
     name = folder.name.rpartition("-")[0]
     times = {}

@@ -34,8 +34,7 @@ from nanochat.tokenizer import Tokenizer, cores
 class Shard:
     """A shard to tokenise.
 
-    `source` identifies the content of the shard: tokens that were made from another source are made
-    again.
+    `source` identifies the content of the shard: tokens made from another source are made again.
     """
 
     path: Path
@@ -48,13 +47,12 @@ def prepare_documents(
     split: Literal["train", "val"],
     processes: int | None = None,
 ) -> TokenSet:
-    """Return the tokens of a split of a corpus, which the first call makes and saves.
+    """Return the tokens of a split of a corpus, making and saving them on first use.
 
     This is safe to call from every rank at once. Each shard becomes one part. The work is shared
-    among `processes` processes (default: as many as save time). After an interruption, the next
-    call resumes with the shards that are not done; after a larger download, only new shards are
-    tokenised. A missing token file is made again. Raises UserError if a shard or a token file is
-    damaged, or if a shard is missing.
+    among `processes` processes (default: as many as save time). Only shards that are new, changed
+    or unfinished are tokenised, so an interrupted call can be resumed. Raises UserError if a shard
+    or a token file is damaged, or if a shard is missing.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     split_shards = _shards_to_tokenise(corpus, split)
@@ -74,7 +72,7 @@ def prepare_documents(
 
 
 def _shards_to_tokenise(corpus: Corpus, split: Literal["train", "val"]) -> list[Shard]:
-    """Return the shards of a split, and warn of shards that clean.py has not screened."""
+    """Return the shards of a split, and warn of those added since clean.py screened the corpus."""
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})
     split_shards = []
@@ -144,9 +142,9 @@ def _note_path(folder: Path, name: str) -> Path:
 
 
 def _read_note(path: Path) -> dict[str, Any] | None:
-    """Return the description of a finished part.
+    """Return the description of a finished part, or None if the part must be made.
 
-    Returns None if the part is not finished or must be made again.
+    Warns if the description is damaged.
     """
     try:
         entry = read_json(path) if path.exists() else None
@@ -170,7 +168,7 @@ def _tokenised(
     lock: int,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the description of each part when it is finished, in any order."""
+    """Tokenise shards, yielding the description of each part once it is finished, in any order."""
     total_bytes = sum(shard.source["bytes"] for shard in shards)
     processes = processes_for(total_bytes, len(shards), processes)
     if processes < 2:
@@ -210,7 +208,7 @@ def tokenise_shard(
     threads: int | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Check a shard, write its tokens to a folder, and return their description.
+    """Check a shard, write its tokens to a folder, and return the part's entry for meta.json.
 
     Documents that clean.py left out are skipped. `advance` is called after every batch with the
     number of documents in it. Raises UserError if the shard is damaged; then no token file appears.
@@ -234,7 +232,7 @@ def tokenise_shard(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Load the tokenizer in a worker process, and return a function that does one task."""
+    """Load the tokenizer in a worker process, and return a function that tokenises one shard."""
     tokenizer = Tokenizer.load(Path(setup["tokenizer"]))
 
     def tokenise(task: Message, say: Say) -> Message:

@@ -27,7 +27,7 @@ EMPTY = (1 << 32) - 1  # the value of a bin without a hash
 
 @cache
 def _factors() -> np.ndarray:
-    """Return the odd numbers by which the hash functions multiply, uint64 (3 + BINS // BANDS,).
+    """Return the odd multipliers of the hash functions, uint64 (3 + BINS // BANDS,).
 
     The first two are for the halves of a window, the third mixes bits, and each of the others is
     for one bin of a band.
@@ -65,7 +65,7 @@ class Signatures:
 
 
 def signatures(texts: Sequence[str]) -> Signatures:
-    """Return the signatures of documents, ignoring case, spaces and ASCII punctuation."""
+    """Return the signatures of documents, ignoring ASCII case, spaces and punctuation."""
     smallest = np.zeros((len(texts), BINS), np.uint64)
     for number, text in enumerate(texts):
         smallest[number] = _smallest_hashes(text)
@@ -96,9 +96,10 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def _smallest_hashes(text: str) -> np.ndarray:
-    """Return the smallest 32-bit hash in each bin over all windows of a text, uint64 (BINS,).
+    """Return the smallest 32-bit hash in each bin over the windows of a text, uint64 (BINS,).
 
-    A bin without a hash holds EMPTY.
+    A bin without a hash holds EMPTY. For a long text, only small hashes are sorted into bins if
+    they fill more than half of the bins.
     """
     letters = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
     count = len(letters) - WINDOW + 1
@@ -134,7 +135,8 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
 def near_duplicates(documents: Signatures) -> np.ndarray:
     """Return which documents nearly equal an earlier one, bool (documents,).
 
-    The first of several similar documents is never marked.
+    A document is compared only with the first that is equal in a band, so a few near-duplicates are
+    not found.
     """
     is_duplicate = np.zeros(len(documents.bands), bool)
     if not len(is_duplicate):

@@ -2,8 +2,8 @@
 
 A passage is 13 words in a row, or 50 characters of Chinese. The evaluations are copies of data sets
 in a folder like the one in NANOCHAT_TASK_DIR: a subfolder for each set, with parquet, JSON, JSONL
-or CSV files. Files for training are left out. Texts that are shorter than a passage are never
-found.
+or CSV files. If the paths of some files name a test or validation split, only these files are read.
+Texts that are shorter than a passage are never found.
 """
 
 import csv
@@ -33,18 +33,14 @@ _MAP_BITS = 20
 
 @cache
 def _factors() -> np.ndarray:
-    """Return the odd factors of the hashes, uint64 (WORDS,)."""
+    """Return the odd multipliers of the hash functions, uint64 (WORDS,)."""
     numbers = np.random.default_rng(1).integers(1, 1 << 63, WORDS, np.uint64)
     return numbers * np.uint64(2) + np.uint64(1)
 
 
 @cache
 def _words_only() -> bytes:
-    """Return a table for bytes.translate that keeps only words.
-
-    It maps each byte to lower case, and each ASCII character that is neither a letter nor a digit
-    to a space.
-    """
+    """Return a bytes.translate table that lowercases ASCII and turns punctuation into spaces."""
     lower_case = bytes(range(256)).lower()
     return bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in lower_case)
 
@@ -59,19 +55,19 @@ class Passages:
 
     @cached_property
     def key(self) -> str:
-        """The SHA-256 of the content."""
+        """The SHA-256 of the names, hashes and owners."""
         content = str(self.names).encode() + self.hashes.tobytes() + self.owners.tobytes()
         return hashlib.sha256(content).hexdigest()
 
     @cached_property
     def _map(self) -> np.ndarray:
-        """A table that tells whether any passage has given upper bits, for a quick first check."""
+        """A table for a quick first check: which upper 20 bits occur in `hashes`, bool (2**20,)."""
         marked = np.zeros(1 << _MAP_BITS, bool)
         marked[self.hashes >> np.uint64(64 - _MAP_BITS)] = True
         return marked
 
     def sets_in(self, text: str) -> set[int]:
-        """Return the indices in `names` of the sets that share a passage with a text."""
+        """Return the indices in `names` of the sets that share a passage with `text`."""
         hashes = passages(text)
         hashes = hashes[self._map[hashes >> np.uint64(64 - _MAP_BITS)]]
         begins = np.searchsorted(self.hashes, hashes, "left")
@@ -85,7 +81,7 @@ class Passages:
 def read_passages(folder: Path) -> Passages:
     """Return the passages of every evaluation in a folder.
 
-    Raises UserError (exit code 2) if the folder has none or if a file is damaged.
+    Raises UserError (exit code 2) if there are no passages or if a file cannot be read.
     """
     folder = folder.expanduser()
     subfolders = []
@@ -114,7 +110,7 @@ def read_passages(folder: Path) -> Passages:
 
 
 def _hashes_of_set(folder: Path) -> np.ndarray:
-    """Return the distinct hashes of all passages of one evaluation, uint64, sorted."""
+    """Return the distinct hashes of all passages of one evaluation, sorted, uint64 (passages,)."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS)
     evaluation_files = []
     for file in files:
@@ -130,7 +126,7 @@ def _hashes_of_set(folder: Path) -> np.ndarray:
 def passages(text: str) -> np.ndarray:
     """Return the hashes of all passages of a text, uint64 (passages,).
 
-    Case, spaces and ASCII punctuation are ignored.
+    ASCII case, spaces and punctuation are ignored.
     """
     words = text.encode(errors="replace").translate(_words_only()).split()
     word_hashes = np.fromiter(map(crc32, words), np.uint64)
@@ -144,7 +140,11 @@ def passages(text: str) -> np.ndarray:
 
 
 def _chinese_passages(text: str) -> np.ndarray:
-    """Return the hashes of windows of CHARACTERS letters and digits, at least half of them Han."""
+    """Return the hashes of all Chinese passages of a text, uint64 (passages,).
+
+    Only Han characters, ASCII letters and digits are kept. A passage is a window of 50 of them, at
+    least half of which are Han.
+    """
     encoded = text.lower().encode("utf-32-le", "surrogatepass")
     points = np.frombuffer(encoded, np.uint32).astype(np.uint64)
     han = _between(points, 0x4E00, 0x9FFF) | _between(points, 0x3400, 0x4DBF)
@@ -193,7 +193,10 @@ def _window_hashes(points: np.ndarray, count: int) -> np.ndarray:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield every text in a file of rows. Raises UserError (exit code 2) if it cannot be read."""
+    """Yield every text in an evaluation file.
+
+    Raises UserError (exit code 2) if the file cannot be read.
+    """
     try:
         if path.suffix == ".parquet":
             yield from _parquet_texts(path)
@@ -232,7 +235,7 @@ def _jsonl_texts(path: Path) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every text inside a JSON value."""
+    """Yield every string in a JSON value, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

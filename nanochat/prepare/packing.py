@@ -18,7 +18,7 @@ SMALL = 64  # a gap smaller than a row divided by this is left only if nothing e
 class Packing:
     """Rows of segments.
 
-    Segment s is one begin mark, then the `lengths[s]` tokens that begin at token `starts[s]`.
+    Segment s is one begin mark, then the `lengths[s]` tokens that begin at index `starts[s]`.
     """
 
     first: np.ndarray  # (rows + 1,) int64: row r holds segments first[r] .. first[r + 1] - 1
@@ -27,10 +27,7 @@ class Packing:
 
 
 class _Pool:
-    """The pieces to choose from, sorted by length.
-
-    The pool holds at most `window` pieces, and is refilled as they are used.
-    """
+    """At most `window` pieces to choose from, sorted by length, and refilled as they are used."""
 
     def __init__(self, pieces: Iterator[tuple[int, int]], window: int):
         self._pieces = pieces
@@ -57,7 +54,7 @@ class _Pool:
         return bisect_right(self.lengths, length) - 1
 
     def take(self, i: int) -> tuple[int, int]:
-        """Remove piece i and return its (start, length); the next piece refills the pool."""
+        """Remove piece `i`, refill the pool, and return the (start, length) of the piece."""
         piece = (self._starts.pop(i), self.lengths.pop(i))
         self._refill()
         return piece
@@ -80,13 +77,14 @@ def pack(
     cut: bool,
     window: int = WINDOW,
 ) -> Packing:
-    """Put pieces into rows of `row_tokens` cells, each piece after a begin mark of one cell.
+    """Return a packing of pieces into rows of `row_tokens` cells.
 
-    A row takes the longest piece that fits, or the oldest of several, until no piece fits. With
-    `cut`, the head of the longest piece then fills the rest of the row, and the tail is placed
-    later like any other piece; a piece that is longer than a row fills whole rows first. So every
-    row except the last is full, and each token is placed exactly once. Without `cut` a row may
-    stay short, and no piece may be longer than `row_tokens - 1`.
+    Each piece follows a begin mark of one cell. A row takes the longest of the next `window` pieces
+    that fits, or the oldest of several, until none fits. With `cut`, the head of the longest piece
+    then fills the rest of the row, and the tail is placed later; a piece that is longer than a row
+    fills whole rows first, and a shorter piece may be chosen to avoid a tiny gap. So every row
+    except the last is full, and each token is placed exactly once. Without `cut` a row may stay
+    short, and no piece may be longer than `row_tokens - 1`.
     """
     assert row_tokens >= 2 and (cut or lengths.max(initial=0) < row_tokens)
     pool = _Pool(_pieces(starts, lengths), window)
@@ -144,10 +142,7 @@ def _pieces(
     lengths: np.ndarray,
     size: int = 65_536,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the (start, length) of each piece as Python integers.
-
-    The arrays are converted in batches, so that memory does not grow with the corpus.
-    """
+    """Yield the (start, length) of each piece as Python integers, converted in batches."""
     for i in range(0, len(starts), size):
         some_starts = starts[i : i + size].tolist()
         some_lengths = lengths[i : i + size].tolist()
@@ -161,9 +156,9 @@ def cut_at(
 ) -> list[tuple[int, int]]:
     """Cut a conversation of `end` tokens into (start, length) pieces of at most `room` tokens.
 
-    A piece runs from one of `borders` (ascending, the first is 0) to the last border within `room`
-    tokens. If the next border is further away, the piece consists of the first `room` tokens, and
-    the tokens between its end and that border are dropped.
+    A piece runs from one of `borders` (ascending, the first is 0) to the last border, or the end,
+    within `room` tokens. If the next border is further away, the piece consists of the first `room`
+    tokens, and the tokens between its end and that border are dropped.
     """
     pieces = []
     edges = [*borders, end]

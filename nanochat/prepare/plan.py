@@ -26,7 +26,7 @@ TooLong = Literal["cut", "drop"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The segments of each row, memory-mapped, and how much was cut or dropped to make them fit."""
+    """A packing plan: the memory-mapped segments of each row, and how much was cut or dropped."""
 
     row_tokens: int
     packing: Packing
@@ -50,18 +50,20 @@ def plan(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> Plan:
-    """Return the packing plan of a token set, which the first call makes and saves.
+    """Return the packing plan of a token set, making and saving it on first use.
 
     This is safe to call from every rank at once. Use `cut` for documents: then every token is
     placed. Without `cut`, each conversation stays whole if it fits into a row. A longer one is cut
     before user turns, and a single exchange that is longer than a row loses its end.
 
     `too_long` is for conversations without begin marks, whose own first token takes the place of
-    the mark: a conversation that is longer than a row is cut to its beginning, or dropped.
+    the mark. It says whether a conversation that is longer than a row is cut to its beginning or
+    dropped.
 
     With `pairs`, which needs `too_long`, the conversations 2n and 2n + 1 are adjacent in a row. If
-    both together are longer than a row, each may fill half a row, or the space that the other one
-    leaves. A pair is left out if the cut leaves no trained token in one of its conversations.
+    both together are longer than a row, they are dropped if `too_long` says so; else each may fill
+    half a row, or the space that the other one leaves. A pair is left out if one of its
+    conversations has no trained token left.
 
     Raises UserError if nothing is left to put into rows.
     """
@@ -156,9 +158,9 @@ def _save_plan(
     cut_conversations: int,
     dropped: int,
 ) -> None:
-    """Write the arrays of a plan and its meta.json into a folder.
+    """Write the arrays of a plan and its meta.json into a folder, replacing an earlier plan.
 
-    The folder appears under its name only once everything is written.
+    The folder gets its name only once everything is written.
     """
     # This process holds the lock, so no other process uses the temporary name.
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -200,7 +202,10 @@ def _make_plan(
     pairs: bool,
     key: str,
 ) -> None:
-    """Pack the documents of a token set into rows, and save the plan."""
+    """Pack the documents of a token set into rows, and save the plan.
+
+    Raises UserError if there is nothing left to pack.
+    """
     lengths = token_set.lengths()
     starts = np.cumsum(lengths) - lengths
     cut_conversations = 0
@@ -213,7 +218,7 @@ def _make_plan(
             too_long,
         )
         placed_tokens = int(pair_lengths.sum())
-        # A pair is packed as one piece, whose start is the number of the pair. The first token of
+        # A pair is packed as one piece, whose start is the index of the pair. The first token of
         # the first conversation takes the place of the begin mark.
         starts = np.arange(len(pair_starts))
         lengths = pair_lengths.sum(axis=1) - 1
@@ -267,7 +272,7 @@ def _unfold_pairs(
 ) -> Packing:
     """Return the packing of the conversations, given the packing of their pairs.
 
-    In `packing`, each segment is one pair, and its start is the number of the pair.
+    In `packing`, each segment is one pair, and its start is the index of the pair.
     """
     numbers = packing.starts
     starts = pair_starts[numbers] + 1
@@ -282,11 +287,11 @@ def _cut_pairs(
     room: int,
     too_long: TooLong | None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the starts and lengths of the conversations in each pair, and how many pairs were cut.
+    """Cut pairs to `room` tokens; return their starts and lengths, and how many were too long.
 
-    Both arrays are int64 (pairs, 2). The lengths are cut so that each pair fits into `room` tokens.
-    Pairs in which a conversation has no trained token are left out. If `too_long` is "drop", so are
-    pairs that were cut.
+    Both arrays are int64 (pairs, 2), for the two conversations of each pair. If `too_long` is
+    "drop", pairs that are too long are left out. Pairs in which a conversation has no trained
+    token, or none left, are left out too.
     """
     starts = starts.reshape(-1, 2)
     lengths = lengths.reshape(-1, 2)
@@ -312,8 +317,9 @@ def _cut_conversations(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the starts and lengths of the pieces, and how many conversations were too long.
 
-    Pieces have at most `room` tokens, and are in the order of the conversations. A piece of a
-    conversation that was cut is dropped if it has no trained token.
+    A conversation of at most `room` tokens is one piece. A longer one is dropped if `too_long` is
+    "drop", else cut; its pieces without trained tokens are dropped. Pieces are in the order of the
+    conversations.
     """
     token_file = token_set.parts[0]
     border = token_set.meta.get("border")

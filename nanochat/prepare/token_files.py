@@ -1,9 +1,10 @@
 """Token files, which hold the tokens of documents as memory-mapped arrays.
 
-A folder of token files has one part per shard. NAME.bin holds the tokens of all documents of the
-shard one after another, NAME.idx the positions at which the documents begin, and NAME.mask, for
-conversations, a mask of the tokens that are trained. meta.json lists the parts with their sizes and
-SHA-256s. checked.json records which files were intact when they were last hashed.
+A folder of token files has one part per shard, or a single part for conversations. NAME.bin holds
+the tokens of all documents of the part one after another, NAME.idx the positions at which the
+documents begin, and NAME.mask, for conversations, a mask that marks the trained tokens. meta.json
+lists the parts with their sizes and SHA-256s. checked.json records which files were intact when
+they were last hashed.
 """
 
 import contextlib
@@ -39,16 +40,16 @@ FIX = " Fix it with: "  # separates the problem with a file from the command to 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One token file with its offsets and mask, memory-mapped."""
+    """The memory-mapped arrays of one part: its tokens, offsets and, for conversations, mask."""
 
     tokens: np.ndarray  # (tokens,) uint16 or uint32: all documents, without begin marks
     offsets: np.ndarray  # (documents + 1,) int64: the beginning of each document, and the end
-    mask: np.ndarray | None  # (tokens,) uint8: 1 for tokens that are trained
+    mask: np.ndarray | None  # (tokens,) uint8: 1 for trained tokens
 
 
 @dataclass(frozen=True)
 class TokenSet:
-    """The token files of a folder. Tokens are numbered from the first file through the last."""
+    """The token files of a folder, whose tokens are indexed as one sequence across all parts."""
 
     folder: Path
     meta: dict[str, Any]
@@ -66,18 +67,18 @@ class TokenSet:
 
     @property
     def bytes(self) -> int:
-        """The UTF-8 length of all text."""
+        """The total length of the text in UTF-8 bytes."""
         return sum(entry["bytes"] for entry in self.meta["parts"])
 
     @cached_property
     def key(self) -> str:
-        """A hash of the content: sets with equal keys hold equal tokens."""
+        """A hash of the content: sets with equal keys hold equal tokens, offsets and masks."""
         hashes = [sorted(entry["sha256"].items()) for entry in self.meta["parts"]]
         return hashlib.sha256(str(hashes).encode()).hexdigest()
 
     @cached_property
     def part_starts(self) -> list[int]:
-        """The number of the first token of each part."""
+        """The index of each part's first token, counted across all parts."""
         ends = itertools.accumulate(entry["tokens"] for entry in self.meta["parts"])
         return [0, *ends][:-1]
 
@@ -87,7 +88,7 @@ class TokenSet:
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Return the smallest type that holds every token of a vocabulary."""
+    """Return "uint16" if it can hold every token ID of a vocabulary, else "uint32"."""
     return "uint16" if vocab_size <= SMALL_VOCABULARY else "uint32"
 
 
@@ -95,7 +96,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def part_files(entry: dict[str, Any]) -> dict[str, str]:
-    """Return the file names of a part, by kind."""
+    """Return the file names of a part by kind: "tokens", "offsets" and, if it has one, "mask"."""
     return {kind: f"{entry['name']}{SUFFIXES[kind]}" for kind in entry["sha256"]}
 
 
@@ -107,7 +108,8 @@ def files_exist(folder: Path, entry: dict[str, Any]) -> bool:
 def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
     """Return the content of a folder's meta.json, or None if the folder has none.
 
-    Raises UserError if the file cannot be read or lacks one of the keys in `needs`.
+    Raises UserError if the file is not JSON, lacks a key in `needs`, or describes a part with other
+    keys than PART_ENTRIES.
     """
     path = folder / META
     try:
@@ -123,10 +125,10 @@ def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[s
 
 
 def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
-    """Map the token files of a folder into memory, and check their sizes and hashes.
+    """Memory-map the token files of a folder, check their sizes and hashes, and return them.
 
-    Without `verify`, a file is hashed only if it has changed since its last check. Raises UserError
-    with the command to type if a file is damaged.
+    With `verify`, files are hashed even if they are unchanged since their last check. Raises
+    UserError, with the command to type, if a file is missing or damaged.
     """
     meta = read_meta(folder)
     if meta is None:
@@ -151,7 +153,7 @@ def _map_file(
     dtype: str,
     count: int,
 ) -> np.ndarray:
-    """Return the `count` values of a file, memory-mapped.
+    """Memory-map a file, and return its `count` values.
 
     Raises UserError if the file is missing or has another size.
     """
@@ -168,7 +170,7 @@ def _map_file(
 
 
 def damage(path: Path, why: str) -> UserError:
-    """Return the error for a damaged file: what is wrong, and the command that fixes it."""
+    """Return a UserError that says why a file is damaged, and which command fixes it."""
     return UserError(
         f"the token file {path} is damaged: {why}.{FIX}rm -f {quote(str(path))}\n"
         "and type the same command again, which makes only what belongs to this file."
@@ -179,10 +181,9 @@ def damage(path: Path, why: str) -> UserError:
 
 
 class TokenWriter:
-    """Writes one part under temporary file names.
+    """Writes the files of one part under temporary names, until finish() renames them.
 
-    finish() renames the files and returns the description of the part. A part without a description
-    does not count.
+    The part does not count until its description, which finish() returns, is saved.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class TokenWriter:
         token_bytes: np.ndarray,  # (V,) each token's length in bytes
         mask: np.ndarray | None = None,  # (tokens,) uint8
     ) -> None:
-        """Append the tokens of documents."""
+        """Append documents, given as tokens and lengths, to the part."""
         tokens = tokens.astype(self.dtype, copy=False)
         self._write("tokens", tokens)
         if mask is not None:
@@ -243,7 +244,7 @@ class TokenWriter:
     def finish(self, source: dict[str, Any]) -> dict[str, Any]:
         """Write the offsets, rename all files into place, and return the part's description.
 
-        The description includes `source`.
+        The description is an entry of meta.json, and includes `source`.
         """
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -264,7 +265,7 @@ class TokenWriter:
         }
 
     def discard(self) -> None:
-        """Close the files, and remove them unless `finish` has renamed them."""
+        """Close the files, and remove them unless finish() has renamed them."""
         self._open.close()
         for kind in self._files:
             self._temporary_path(kind).unlink(missing_ok=True)
@@ -277,7 +278,7 @@ def token_writer(
     dtype: str,
     masked: bool,
 ) -> Iterator[TokenWriter]:
-    """Yield a TokenWriter that leaves no files behind unless `finish` was called."""
+    """Yield a TokenWriter, and finally remove the files that finish() has not renamed."""
     writer = TokenWriter(folder, name, dtype, masked)
     try:
         yield writer
@@ -293,11 +294,11 @@ def damaged(
     hashes: Mapping[str, str],
     again: bool = False,
 ) -> dict[str, str]:
-    """Return the damaged files among those in `hashes` (name -> SHA-256), and the reasons.
+    """Check files against `hashes` (name -> SHA-256), and return a dict: damaged name -> reason.
 
-    A file is hashed only once, unless its size or its modification time has changed or `again` is
-    set. This is safe to call from every rank at once: one rank hashes, and the others wait and use
-    its result.
+    Unless `again` is set, files that have passed a check and kept their size and modification time
+    are not hashed again. A read-only folder cannot record checks, so all its files are hashed if
+    one has no record. This is safe to call from every rank at once.
     """
     existing: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -324,16 +325,13 @@ def damaged(
 
 
 def _state(path: Path) -> list[int]:
-    """Return the size and the modification time of a file."""
+    """Return the size in bytes and the modification time in nanoseconds of a file."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def _read_notes(folder: Path) -> dict[str, list]:
-    """Return the content of checked.json, or {} if it cannot be read.
-
-    Then all files are hashed again, which is safe.
-    """
+    """Return the content of checked.json, or {} if it is missing or cannot be read."""
     try:
         return read_json(folder / CHECKED)
     except (OSError, ValueError):
@@ -341,7 +339,7 @@ def _read_notes(folder: Path) -> dict[str, list]:
 
 
 def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Return the files that have changed since their last check, or were never checked."""
+    """Return the entries of `hashes` whose files were never checked or have since changed."""
     notes = _read_notes(folder)
     unchecked = {}
     for name, digest in hashes.items():
@@ -351,10 +349,7 @@ def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
-    """Hash files, and return what is wrong with damaged files, and notes on intact ones.
-
-    Both results are dicts by file name. The notes are entries for checked.json.
-    """
+    """Hash files; return two dicts: damaged name -> reason, intact name -> checked.json entry."""
     states = {name: _state(folder / name) for name in hashes}
     size = sum(state[0] for state in states.values())
     bar = None
@@ -376,10 +371,9 @@ def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold a lock that admits one process at a time, and yield its file descriptor.
+    """Lock the file `path` against other processes, and yield its file descriptor.
 
-    Ranks that come later wait here, and then find the work done. A child process that inherits the
-    file descriptor holds the lock until the child has ended.
+    A child process that inherits the descriptor keeps the lock until the child has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = functools.partial(log, f"waiting for another process that prepares {path.parent}")

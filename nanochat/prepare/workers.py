@@ -35,8 +35,7 @@ def processes_for(
 ) -> int:
     """Return the number of processes to use for tasks that read `size` bytes of shards.
 
-    This is `requested`, or by default as many processes as save time. There is never more than one
-    process per task.
+    This is `requested`, or by default as many processes as save time, but at most one per task.
     """
     worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)
     return min(requested or worthwhile, tasks)
@@ -49,13 +48,13 @@ def work(
     processes: int,
     keep: Sequence[int] = (),
 ) -> Generator[tuple[int, Message], None, None]:
-    """Run tasks in worker processes, yielding (task number, message) for each message they send.
+    """Run tasks in worker processes, yielding (task index, message) for each message they send.
 
-    The processes run `python -m MODULE`, which calls serve(), and inherit the file descriptors in
-    `keep`. The last message of a task has the key "result". A UserError or an OSError in a process
-    is raised here too, and any other exception becomes a RuntimeError. Raises UserError if a
-    process ends early, for example because it was killed. Closing the iterator ends the processes,
-    which also end when this process ends.
+    The processes run `python -m MODULE` for the given `module`, which calls serve(), and inherit
+    the file descriptors in `keep`. The last message of a task has the key "result". A UserError or
+    an OSError in a process is raised here too, and any other exception becomes a RuntimeError.
+    Raises UserError if a process ends early, for example because it was killed. Closing the
+    iterator ends the processes, which also end when this process ends.
     """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -169,10 +168,10 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
 
 
 def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
-    """Run the tasks that arrive on standard input, until the parent closes it.
+    """Run the tasks that arrive on standard input until it closes, and send back their results.
 
-    `begin(setup)` returns a function that runs one task and returns its result. While it runs, that
-    function may send messages to the parent by calling its second argument.
+    `begin(setup)` returns the function that runs a task and returns its result. That function may
+    send further messages to the parent by calling its second argument.
     """
     with contextlib.suppress(ValueError):
         # Ctrl-C reaches the parent as well, which ends this process.

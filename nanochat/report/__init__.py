@@ -4,7 +4,7 @@ During a run, each stage writes its figures as a section. `python -m nanochat.re
 the sections into one report. Read the files in this order:
 
 - sections.py: what each stage writes, and which sections belong to one run.
-- summary.py: the host, the table of measures by stage, and the figures to quote.
+- summary.py: the host, the table of measures by stage, and the headline figures.
 - curves.py draws the curves of a stage, markdown.py writes the text, html.py makes one HTML file.
 - compare.py: several finished runs side by side.
 - __main__.py: the command line, which generates, shows, compares and deletes.

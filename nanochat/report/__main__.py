@@ -27,8 +27,8 @@ from nanochat.runtime.progress import duration
 def generate(key: str = "") -> Path:
     """Write report.md, report.html, report.json and the plots, and return the path of report.md.
 
-    `key` identifies a finished run for is_finished(). Raises UserError (exit code 2) if no stage
-    has written a section yet.
+    `key` names the run, for is_finished(). Raises UserError (exit code 2) if no stage has written a
+    section yet.
     """
     folder = report_dir()
     sections = current_sections()
@@ -61,9 +61,9 @@ def generate(key: str = "") -> Path:
 
 
 def begin(key: str) -> None:
-    """Prepare the report for the run named `key`, which starts or resumes.
+    """Record that `key` names the current run.
 
-    This deletes the costs of another run.
+    The recorded costs of stages are deleted, unless they belong to that run already.
     """
     path = report_dir() / "run.json"
     if not path.exists() or read_json(path)["key"] != key:
@@ -72,13 +72,13 @@ def begin(key: str) -> None:
 
 
 def is_finished(key: str) -> bool:
-    """Return whether there is a report of the finished run named `key`."""
+    """Return whether report.json is the report of the run named `key`; False if `key` is empty."""
     path = report_dir() / "report.json"
     return bool(key) and path.exists() and read_json(path).get("key") == key
 
 
 def show() -> None:
-    """Print the summary table and the costs of the run to the terminal.
+    """Print the summary table, and log the total costs of the run and the path of the report.
 
     Raises UserError (exit code 2) if there is no report yet.
     """
@@ -128,10 +128,10 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Run the verb of the command line.
+    """Do what `cfg.verb` says.
 
-    Raises UserError (exit code 2) if the names of runs do not suit the verb, and exits with 3 if
-    the verb is `finished` and the run is not.
+    Raises UserError (exit code 2) if the number of named runs does not suit the verb, and exits
+    with 3 if the verb is "finished" and the run named `cfg.key` is not.
     """
     if cfg.runs and cfg.verb != "compare":
         raise UserError(

@@ -48,7 +48,7 @@ class Run:
 
     @property
     def total(self) -> Mapping[str, Any]:
-        """The costs of the whole run, and its figures to quote."""
+        """The report's summary: headline accuracies and the total cost of the run."""
         return self.report["summary"]
 
     def training(self, stage: str) -> Mapping[str, Any]:
@@ -57,7 +57,7 @@ class Run:
 
 
 def load_run(word: str) -> Run:
-    """Return the run that an argument of the command line names, as NAME=PATH or PATH.
+    """Load the run that the command-line argument `word` names as PATH or NAME=PATH.
 
     The path is a report.json, a folder that holds one, or a base folder. Raises UserError (exit
     code 2) if there is no report, or if it is not a report of this version.
@@ -87,7 +87,7 @@ def load_run(word: str) -> Run:
 
 
 def named(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with different names: each repeated name gets a number."""
+    """Return copies of the runs, with numbers after the names that several runs share."""
     names = [run.name for run in runs]
     renamed = []
     for i, run in enumerate(runs):
@@ -100,10 +100,10 @@ def named(runs: Sequence[Run]) -> list[Run]:
 
 
 def measures(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a row for every measure after every stage.
+    """Return the rows of the table of measures, one for each measure after each stage.
 
-    A row holds the name of the measure, then its value for each run, with a 95 % interval if there
-    is one.
+    A row holds a label, then the value for each run, with a 95 % interval for the accuracy of a
+    chat task.
     """
     keys: dict[tuple[str, str], None] = {}  # (measure, stage), in the order of the stages
     for stage in COLUMNS:
@@ -129,9 +129,9 @@ def _measure(run: Run, name: str, stage: str) -> str:
 
 
 def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]]:
-    """Return the rows of costs: those of whole runs, then those of each training stage.
+    """Return the rows of the cost table: costs of whole runs, then figures of training stages.
 
-    `price_per_hour` is in any currency.
+    `price_per_hour`, in any currency, adds a row with the price of each run.
     """
     rows = _total_costs(runs)
     if price_per_hour is not None:
@@ -149,7 +149,7 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
 def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
     """Return the rows with the costs of whole runs, without empty rows.
 
-    These costs are unknown in the report of stages that speedrun.sh did not start.
+    A cell is empty if the report has no costs, because speedrun.sh did not start the stages.
     """
     time = ["time"]
     cpu_time = ["CPU time"]
@@ -163,7 +163,7 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a row for every setting, and every fact about the host, that differs between runs."""
+    """Return a table row for every setting and every host fact that differs between runs."""
     rows = []
     for key in HOST_FACTS:
         facts = [cell(run.report["environment"].get(key, "")) for run in runs]
@@ -180,13 +180,13 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _differs(values: Sequence[str]) -> bool:
-    """Return whether two runs have different values. An empty value means that a run has none."""
+    """Return whether the values differ, ignoring empty ones, which mean that a run has none."""
     distinct = {value for value in values if value}
     return len(distinct) > 1
 
 
 def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Return a picture of curves for every training stage of two or more runs, by file name."""
+    """Return a PNG of the curves of each training stage that several runs have, by file name."""
     pictures = {}
     for stage in COLUMNS:
         sections = {run.name: run.training(stage) for run in runs}
@@ -201,7 +201,7 @@ def compare(
     folder: Path,
     price_per_hour: float | None = None,
 ) -> Path:
-    """Write compare.md, compare.html and the pictures to a folder, and return the HTML path."""
+    """Write compare.md, compare.html and the pictures to a folder, and return the HTML's path."""
     names = [run.name for run in runs]
     title = f"{' and '.join(names) if len(names) < 4 else f'{len(names)} runs'} compared"
     pictures = _pictures(runs)

@@ -28,9 +28,10 @@ blockquote { border-left: .25rem solid #d80; margin-left: 0; padding-left: 1rem;
 
 
 def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
-    """Return a report in Markdown as an HTML document.
+    """Convert a report from Markdown to one HTML document.
 
-    `pictures` are the PNG files that it names. HTML in the text is shown as text.
+    `pictures` maps file names in the text to PNGs, which are embedded. HTML in the text is shown as
+    text, except for the report's own <details>.
     """
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
     renderer.add_render_rule("html_block", _escape_foreign_html)
@@ -50,7 +51,7 @@ def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
 
 
 def _embed(image: Token, pictures: Mapping[str, bytes]) -> None:
-    """Put the picture that an image names into the page."""
+    """Replace the file name in an image token by its picture, as a data URL."""
     picture = pictures.get(str(image.attrs["src"]))
     if picture is not None:
         image.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
@@ -63,6 +64,6 @@ def _escape_foreign_html(
     options: OptionsDict,
     env: MutableMapping[str, Any],
 ) -> str:
-    """Render HTML of our own as it is, and escape all other HTML. markdown-it calls this."""
+    """Return the report's own HTML unchanged, and other HTML escaped. markdown-it calls this."""
     content = tokens[idx].content
     return content if OWN_HTML.fullmatch(content) else html.escape(content)

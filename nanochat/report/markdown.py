@@ -75,7 +75,7 @@ SAMPLE_TASKS = (
 
 
 def cell(value: Any) -> str:
-    """Return a value as the text of one table cell."""
+    """Format a value as the text of one table cell."""
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -85,7 +85,7 @@ def cell(value: Any) -> str:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the lines of a table, with an empty line at the end."""
+    """Return the lines of a Markdown table, with an empty line at the end."""
     lines = [_row(head), "|" + " --- |" * len(head)]
     for row in rows:
         lines.append(_row([cell(value) for value in row]))
@@ -97,7 +97,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _plain(data: Mapping[str, Any]) -> list[str]:
-    """Return a table with the texts and numbers of a section, or [] if there are none."""
+    """Return the lines of a table of the texts and numbers in a section, or [] if it has none."""
     rows = []
     for name, value in data.items():
         if isinstance(value, (str, int, float)) and value != "":
@@ -106,7 +106,7 @@ def _plain(data: Mapping[str, Any]) -> list[str]:
 
 
 def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return a table of task scores, and for each task the groups with wrong answers."""
+    """Return the lines of a table of task scores, and of the groups that have wrong answers."""
     rows = []
     for name, score in tasks.items():
         accuracy = f"{100 * score['accuracy']:.1f} %"
@@ -130,7 +130,7 @@ def _section(
     data: Mapping[str, Any],
     pictures: Collection[str],
 ) -> list[str]:
-    """Return the lines of one section."""
+    """Return the Markdown lines of the section called `name`."""
     lines = [f"## {TITLES[name]}", ""]
     if f"{name}.png" in pictures:
         lines += [f"![curves of {name}]({name}.png)", ""]
@@ -152,7 +152,10 @@ def _section(
 
 
 def _samples(sections: Sections) -> list[str]:
-    """Return a table of questions in both languages, with the reply of each stage."""
+    """Return the lines of a table of sample questions, with the reply of each stage.
+
+    Returns [] if no stage has samples.
+    """
     tasks_of = {}  # stage -> task -> score
     for stage in COLUMNS:
         tasks = sections.get(f"{stage}_eval", {}).get("tasks")
@@ -177,7 +180,7 @@ def _samples(sections: Sections) -> list[str]:
 
 
 def _environment(facts: Mapping[str, Any]) -> list[str]:
-    """Return a list with the date, the commit, the host and the versions."""
+    """Return the lines of a list with the date, the commit, the host and the versions."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     commit = facts["commit"][:12] or "not a git checkout"
     changed = f", {facts['changed_files']} files changed since" if facts["changed_files"] else ""
@@ -198,7 +201,7 @@ def _total_cost(total: Mapping[str, Any]) -> str:
 
 
 def _measures(table: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the table of measures by stage, and what each measure means."""
+    """Return the lines of the table of measures by stage, and what each measure means."""
     stages = columns(table)
     head = ["measure", *(stage.upper() for stage in stages)]
     rows = []
@@ -210,7 +213,7 @@ def _measures(table: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _costs(costs: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the table of costs by stage."""
+    """Return the lines of the table of costs by stage."""
     rows = []
     for name, cost in costs.items():
         time = duration(60 * cost["minutes"])
@@ -223,7 +226,7 @@ def _costs(costs: Mapping[str, Mapping[str, float]]) -> list[str]:
 def markdown(report: Mapping[str, Any], pictures: Collection[str]) -> str:
     """Return the whole report as Markdown.
 
-    `pictures` are the files that the report may show, each named after its section.
+    `pictures` are the names of the picture files that exist, each "<section>.png".
     """
     lines = ["# nanochat report", ""]
     if report["key"].startswith("smoke"):

@@ -56,12 +56,12 @@ def _section_path(name: str) -> Path:
 
 
 def write_section(name: str, data: Mapping[str, Any]) -> None:
-    """Save the figures of a stage for the report."""
+    """Save the figures of a stage as the section called `name`, replacing an earlier one."""
     write_json(_section_path(name), dict(data))
 
 
 def has_training_section(stage: str, tag: str) -> bool:
-    """Return whether a training stage has a section that belongs to this tag."""
+    """Return whether the section of a training stage exists and has the tag `tag`."""
     path = _section_path(f"{stage}_train")
     return path.exists() and read_json(path).get("tag") == tag
 
@@ -73,9 +73,9 @@ def training_section(
     settings: dict[str, Any],
     device_facts: Mapping[str, Any],
 ) -> None:
-    """Write the section of a training stage from its metrics.jsonl.
+    """Write the section of a training stage from its metrics.jsonl, which is in `folder`.
 
-    `folder` holds that file, and `device_facts` describes the device, as device.summary() does.
+    `device_facts` are further figures of the section, about the model, the device and the data.
     """
     metrics = read_metrics(folder)
     steps = [line for line in metrics if "loss" in line]  # RL also measures before its first step
@@ -104,7 +104,7 @@ def training_section(
 
 
 def _curve(metrics: Sequence[Mapping[str, Any]], name: str) -> list[list[Any]]:
-    """Return [step, value] for each step in which a figure was measured and finite."""
+    """Return [step, value] for each step that has a finite value of the figure `name`."""
     points = [[line["step"], line.get(name)] for line in metrics]
     return [point for point in points if point[1] is not None]
 
@@ -114,7 +114,7 @@ def _median(values: list[float]) -> float:
 
 
 def read_sections() -> dict[str, dict[str, Any]]:
-    """Return the sections that stages have written, in the order of the pipeline."""
+    """Return the sections that stages have written, by name, in the order of the pipeline."""
     paths = {name: _section_path(name) for name in TITLES}
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
@@ -123,9 +123,9 @@ def read_sections() -> dict[str, dict[str, Any]]:
 
 
 def current_sections() -> dict[str, dict[str, Any]]:
-    """Return the sections of the run to which the newest section of a model belongs.
+    """Return the sections of the newest run, and log the names of all other sections.
 
-    The names of all other sections are logged.
+    The newest run is that of the newest section of a model; without one, all sections are returned.
     """
     sections = read_sections()
     tagged = [name for name, data in sections.items() if "tag" in data]
@@ -145,7 +145,8 @@ def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]
     Sections of other tags or corpora are left out, since they describe a model that has been
     replaced. Each stage of a run names its parent stage and tag; a stage without a training section
     has the tag of `newest`. A stage that names no corpus uses that of its parent. The tokenizer
-    belongs to the run if a stage was trained on its corpus.
+    belongs to the run if a stage was trained on its corpus. A fine-tuned published model has only
+    the sections of its own stage.
     """
     newest_tag = sections[newest]["tag"]
     tags = _tags(sections, newest)
@@ -176,7 +177,7 @@ def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
 
 
 def _tags(sections: Sections, newest: str) -> dict[str, str]:
-    """Return the tags of the run's stages: those of the ancestors and descendants of `newest`."""
+    """Return the tag of each stage of the run: of `newest`, its ancestors and its descendants."""
     stage = newest.partition("_")[0]
     tag = sections[newest]["tag"]
     tags = {stage: tag}
@@ -197,7 +198,7 @@ def _tags(sections: Sections, newest: str) -> dict[str, str]:
 
 
 def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Return the sections without stages that have another corpus than their parent stage.
+    """Return the sections, without stages that should have their parent's corpus but do not.
 
     A stage that started from such a stage is also left out.
     """
@@ -217,7 +218,7 @@ def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
 
 
 def _without_other_tokenizers(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Return the sections, without those of the tokenizer if no stage was trained on its corpus."""
+    """Return the sections, without those of the tokenizer if all stages used other corpora."""
     remaining = dict(sections)
     corpora = set()
     for name, data in sections.items():

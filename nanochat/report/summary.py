@@ -1,4 +1,4 @@
-"""Collects the facts of a run: its host, its table of measures, and the figures to quote."""
+"""Collects the facts of a run: its host, its table of measures, and its headline figures."""
 
 import datetime
 import os
@@ -27,7 +27,7 @@ Costs = Mapping[str, Mapping[str, float]]  # stage -> minutes, cpu_minutes, memo
 
 
 def environment() -> dict[str, Any]:
-    """Return the date, the commit, the host and the package versions of this run."""
+    """Return a dict with the date, the commit, the host and the package versions."""
     root = Path(__file__).resolve().parent.parent.parent
     versions = {
         package.name: package.version
@@ -86,7 +86,7 @@ def table(sections: Sections) -> Table:
 
 
 def _add_validation(rows: Table, sections: Sections) -> None:
-    """Add the last validation of every training stage.
+    """Add to `rows` the last validation result of each stage that has one.
 
     Each stage has a row of its own, because the validation texts differ.
     """
@@ -103,7 +103,7 @@ def _add_validation(rows: Table, sections: Sections) -> None:
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
-    """Add the bits per byte of the base corpus after every stage, which show what was forgotten."""
+    """Add the bits per byte of the base corpus by stage, which show what later stages forgot."""
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
     for stage in ("base", *later):
         section = sections.get(f"{stage}_loss", {})
@@ -114,14 +114,14 @@ def _add_base_corpus(rows: Table, sections: Sections) -> None:
 
 
 def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the stages that have a value in a table, in the order of the pipeline."""
+    """Return the stages that have a value in the table `rows`, in the order of the pipeline."""
     return [stage for stage in COLUMNS if any(stage in row for row in rows.values())]
 
 
 def summary(sections: Sections, costs: Costs) -> dict[str, Any]:
-    """Return the figures to quote: the accuracies after SFT and RL, and the costs of the run.
+    """Return the headline figures: accuracies after SFT and RL, and the costs of the whole run.
 
-    Accuracies are fractions, and of those after RL there is only that of the task `mental`.
+    Accuracies are fractions. After RL, only that of the task `mental` is included.
     """
     tasks = sections.get("sft_eval", {}).get("tasks", {})
     figures = {name: score["accuracy"] for name, score in tasks.items()}
