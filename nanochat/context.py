@@ -42,22 +42,22 @@ class Context(Protocol):
 
     @property
     def positions(self) -> Tensor | None:
-        """(B, T) the position of each token in its sequence; None if every row has 0 .. T-1."""
+        """The position (B, T) of each token in its sequence; None if every row has 0 .. T-1."""
         ...
 
     @property
     def documents(self) -> Tensor | None:
-        """(B, T) the number of each token's document; None if every row is one document."""
+        """The index (B, T) of each token's document; None if rows are not split into documents."""
         ...
 
     @property
     def lengths(self) -> Tensor | None:
-        """(B,) how many of the T tokens of each row are real; None if no row ends with padding."""
+        """The number (B,) of real tokens in each row; None if no row has padding to be skipped."""
         ...
 
     @property
     def targets_at(self) -> Tensor | None:
-        """(N,) indices over all rows of the tokens that predict targets; None if all tokens do."""
+        """The indices (N,), over all rows, of the tokens that predict targets; None if all do."""
         ...
 
     @property
@@ -82,14 +82,14 @@ class Context(Protocol):
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
         """Return the key (B, T, Hkv, D) of the token before each token.
 
-        The key is zero where a sequence begins.
+        The key is zero where a sequence begins. Only the half that offset_keys() takes is reliable.
         """
         ...
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:  # (B, T, H, D)
-        """Return the attended values; shapes and scale are those of PlainAttention.attend()."""
+        """Return the attended values; shapes and `scale` are those of PlainAttention.attend()."""
         ...
 
     def read(self, name: str, layer: int) -> Tensor | None:
@@ -135,7 +135,7 @@ class Rows:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend causally within each row."""
+        """Return causal attention within each row."""
         return self.attention.attend(q, k, v, window, scale)
 
     def read(self, name: str, layer: int) -> Tensor | None:
@@ -174,7 +174,7 @@ class Packed(Rows):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend causally within each document, however long; `window` is not used."""
+        """Return causal attention within each document, however long; `window` is not used."""
         return self.attention.masked(q, k, v, self.seen, scale)
 
 
@@ -209,7 +209,7 @@ class Tree(Rows):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend to the tokens on the path from the root to each token, within the window."""
+        """Return attention along the path from the root to each token, within the window."""
         if window not in self._masks:
             near = self.positions[:, :, None] - self.positions[:, None] <= window
             self._masks[window] = (self.seen & near)[:, None]
@@ -269,7 +269,10 @@ class Cached:
             )
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return x shifted right by one token, with the last cached token of each slot in front."""
+        """Return x shifted right by one token, with each slot's last cached token in front.
+
+        If x holds embeddings, that is the token's embedding. An empty slot gives 0.
+        """
         self._keeps_last = True
         first = self.cache.last[self.slots, None]
         if x.is_floating_point():
@@ -292,7 +295,7 @@ class Cached:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Write the new keys and values to the cache, and attend to everything in the slots."""
+        """Write the new keys and values to the cache, and return attention to the slots' tokens."""
         cached_k, cached_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         y = self.attention.extend(q, k, v, cached_k, cached_v, self.positions, window, scale)
         if y is not None:
@@ -315,7 +318,11 @@ class Cached:
         return self.attention.masked(q, k, v, self._masks[window], scale)
 
     def _recent_keys(self, window: int, length: int) -> Tensor:  # (B, W + 1)
-        """Return the positions of the last W + 1 keys of each row."""
+        """Return the positions from which attention reads each row's last W + 1 keys.
+
+        There must be one query per row. A row with fewer keys has positions from 0 on, the last of
+        which hold no key yet.
+        """
         if window not in self._recent:
             first = (self.positions - window).clamp_min(0)
             recent = torch.arange(min(window + 1, length), device=first.device)
@@ -354,7 +361,7 @@ TREE = ("parents", "seen", "targets_at")
 
 
 def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the keyword arguments of a model that the named tensors of a micro-batch stand for.
+    """Return the keyword arguments with which a model takes the extra tensors of a micro-batch.
 
     `documents` become a Packed context, and the tensors named in TREE a Tree. Others, such as
     `weights`, are passed on unchanged.
