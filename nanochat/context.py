@@ -256,7 +256,10 @@ class Cached:
         self._recent: dict[int, Tensor] = {}
 
     def bind(self, model: Embeds) -> None:
-        """Take the model's attention operators, and choose how many cache positions they read."""
+        """Take the model's attention operators, and choose how many cache positions they read.
+
+        An explicit `keys` is kept.
+        """
         self.attention = model.attention
         self._embed = model.embed
         if self.keys is None:
@@ -320,8 +323,7 @@ class Cached:
     def _recent_keys(self, window: int, length: int) -> Tensor:  # (B, W + 1)
         """Return the positions from which attention reads each row's last W + 1 keys.
 
-        There must be one query per row. A row with fewer keys has positions from 0 on, the last of
-        which hold no key yet.
+        There must be one query per row. The positions of a shorter row begin at 0 and pass its end.
         """
         if window not in self._recent:
             first = (self.positions - window).clamp_min(0)

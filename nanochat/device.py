@@ -269,8 +269,8 @@ def compute_cleanup() -> None:
 def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
     """Return a main function for common.run() that opens the device before it calls `work`.
 
-    The device is the one that the flags name. It is released at the end, and a known error of the
-    device becomes a UserError.
+    The device is the one that the flags name, or else the one chosen at import. It is released at
+    the end, and a known error of the device becomes a UserError.
     """
 
     def main(cfg: Any) -> None:
@@ -296,15 +296,12 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
 
 
 def describe(compute: Compute) -> str:
-    """Return the name of the device; for a CPU it includes the number of torch's threads."""
+    """Return the name of the device and, for a CPU, the number of torch's threads."""
     return compute.platform.describe()
 
 
 def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
-    """Return a dict of what a report says about the device on which a model was trained.
-
-    `parameters` is the number of parameters of the model.
-    """
+    """Return a dict of what a report says about the device and the size of a trained model."""
     dtype = dtype_name(compute.dtype)
     return {
         "device": describe(compute),
@@ -322,7 +319,7 @@ def barrier(compute: Compute) -> None:
 
 
 def synchronize(compute: Compute) -> None:
-    """Wait until the device has finished all of its work, which a CPU always has."""
+    """Wait until the device has finished all queued work; a CPU queues none."""
     compute.platform.synchronize()
 
 
@@ -361,7 +358,7 @@ def overflows(compute: Compute) -> list[torch.Tensor]:
 def pin(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
     """Return a host tensor in page-locked memory, so that copying it overlaps with computation.
 
-    A tensor for a device without memory of its own is returned unchanged.
+    If the device has no memory of its own, the tensor is returned unchanged.
     """
     return tensor.pin_memory() if compute.platform.has_own_memory else tensor
 
@@ -379,7 +376,7 @@ def memory_total(compute: Compute) -> int:
 
 
 def memory_peak(compute: Compute) -> int:
-    """Return the peak memory of this process in bytes, on the device or resident on the host."""
+    """Return this process's peak memory in bytes: the device's or, for a CPU, resident memory."""
     return compute.platform.memory_peak()
 
 

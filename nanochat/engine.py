@@ -294,8 +294,8 @@ class Engine:
     def _admit(self) -> None:
         """Give free slots to waiting requests, in order of arrival.
 
-        Of the requests that get a slot together, those with short prompts come first. Repeated
-        prompts come last, because the engine copies them.
+        Among those admitted together, short prompts come first, and repeated prompts come last,
+        because the engine copies them.
         """
         count = min(self.free_slots, len(self._waiting))
         if not count:
@@ -389,7 +389,7 @@ class Engine:
         return count, min(columns, room)
 
     def _decode(self) -> list[Event]:
-        """Feed one pending token of every ready request, and return the events of this step.
+        """Feed one pending token of every ready request, and return the resulting events.
 
         The next token of a request is sampled once no forced token is pending.
         """
@@ -476,8 +476,8 @@ class Engine:
     def _with_ending(self, request: Request, event: Event) -> Event:
         """Add an event's token to its request, and return the event.
 
-        If the reply ends here, the returned event carries the reason. If the request has stop
-        strings, the event also carries the text to show.
+        The returned event says why the reply ends, if it does. If the request has stop strings, the
+        event also carries the text to show.
         """
         sampling = request.sampling
         request.tokens.append(event.token)

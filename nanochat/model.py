@@ -68,7 +68,7 @@ class Model(Protocol):
     ) -> Any:
         """Return logits (B, T, V) or, given targets, the cross-entropy loss in nats.
 
-        The loss is a scalar, or (B, T) with reduction "none".
+        The loss is a scalar, or one value per target with reduction "none".
         """
         ...
 

@@ -70,8 +70,7 @@ class Rates:
     def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
         """Return the rates and the weight decay for pretraining.
 
-        They do not include the factor schedule.rate_scale(), by which all rates are multiplied
-        later.
+        The caller applies schedule.rate_scale() to all rates.
         """
         decay = schedule.weight_decay(
             self.weight_decay,
@@ -91,8 +90,7 @@ class Rates:
     def for_batch(self, tokens_per_step: int) -> "Rates":
         """Return the rates for a stage after pretraining.
 
-        They do not include the factor schedule.rate_scale(), by which all rates are multiplied
-        later.
+        The caller applies schedule.rate_scale() to all rates.
         """
         return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
@@ -366,9 +364,9 @@ class Optimizers:
     ):
         """Create the optimizers for the parameters that are not frozen.
 
-        `roles` come from model.parameter_roles(). `scale`, from schedule.rate_scale(), multiplies
-        every learning rate. `dtype` is the model's compute dtype, in which Muon may multiply.
-        `table_momentum`, from schedule.table_momentum(), goes to rates.by_role().
+        `roles` come from model.parameter_roles(). `scale` multiplies every learning rate; see
+        schedule.rate_scale(). `dtype` is the model's compute dtype, in which Muon may multiply.
+        `table_momentum` goes to rates.by_role(); see schedule.table_momentum().
         """
         by_role: dict[str, list[tuple[str, Tensor]]] = {}
         self.names: dict[Tensor, str] = {}

@@ -382,13 +382,11 @@ class Run:
         return self._state.get("line") if owed else None
 
     def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
-        """Return the model to train with, which is captured, compiled or left as it is.
+        """Return the model to train with: captured, compiled or unchanged.
 
-        It is captured with --graphs, and otherwise compiled if --compile or the expected saving
-        calls for it.
-
-        `loss` must call the model as the training loop does, because other arguments would compile
-        another graph. A signal interrupts compilation at once by raising signals.Stopped.
+        It is captured with --graphs, and otherwise compiled if --compile asks for it or it pays
+        off. `loss` must call the model as the training loop does, because other arguments would
+        compile another graph. A signal interrupts compilation at once by raising signals.Stopped.
         """
         compute = self.compute
         length = rows.row_tokens - 1

@@ -243,12 +243,10 @@ def micro_batches(
 def tuning_row_tokens(tokens: int, longest: int, limit: int) -> int:
     """Return the number of tokens in a row for fine-tuning, a power of two unless `limit` is less.
 
-    `tokens` is the length of all conversations together, and `longest` that of the longest one.
-    Small data sets get shorter rows, so that an epoch still has about EPOCH_STEPS steps of
-    STEP_ROWS rows (30 of 4): rows of 2,048 tokens hold 40 short conversations each, and 300
-    conversations would make only eight such rows. Rows are never shorter than the longest
-    conversation or SHORTEST_ROW (128 tokens), except that LONGEST_ROW (2,048 tokens) and `limit`
-    cap them.
+    Small data sets get shorter rows, so that an epoch still has about EPOCH_STEPS steps (30) of
+    STEP_ROWS rows (4). Rows are never shorter than the longest conversation or SHORTEST_ROW (128
+    tokens), except that LONGEST_ROW (2,048 tokens) and `limit` cap them. `tokens` is the length of
+    all conversations together, and `longest` that of the longest one.
     """
     fitting = _power_below(max(tokens // (EPOCH_STEPS * STEP_ROWS), 1))
     holding_longest = _power_above(max(longest, 1))
@@ -302,19 +300,24 @@ def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> flo
     its width, and the output of an adapter less so. Longer runs take smaller rates, down to half at
     400 steps, because each step needs to move less. DPO (`preferences`) takes a tenth: its loss has
     no floor, and large steps move far away from the reference model. At 2,560 channels and 400
-    steps this gives 1.6e-4 and 1.1e-5, near the 1e-4 and 1e-5 that earlier versions used for all
+    steps the rates are 1.6e-4 and 1.1e-5, near the 1e-4 and 1e-5 that earlier versions used for all
     models.
 
-    The measurements below took 100 steps unless they say otherwise. First, the 135 M model of 576
-    channels, right answers to 24 questions after 36 to 48 steps: with an adapter 0 at 1e-4, 2 at
-    3e-4, 11 at 1e-3; with all parameters 0 at 1e-5, 11 at 1e-4. Second, 192 channels, bits per byte
-    of held-out answers, 3.75 before training: with an adapter 1.66 at 5e-4, 0.85 at 1e-3, 0.27 at
-    3e-3, 0.14 at 6e-3; with all parameters 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at 1e-3. Higher rates
-    learn more of the data and forget more of the rest: at 576 channels, the number of correct sums
+    Measured after 100 steps, unless another number is given:
+
+    Right answers to 24 questions (135 M parameters, 576 channels, 36 to 48 steps). Adapter: 0 at
+    1e-4, 2 at 3e-4, 11 at 1e-3. All parameters: 0 at 1e-5, 11 at 1e-4.
+
+    Bits per byte of held-out answers (192 channels, 3.75 before training). Adapter: 1.66 at 5e-4,
+    0.85 at 1e-3, 0.27 at 3e-3, 0.14 at 6e-3. All parameters: 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at
+    1e-3.
+
+    DPO loss (192 channels, 0.693 before training). Adapter: 0.691 at 5e-6, 0.278 at 1e-4, 0.021 at
+    3e-4. All parameters: 0.660 at 5e-7, 0.210 at 1e-5, 0.036 at 3e-5.
+
+    Higher rates learn more of the data and forget more of the rest: at 576 channels, correct sums
     fell from 16 of 30 to 1, and the perplexity of other text rose from 3.81 to 4.53 (adapter) and
-    4.16 (all parameters). Third, DPO at 192 channels, whose loss begins at 0.693: with an adapter
-    0.691 at 5e-6, 0.278 at 1e-4, 0.021 at 3e-4; with all parameters 0.660 at 5e-7, 0.210 at 1e-5,
-    0.036 at 3e-5.
+    4.16 (all parameters).
     """
     rate = 1e-3 * (576 / width) ** 0.75 if adapter else 1e-4 * 576 / width
     for_length = (100 / max(steps, 1)) ** 0.5

@@ -93,7 +93,7 @@ class Spikes:
 
     The norm is computed over all ranks, so all ranks decide alike. A spike is itself added to the
     128 norms. If gradients jump to a new level and stay there, about four spikes raise mean and
-    sigma enough for training to continue, long before ten skipped steps in a row stop the run.
+    sigma enough for training to continue.
     """
 
     norms: list[float] = field(default_factory=list)

@@ -1,9 +1,8 @@
 """Converts texts to tokens and back, and renders conversations with a mask of trained tokens.
 
 A tokenizer is a vocabulary of byte sequences, learned by byte pair encoding, followed by a few
-special tokens that mark who speaks. The whole vocabulary is one file, tokenizer.json. A Tokenizer
-is trained or loaded, encodes and decodes texts, and renders conversations. data/bpe.py chooses the
-library that learns and applies the merges.
+special tokens that mark who speaks. The whole vocabulary is one file, tokenizer.json. data/bpe.py
+chooses the library that learns and applies the merges.
 """
 
 import base64
@@ -76,10 +75,7 @@ def tokenizer_dir(corpus_name: str) -> Path:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as tokens, with a mask of the tokens that the assistant learns to write.
-
-    The mask is 1 for each of these tokens, and 0 for all others.
-    """
+    """A conversation as tokens, with a mask that is 1 where the assistant learns to write."""
 
     ids: list[int]
     mask: list[int]
@@ -132,8 +128,8 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Learn a vocabulary of exactly `vocab_size` tokens, and return its tokenizer.
 
-        The number of tokens includes the special tokens. `progress` is called with ("read", texts
-        so far) and ("merge", tokens so far), unless the published rustbpe is installed.
+        `vocab_size` includes the special tokens. `progress` is called with ("read", texts so far)
+        and ("merge", tokens so far), unless the published rustbpe is installed.
 
         Raises UserError (exit code 2) if the pattern is unknown, or if `vocab_size` is too small
         for the bytes and the special tokens or too large for rustbpe. Raises UserError if rustbpe
@@ -279,8 +275,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel by threads that release the GIL.
 
-        `threads` is the number of cores by default. If any text has more than 200,000 characters
-        (LONGEST_TEXT), the texts are encoded one after another.
+        If any text has more than 200,000 characters (LONGEST_TEXT), they are encoded one by one.
         """
         if _all_short(texts):
             return self._encoder.encode_batch(texts, threads or cores())
@@ -318,15 +313,14 @@ class Tokenizer:
         return b"".join(map(self._bytes.__getitem__, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a sequence of tokens.
+        """Return the text of a sequence of tokens, which must be in the vocabulary.
 
-        Bytes that are not valid UTF-8, such as half a character, become U+FFFD. Raises KeyError if
-        a token is not in the vocabulary.
+        Bytes that are not valid UTF-8, such as half a character, become U+FFFD.
         """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the token of a role, such as `assistant_end`.
+        """Return the ID of the special token with a role, such as `assistant_end`.
 
         Raises KeyError if the role is unknown.
         """
