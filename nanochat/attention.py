@@ -63,7 +63,7 @@ class PlainAttention:
         window: int,
         scale: float | None = None,  # multiplies the scores; default 1/sqrt(D)
     ) -> Tensor:  # (B, T, H, D)
-        """Return causal attention in which a query sees its own key and at most `window` before it.
+        """Compute causal attention in which a query sees at most `window` keys before its own.
 
         If the window is shorter than the sequence, attention is computed in blocks of W = `window`
         queries against 2W keys, so that neither the time nor any mask grows with T squared. All
@@ -108,7 +108,7 @@ class PlainAttention:
         visible: Tensor,  # (B, 1, T, K) bool, True where a query sees a key
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """Return attention in which each query sees the keys that `visible` marks."""
+        """Compute attention in which each query sees the keys that `visible` marks."""
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -130,7 +130,7 @@ class PlainAttention:
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Write new keys and values into a cache and return attention to it, in one operator.
+        """Write new keys and values into a cache and compute attention to it, in one operator.
 
         Returns None, with nothing written, if the device has no such operator.
         """
@@ -148,7 +148,10 @@ class PlainAttention:
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Return attention to a cache by its rows' lengths, or None if the device needs a mask."""
+        """Compute attention to a cache by its rows' lengths.
+
+        Returns None if the device needs a mask.
+        """
         return None
 
     def causal(
@@ -158,7 +161,7 @@ class PlainAttention:
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:  # (B, H, T, D)
-        """Return attention in which a query sees every key up to and including its own."""
+        """Compute attention in which a query sees every key up to and including its own."""
         grouped = k.size(1) != q.size(1)
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=grouped

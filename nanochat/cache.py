@@ -96,10 +96,7 @@ class Cache:
             state.index_copy_(0, target_slots, state.index_select(0, source_slots))
 
     def take(self, slot: int, tokens: int) -> list[Tensor]:
-        """Return copies of a slot's keys, values and states, for put().
-
-        The slot holds `tokens` tokens.
-        """
+        """Return copies of the contents of a slot that holds `tokens` tokens, for put()."""
         keys = tokens + self.extra_keys
         entries = [self.k[:, slot, :keys].clone(), self.v[:, slot, :keys].clone()]
         states = [state[slot].clone() for state in self.states]

@@ -34,11 +34,7 @@ class Embeds(Protocol):
 
 
 class Context(Protocol):
-    """Tells a model about the tokens of one forward pass, and computes attention for it (Protocol).
-
-    It knows the positions of the tokens, the borders of documents, the padding, and what came
-    before.
-    """
+    """Describes the tokens of one forward pass to a model and computes its attention (Protocol)."""
 
     @property
     def positions(self) -> Tensor | None:
@@ -89,7 +85,7 @@ class Context(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:  # (B, T, H, D)
-        """Return the attended values; shapes and `scale` are those of PlainAttention.attend()."""
+        """Compute a layer's attention; PlainAttention.attend() describes the arguments."""
         ...
 
     def read(self, name: str, layer: int) -> Tensor | None:
@@ -135,7 +131,7 @@ class Rows:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Return causal attention within each row."""
+        """Compute causal attention within each row."""
         return self.attention.attend(q, k, v, window, scale)
 
     def read(self, name: str, layer: int) -> Tensor | None:
@@ -174,7 +170,7 @@ class Packed(Rows):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Return causal attention within each document, however long; `window` is not used."""
+        """Compute causal attention within each document, however long; `window` is not used."""
         return self.attention.masked(q, k, v, self.seen, scale)
 
 
@@ -209,7 +205,7 @@ class Tree(Rows):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Return attention along the path from the root to each token, within the window."""
+        """Compute attention along the path from the root to each token, within the window."""
         if window not in self._masks:
             near = self.positions[:, :, None] - self.positions[:, None] <= window
             self._masks[window] = (self.seen & near)[:, None]
@@ -298,7 +294,7 @@ class Cached:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Write the new keys and values to the cache, and return attention to the slots' tokens."""
+        """Write the new keys and values to the cache, and compute attention to its slots."""
         cached_k, cached_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         y = self.attention.extend(q, k, v, cached_k, cached_v, self.positions, window, scale)
         if y is not None:

@@ -218,7 +218,7 @@ class Engine:
     def cancel(self, number: int) -> bool:
         """Drop a request, waiting or in flight, and return whether it was still there.
 
-        `number` is the ID that submit() returned. The slot of a request in flight is free at once.
+        The slot of a request in flight is free at once.
         """
         for request in self._waiting:
             if request.number == number:
@@ -499,10 +499,9 @@ class Engine:
         token: int,
         may_stop: bool,
     ) -> tuple[Finish | None, int | None]:
-        """Return why a reply ends with `token`, or None if it continues.
+        """Return (reason, stop token) if `token` ends a reply, or (None, None) if it continues.
 
-        The second value is `token` if it is a stop token of the request and ends the reply, or else
-        None.
+        The stop token is None unless one of the request's own stop tokens ended the reply.
         """
         sampling = request.sampling
         # This check comes first, because an automaton that failed allows only end marks.

@@ -79,7 +79,7 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """The number of rows of the embeddings and the head.
+        """The number of rows of the token embeddings and the head.
 
         It is `vocab_size` rounded up to a multiple of 64.
         """
@@ -184,7 +184,7 @@ def rotate(
     cos: Tensor,  # (1 or B, T, 1, D/2)
     sin: Tensor,  # (1 or B, T, 1, D/2)
 ) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of x by -angle, as upstream does.
+    """Rotate the channel pairs (i, i + D/2) of x by -angle, as upstream nanochat does.
 
     The direction is only a convention, but it must match the one that the weights were trained
     with. To rotate the other way, negate `sin`.
@@ -287,10 +287,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then an MLP.
-
-    Each is applied to the normed residual stream, and its output is added to the stream.
-    """
+    """One layer: attention, then an MLP, each applied to the normed residual stream."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -342,7 +339,7 @@ class Head(Linear):
         return self.loss(x, targets.flatten(), None if weights is None else weights.flatten())
 
     def logits(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V) fp32
-        """Return softcapped logits."""
+        """Return the softcapped logits of normed activations."""
         return softcap(self.scores(x))
 
     def scores(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V)
@@ -352,11 +349,11 @@ class Head(Linear):
     def loss(
         self, x: Tensor, targets: Tensor, weights: Tensor | None
     ) -> Tensor:  # (N, C), (N,), (N,) -> ()
-        """Return the weighted sum of the losses of N tokens."""
+        """Return the weighted sum of the losses of N tokens, in nats."""
         return chunked_loss(x, self.weight, targets, self.vocab, weights, self.loss_tokens)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
-        """Return the loss of each of N tokens."""
+        """Return the loss of each of N tokens, in nats."""
         chunk = min(self.loss_tokens, max(self.capped_logits // self.vocab, 16))
         return token_losses(x, self.weight, targets, self.vocab, chunk)
 
@@ -497,10 +494,7 @@ class GPT(nn.Module):
         return resid_lambda * x + x0_lambda * x0, x0
 
     def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
-        """Subtract a share of `middle` from x, and return the normed difference.
-
-        `middle` holds the activations halfway through the layers.
-        """
+        """Subtract a share of `middle`, the stream halfway through, from x and norm the result."""
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)

@@ -40,7 +40,7 @@ def chunked_loss(
     chunk: int = 1024,  # tokens at a time
     capped: bool = True,  # whether logits are softcapped; if not, every row of the head is a token
 ) -> Tensor:  # () fp32
-    """Return the sum over all tokens of weight times cross-entropy, in nats.
+    """Return the weighted sum of all tokens' cross-entropies in nats.
 
     The forward pass also computes the gradients, chunk by chunk, so it needs memory for n x V'
     logits rather than N x V'.

@@ -46,10 +46,7 @@ def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: floa
 
 @dataclass
 class Meter:
-    """Measures the loss, speed and time of a run as it trains.
-
-    Checkpoints save the fields that STATE lists.
-    """
+    """Measures the loss, speed and time of a run as it trains."""
 
     steps: int  # number of steps in the whole run
     tokens_per_step: int
@@ -153,10 +150,7 @@ class Meter:
         return expected_seconds(tokens, self.flops_per_token, self.peak, self.usual_mfu)
 
     def eta(self, step: int) -> float:
-        """Return the seconds left after `step` updates, at the pace of the last steps.
-
-        At most twenty steps count, all of this process.
-        """
+        """Return the seconds left after `step` updates, at the pace of the latest steps."""
         return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
 
     def state(self) -> dict[str, float]:

@@ -266,7 +266,7 @@ class Muon(torch.optim.Optimizer):
             first_owner += len(members)
 
     def _by_shape(self, named: Sequence[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
-        """Return the matrices in groups of one shape, or each alone if the device steps them so."""
+        """Return the matrices grouped by shape, or singly if the device does not stack them."""
         groups: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name, matrix in named:
             groups.setdefault(tuple(matrix.shape), []).append((name, matrix))
@@ -434,7 +434,7 @@ class Optimizers:
             optimizer.step()
 
     def capture(self, platform: Platform) -> None:
-        """Capture Muon's steps as graphs, if there is a Muon and it can; see Muon.capture()."""
+        """Make Muon replay each step as one launch, if possible; see Muon.capture()."""
         if self.muon is not None:
             self.muon.capture(platform)
 
@@ -507,7 +507,7 @@ class Optimizers:
 
     @torch.no_grad()
     def restored(self) -> None:
-        """Apply the decay that RowAdam had postponed to a loaded state that AdamW goes on with."""
+        """Apply to AdamW's loaded state the decay that RowAdam had postponed."""
         for group in self.adamw.param_groups:
             if group["role"] != "bigram":
                 continue
@@ -523,7 +523,7 @@ def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
     """Return about how many bytes the tensors of a checkpoint take: parameters and optimizer state.
 
     AdamW saves two moments of each parameter. Muon saves one, and so does the table of bigrams,
-    whose first beta is 0. Smaller tensors, such as Muon's mean squares, are not counted.
+    whose first beta is 0.
     """
     roles = model.parameter_roles()
     one_moment = {"bigram", "matrix"} if rates.matrix_optimizer == "muon" else {"bigram"}

@@ -384,7 +384,7 @@ class Run:
     def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
         """Return the model to train with: captured, compiled or unchanged.
 
-        It is captured with --graphs, and otherwise compiled if --compile asks for it or it pays
+        It is captured with --graphs, and otherwise compiled if --compile is given or compiling pays
         off. `loss` must call the model as the training loop does, because other arguments would
         compile another graph. A signal interrupts compilation at once by raising signals.Stopped.
         """
@@ -459,7 +459,7 @@ class Run:
         """Yield whether to measure now, and write the metrics of the last step after the block.
 
         A measurement is due every `every` steps and after the last one, but never if `every` is 0.
-        With `ends`, it is due before the first step and after the last one even so. No step is
+        With `ends`, it is due before the first step and after the last one in any case. No step is
         measured twice. If a signal cuts a measurement short, the next start of the run repeats it.
         The clock of the next step starts after the block.
         """
@@ -585,7 +585,7 @@ class Run:
     # --- the end ---------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close the trackers, wait for the last checkpoint, and report the stage if complete."""
+        """Close the trackers, await the last checkpoint, and report the stage if it is complete."""
         self._tracker.close()
         self._saver.wait()
         folder = self.folder
