@@ -150,7 +150,7 @@ class Packed(Rows):
 
     def __init__(
         self,
-        documents: Tensor,  # (B, T) the number of each token's document, rising along a row
+        documents: Tensor,  # (B, T) the index of each token's document, rising along a row
     ):
         T = documents.size(1)
         index = torch.arange(T, device=documents.device).expand_as(documents)

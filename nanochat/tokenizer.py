@@ -295,7 +295,7 @@ class Tokenizer:
         if _all_short(texts):
             return self._encoder.encode_joined(list(texts), threads or cores())
         pieces: list[str] = []
-        text_numbers: list[int] = []  # for each piece, the number of its text
+        text_numbers: list[int] = []  # for each piece, the index of its text
         for number, text in enumerate(texts):
             for piece in _pieces(text):
                 pieces.append(piece)
