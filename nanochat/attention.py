@@ -30,8 +30,8 @@ class TensorCache:
     def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor for a key, calling `make` if the cache does not hold it.
 
-        While a model is being compiled nothing is stored, because the tensor becomes part of the
-        compiled code.
+        While a model is being compiled, `make` is always called and nothing is stored, because the
+        tensor becomes part of the compiled code.
         """
         if is_compiling():
             return make()
@@ -63,10 +63,11 @@ class PlainAttention:
         window: int,
         scale: float | None = None,  # multiplies the scores; default 1/sqrt(D)
     ) -> Tensor:  # (B, T, H, D)
-        """Attend causally; a query sees its own key and at most `window` keys before it.
+        """Compute causal attention in which a query sees at most `window` keys before its own.
 
-        A short window is computed in blocks of W queries against 2W keys, so that neither the time
-        nor any mask grows with T squared. All blocks and layers share one (W, 2W) mask.
+        If the window is shorter than the sequence, attention is computed in blocks of W = `window`
+        queries against 2W keys, so that neither the time nor any mask grows with T squared. All
+        blocks and layers share one (W, 2W) mask.
         """
         B, T, _, _ = q.shape
         W = window
@@ -107,7 +108,7 @@ class PlainAttention:
         visible: Tensor,  # (B, 1, T, K) bool, True where a query sees a key
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """Attend to the keys that the mask lets each query see."""
+        """Compute attention in which each query sees the keys that `visible` marks."""
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -129,7 +130,7 @@ class PlainAttention:
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Write new keys and values into a cache and attend to it, in one operator.
+        """Write new keys and values into a cache and compute attention to it, in one operator.
 
         Returns None, with nothing written, if the device has no such operator.
         """
@@ -147,7 +148,10 @@ class PlainAttention:
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Attend to a cache by the lengths of its rows; return None if the device needs a mask."""
+        """Compute attention to a cache by its rows' lengths.
+
+        Returns None if the device needs a mask.
+        """
         return None
 
     def causal(
@@ -157,23 +161,23 @@ class PlainAttention:
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:  # (B, H, T, D)
-        """Attend to every key up to and including the query's own."""
+        """Compute attention in which a query sees every key up to and including its own."""
         grouped = k.size(1) != q.size(1)
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
         )
 
     def mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert a boolean visibility mask to the form that torch's operator reads.
+        """Return a boolean visibility mask in the form that the attention operator reads.
 
         `dtype` is the format of the queries. In plain torch the mask needs no conversion.
         """
         return visible
 
     def _band(self, window: int, device: torch.device) -> Tensor:
-        """Return a mask (W, 2W) of the keys that a query sees in its own block and the one before.
+        """Return a (W, 2W) mask of the keys that each query sees in its block and the one before.
 
-        Query r sees the W + 1 keys r .. r + W.
+        Query r sees the W + 1 keys r .. r + W, counted from the start of the block before.
         """
 
         def make() -> Tensor:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Cache:
-    """Holds the keys, values and lengths of the sequences in flight, one sequence per slot.
+    """Holds the keys, values and lengths of sequences, one sequence per slot.
 
-    k and v are (layers, slots, T, Hkv, D). `positions` (slots,) counts the tokens in each slot, and
-    `last` (slots,) holds the id of the last token in each slot, 0 if the slot is empty. `states`
-    lists the tensors that have one row per slot and change with each token, but do not grow; a
-    model family may add more. A forward pass reads and writes a contiguous range of slots. If
-    `extra_keys` is 1, a slot with n tokens has n + 1 keys, because half of the next token's key is
-    taken from the last token and stored in advance.
+    `k` and `v` are (layers, slots, length + extra_keys, Hkv, D). `positions` (slots,) counts the
+    tokens in each slot. `last` (slots,) holds the ID of each slot's last token, or 0 if the slot is
+    empty or the model does not read it. `states` lists the tensors that have one row per slot and
+    change with each token, but do not grow; a model family may add more. A forward pass reads and
+    writes a contiguous range of slots. If `extra_keys` is 1, a slot with n tokens has n + 1 keys,
+    because half of the next token's key is taken from the last token and stored in advance.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Cache:
         return len(self.states) == 2
 
     def cut(self, slot: int, tokens: int, last: int) -> None:
-        """Shorten a slot to its first `tokens` tokens; `last` is the id of the last one kept."""
+        """Shorten a slot to its first `tokens` tokens; `last` is the ID of the last one kept."""
         assert self.cuts_anywhere
         self.positions[slot] = tokens
         self.last[slot] = last
@@ -73,7 +73,7 @@ class Cache:
             state[slots] = 0
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy a slot that holds `tokens` tokens to another slot."""
+        """Copy the first `tokens` tokens of a slot, and its states, to another slot."""
         keys = tokens + self.extra_keys
         for entries in (self.k, self.v):
             entries[:, target, :keys] = entries[:, source, :keys]
@@ -81,7 +81,7 @@ class Cache:
             state[target] = state[source]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` tokens of each source slot to its target slot, all at once.
+        """Copy the first `tokens` tokens and the states of each source slot to its target slot.
 
         A slot may be both a source and a target, because all sources are read before any target is
         written.
@@ -96,14 +96,14 @@ class Cache:
             state.index_copy_(0, target_slots, state.index_select(0, source_slots))
 
     def take(self, slot: int, tokens: int) -> list[Tensor]:
-        """Return a copy of the contents of a slot that holds `tokens` tokens, for put()."""
+        """Return copies of the contents of a slot that holds `tokens` tokens, for put()."""
         keys = tokens + self.extra_keys
         entries = [self.k[:, slot, :keys].clone(), self.v[:, slot, :keys].clone()]
         states = [state[slot].clone() for state in self.states]
         return entries + states
 
     def put(self, slot: int, contents: list[Tensor]) -> None:
-        """Fill a slot with the contents that take() returned."""
+        """Fill a slot with the copies that take() returned."""
         k, v, *states = contents
         self.k[:, slot, : k.size(1)] = k
         self.v[:, slot, : v.size(1)] = v
@@ -121,7 +121,7 @@ class Cache:
 
 
 def zeros_on_demand(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros that, on a CPU, takes up memory only page by page as it is written.
+    """Return a tensor of zeros that, on a CPU, takes up memory page by page only as it is written.
 
     torch.zeros() writes every page, but most slots of a cache never grow to their full length.
     """

@@ -60,9 +60,9 @@ RANK_0_SECONDS = 10
 
 
 def visible(text: str) -> str:
-    """Return a text with its control characters spelled out, such as `\\x1b`.
+    """Return a text with characters that could control a terminal spelled out, such as `\\x1b`.
 
-    A message may quote the name of a file, and no file name must be able to control a terminal.
+    A message may quote the name of a file, and no file name may have power over a terminal.
     """
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -83,7 +83,7 @@ def _catalogue(language: str) -> gettext.NullTranslations:
 
 
 def tr(template: str, **values: Any) -> str:
-    """Translate a message to the user's language: an English template, filled with {values}.
+    """Translate an English template to the user's language, and fill it with `values`.
 
     The Chinese templates are in data/locale; `python -m dev.messages` keeps them complete.
     """
@@ -93,9 +93,9 @@ def tr(template: str, **values: Any) -> str:
 class UserError(ValueError):
     """A problem that the user can fix, with a message that says what happened and what to do.
 
-    `run` prints this message alone and exits with `exit_code`, whereas a bug in the code gets a
-    traceback. The message also names the rule and the value that broke it. Its text is made
-    `visible`, whatever file name or server response it quotes.
+    `run` prints this message and exits with `exit_code`, whereas a bug in the code gets a
+    traceback. The message should also name the rule and the value that broke it. Control characters
+    in it, which a file name or a server's response may contain, are spelled out by visible().
     """
 
     def __init__(self, message: str, exit_code: int = 1):
@@ -132,7 +132,7 @@ class Pulse:
     at_once: bool = False  # whether a signal interrupts the current work at once
 
     def beat(self, step: int | None = None) -> None:
-        """Record that this process is making progress, and which step it has reached."""
+        """Record that this process is making progress and, if given, which step it has reached."""
         self.moments += 1
         if step is not None:
             self.step = step
@@ -148,8 +148,8 @@ class Pulse:
 def base_dir() -> Path:
     """Return the folder of all data, checkpoints and reports, creating it if necessary.
 
-    NANOCHAT_BASE_DIR names it; the default is ~/.cache/nanochat. Raises UserError if it cannot be
-    created.
+    NANOCHAT_BASE_DIR names it; the default is ~/.cache/nanochat. Raises UserError if the folder
+    cannot be created.
     """
     name = os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
     try:
@@ -169,7 +169,7 @@ def base_dir() -> Path:
 def folder_for_scripts() -> Path:
     """Return the base folder, for a shell script.
 
-    Raises UserError if it cannot be created or this user may not write there.
+    Raises UserError if the folder cannot be created or this user may not write there.
     """
     folder = base_dir()
     if not os.access(folder, os.W_OK):
@@ -184,7 +184,7 @@ def folder_for_scripts() -> Path:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush the content of a file to disk or, for a folder, the renames in it where possible."""
+    """Flush a file's content to disk or, for a folder, the renames in it if the file system can."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -198,10 +198,10 @@ def fsync_path(path: Path) -> None:
 
 @functools.cache
 def _leftovers(folder: str) -> dict[str, list[str]]:
-    """Map the name of each file to the temporary files that killed processes left for it.
+    """Map the name of each file in a folder to the paths of its temporary files.
 
-    The folder is listed once per process, because in a folder of many files listing costs more than
-    the write itself.
+    Killed writes leave such files. The folder is listed once per process, because in a folder of
+    many files listing costs more than the write itself.
     """
     leftovers: dict[str, list[str]] = {}
     for file in os.scandir(folder):
@@ -212,7 +212,7 @@ def _leftovers(folder: str) -> dict[str, list[str]]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of killed writes to `path` that are at least a day old."""
+    """Remove the temporary files of killed writes to `path` that are more than a day old."""
     leftovers = _leftovers(os.path.abspath(path.parent))
     for leftover in leftovers.get(path.name, []):
         with contextlib.suppress(OSError):  # another process may have removed it
@@ -223,7 +223,7 @@ def _remove_leftovers(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary file next to `path`, which replaces `path` on success.
+    """Yield the path of a temporary file, which replaces `path` if the block succeeds.
 
     The temporary file is flushed to disk before the rename, and removed after a failure.
     """
@@ -251,12 +251,12 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON text, with Chinese unescaped and null for NaN and infinities."""
+    """Return a value as JSON text; non-ASCII text is unescaped, and NaN and infinities are null."""
     return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None in place of every number that JSON cannot represent."""
+    """Return a value with None in place of every NaN and infinity, and lists in place of tuples."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -272,7 +272,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
-    """Raise ValueError unless a path is a regular file of at most `max_bytes`, so safe to read."""
+    """Raise ValueError if a path is not a regular file or has more than `max_bytes` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
@@ -294,7 +294,8 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
-    Raises UserError, caused by the ValueError that gives the reason, if the file is not JSON.
+    Raises UserError, with a ValueError that gives the reason as its cause, if the file is not a
+    regular file, is too large or is not JSON.
     """
     try:
         check_regular(path)
@@ -335,8 +336,7 @@ class Flag:
 def flags_of(config: Any) -> list[Flag]:
     """Return the flags of a configuration, which is a dataclass or an instance of one.
 
-    A field that is itself a dataclass is a group of flags. On the command line and in the settings
-    of a run, the flags of a group appear alongside the others.
+    A field that is itself a dataclass is a group of flags, which are listed in place of the field.
     """
     hints = typing.get_type_hints(
         config if isinstance(config, type) else type(config), include_extras=True
@@ -366,7 +366,7 @@ class OldFlags:
     replaced: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
-        """Return a command line in which renamed flags have their current names.
+        """Return a command line with current flags in place of renamed and replaced ones.
 
         `current` holds the names of the program's flags. Raises UserError (exit code 2) if a flag
         was removed.
@@ -467,10 +467,10 @@ def parse(
     description: str | None = None,
     old_flags: OldFlags = OldFlags(),
 ) -> Config:
-    """Return a configuration, a frozen dataclass, filled from a command line.
+    """Return an instance of `config`, a frozen dataclass, filled from a command line.
 
-    An unknown flag ends the process with code 2 and prints the closest flag names. --help hides the
-    flags that are marked as Rare, and --help_all shows them too.
+    If a flag is unknown, the closest flag names are printed and the process ends with code 2.
+    --help hides the flags that are marked as Rare, and --help_all shows them too.
     """
     flags = flags_of(config)
     kinds = {flag.name: _switch_kind(flag.annotation) for flag in flags}
@@ -499,7 +499,7 @@ def parse(
 
 
 def _without_rare(config: Any) -> type[Any]:
-    """Return a configuration class for --help, in which rare flags are hidden."""
+    """Return a subclass of a configuration for --help, in which rare flags are hidden."""
     hints = typing.get_type_hints(config, include_extras=True)
     changed: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
@@ -518,7 +518,7 @@ def _without_rare(config: Any) -> type[Any]:
 
 
 def _indented_commands(description: str | None) -> str | None:
-    """Indent the launch lines of a docstring, because tyro joins lines that begin with a letter."""
+    """Return a docstring with its launch lines indented, because tyro joins lines of plain text."""
     if not description:
         return description
     return re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
@@ -536,7 +536,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def appendix(name: str) -> Any:
-    """Import and return an optional module, or None if its file is not in this copy of nanochat."""
+    """Import and return an optional module, or return None if this copy of nanochat lacks it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -566,7 +566,7 @@ def run(
     """Parse the command line and call `main`, turning a mistake into one message and an exit code.
 
     Every script ends with this call. Under torchrun rank 0 prints errors; another rank prints only
-    if rank 0 is still running. Characters that standard output cannot show are printed as escape
+    if rank 0 keeps running. Characters that standard output cannot show are printed as escape
     sequences. Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130
     Ctrl-C, 141 the reader of standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where
     a UserError was raised.
@@ -587,7 +587,7 @@ def _run(
     description: str | None,
     old_flags: OldFlags,
 ) -> None:
-    """Call `main`, and end the process with a message and a code on each expected failure."""
+    """Call `main` with the parsed command line; on an expected failure, print why and exit."""
     try:
         try:
             main(parse(config, description=description, old_flags=old_flags))
@@ -620,7 +620,7 @@ def _run(
 
 
 def _disk_message(failure: OSError) -> str | None:
-    """Return the message for a full disk or a missing permission, or None for other errors."""
+    """Return the message for a full disk or a file without permission, or None for other errors."""
     place = failure.filename or base_dir()
     if failure.errno in DISK_FULL:
         return tr(
@@ -658,7 +658,7 @@ def _wait_for_rank_0() -> None:
 
 
 def note_end(message: str) -> None:
-    """Write why this rank ends to the files that torchrun and the calling script print last."""
+    """Write why this rank ends to any files that torchrun and the calling script print last."""
     alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
     reason = message if alone else f"{message} (rank {rank()})"
     # torchrun prints the call stack of the earliest failure. The ranks that it ends itself get a
@@ -671,7 +671,7 @@ def note_end(message: str) -> None:
 
 
 def _write_for_parent(variable: str, text: str) -> None:
-    """Write a text to the file that an environment variable names, if the variable is set."""
+    """Write a text, if possible, to the file that an environment variable names, if any."""
     path = os.environ.get(variable)
     if path:
         with contextlib.suppress(OSError):
@@ -679,7 +679,7 @@ def _write_for_parent(variable: str, text: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print why this process ends.
+    """Print and note why this process ends.
 
     Most mistakes stop every rank. Ranks other than 0 wait before they print, because the launcher
     ends them once rank 0 has printed the message and exited.

@@ -34,30 +34,26 @@ class Embeds(Protocol):
 
 
 class Context(Protocol):
-    """Tells a model about the tokens of one forward pass, and computes attention for it (Protocol).
-
-    It knows the positions of the tokens, the borders of documents, the padding, and what came
-    before.
-    """
+    """Describes the tokens of one forward pass to a model and computes its attention (Protocol)."""
 
     @property
     def positions(self) -> Tensor | None:
-        """(B, T) the position of each token in its sequence; None if every row has 0 .. T-1."""
+        """The position (B, T) of each token in its sequence; None if every row has 0 .. T-1."""
         ...
 
     @property
     def documents(self) -> Tensor | None:
-        """(B, T) the number of each token's document; None if every row is one document."""
+        """The index (B, T) of each token's document; None if rows are not split into documents."""
         ...
 
     @property
     def lengths(self) -> Tensor | None:
-        """(B,) how many of the T tokens of each row are real; None if no row ends with padding."""
+        """The number (B,) of real tokens in each row; None if no row has padding to be skipped."""
         ...
 
     @property
     def targets_at(self) -> Tensor | None:
-        """(N,) indices over all rows of the tokens that predict targets; None if all tokens do."""
+        """The indices (N,), over all rows, of the tokens that predict targets; None if all do."""
         ...
 
     @property
@@ -82,14 +78,14 @@ class Context(Protocol):
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
         """Return the key (B, T, Hkv, D) of the token before each token.
 
-        The key is zero where a sequence begins.
+        The key is zero where a sequence begins. Only the half that offset_keys() takes is reliable.
         """
         ...
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:  # (B, T, H, D)
-        """Return the attended values; shapes and scale are those of PlainAttention.attend()."""
+        """Compute a layer's attention; PlainAttention.attend() describes the arguments."""
         ...
 
     def read(self, name: str, layer: int) -> Tensor | None:
@@ -135,7 +131,7 @@ class Rows:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend causally within each row."""
+        """Compute causal attention within each row."""
         return self.attention.attend(q, k, v, window, scale)
 
     def read(self, name: str, layer: int) -> Tensor | None:
@@ -154,7 +150,7 @@ class Packed(Rows):
 
     def __init__(
         self,
-        documents: Tensor,  # (B, T) the number of each token's document, rising along a row
+        documents: Tensor,  # (B, T) the index of each token's document, rising along a row
     ):
         T = documents.size(1)
         index = torch.arange(T, device=documents.device).expand_as(documents)
@@ -174,7 +170,7 @@ class Packed(Rows):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend causally within each document, however long; `window` is not used."""
+        """Compute causal attention within each document, however long; `window` is not used."""
         return self.attention.masked(q, k, v, self.seen, scale)
 
 
@@ -209,7 +205,7 @@ class Tree(Rows):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Attend to the tokens on the path from the root to each token, within the window."""
+        """Compute attention along the path from the root to each token, within the window."""
         if window not in self._masks:
             near = self.positions[:, :, None] - self.positions[:, None] <= window
             self._masks[window] = (self.seen & near)[:, None]
@@ -256,7 +252,10 @@ class Cached:
         self._recent: dict[int, Tensor] = {}
 
     def bind(self, model: Embeds) -> None:
-        """Take the model's attention operators, and choose how many cache positions they read."""
+        """Take the model's attention operators, and choose how many cache positions they read.
+
+        An explicit `keys` is kept.
+        """
         self.attention = model.attention
         self._embed = model.embed
         if self.keys is None:
@@ -269,7 +268,10 @@ class Cached:
             )
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return x shifted right by one token, with the last cached token of each slot in front."""
+        """Return x shifted right by one token, with each slot's last cached token in front.
+
+        If x holds embeddings, that is the token's embedding. An empty slot gives 0.
+        """
         self._keeps_last = True
         first = self.cache.last[self.slots, None]
         if x.is_floating_point():
@@ -292,7 +294,7 @@ class Cached:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Write the new keys and values to the cache, and attend to everything in the slots."""
+        """Write the new keys and values to the cache, and compute attention to its slots."""
         cached_k, cached_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         y = self.attention.extend(q, k, v, cached_k, cached_v, self.positions, window, scale)
         if y is not None:
@@ -315,7 +317,10 @@ class Cached:
         return self.attention.masked(q, k, v, self._masks[window], scale)
 
     def _recent_keys(self, window: int, length: int) -> Tensor:  # (B, W + 1)
-        """Return the positions of the last W + 1 keys of each row."""
+        """Return the positions from which attention reads each row's last W + 1 keys.
+
+        There must be one query per row. The positions of a shorter row begin at 0 and pass its end.
+        """
         if window not in self._recent:
             first = (self.positions - window).clamp_min(0)
             recent = torch.arange(min(window + 1, length), device=first.device)
@@ -354,7 +359,7 @@ TREE = ("parents", "seen", "targets_at")
 
 
 def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the keyword arguments of a model that the named tensors of a micro-batch stand for.
+    """Return the keyword arguments with which a model takes the extra tensors of a micro-batch.
 
     `documents` become a Packed context, and the tensors named in TREE a Tree. Others, such as
     `weights`, are passed on unchanged.

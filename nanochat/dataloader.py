@@ -6,7 +6,7 @@ advance (epoch_order), turns a row into inputs and targets (Rows and its subclas
 corpora (MixedRows), and divides the rows of a step among ranks and micro-batches (steps). The
 functions at the end open the rows of a corpus or of a stage's conversations.
 
-A run resumes from a single integer: the number of the next row.
+A run resumes from a single integer: the index of the next row.
 """
 
 from bisect import bisect_right
@@ -73,11 +73,11 @@ def epoch_numbers(
     size: int,
     order: Callable[[int, int, int], np.ndarray] = epoch_order,
 ) -> np.ndarray:  # (size,) int64
-    """Return the items at positions first .. first + size - 1 of an endless sequence.
+    """Return the indices of items first .. first + size - 1 of an endless sequence.
 
-    There are `count` items. Position n holds item n % count of epoch n // count, in the order of
-    that epoch, or in the items' own order if there is no seed. `order` is epoch_order(), or the
-    same function with a cache of its own.
+    There are `count` items. Item n of the sequence is item n % count of epoch n // count, in the
+    order of that epoch, or in the items' own order if `seed` is None. `order` is epoch_order(), or
+    the same function with a cache of its own.
     """
     if seed is None:
         return np.arange(first, first + size) % count
@@ -95,10 +95,10 @@ def epoch_numbers(
 
 
 class Rows:
-    """The rows of a plan as an endless sequence, numbered from 0.
+    """The rows of a plan as an endless sequence, indexed from 0.
 
-    Row number n is row n % count of epoch n // count, in the order of that epoch, or in the plan's
-    order if there is no seed.
+    Row n is row n % count of epoch n // count, in the order of that epoch, or in the plan's order
+    if the seed is None.
     """
 
     extras: tuple[str, ...] = ()  # names of the tensors that follow inputs and targets in a batch
@@ -139,11 +139,11 @@ class Rows:
         self.key = plan.key
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:  # (count,) int64
-        """Return the rows of the plan that have the numbers first .. first + count - 1."""
+        """Return the indices, in the plan, of rows first .. first + count - 1 of the sequence."""
         return epoch_numbers(self.count, self._seed, first, count, self._order)
 
     def targets_in(self, first: int, count: int) -> int:
-        """Count the targets in the rows first .. first + count - 1, without ignored positions."""
+        """Count the targets, not ignored positions, in rows first .. first + count - 1."""
         plan_rows = self.plan_rows(first, count)
         return int(self._target_counts[plan_rows].sum(dtype=np.int64))
 
@@ -153,7 +153,7 @@ class Rows:
         return inputs[0], targets[0]
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (inputs, targets) of rows of the plan, int64 (B, T) each, then the extras."""
+        """Return (inputs, targets, *extras) of rows of the plan; the first two are int64 (B, T)."""
         cells = np.full((len(plan_rows), self.row_tokens), self._bos, np.int64)
         targets = np.full((len(plan_rows), self.row_tokens - 1), IGNORED, np.int64)
         for b, row in enumerate(plan_rows.tolist()):
@@ -188,8 +188,8 @@ class Rows:
     def _segments(self, row: int) -> Iterator[tuple[int, int, int]]:
         """Yield (column, start, length) for each segment of a row of the plan.
 
-        A segment is a begin mark in `column`, followed by `length` tokens of the set from token
-        `start` on.
+        A segment is a begin mark in `column`, followed by `length` tokens of the set, the first of
+        them at index `start`.
         """
         packing = self._plan.packing
         begin = int(self._first_segments[row])
@@ -215,7 +215,8 @@ class PackedRows(Rows):
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Return (inputs, targets, documents) of rows of the plan, int64 (B, T) each.
 
-        The padding at the end of a row counts as a document of its own.
+        `documents` holds the index of each token's conversation in its row. Padding at the end of a
+        row counts as one more document.
         """
         inputs, targets = super().batch(plan_rows)
         documents = torch.zeros_like(inputs)
@@ -241,9 +242,9 @@ class PackedRows(Rows):
 class PairRows(PackedRows):
     """Rows for preference training that hold pairs: a preferred answer, then the rejected one.
 
-    No pair is cut. Each answer includes its prompt; pair n consists of documents 2n and 2n + 1 of
-    the row. Targets are counted in pairs. `references` holds a reference model's scores of the
-    pairs, in the order of the plan, float32 (pairs, 2).
+    A pair is never divided between rows. Each answer includes its prompt; pair n consists of
+    documents 2n and 2n + 1 of the row. Targets are counted in pairs. `references` is to be filled
+    with a reference model's scores of the pairs, in the order of the plan, float32 (pairs, 2).
     """
 
     extras = ("documents", "references")
@@ -267,7 +268,7 @@ class PairRows(PackedRows):
         """Return (inputs, targets, documents, references) of rows of the plan.
 
         The first three are int64 (B, T). The last is float32 (B, P, 2), where P is the largest
-        number of pairs in a row.
+        number of pairs in one of the rows; rows with fewer pairs are padded with zeros.
         """
         starts = self.pair_starts[plan_rows]
         counts = self._target_counts[plan_rows]
@@ -283,9 +284,9 @@ class MixedRows:
 
     Of every sum(shares) rows, shares[k] come from set k. Row n depends only on n: of the n rows
     before it, n * share // sum come from the last set, and the sets before it divide the remaining
-    rows in the same way. So every stretch holds each set in its share, give or take one row per
-    set, and the rows of each set come in their own order without a gap or a repetition. All sets
-    must have rows of the same length.
+    rows in the same way. So every stretch of rows holds each set about in its share, and the rows
+    of each set come in their own order, none skipped or repeated. All sets must have rows of the
+    same length.
     """
 
     def __init__(
@@ -297,8 +298,9 @@ class MixedRows:
     ):
         """Interleave `sources` in proportion to `shares`, which are positive integers.
 
-        `count` is the length of an epoch; by default an epoch ends when the first of the sets has
-        been read completely. `key` names the sequence; by default it lists sets and shares.
+        `count` is the length of an epoch in rows; by default an epoch ends before any set begins
+        its second one. `key` names the sequence; by default it lists the keys of the sets and the
+        shares.
         """
         assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
         assert len({source.row_tokens for source in sources}) == 1, "rows of one length are mixed"
@@ -318,7 +320,7 @@ class MixedRows:
         return " ".join([*keys, shares])
 
     def _rows_before_each(self, numbers: np.ndarray) -> np.ndarray:  # (sets, numbers) int64
-        """Return how many rows of each set come before each of the row numbers."""
+        """Return how many rows of each set come before each of the rows in `numbers`."""
         remaining = numbers.astype(np.int64)
         counts = []
         for k in range(len(self.shares) - 1, -1, -1):
@@ -345,9 +347,9 @@ class MixedRows:
         return complete
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:  # (count,) int64
-        """Return the plan rows of numbers first .. first + count - 1, numbered across all sets.
+        """Return the indices, in the plans, of rows first .. first + count - 1 of the sequence.
 
-        The rows of set 1 are numbered after the last row of set 0, and so on; see Rows.plan_rows().
+        The indices of set 1 continue after the last row of set 0, and so on; see Rows.plan_rows().
         """
         rows_before = self._rows_before_each(np.arange(first, first + count + 1))
         plan_rows = np.empty(count, np.int64)
@@ -359,7 +361,7 @@ class MixedRows:
         return plan_rows
 
     def targets_in(self, first: int, count: int) -> int:
-        """Count the targets in the rows first .. first + count - 1, without ignored positions."""
+        """Count the targets, not ignored positions, in rows first .. first + count - 1."""
         begins = self.rows_before(first)
         ends = self.rows_before(first + count)
         targets = 0
@@ -368,7 +370,7 @@ class MixedRows:
         return targets
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (inputs, targets) of rows of the plan, int64 (B, T) each, then the extras."""
+        """Return (inputs, targets, *extras) of rows of the plans, int64 (B, T) each."""
         shape = (len(plan_rows), self.row_tokens - 1)
         count = 2 + len(self.extras)  # inputs, targets and the extras
         tensors = tuple(torch.empty(shape, dtype=torch.int64) for _ in range(count))
@@ -404,12 +406,12 @@ def steps(
     device_batch_size: int,
     compute: Compute,
 ) -> Iterator[Step]:
-    """Yield the data of one step after another, without end, from row number `first_row` on.
+    """Yield the data of one step after another, without end, beginning with row `first_row`.
 
-    A step has `rows_per_step` rows over all ranks. Rank r takes the rows whose number modulo the
+    A step has `rows_per_step` rows over all ranks. Rank r takes the rows whose index modulo the
     number of ranks is r, so a step holds the same rows on any number of ranks. A thread prepares
     the next step while the current one is computed; closing the iterator ends the thread. Raises
-    UserError if the ranks cannot share the rows equally.
+    UserError if `rows_per_step` is not a positive multiple of the number of ranks.
     """
     if rows_per_step <= 0 or rows_per_step % compute.world_size:
         raise UserError(
@@ -437,9 +439,9 @@ def make_step(
     device_batch_size: int,
     compute: Compute,
 ) -> Step:
-    """Return one step's micro-batches for this rank, in pinned memory.
+    """Return one step's data for this rank, pinned if the device has its own memory.
 
-    Each has at most `device_batch_size` rows.
+    Each micro-batch has at most `device_batch_size` rows.
     """
     numbers = np.arange(first_row, first_row + rows_per_step)
     plan_rows = rows.plan_rows(first_row, rows_per_step)
@@ -462,11 +464,11 @@ def one_pass(
     device_batch_size: int,
     compute: Compute,
 ) -> Iterator[Step]:
-    """Yield the first `tokens` tokens of the rows for an evaluation, at most one epoch of them.
+    """Yield steps that together hold the first `tokens` tokens of the rows, for an evaluation.
 
-    They come as steps of one micro-batch per rank, and are the same rows on any number of ranks. A
-    rank without a row in the last step gets a row without targets, because a sharded model needs
-    every rank.
+    Only whole rows count, at least one row and at most one epoch, and they are the same on any
+    number of ranks. Each step has one micro-batch per rank. A rank without a row in the last step
+    gets a row without targets, because a sharded model needs every rank.
     """
     num_rows = tokens // (rows.row_tokens - 1)
     num_rows = max(min(num_rows, rows.count), 1)
@@ -515,7 +517,7 @@ def conversation_rows(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> Rows:
-    """Return rows of `length` tokens that are made of whole conversations.
+    """Return rows of `length` tokens made of conversations; plan() says how long ones are cut.
 
     Rows describes `seed` and `masked`. With `too_long`, which plan() describes, the rows are
     PackedRows; with `pairs` as well, they are PairRows.
@@ -559,9 +561,10 @@ def blend(
     second: Source,
     every: int,
 ) -> MixedRows:
-    """Return rows of which one in `every` comes from `second` and the others from `first`.
+    """Return a mixture in which one row in `every` comes from `second`, the others from `first`.
 
-    An epoch is an epoch of `first`. Raises UserError (exit code 2) if `every` is below 2.
+    An epoch of the mixture is an epoch of `first`. Raises UserError (exit code 2) if `every` is
+    below 2.
     """
     if every < 2:
         raise UserError(
@@ -577,9 +580,10 @@ def mixture_table(
     rows: Source,
     row_number: int,
 ) -> dict[str, Any]:
-    """Return a table for the report: how many rows of each corpus come before `row_number`.
+    """Return a dict for the report whose "rows" list how much of each corpus has been read.
 
-    The table is under the key "rows". The result is {} if `rows` are not a mixture.
+    They are dicts, one for each corpus of a mixture, and count the rows before `row_number`. If
+    `rows` is not a mixture, the result is {}.
     """
     if not isinstance(rows, MixedRows):
         return {}

@@ -59,10 +59,10 @@ class Config:
 
 
 def verify(corpus: Corpus) -> None:
-    """Read every shard of a corpus, and check its SHA-256 if one was recorded.
+    """Read every shard of a corpus, check its SHA-256 if one was recorded, and log the result.
 
     Shards that were copied in have no recorded SHA-256. Raises UserError, which names the shard and
-    the command that fixes it, if one is damaged.
+    the command that fixes it, if one is damaged or missing.
     """
     paths = shards(corpus, "train") + shards(corpus, "val")
     for path in paths:
@@ -73,7 +73,7 @@ def verify(corpus: Corpus) -> None:
 
 
 def main(cfg: Config) -> None:
-    """Carry out the command line, then print the command that comes next."""
+    """Do what the command line asks; after making a corpus, print the command that comes next."""
     if cfg.num_workers < 1:
         raise UserError(
             tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),
@@ -92,7 +92,7 @@ def main(cfg: Config) -> None:
 
 
 def make_corpus(cfg: Config) -> Corpus:
-    """Make or fetch the corpus that the command line names.
+    """Make or fetch the corpus that the command line names, and return it.
 
     Raises UserError (exit code 2) if it names none that exists.
     """
@@ -117,7 +117,10 @@ def make_corpus(cfg: Config) -> Corpus:
 
 
 def _from_addresses(cfg: Config, urls: str) -> Corpus:
-    """Fetch the files that --urls lists, and import them as a corpus."""
+    """Fetch the files that --urls lists, and import them as a corpus.
+
+    Raises UserError (exit code 2) if --data or -n is given as well.
+    """
     if cfg.data is not None or cfg.num_files is not None:
         raise UserError(
             tr("--urls lists every file to fetch, so it goes without --data and -n"), exit_code=2
@@ -126,7 +129,7 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
 
 
 def _from_publisher(cfg: Config) -> Corpus:
-    """Fetch the first -n files of a published corpus.
+    """Fetch the first -n training shards of a published corpus, and its validation shard.
 
     Raises UserError (exit code 2) if -n is missing or --data does not name a published corpus.
     """

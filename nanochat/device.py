@@ -1,6 +1,6 @@
 """Chooses and opens the device that this process computes on.
 
-Every higher layer asks this module, and no other module names a vendor.
+Every higher layer asks this module instead of naming a vendor.
 
 At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, unless NANOCHAT_DEVICE
 names one), but nothing is initialised; compute_init() does that. The differences between devices
@@ -99,7 +99,7 @@ except UserError as _mistake:  # at import, before common.run() could print it
 
 
 def check_idle_cards(chosen: str) -> None:
-    """Raise UserError if the CPU was chosen only because the cards of this host cannot be used."""
+    """Raise UserError if the CPU was chosen only because this host's cards cannot be used."""
     if PLATFORMS[chosen].has_own_memory or os.environ.get("NANOCHAT_DEVICE"):
         return
     for platform in PLATFORMS.values():
@@ -109,10 +109,7 @@ def check_idle_cards(chosen: str) -> None:
 
 @dataclass(frozen=True)
 class Compute:
-    """The device of this process and its place among the ranks.
-
-    There is one object per process, which compute_init() makes.
-    """
+    """The device of this process and its place among the ranks, as compute_init() returns them."""
 
     device: torch.device
     device_type: str
@@ -139,12 +136,12 @@ class Compute:
 
     @property
     def main(self) -> bool:
-        """True on the rank that logs and writes files."""
+        """True on rank 0, which logs and writes the files that a job needs only once."""
         return self.rank == 0
 
     @property
     def scaler(self) -> bool:
-        """True if gradients need a loss scale, because fp16 has too few exponent bits for them."""
+        """True if the loss must be scaled, because fp16 has too few exponent bits for gradients."""
         return self.dtype == torch.float16
 
     @property
@@ -181,8 +178,9 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
 
     `requested` is a device type, or None or "" for the one chosen at import; `kernels` is the value
     of --kernels. On every device, CPU tensors are exchanged over gloo, so that ranks can share a
-    flag without touching the accelerator. Raises UserError if this host has cards that cannot be
-    used, unless the CPU was requested, or if the launcher's variables are incomplete.
+    flag without touching the accelerator. Raises UserError if the device or NANOCHAT_DTYPE cannot
+    be used, if the CPU was chosen only because this host's cards cannot be used, or if the
+    launcher's variables are incomplete.
     """
     name, collectives, why = choose(requested) if requested else (device_type, backend, reason)
     if not requested:
@@ -229,9 +227,9 @@ def _join(platform: Platform) -> None:
 
 
 def port_words(port: str) -> str:
-    """Return a message for the case that the port at which the ranks meet is taken.
+    """Return the message for a MASTER_PORT, at which ranks meet, that another process has taken.
 
-    It says what to do, and names a free port.
+    The message says what to do, and names a free port.
     """
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -250,7 +248,10 @@ def planned() -> list[Chip]:
 
 
 def cards() -> tuple[Chip | None, int]:
-    """Return the kind and the visible number of this host's cards, or (None, 0) if unknown."""
+    """Return the kind of this host's cards, or None if it is unknown, and how many are visible.
+
+    Returns (None, 0) if the planner knows no cards of this vendor.
+    """
     platform = PLATFORMS[device_type]()
     return (platform.chip, platform.count()) if platform.chips() else (None, 0)
 
@@ -268,8 +269,8 @@ def compute_cleanup() -> None:
 def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
     """Return a main function for common.run() that opens the device before it calls `work`.
 
-    The device is the one that the flags name. It is released at the end, and a known error of the
-    device becomes a UserError.
+    The device is the one that the flags name, or else the one chosen at import. It is released at
+    the end, and a known error of the device becomes a UserError.
     """
 
     def main(cfg: Any) -> None:
@@ -295,15 +296,12 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
 
 
 def describe(compute: Compute) -> str:
-    """Return the name of the device; for a CPU it includes the number of torch's threads."""
+    """Return the name of the device and, for a CPU, the number of torch's threads."""
     return compute.platform.describe()
 
 
 def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
-    """Return what a report says about the device on which a model was trained.
-
-    `parameters` is the number of parameters of the model.
-    """
+    """Return a dict of what a report says about the device and the size of a trained model."""
     dtype = dtype_name(compute.dtype)
     return {
         "device": describe(compute),
@@ -321,14 +319,14 @@ def barrier(compute: Compute) -> None:
 
 
 def synchronize(compute: Compute) -> None:
-    """Wait until the device has finished all of its work, which a CPU always has."""
+    """Wait until the device has finished all queued work; a CPU queues none."""
     compute.platform.synchronize()
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is sharded over ranks.
 
-    It does not import DTensor, which would take two seconds.
+    This does not import DTensor, which would take two seconds.
     """
     return hasattr(tensor, "to_local")
 
@@ -344,26 +342,29 @@ def seed_all(seed: int) -> None:
 
 
 def clear_overflow(compute: Compute) -> None:
-    """Forget earlier overflows, on a chip that saturates instead of giving inf."""
+    """Forget earlier overflows in fp16, on a chip that saturates instead of giving inf."""
     if compute.scaler:
         compute.platform.clear_overflow()
 
 
 def overflows(compute: Compute) -> list[torch.Tensor]:
-    """Return a tensor (1,) that is not 0 if anything has overflowed since clear_overflow().
+    """Return a list of flags (1,), not 0 if anything has overflowed since clear_overflow().
 
-    This is for chips that saturate; on others the result is an empty list.
+    The list is empty for formats other than fp16, and on chips that give inf instead of saturating.
     """
     return compute.platform.overflows() if compute.scaler else []
 
 
 def pin(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
-    """Page-lock a host tensor, so that its copy to the device can overlap with computation."""
+    """Return a host tensor in page-locked memory, so that copying it overlaps with computation.
+
+    If the device has no memory of its own, the tensor is returned unchanged.
+    """
     return tensor.pin_memory() if compute.platform.has_own_memory else tensor
 
 
 def to_device(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
-    """Copy a host tensor to the device, without waiting if the tensor is pinned."""
+    """Return a host tensor on the device; the copy does not wait if the tensor is pinned."""
     if not compute.platform.has_own_memory:
         return tensor
     return tensor.to(compute.device, non_blocking=True)
@@ -375,12 +376,12 @@ def memory_total(compute: Compute) -> int:
 
 
 def memory_peak(compute: Compute) -> int:
-    """Return the peak memory of this process in bytes, on the device or resident on the host."""
+    """Return this process's peak memory in bytes: the device's or, for a CPU, resident memory."""
     return compute.platform.memory_peak()
 
 
 def peak_flops(compute: Compute) -> tuple[float, str]:
-    """Return the peak FLOP/s that MFU is measured against, and the source of the number.
+    """Return the peak FLOP/s that MFU is measured against, and where this value comes from.
 
     NANOCHAT_PEAK_TFLOPS overrides it. A known accelerator has the dense peak of its data sheet. On
     any other device, including a CPU, the speed of matrix products is measured. Raises UserError
@@ -401,8 +402,8 @@ def _matmul_flops(compute: Compute) -> tuple[float, str]:
     """Return the FLOP/s of matrix products measured now, and a note on what was measured.
 
     Timing a single product on an accelerator would include its launch, and the MFU would look too
-    good. So there the products grow and are queued one after another, and the time for all of them
-    is taken once it reaches a tenth of a second.
+    good. So on an accelerator, larger products and more of them are queued until they take a tenth
+    of a second together.
     """
     if not compute.platform.runs_beside_host:
         best = min(_matmul_seconds(compute, 1024, 1) for _ in range(5))

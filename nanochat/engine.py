@@ -52,14 +52,14 @@ MOST_SAMPLES = 128  # most replies to one prompt that submit_samples() accepts
 class Engine:
     """Runs a model for many requests at once; call one engine from one thread only.
 
-    `slots` is the number of requests that run together; further requests wait. `length` is the
-    limit for prompt and reply together, in tokens (default and maximum: the model's context).
+    `slots` is the most requests that run together; further requests wait. `length` is the limit for
+    prompt and reply together, in tokens (default and maximum: the model's context).
     `prefill_tokens` is the maximum number of prompt tokens read between two decoding passes. `pad`
-    rounds the shape of every pass up to one of a few sizes (default: only on accelerators, where
-    every new shape costs a compilation). `spare_slots` adds slots to the cache in which finished
-    chats wait for their next turn, as they also do in any free slot. `adapters` are the adapters
-    that requests may name. `graphs` is the platform of a device that can capture graphs; every
-    decoding pass is then replayed as one launch.
+    rounds the shape of every pass up to one of a few sizes (default: only on devices where a new
+    shape costs a compilation). `spare_slots` adds slots to the cache in which finished chats wait
+    for their next turn, as they also do in any free slot. `adapters` are the adapters that requests
+    may name. `graphs` is the platform of a device that can capture graphs; decoding passes are then
+    replayed as one launch each where possible.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def free_slots(self) -> int:
-        """The number of slots that no request occupies."""
+        """The number of further requests that can run at present."""
         return self._slots.free
 
     @property
@@ -135,11 +135,11 @@ class Engine:
         return self._passes.count
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Queue a prompt, and return its request number.
+        """Queue a prompt, and return the ID of its request.
 
         Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
-        the vocabulary, if the adapter is unknown, or if no reply can match the schema. A request
-        that is accepted here makes no later step fail.
+        the vocabulary, if the adapter is unknown, or if the schema is refused. A request that is
+        accepted here makes no later step fail.
         """
         self.check(prompt, sampling)
         request = Request(
@@ -167,9 +167,9 @@ class Engine:
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise the UserError that submit() would raise, except for errors in a new schema.
 
-        `schemas.prepare` raises an error in a new schema. It also builds the automaton, which takes
-        long; submit() reuses that automaton as long as the caller holds it. Any thread may call
-        check() while another thread uses the engine.
+        `schemas.prepare` raises an error in a new schema. It also builds the schema's automaton,
+        which takes long; submit() reuses that automaton as long as the caller holds it. Any thread
+        may call check() while another thread uses the engine.
         """
         check_request(prompt, sampling, self.length, self.model.config.vocab_size)
         if sampling.schema is not None:
@@ -198,10 +198,11 @@ class Engine:
         sampling: Sampling,
         samples: int,
     ) -> list[int]:
-        """Queue `samples` requests for one prompt, which is read once, and return their numbers.
+        """Queue `samples` requests for one prompt, and return their IDs.
 
-        The first reply is the same as after submit(); each of the others has a different seed.
-        Raises UserError if `samples` is out of range or submit() would raise it.
+        If possible, the prompt is read only once. The first reply is the same as after submit();
+        each of the others has a different seed. Raises UserError if `samples` is out of range or
+        submit() would raise it.
         """
         if not 1 <= samples <= MOST_SAMPLES:
             raise UserError(
@@ -217,7 +218,7 @@ class Engine:
     def cancel(self, number: int) -> bool:
         """Drop a request, waiting or in flight, and return whether it was still there.
 
-        Its slot is free at once.
+        The slot of a request in flight is free at once.
         """
         for request in self._waiting:
             if request.number == number:
@@ -231,7 +232,7 @@ class Engine:
 
     @torch.inference_mode()
     def forget(self) -> None:
-        """Forget the prompts and replies of finished requests.
+        """Discard the cached tokens of finished requests.
 
         Call this after the model's weights have changed.
         """
@@ -247,11 +248,10 @@ class Engine:
         """Complete every prompt `samples` times, and return the completions in order.
 
         All samples of the first prompt come first, then all samples of the second, and so on. The
-        seed of a sample depends only on the given seed, the sample's number and the prompt, so a
-        reply is the same whatever else runs, on any number of ranks. `on_done` is called with the
-        index of each finished completion and the completion. Raises UserError if submit() would, if
-        the engine is busy, or if the model's weights give NaN, because its replies would then have
-        no score.
+        seed of a sample depends only on the given seed, the sample's index and the prompt, whatever
+        else runs and on any number of ranks. `on_done` is called with the index of each finished
+        completion and the completion itself. Raises UserError if submit() would, if the engine is
+        busy, or if the model gives NaN, because its replies would then have no score.
         """
         if self.busy:
             raise UserError(
@@ -284,17 +284,18 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step, and return the events of the tokens that it produced.
 
-        A step admits waiting requests, prefills some of their prompts, and decodes a token for each
-        ready request.
+        A step admits waiting requests, prefills some of their prompts, and decodes the next token
+        of each ready request.
         """
         self._admit()
         self._prefill()
         return self._decode()
 
     def _admit(self) -> None:
-        """Give free slots to waiting requests.
+        """Give free slots to waiting requests, in order of arrival.
 
-        Short prompts come first. Repeated prompts come last, because the engine copies them.
+        Among those admitted together, short prompts come first, and repeated prompts come last,
+        because the engine copies them.
         """
         count = min(self.free_slots, len(self._waiting))
         if not count:
@@ -315,7 +316,7 @@ class Engine:
             self.prompt_tokens_reused += request.reused
 
     def _prefill(self) -> None:
-        """Read prompts, except their last tokens, in slot order until the budget is spent."""
+        """Read prompts, except their last tokens, in slot order, up to `prefill_tokens` tokens."""
         budget = self.prefill_tokens
         while budget > 0:
             first = self._slots.ready()
@@ -349,7 +350,7 @@ class Engine:
         """Return the last position at which the request's next chunk may end.
 
         The last token of a prompt is left to the first decoding pass. If the states of a slot
-        cannot be cut, they are saved at every multiple of STATE_INTERVAL, so a chunk ends there.
+        cannot be cut, they are saved every 256 tokens (STATE_INTERVAL), so a chunk ends there.
         """
         end = request.prompt_length - 1
         if self._slots.cache.cuts_anywhere:
@@ -359,7 +360,8 @@ class Engine:
     def _prefill_shape(self, first: int, budget: int) -> tuple[int, int]:
         """Return the number of rows and columns of the next prefill pass.
 
-        The pass has at most `budget` tokens, and at most half of them are padding.
+        Not counting what `pad` adds, the pass has at most `budget` tokens, at most half of them
+        padding.
         """
         requests = self._slots.running[first:]
         columns = min(self._chunk_end(requests[0]) - requests[0].cached, CHUNK, budget)
@@ -387,7 +389,7 @@ class Engine:
         return count, min(columns, room)
 
     def _decode(self) -> list[Event]:
-        """Feed one pending token of every ready request, and return the events of this step.
+        """Feed one pending token of every ready request, and return the resulting events.
 
         The next token of a request is sampled once no forced token is pending.
         """
@@ -449,7 +451,11 @@ class Engine:
         choice: Choice,
         row: int,
     ) -> list[Event]:
-        """Add a sampled token to a reply, and the calculator's answer if it closes a call."""
+        """Add a sampled token to a reply, and return the resulting events.
+
+        If the token closes a calculator call, the tokens of the answer are added as well. If the
+        model gave NaN, nothing is added and the event ends the reply.
+        """
         token = choice.tokens[row]
         alternatives = choice.alternatives[row][: request.sampling.logprobs]
         event = Event(request.number, token, choice.logprobs[row], False, None, alternatives)
@@ -470,7 +476,8 @@ class Engine:
     def _with_ending(self, request: Request, event: Event) -> Event:
         """Add an event's token to its request, and return the event.
 
-        If the reply ends here, the event carries the reason.
+        The returned event says why the reply ends, if it does. If the request has stop strings, the
+        event also carries the text to show.
         """
         sampling = request.sampling
         request.tokens.append(event.token)
@@ -492,9 +499,9 @@ class Engine:
         token: int,
         may_stop: bool,
     ) -> tuple[Finish | None, int | None]:
-        """Return the reason why a reply ends with a token, or None if it continues.
+        """Return (reason, stop token) if `token` ends a reply, or (None, None) if it continues.
 
-        The second value is the token if it is a stop token of the request, or else None.
+        The stop token is None unless one of the request's own stop tokens ended the reply.
         """
         sampling = request.sampling
         # This check comes first, because an automaton that failed allows only end marks.
@@ -517,7 +524,7 @@ def sample_settings(
 ) -> Sampling:
     """Return the settings of one sample of a prompt, which differ from `sampling` in the seed.
 
-    The new seed depends only on the given seed, the sample's number and the prompt.
+    The new seed depends only on the given seed, `number` (the sample's index) and the prompt.
     """
     return replace(sampling, seed=sample_seeds(sampling.seed, prompt, [number])[0])
 
@@ -527,6 +534,6 @@ def sample_seeds(
     prompt: Sequence[int],
     numbers: Iterable[int],
 ) -> list[int]:
-    """Return the seeds of the samples with the given numbers."""
+    """Return the seeds of the samples of a prompt that have the indices `numbers`."""
     prompt_digest = zlib.crc32(array("q", prompt).tobytes())
     return [random.Random(f"{seed}/{number}/{prompt_digest}").getrandbits(63) for number in numbers]

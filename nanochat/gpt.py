@@ -79,17 +79,18 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """The number of rows of the embedding and the head.
+        """The number of rows of the token embeddings and the head.
 
-        It is the vocabulary size, rounded up to a multiple of 64.
+        It is `vocab_size` rounded up to a multiple of 64.
         """
         return -(-self.vocab_size // 64) * 64
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The attention window of each layer: how many keys before its own a query sees.
+        """The attention window of each layer: how many keys before its own a query may see.
 
-        A layer marked S sees a quarter of the sequence, rounded up to a multiple of 128.
+        A layer marked S sees a quarter of the sequence, rounded up to a multiple of 128, but never
+        more than the sequence. The last layer always sees all of it.
         """
         short = -(-self.sequence_len // 4 // 128) * 128
         sizes = {"L": self.sequence_len, "S": min(short, self.sequence_len)}
@@ -100,13 +101,13 @@ class GPTConfig:
     def has_value_embedding(self, layer: int) -> bool:
         """Return whether a layer has a value embedding (arXiv 2410.17897).
 
-        Every other layer has one, and so does the last layer.
+        The last layer has one, and so does every second layer before it.
         """
         return layer % 2 == (self.n_layer - 1) % 2
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Return x with root mean square 1 along its last dimension, without learned weights.
+    """Divide x by its root mean square along the last dimension, without learned weights.
 
     Source: arXiv 1910.07467.
     """
@@ -127,7 +128,7 @@ def rotary_tables(
 
 
 class RotaryCache:
-    """Keeps a model's rotary tables, and rebuilds them only for another device or longer passes."""
+    """Keeps a model's rotary tables and rebuilds them only for another device or more positions."""
 
     def __init__(self) -> None:
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -163,7 +164,8 @@ def logits_or_loss(
 ) -> Tensor:
     """Return logits (B, T, V) or, given targets, the cross-entropy loss in nats.
 
-    The loss is a scalar, or one value per target with reduction "none".
+    The loss is a scalar, or one value per target with reduction "none". If the context has
+    `targets_at`, only those N tokens count, and logits are (N, V).
     """
     if context is not None and context.targets_at is not None:
         x = x.flatten(0, 1)[context.targets_at]
@@ -182,21 +184,23 @@ def rotate(
     cos: Tensor,  # (1 or B, T, 1, D/2)
     sin: Tensor,  # (1 or B, T, 1, D/2)
 ) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of x by -angle, as upstream does.
+    """Rotate the channel pairs (i, i + D/2) of x by -angle, as upstream nanochat does.
 
-    The sign makes no difference, because attention depends only on relative angles.
+    The direction is only a convention, but it must match the one that the weights were trained
+    with. To rotate the other way, negate `sin`.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
 def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
-    """Replace the slowly rotating half of every key by that of the token before it.
+    """Return the keys `k` with the slowly rotating half of each taken from `previous`.
 
-    So half of a key tells what the token before was. A query can then find the earlier occurrences
-    of its own token and read what followed them, in a single layer; without the offset this takes
-    two layers (induction heads, arXiv 2209.11895). The idea is modded-nanogpt's partial key offset.
-    Channels i and i + D/2 rotate together, more slowly the larger i is.
+    `previous` holds the key of the token before each token, so half of a key tells what that token
+    was. A query can then find the earlier occurrences of its own token and read what followed them,
+    in a single layer; without the offset this takes two layers (induction heads, arXiv 2209.11895).
+    The idea is modded-nanogpt's partial key offset. Channels i and i + D/2 rotate together, more
+    slowly the larger i is.
     """
     fast = k.unflatten(-1, (2, 2, -1))[..., 0, :]
     slow = previous.unflatten(-1, (2, 2, -1))[..., 1, :]
@@ -206,9 +210,9 @@ def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
 class Bigrams(Embedding):
     """Embeddings of pairs of neighbouring tokens, hashed into the rows of one shared table.
 
-    They cost a look-up and no FLOPs. The idea is modded-nanogpt's hashed bigrams of January 2026,
-    which are added in every layer. Here they are added once, to the token embedding, which learned
-    as much (dev/LOG.md).
+    They cost a look-up but no matrix product. The idea is modded-nanogpt's hashed bigrams of
+    January 2026, which are added in every layer. Here they are added once, to the token embedding,
+    and the model learns as much (dev/LOG.md).
     """
 
     # A step reads few rows, so ranks need not exchange the others; see parallel.shard().
@@ -222,7 +226,10 @@ class Bigrams(Embedding):
         super().__init__(rows, channels)
 
     def forward(self, before: Tensor, input: Tensor) -> Tensor:  # (B, T) each -> (B, T, C)
-        """Return the embedding of each token paired with the token before it; 0 means no token."""
+        """Return the embedding of each token in `input`, paired with the token before it.
+
+        `before` holds 0 where there is no token before.
+        """
         rows = (before * BIGRAM_FACTORS[0] + input * BIGRAM_FACTORS[1]) % self.num_embeddings
         return F.embedding(rows, self.weight, sparse=self.sparse and not is_compiling())
 
@@ -302,7 +309,7 @@ class Head(Linear):
     """The matrix that turns activations into logits.
 
     It also computes the loss, so that every use of its weight passes through forward(), where the
-    hooks of a sharded model see it.
+    hooks of a sharded model gather it.
     """
 
     loss_tokens = 1024  # tokens per chunk: the logits of one chunk are in memory at a time
@@ -319,7 +326,7 @@ class Head(Linear):
         weights: Tensor | None = None,  # (...) weight of each token's loss, with reduction "sum"
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Return softcapped fp32 logits (..., V) or, given targets, losses.
+        """Return softcapped fp32 logits (..., V) or, given targets, losses in nats.
 
         With reduction "sum" the result is the weighted sum of the losses, with "none" the loss of
         each token.
@@ -332,21 +339,21 @@ class Head(Linear):
         return self.loss(x, targets.flatten(), None if weights is None else weights.flatten())
 
     def logits(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V) fp32
-        """Return softcapped logits."""
+        """Return the softcapped logits of normed activations."""
         return softcap(self.scores(x))
 
     def scores(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V)
-        """Return logits before the softcap, without the padding rows of the head."""
+        """Return logits before the softcap, without those of the head's padding rows."""
         return super().forward(x)[..., : self.vocab]
 
     def loss(
         self, x: Tensor, targets: Tensor, weights: Tensor | None
     ) -> Tensor:  # (N, C), (N,), (N,) -> ()
-        """Return the weighted sum of the losses of N tokens."""
+        """Return the weighted sum of the losses of N tokens, in nats."""
         return chunked_loss(x, self.weight, targets, self.vocab, weights, self.loss_tokens)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
-        """Return the loss of each of N tokens."""
+        """Return the loss of each of N tokens, in nats."""
         chunk = min(self.loss_tokens, max(self.capped_logits // self.vocab, 16))
         return token_losses(x, self.weight, targets, self.vocab, chunk)
 
@@ -354,8 +361,7 @@ class Head(Linear):
 class GPT(nn.Module):
     """The language model: token embedding, layers and head.
 
-    Construct it, possibly under `torch.device("meta")`, then call init_weights() or load a
-    checkpoint.
+    After constructing it, call init_weights() or load a checkpoint.
 
     The model computes in `dtype` and casts its fp32 masters to it, so one checkpoint serves every
     device. A platform may replace `attention`, and may swap the classes of modules for faster ones
@@ -392,7 +398,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 42) -> None:
-        """Initialise every parameter to the same values on every device and number of ranks."""
+        """Initialise every parameter, to the same values on any device and any number of ranks."""
         generator = torch.Generator().manual_seed(seed)
         # a uniform distribution in +-bound has standard deviation 1/sqrt(C)
         bound = (3 / self.config.n_embd) ** 0.5
@@ -425,7 +431,7 @@ class GPT(nn.Module):
         self.backout_lambda.fill_(0.2)
 
     def shard_groups(self) -> list[nn.Module]:
-        """Return the modules whose parameters a rank gathers together; see parallel.shard()."""
+        """Return the modules that each gather their parameters together; see parallel.shard()."""
         return [
             *self.value_embeds.values(),
             *filter(None, [self.bigrams]),
@@ -435,7 +441,7 @@ class GPT(nn.Module):
         ]
 
     def compile_groups(self) -> list[nn.Module]:
-        """Return the modules of a sharded model that are compiled separately; see compiled()."""
+        """Return the modules of a sharded model that train/compile.py compiles one by one."""
         return [*self.blocks, self.lm_head]
 
     @property
@@ -445,7 +451,7 @@ class GPT(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache for `slots` sequences of at most `length` tokens.
 
-        Without `dtype` it holds numbers in the compute dtype.
+        Its keys and values are in `dtype`, by default the compute dtype.
         """
         c = self.config
         return Cache(
@@ -473,7 +479,7 @@ class GPT(nn.Module):
         return rms_norm(self.wte(idx).to(self.dtype))
 
     def smear(self, x: Tensor, context: Context) -> Tensor:  # (B, T, C)
-        """Add to each token's embedding a gated share of the embedding before it."""
+        """Return each token's embedding plus a gated share of the embedding before it."""
         gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
         return x + self.smear_lambda.to(x.dtype) * gate * context.previous(x)
 
@@ -484,11 +490,11 @@ class GPT(nn.Module):
         resid_lambda: Tensor,  # ()
         x0_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's input, a weighted sum of x and x0, and the x0 for the next layer."""
+        """Return a layer's input (a weighted sum of x and x0), and the x0 for the next layer."""
         return resid_lambda * x + x0_lambda * x0, x0
 
     def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
-        """Subtract a share of the stream halfway through the network and return the normed rest."""
+        """Subtract a share of `middle`, the stream halfway through, from x and norm the result."""
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
@@ -521,7 +527,7 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
-        """Return None, because log_softmax costs less for this model; see model.py."""
+        """Return None, because log_softmax costs less for this model; see Model.log_totals()."""
         return None
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (..., C), (...) -> (...)
@@ -538,13 +544,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return logits (B, T, V) or, given targets, the cross-entropy loss in nats.
 
-        The loss is a scalar, or one value per target with reduction "none".
+        logits_or_loss() describes the arguments.
         """
         x = self.hidden(idx, context)
         return logits_or_loss(self.lm_head, x, targets, reduction, weights, context)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """Return the role of each parameter, by name; optim.py has settings for every role."""
+        """Return the role of each parameter, by name; optim.py has the settings of every role."""
         return {name: self._role(name) for name, _ in self.named_parameters()}
 
     @staticmethod
@@ -563,9 +569,9 @@ class GPT(nn.Module):
         return next(role for prefix, role in prefixes if name.startswith(prefix))
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return the number of parameters of each role, and the sums `total` and `scaling`.
+        """Return the number of parameters of each role, and two sums under "total" and "scaling".
 
-        `scaling` is the sum over the matrices and the head, which scaling laws count.
+        The second is the sum over the matrices and the head, which scaling laws count.
         """
         counts: dict[str, int] = {}
         for role, parameter in zip(self.parameter_roles().values(), self.parameters(), strict=True):
@@ -577,7 +583,8 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Return the FLOPs of the forward and backward pass for one token (PaLM, appendix B).
 
-        Each entry of a matrix takes 6, and each key that a query sees takes 12 C in every layer.
+        Each entry of a matrix takes 6, and each key in the attention window takes 12 C in every
+        layer.
         """
         matrices = sum(
             module.weight.numel() for module in self.modules() if isinstance(module, Linear)

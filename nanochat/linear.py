@@ -1,6 +1,6 @@
 """Linear layers and embedding tables that keep fp32 masters.
 
-Every use casts the parameters to the format of the activations.
+A Linear computes in the format of its input, whatever the format of its parameters.
 
 A Linear has two hooks: `multiply` replaces the matrix product, and `adapter` adds to its result. A
 device, a number format or a LoRA sets a hook, and the layers of the models stay as they are.
@@ -19,7 +19,7 @@ AddAdapter = Callable[[Tensor, Tensor], Tensor]  # x (..., inputs), W x (..., ou
 
 
 class Linear(nn.Linear):
-    """A linear layer whose fp32 weight is cast to the format of its input at every use."""
+    """A linear layer with fp32 parameters that computes in the format of its input."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)

@@ -23,7 +23,7 @@ ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def softcap(logits: Tensor) -> Tensor:  # (..., V) -> (..., V) fp32
-    """Squash logits smoothly to the range (-SOFTCAP, SOFTCAP).
+    """Squash logits smoothly to the range from -15 to 15 (SOFTCAP).
 
     It uses tanh(l) = 2 sigmoid(2 l) - 1, because CPUs compute a sigmoid in a tenth of the time of a
     tanh.
@@ -40,10 +40,10 @@ def chunked_loss(
     chunk: int = 1024,  # tokens at a time
     capped: bool = True,  # whether logits are softcapped; if not, every row of the head is a token
 ) -> Tensor:  # () fp32
-    """Return the sum over all tokens of weight times cross-entropy in nats, with gradients.
+    """Return the weighted sum of all tokens' cross-entropies in nats.
 
-    The forward pass also computes the gradients, chunk by chunk, so it needs memory for n x V
-    logits rather than N x V.
+    The forward pass also computes the gradients, chunk by chunk, so it needs memory for n x V'
+    logits rather than N x V'.
     """
 
     scale = token_weights(targets, weights)
@@ -60,9 +60,9 @@ def token_losses(
 ) -> Tensor:  # (N,) fp32 nats, 0 if ignored
     """Return the cross-entropy of each token, with only one chunk of logits in memory at a time.
 
-    If gradients are enabled, the backward pass computes the logits of every chunk again. So the
-    result may be any function of the losses, at the price of one more pass through the head than
-    chunked_loss() takes.
+    If gradients are enabled, the backward pass computes the logits of every chunk again. So any
+    function of the losses can be differentiated, at the price of one more pass through the head
+    than chunked_loss() takes.
     """
     if torch.is_grad_enabled():
         return _TokenLosses.apply(x, head, targets, vocab, chunk, capped)  # type: ignore[no-any-return]
@@ -79,10 +79,10 @@ def softcapped_loss(
     scale: Tensor,  # (n,) fp32 weight of each token, 0 = ignored
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted loss of a chunk, (), and the gradient of its logits, (n, V').
+    """Return a chunk's weighted loss () and its gradient with respect to the logits (n, V').
 
-    No softcapped logit is above SOFTCAP or below -SOFTCAP, so the softmax need not search for the
-    largest logit: nothing overflows, and no sum is 0.
+    No softcapped logit is above SOFTCAP (15) or below -SOFTCAP, so the softmax need not search for
+    the largest logit: nothing overflows, and no sum is 0.
     """
     raw = F.linear(x, head).float()
     squashed = 2 * torch.sigmoid(raw * (2 / SOFTCAP)) - 1  # a cheaper tanh, see softcap()

@@ -28,8 +28,8 @@ STATE = (
 def due(step: int, every: int, last: bool) -> bool:
     """Return whether an action that is done every `every` steps is due at `step`.
 
-    It is always due at the last step, and at step 0 only if that is the last step. If `every` is 0
-    or less, it is never due.
+    The action is never due if `every` is 0 or less. Otherwise it is also due at the last step, and
+    it is due at step 0 only if that is the last one.
     """
     if every <= 0:
         return False
@@ -37,19 +37,16 @@ def due(step: int, every: int, last: bool) -> bool:
 
 
 def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: float) -> float:
-    """Return the seconds that training on `tokens` tokens takes with a utilisation of `mfu`.
+    """Return the seconds that training on `tokens` tokens takes.
 
-    `peak` is the FLOP/s of all ranks together, of which training reaches the share `mfu`.
+    `peak` is the FLOP/s of all ranks together, and `mfu` is the share of it that training reaches.
     """
     return tokens * flops_per_token / (mfu * peak)
 
 
 @dataclass
 class Meter:
-    """Measures the loss, speed and time of a run as it trains.
-
-    Checkpoints save the fields in STATE.
-    """
+    """Measures the loss, speed and time of a run as it trains."""
 
     steps: int  # number of steps in the whole run
     tokens_per_step: int
@@ -138,7 +135,7 @@ class Meter:
 
     @property
     def smooth(self) -> float:
-        """The debiased running mean of the loss, or NaN before the first update."""
+        """The debiased running mean of the loss, or NaN if all updates so far were skipped."""
         return self.smooth_loss / self.smooth_weight if self.smooth_weight else float("nan")
 
     def expected(self, step: int) -> float:
@@ -153,7 +150,7 @@ class Meter:
         return expected_seconds(tokens, self.flops_per_token, self.peak, self.usual_mfu)
 
     def eta(self, step: int) -> float:
-        """Return the seconds left after `step` updates, at the pace of the last twenty steps."""
+        """Return the seconds left after `step` updates, at the pace of the latest steps."""
         return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
 
     def state(self) -> dict[str, float]:
@@ -162,9 +159,9 @@ class Meter:
 
 
 def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
-    """Return a step's line in the log, in the published format.
+    """Return a step's line in the log.
 
-    The running mean of the loss comes before the loss of this step. The time left comes last.
+    The running mean of the loss comes before the loss of this step, and the time left comes last.
     """
     step = line["step"]
     parts = (
@@ -188,14 +185,15 @@ def step_note(line: Mapping[str, Any], steps: int, eta: float) -> str:
 
 
 def listed(figures: Mapping[str, float]) -> str:
-    """Return figures as the log appends them to a step's line, each with its name."""
+    """Return figures as text for the log, each with its name."""
     return " | ".join(f"{name}: {value:.4f}" for name, value in figures.items())
 
 
 class SaveClock:
-    """Decides when it is time to save: every minute, or less often if saving is slow.
+    """Decides when it is time to save: every `seconds`, or less often if saving is slow.
 
-    Such saves take at most about three percent of a run.
+    Such saves take at most about three percent of a run. If `seconds` is 0 or less, no save is due
+    by time.
     """
 
     def __init__(self, seconds: float = 60.0):

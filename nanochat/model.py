@@ -68,7 +68,7 @@ class Model(Protocol):
     ) -> Any:
         """Return logits (B, T, V) or, given targets, the cross-entropy loss in nats.
 
-        The loss is a scalar, or (B, T) with reduction "none".
+        The loss is a scalar, or one value per target with reduction "none".
         """
         ...
 
@@ -96,21 +96,21 @@ class Model(Protocol):
         ...
 
     def parameter_roles(self) -> dict[str, Any]:
-        """Return the role of each parameter, by name; optim.py has settings for every role."""
+        """Return the role of each parameter, by name; optim.py has the settings of every role."""
         ...
 
     def shard_groups(self) -> list[nn.Module]:
-        """Return the modules whose parameters a rank gathers together when the model is sharded."""
+        """Return the modules that each gather their parameters together; see parallel.shard()."""
         ...
 
     def compile_groups(self) -> list[nn.Module]:
-        """Return the modules that are compiled separately when the model is sharded."""
+        """Return the modules of a sharded model that train/compile.py compiles one by one."""
         ...
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return the number of parameters of each role, and the sums `total` and `scaling`.
+        """Return the number of parameters of each role, and two sums under "total" and "scaling".
 
-        `scaling` is the sum over the parameters that scaling laws count.
+        The second is the sum over the parameters that scaling laws count.
         """
         ...
 

@@ -28,7 +28,7 @@ POLAR_EXPRESS = (
 def polar_express(
     x: Tensor,  # (K, rows, cols), singular values at most 1
 ) -> Tensor:  # (K, rows, cols)
-    """Return matrices whose singular values are close to 1, by polynomials in the Gram matrix."""
+    """Bring the singular values of each matrix close to 1, by polynomials in its Gram matrix."""
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:  # so that the Gram matrix is the smaller of the two
         x = x.mT
@@ -58,10 +58,10 @@ def equalize(
     variance: Tensor,  # (K, rows, 1) or (K, 1, cols) fp32 running mean squares; updated in place
     beta: float,
 ) -> Tensor:  # (K, rows, cols)
-    """Divide each neuron by the root of its running mean square (NorMuon).
+    """Return the matrices, each neuron divided by the root of its running mean square (NorMuon).
 
-    A neuron is a row of a tall or square matrix, and a column of a wide one. Every matrix keeps its
-    norm.
+    A neuron is a row of a tall or square matrix, and a column of a wide one. Every matrix is then
+    scaled back to its norm.
     """
     shorter = -1 if variance.size(-1) == 1 else -2
     mean_square = g.square().mean(dim=shorter, keepdim=True)
@@ -90,7 +90,10 @@ class MuonArithmetic:
         self.stacks = stacks
 
     def place(self, matrices: Sequence[nn.Parameter]) -> None:
-        """Move matrices to where they can be stepped fastest, keeping the Parameter objects."""
+        """Move matrices to where they can be stepped fastest, keeping the Parameter objects.
+
+        Here they stay where they are.
+        """
 
     def update(
         self,
@@ -112,7 +115,7 @@ class MuonArithmetic:
     ) -> None:
         """Subtract the updates from the matrices, with cautious decay.
 
-        Only entries that the update already pulls toward zero decay.
+        Entries that the update would move away from zero do not decay.
         """
         for matrix, update in zip(matrices, updates, strict=True):
             if weight_decay:

@@ -68,9 +68,9 @@ class Rates:
     """weight decay of the matrices inside layers, before it is scaled to the length of the run"""
 
     def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
-        """Return the rates and the decay for pretraining.
+        """Return the rates and the weight decay for pretraining.
 
-        They do not include schedule.rate_scale(), by which all rates are multiplied later.
+        The caller applies schedule.rate_scale() to all rates.
         """
         decay = schedule.weight_decay(
             self.weight_decay,
@@ -88,16 +88,16 @@ class Rates:
         )
 
     def for_batch(self, tokens_per_step: int) -> "Rates":
-        """Return the rates for a later stage.
+        """Return the rates for a stage after pretraining.
 
-        They do not include schedule.rate_scale(), by which all rates are multiplied later.
+        The caller applies schedule.rate_scale() to all rates.
         """
         return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
     def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
-        """Return the AdamW settings of every role.
+        """Return the AdamW settings of every role, except for matrices that Muon steps.
 
-        `table_momentum` is the first beta of the tables and the head.
+        `table_momentum` is the first beta of the embeddings, the value embeddings and the head.
         """
         width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
         table = self.embedding_lr * width
@@ -138,7 +138,7 @@ class OneRate:
     matrix_lr = 0.0  # Muon's, which steps no parameters here
 
     def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
-        """Return the AdamW settings of every role."""
+        """Return the AdamW settings of every role; neither argument changes them."""
         plain = AdamWSettings(self.learning_rate, (0.9, 0.95), decay=0.0, eps=1e-8)
         decayed = replace(plain, decay=self.weight_decay)
         return {
@@ -156,15 +156,15 @@ class OneRate:
 class RowAdam(torch.optim.Optimizer):
     """AdamW without momentum and decay, for large tables in which each step reads few rows.
 
-    A step touches only the rows that have a gradient. Without momentum, any other row stays as it
+    A step changes only the rows that have a gradient. Without momentum, any other row stays as it
     is, and its mean square only decays; that decay is made up for when the row next has a gradient.
-    Up to rounding, the numbers are those of torch.optim.AdamW with a first beta of 0, and the time
-    does not depend on the size of the table.
+    Up to rounding, the results are those of torch.optim.AdamW with a first beta of 0. With sparse
+    gradients, a step takes hardly more time for a larger table.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the rows that have a gradient, which may be a sparse tensor."""
+        """Update the rows that have a nonzero gradient; gradients may be sparse tensors."""
         for group in self.param_groups:
             beta = group["betas"][1]
             for table in group["params"]:
@@ -196,8 +196,8 @@ class RowAdam(torch.optim.Optimizer):
     def state_of(self, table: Tensor) -> dict[str, Tensor]:
         """Return the state of a table, which is all zeros before its first step.
 
-        It consists of `step`, the mean squares `exp_avg_sq` (R, C), and `age` (R,), which counts
-        for each row the steps whose decay its mean squares have yet to take.
+        It consists of `step`, the mean squares `exp_avg_sq` (R, C), and `age` (R,), which counts,
+        for each row, the steps whose decay has not been applied to its mean squares yet.
         """
         if not self.state[table]:
             self.state[table] = {
@@ -225,7 +225,7 @@ class _Stack:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for all matrices, on one rank or with parameters that FSDP2 has sharded by rows.
+    """Muon for matrices that are whole on every rank or that FSDP2 has sharded by rows.
 
     Every rank orthogonalizes its share of the matrices of one shape; see MatrixExchange.
     """
@@ -242,7 +242,8 @@ class Muon(torch.optim.Optimizer):
     ):
         """Create the optimizer; `arithmetic` is the device's, or the plain one by default.
 
-        `dtype` is the compute dtype of the model.
+        `dtype` is the compute dtype of the model. Muon multiplies in bf16 if `dtype` is bf16, and
+        otherwise in fp32.
         """
         named = list(named_matrices)
         self.arithmetic = arithmetic or MuonArithmetic()
@@ -265,7 +266,7 @@ class Muon(torch.optim.Optimizer):
             first_owner += len(members)
 
     def _by_shape(self, named: Sequence[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
-        """Group the matrices by shape, or return each alone if the device steps them one by one."""
+        """Return the matrices grouped by shape, or singly if the device does not stack them."""
         groups: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name, matrix in named:
             groups.setdefault(tuple(matrix.shape), []).append((name, matrix))
@@ -289,13 +290,16 @@ class Muon(torch.optim.Optimizer):
         )
 
     def capture(self, platform: Platform) -> None:
-        """From the second step on, replay each step as one launch, if the arithmetic allows it."""
+        """From the second step on, replay each step as one launch, if that is possible.
+
+        It is possible on a single rank if the arithmetic can be captured.
+        """
         if self.arithmetic.is_capturable and self.is_alone:
             self._graph = StepGraph(platform, self._step_all)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every matrix from its gradient, which every matrix must have."""
+        """Update every matrix from its gradient; no gradient may be missing."""
         settings = self.param_groups[0]
         rates = (settings["lr"], settings["momentum"], settings["weight_decay"])
         gradients = []
@@ -330,7 +334,7 @@ class Muon(torch.optim.Optimizer):
         self.arithmetic.subtract(local_matrices, updates, lr, weight_decay)
 
     def named_state(self) -> State:
-        """Return the state that a checkpoint keeps."""
+        """Return this rank's momenta and mean squares, by name, for a checkpoint."""
         state: State = {}
         for stack in self.stacks:
             shape = (stack.exchange.rows, stack.exchange.cols)
@@ -360,9 +364,9 @@ class Optimizers:
     ):
         """Create the optimizers for the parameters that are not frozen.
 
-        `roles` come from model.parameter_roles(). `scale` multiplies every learning rate
-        (schedule.rate_scale), Muon may multiply in `dtype`, and `table_momentum` is the first beta
-        of the embeddings and the head (see schedule).
+        `roles` come from model.parameter_roles(). `scale` multiplies every learning rate; see
+        schedule.rate_scale(). `dtype` is the model's compute dtype, in which Muon may multiply.
+        `table_momentum` goes to rates.by_role(); see schedule.table_momentum().
         """
         by_role: dict[str, list[tuple[str, Tensor]]] = {}
         self.names: dict[Tensor, str] = {}
@@ -404,10 +408,10 @@ class Optimizers:
         self.base_decay = rates.weight_decay
 
     def schedule(self, lr: float, momentum: float, decay: float) -> None:
-        """Set the rates of a step.
+        """Set the learning rates, the momentum and the weight decay of the next step.
 
         `lr` is a factor on the learning rates, `momentum` is Muon's momentum, and `decay` is a
-        factor on the weight decay of the matrices.
+        factor on the weight decay of matrices and adapters.
         """
         groups = list(self.adamw.param_groups)
         if self.rows is not None:
@@ -424,13 +428,13 @@ class Optimizers:
             )
 
     def step(self) -> None:
-        """Update all parameters from their gradients."""
+        """Call `before_step`, then update all parameters from their gradients."""
         self.before_step()
         for optimizer in self._all():
             optimizer.step()
 
     def capture(self, platform: Platform) -> None:
-        """From the second step on, replay each of Muon's steps as one launch, if possible."""
+        """Make Muon replay each step as one launch, if possible; see Muon.capture()."""
         if self.muon is not None:
             self.muon.capture(platform)
 
@@ -444,7 +448,7 @@ class Optimizers:
         return [optimizer for optimizer in optimizers if optimizer is not None]
 
     def state(self) -> State:
-        """Return everything that this rank needs to resume, by name."""
+        """Return all optimizer state that this rank needs to resume, by name."""
         state = {} if self.muon is None else self.muon.named_state()
         for parameter, moments in self._adamw_state().items():
             name = self.names[parameter]
@@ -477,9 +481,9 @@ class Optimizers:
         }
 
     def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the state of AdamW and RowAdam, which is all zeros before the first step.
+        """Return the state of AdamW and RowAdam by parameter, all zeros before the first step.
 
-        Both keep the same state for a table of bigrams.
+        For a table of bigrams, both optimizers give the same entries.
         """
         states: dict[Tensor, dict[str, Tensor]] = {}
         for group in self.adamw.param_groups:
@@ -503,7 +507,7 @@ class Optimizers:
 
     @torch.no_grad()
     def restored(self) -> None:
-        """Apply the decay that RowAdam had postponed, after AdamW has loaded a saved state."""
+        """Apply to AdamW's loaded state the decay that RowAdam had postponed."""
         for group in self.adamw.param_groups:
             if group["role"] != "bigram":
                 continue
@@ -516,7 +520,7 @@ class Optimizers:
 
 
 def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
-    """Return the size in bytes of the tensors in a checkpoint: parameters and optimizer state.
+    """Return about how many bytes the tensors of a checkpoint take: parameters and optimizer state.
 
     AdamW saves two moments of each parameter. Muon saves one, and so does the table of bigrams,
     whose first beta is 0.
@@ -532,7 +536,7 @@ def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
 def _make_sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
     """Switch the embeddings to sparse gradients if RowAdam can step them; return whether it can.
 
-    It can if this rank, on a CPU, holds the whole tables.
+    It can if the tables are in a CPU's memory and are neither sharded nor replicated.
     """
     place = place_of(tables[0])
     if place.shards * place.replicas > 1 or not tables[0].is_cpu:

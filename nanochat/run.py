@@ -70,7 +70,7 @@ PassLoss = Callable[..., Tensor]  # (model, *tensors of a pass) -> the sum of it
 
 
 class AlreadyDone(Exception):
-    """An earlier start has finished this run; launch() then ends the script without an error."""
+    """Raised if an earlier start has finished this run; launch() then ends without an error."""
 
 
 # --- the folder of a run -------------------------------------------------------------------------
@@ -92,10 +92,11 @@ def open_folder(
 ) -> RunFolder:
     """Return the folder of the run that the flags describe, after checking that it can be used.
 
-    Every rank must call this. `cfg` holds all flags of the script. The flags and `facts` (corpus,
-    parent, tokenizer) are the settings that a resumed run must share. Raises AlreadyDone if an
-    earlier start finished the run. Raises UserError if the device cannot train, if the ranks were
-    started with different settings, or if the checkpoints in the folder have different settings.
+    Every rank must call this. `cfg` holds all flags of the script. The flags that are not Free and
+    `facts` (corpus, parent, tokenizer) are the settings that a resumed run must share. Raises
+    AlreadyDone if an earlier start finished the run. Raises UserError if the device cannot train,
+    if a flag cannot be used, if the ranks were started with different settings, or if, with
+    --resume=auto, the newest checkpoint has different settings.
     """
     if reason := compute.platform.cannot_train():
         raise UserError(reason)
@@ -141,8 +142,8 @@ def parent_of(
 def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model, Tokenizer]:
     """Return the parent's model with its weights in fp32, and its tokenizer.
 
-    The model trains in the format of --matmul. Raises UserError (exit code 2) if that is
-    impossible.
+    The model trains with matrices in the format `matmul`, the value of --matmul. Raises UserError
+    (exit code 2) if that is impossible.
     """
     loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
     set_matmul(loaded.model, matmul, compute)
@@ -163,7 +164,7 @@ class Plan:
 
 
 def sum_of_losses(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:  # (B, T) -> ()
-    """Return the summed loss in nats of a forward pass over rows that hold one document each."""
+    """Return the summed loss in nats of a forward pass in which every row is one sequence."""
     return model(idx, targets, reduction="sum")
 
 
@@ -201,9 +202,9 @@ def profiling() -> Any:
 class Run:
     """A training run, new or resumed. Every rank creates one and calls the same methods.
 
-    When its context ends, the run waits for the last checkpoint, writes the stage's section of the
-    report if all steps are done and measured, and logs where the checkpoints are. A signal ends the
-    loop over steps() once the current update has been saved.
+    When its context ends without an exception, the run waits for the last checkpoint, writes the
+    stage's section of the report if all steps are done and measured, and logs where the checkpoints
+    are. After a signal, the run saves the current update, and `ended` becomes true.
     """
 
     def __init__(
@@ -218,10 +219,10 @@ class Run:
         facts: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
     ):
-        """Load the newest checkpoint into model and optimizers, or the one that --resume names.
+        """Load the checkpoint to resume from, if there is one, into model and optimizers.
 
-        `facts` are added to the report, and `about` to the meta.json of checkpoints.
-        Raises UserError if the checkpoint belongs to another run.
+        `facts` are added to the report, and `about` to the meta.json of checkpoints. Raises
+        UserError if the checkpoint belongs to another run.
         """
         self.folder = folder
         self.plan = plan
@@ -300,7 +301,7 @@ class Run:
         return min(self.flags.stop_at or self.plan.steps, self.plan.steps)
 
     def _resume(self) -> Resumed:
-        """Load the checkpoint to resume from, if there is one."""
+        """Load the checkpoint to resume from, if there is one, and return its step and state."""
         flags = self.flags
         path = self.folder.path
         if "lora" in self.about:
@@ -323,7 +324,7 @@ class Run:
         )
 
     def _figures(self, resumed: Resumed) -> tuple[Meter, Safeguards]:
-        """Return the meter and the safeguards, in the state that the checkpoint has saved.
+        """Return the meter and the safeguards, with any state that the checkpoint has saved.
 
         Raises UserError if the state has a field that this version does not know.
         """
@@ -346,7 +347,7 @@ class Run:
             ) from unknown
 
     def _announce(self) -> None:
-        """Log how long the run will take, and warn if that is long."""
+        """Log how long the run will take, if a minute or more, and warn if that is long."""
         seconds = self.meter.expected(self.step)
         if seconds >= ANNOUNCED_SECONDS:
             log(
@@ -365,15 +366,15 @@ class Run:
         describe_run(self.folder.path, {**about, **self._where()})
 
     def _where(self) -> dict[str, Any]:
-        """Return the facts about the model, the device and the data that reports show."""
+        """Return what reports say about the model, the device and the data."""
         total = self.model.parameter_counts()["total"]
         return {**device.summary(self.compute, total), **self.facts}
 
     def _owed_line(self) -> dict[str, Any] | None:
-        """Return the line for the resumed step if metrics.jsonl lacks it, or else None.
+        """Return the metrics of the resumed step if metrics.jsonl lacks them, or else None.
 
-        A run that was stopped right after a save has not yet measured that step. At step 0 the line
-        is written only if something is measured before the first step.
+        A run that was stopped right after a save has not yet measured that step. At step 0 the
+        metrics are written only if something is measured before the first step.
         """
         owed = parallel.agree(int(self._tracker.last < self.step), self.compute)
         if self.step == 0:
@@ -381,10 +382,11 @@ class Run:
         return self._state.get("line") if owed else None
 
     def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
-        """Return the model to train with: captured with --graphs, or compiled if that pays off.
+        """Return the model to train with: captured, compiled or unchanged.
 
-        `loss` must call the model as the training loop does, because other arguments would compile
-        another graph. A signal interrupts compilation at once by raising signals.Stopped.
+        It is captured with --graphs, and otherwise compiled if --compile is given or compiling pays
+        off. `loss` must call the model as the training loop does, because other arguments would
+        compile another graph. A signal interrupts compilation at once by raising signals.Stopped.
         """
         compute = self.compute
         length = rows.row_tokens - 1
@@ -414,7 +416,7 @@ class Run:
         return self._fast
 
     def _ahead(self, batch: Batch) -> Ahead:
-        """Return the work that is left to train, which decides whether compiling pays off."""
+        """Return the training that is left, which decides whether compiling pays off."""
         tokens_flops = self.model.flops_per_token() * self.plan.tokens_per_step
         # runs without this entry in their checkpoints were always compiled
         as_before = self._state.get("compiled", self.step > 0)
@@ -423,7 +425,7 @@ class Run:
         )
 
     def batches(self, rows: Source, batch: Batch) -> Iterator[dataloader.Step]:
-        """Return an iterator over the data of the remaining steps."""
+        """Return an endless iterator over this rank's data, from the next step on."""
         first_row = self.step * batch.rows_per_step
         return dataloader.steps(
             rows, first_row, batch.rows_per_step, batch.device_batch_size, self.compute
@@ -454,12 +456,12 @@ class Run:
 
     @contextlib.contextmanager
     def between_steps(self, every: int, ends: bool = False) -> Iterator[bool]:
-        """Yield whether to measure now, and write the line of the last step after the block.
+        """Yield whether to measure now, and write the metrics of the last step after the block.
 
         A measurement is due every `every` steps and after the last one, but never if `every` is 0.
-        With `ends`, it is due before the first step and after the last one, whatever `every` is. If
-        a signal cuts a measurement short, the next start of the run repeats it. The clock of the
-        next step starts after the block.
+        With `ends`, it is due before the first step and after the last one in any case. No step is
+        measured twice. If a signal cuts a measurement short, the next start of the run repeats it.
+        The clock of the next step starts after the block.
         """
         try:
             yield self._must_measure(every, ends)
@@ -484,12 +486,12 @@ class Run:
         return due(self.step, every, last and not ends)
 
     def record(self, **figures: float) -> None:
-        """Add measured figures to the line of the last step."""
+        """Add measured figures to the metrics of the last step."""
         assert self._line is not None, "figures belong into a block of between_steps() that is due"
         self._line |= figures
 
     def _flush(self) -> None:
-        """Write the line of the last step if it holds figures and is not written yet."""
+        """Write the last step's line to metrics.jsonl, if it is complete and not written yet."""
         if self._line is None or self._cut:
             return
         if len(self._line) > 1:
@@ -519,7 +521,7 @@ class Run:
         figures: Mapping[str, float] | None = None,
         words: str = "",
     ) -> None:
-        """Count a step as done, show it, and save it if a save is due.
+        """Count a step as done, show it, and save it if a save is due or a signal has come.
 
         `lrm` is the factor on the learning rates. `figures` and the outcome's figures are added to
         the step's line in metrics.jsonl; `words` and the outcome's figures are printed after the
@@ -537,7 +539,7 @@ class Run:
             self._stop = self.step
 
     def _count(self, outcome: Outcome, lrm: float) -> dict[str, Any]:
-        """Count the step as done, show it, and return its line."""
+        """Count the step as done, show it, and return its line for metrics.jsonl."""
         seconds = time.perf_counter() - self._step_start[0]
         cpu_seconds = time.process_time() - self._step_start[1]
         self.step += 1
@@ -583,7 +585,7 @@ class Run:
     # --- the end ---------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close the log, wait for the last checkpoint, and write the stage's part of the report."""
+        """Close the trackers, await the last checkpoint, and report the stage if it is complete."""
         self._tracker.close()
         self._saver.wait()
         folder = self.folder
@@ -610,7 +612,7 @@ def launch(
 ) -> None:
     """Run a training script: parse its flags, open the device, and call `train`.
 
-    Signals are caught, and the ranks watch each other.
+    Signals make the run save and stop, and the ranks watch each other.
     """
 
     def main(cfg: Any) -> None:

@@ -46,8 +46,8 @@ def horizon(
     """Return the number of steps to train, and the reason for it.
 
     It is `num_iterations` if that is given. Otherwise it follows from `target_flops`, or else from
-    the number of tokens per scaling parameter. Raises UserError (exit code 2) if `num_iterations`
-    is below 1.
+    `target_param_data_ratio`, the number of tokens per scaling parameter, and is at least 1. Raises
+    UserError (exit code 2) if `num_iterations` is below 1.
     """
     if num_iterations is not None:
         if num_iterations < 1:
@@ -69,10 +69,10 @@ def horizon(
 
 
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
-    """Return the tokens per step for a horizon: a power of two that grows as horizon^0.383.
+    """Return the tokens per step for a run of `tokens` tokens: a power of two.
 
-    Source: Power Lines, arXiv 2505.13738. Raises UserError (exit code 2) if the horizon is not
-    positive.
+    It grows as tokens^0.383, and is 2^19 (REFERENCE_BATCH) at `reference_tokens`. Source: Power
+    Lines, arXiv 2505.13738. Raises UserError (exit code 2) if `tokens` is not positive.
     """
     if tokens <= 0:
         raise UserError(
@@ -96,7 +96,7 @@ def rate_scale(tokens_per_step: int) -> float:
 def scalar_scale(tokens_per_step: int) -> float:
     """Return an additional factor on the learning rate of the scalars.
 
-    Below the reference batch this is upstream's square root; above it is 1.
+    Below the reference batch this is upstream's square root; above it, the factor is 1.
 
     Without this factor the scalars overshoot: x0 turns negative and the gradient norm jumps within
     ten steps (2 layers, 60 steps of 4,096 tokens: 0.906 bits per byte at a rate of 0.5, 0.863 at
@@ -120,10 +120,10 @@ def matrix_scale(steps: int) -> float:
 def table_momentum(steps: int) -> float:
     """Return AdamW's first beta for the embeddings and the head.
 
-    It is 0.8, but lower in runs of less than 1,000 steps, and 0 up to 200 steps.
+    It is 0.8, but lower in runs of fewer than 1,000 steps, and 0 up to 200 steps.
 
-    Beta averages over 1 / (1 - beta) steps; here the average spans at most a 200th of the run
-    (fitted at 200 steps).
+    Beta averages over 1 / (1 - beta) steps; here the average spans at most a 200th of the run, or
+    one step (fitted at 200 steps).
     """
     return min(0.8, max(0.0, 1 - 200 / steps))
 
@@ -131,19 +131,20 @@ def table_momentum(steps: int) -> float:
 def weight_decay(
     base: float, tokens_per_step: int, tokens: float, reference_tokens: float
 ) -> float:
-    """Return the weight decay for a horizon, at most twice `base`.
+    """Return the weight decay for a run of `tokens` tokens, at most twice `base`.
 
-    It keeps B / (rate x decay x D) constant (arXiv 2405.13698), so that the weights are averaged
-    over the same share of every run.
+    Up to that limit, tokens_per_step / (rate x decay x tokens) is constant (arXiv 2405.13698), so
+    that the weights are averaged over the same share of every run.
     """
     ratio = (tokens_per_step / REFERENCE_BATCH) / rate_scale(tokens_per_step)
     return min(base * ratio * reference_tokens / tokens, 2 * base)
 
 
 def warmup_steps(requested: int | None, steps: int) -> int:
-    """Return the number of steps of linear warmup.
+    """Return the number of steps of linear warmup: `requested`, if it is given.
 
-    By default there are 40, but at most a twentieth of the run (fitted at 200 steps).
+    By default there are 40, but at most a twentieth of the run (fitted at 200 steps) and at least
+    1.
     """
     if requested is not None:
         return requested
@@ -153,8 +154,8 @@ def warmup_steps(requested: int | None, steps: int) -> int:
 def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: float) -> float:
     """Return the learning-rate factor of a step (0-based), for a trapezoidal schedule.
 
-    The factor rises linearly, stays at 1, and falls linearly toward `final` over the last
-    `warmdown_ratio` of the run.
+    The factor rises linearly over `warmup` steps, stays at 1, and falls linearly toward `final`
+    over the last `warmdown_ratio` of the run.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -168,8 +169,8 @@ def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: 
 def cosine(step: int, steps: int, warmup_ratio: float) -> float:
     """Return the learning-rate factor of a step (0-based), for a cosine schedule.
 
-    The factor rises linearly over the first `warmup_ratio` of the run, then falls to 0 as half a
-    cosine.
+    The factor rises linearly over the first `warmup_ratio` of the run, then falls toward 0 as half
+    a cosine.
     """
     warmup = warmup_ratio * steps
     if step < warmup:
@@ -181,11 +182,12 @@ def cosine(step: int, steps: int, warmup_ratio: float) -> float:
 def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
     """Return Muon's momentum at a step.
 
-    It rises from 0.85 to 0.97 over 400 steps, or over a quarter of a shorter run, and falls to 0.90
-    in the warmdown.
+    It rises from 0.85 to 0.97 over 400 steps, or over a quarter of a run of fewer than 1,600 steps,
+    and falls toward 0.90 in the warmdown.
 
-    In runs of less than 667 steps the peak is lower: the momentum then averages over a twentieth of
-    the run, 10 steps of 200 (fitted there), and ends 0.05 below its peak if that is below 0.90.
+    In runs of fewer than 667 steps the peak is lower: the momentum then averages over a twentieth
+    of the run, 10 steps of 200 (fitted there). If the peak is below 0.95, the end is 0.05 below it.
+    Neither is ever below 0.85.
     """
     high = min(0.97, max(0.85, 1 - 20 / steps))
     low = max(0.85, min(0.90, high - 0.05))
@@ -208,9 +210,9 @@ def micro_batches(
 ) -> tuple[int, int]:
     """Return the number of rows in each pass on a rank, and the number of passes in a step.
 
-    `device_batch_size` is an upper bound on the rows. It is lowered if all ranks together would
-    exceed the step, and to a divisor of a rank's share of rows. Raises UserError (exit code 2) if
-    it is below 1, or if the step cannot be divided into whole rows on all ranks.
+    A pass has the most rows, up to `device_batch_size`, that divide a rank's share of the step
+    evenly. Raises UserError (exit code 2) if `device_batch_size` is below 1, or if the step cannot
+    be divided into whole rows on all ranks.
     """
     if device_batch_size < 1:
         raise UserError(
@@ -241,11 +243,10 @@ def micro_batches(
 def tuning_row_tokens(tokens: int, longest: int, limit: int) -> int:
     """Return the number of tokens in a row for fine-tuning, a power of two unless `limit` is less.
 
-    It lies between SHORTEST_ROW and LONGEST_ROW, and is at most `limit`. `tokens` is the length of
-    all conversations together, and `longest` that of the longest one, which is not cut unless it is
-    longer than LONGEST_ROW or `limit`. Many tokens make rows of LONGEST_ROW. Fewer tokens make
-    shorter rows, so that EPOCH_STEPS steps of STEP_ROWS rows fit into an epoch: rows of 2,048
-    tokens hold 40 short conversations each, and 300 conversations would make only eight such rows.
+    Small data sets get shorter rows, so that an epoch still has about EPOCH_STEPS steps (30) of
+    STEP_ROWS rows (4). Rows are never shorter than the longest conversation or SHORTEST_ROW (128
+    tokens), except that LONGEST_ROW (2,048 tokens) and `limit` cap them. `tokens` is the length of
+    all conversations together, and `longest` that of the longest one.
     """
     fitting = _power_below(max(tokens // (EPOCH_STEPS * STEP_ROWS), 1))
     holding_longest = _power_above(max(longest, 1))
@@ -266,8 +267,9 @@ def _power_above(value: int) -> int:
 def tuning_step_rows(rows: int, conversations: int) -> int:
     """Return the number of rows in a fine-tuning step, a power of two.
 
-    It leaves at least EPOCH_STEPS steps to an epoch, and is at most MOST_STEP_ROWS, unless a step
-    needs more rows to hold about LEAST_CONVERSATIONS conversations on average.
+    It is at most 32 (MOST_STEP_ROWS), and leaves at least 30 steps to an epoch (EPOCH_STEPS) if the
+    data has that many rows. But a step always has enough rows to hold about four conversations
+    (LEAST_CONVERSATIONS) on average.
     """
     fitting = min(max(rows // EPOCH_STEPS, 1), MOST_STEP_ROWS)
     least = max(round(LEAST_CONVERSATIONS * rows / conversations), 1)
@@ -275,16 +277,17 @@ def tuning_step_rows(rows: int, conversations: int) -> int:
 
 
 def tuning_epochs(steps_per_epoch: float) -> float:
-    """Return how many times a fine-tuning run reads its data.
+    """Return how many times a fine-tuning run reads its data, which may be a fraction.
 
-    It reads the data once, or up to MOST_EPOCHS times if an epoch has fewer than RUN_STEPS steps.
+    It is as often as 100 steps (RUN_STEPS) take, but at least once and at most 4 times
+    (MOST_EPOCHS).
     """
     epochs = RUN_STEPS / max(steps_per_epoch, 1e-9)
     return min(max(epochs, 1.0), MOST_EPOCHS)
 
 
 def first_tuning_rate(adapter: bool, preferences: bool) -> float:
-    """Return the learning rate of earlier versions, for resuming the runs that they began."""
+    """Return the learning rate that earlier versions used, for resuming their runs."""
     rate = 1e-4 if adapter else 1e-5
     return 0.05 * rate if preferences else rate
 
@@ -297,19 +300,24 @@ def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> flo
     its width, and the output of an adapter less so. Longer runs take smaller rates, down to half at
     400 steps, because each step needs to move less. DPO (`preferences`) takes a tenth: its loss has
     no floor, and large steps move far away from the reference model. At 2,560 channels and 400
-    steps this gives 1.6e-4 and 1.1e-5, near the 1e-4 and 1e-5 that earlier versions used for all
+    steps the rates are 1.6e-4 and 1.1e-5, near the 1e-4 and 1e-5 that earlier versions used for all
     models.
 
-    The measurements below took 100 steps unless they say otherwise. First, the 135 M model of 576
-    channels, right answers to 24 questions after 36 to 48 steps: with an adapter 0 at 1e-4, 2 at
-    3e-4, 11 at 1e-3; with all parameters 0 at 1e-5, 11 at 1e-4. Second, 192 channels, bits per byte
-    of held-out answers, 3.75 before training: with an adapter 1.66 at 5e-4, 0.85 at 1e-3, 0.27 at
-    3e-3, 0.14 at 6e-3; with all parameters 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at 1e-3. Higher rates
-    learn more of the data and forget more of the rest: at 576 channels, the number of correct sums
+    Measured after 100 steps, unless another number is given:
+
+    Right answers to 24 questions (135 M parameters, 576 channels, 36 to 48 steps). Adapter: 0 at
+    1e-4, 2 at 3e-4, 11 at 1e-3. All parameters: 0 at 1e-5, 11 at 1e-4.
+
+    Bits per byte of held-out answers (192 channels, 3.75 before training). Adapter: 1.66 at 5e-4,
+    0.85 at 1e-3, 0.27 at 3e-3, 0.14 at 6e-3. All parameters: 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at
+    1e-3.
+
+    DPO loss (192 channels, 0.693 before training). Adapter: 0.691 at 5e-6, 0.278 at 1e-4, 0.021 at
+    3e-4. All parameters: 0.660 at 5e-7, 0.210 at 1e-5, 0.036 at 3e-5.
+
+    Higher rates learn more of the data and forget more of the rest: at 576 channels, correct sums
     fell from 16 of 30 to 1, and the perplexity of other text rose from 3.81 to 4.53 (adapter) and
-    4.16 (all parameters). Third, DPO at 192 channels, whose loss begins at 0.693: with an adapter
-    0.691 at 5e-6, 0.278 at 1e-4, 0.021 at 3e-4; with all parameters 0.660 at 5e-7, 0.210 at 1e-5,
-    0.036 at 3e-5.
+    4.16 (all parameters).
     """
     rate = 1e-3 * (576 / width) ** 0.75 if adapter else 1e-4 * 576 / width
     for_length = (100 / max(steps, 1)) ** 0.5

@@ -71,9 +71,9 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def update(self, finite: bool) -> None:
-        """Halve the scale after an overflow, and double it after 2,000 good steps.
+        """Halve the scale after an overflow, and double it after 2,000 good steps in a row.
 
-        This is the rule of torch's GradScaler.
+        This is the rule of torch's GradScaler. A scale that is not `growing` stays as it is.
         """
         if not self.growing:
             return
@@ -92,8 +92,8 @@ class Spikes:
     """Detects sudden gradients: norms more than six sigma above the mean of the last 128 norms.
 
     The norm is computed over all ranks, so all ranks decide alike. A spike is itself added to the
-    128 norms. If gradients stay large, four spikes raise mean and sigma enough for training to
-    continue, so ten skipped steps in a row, which stop a run, cannot all be spikes.
+    128 norms. If gradients jump to a new level and stay there, about four spikes raise mean and
+    sigma enough for training to continue.
     """
 
     norms: list[float] = field(default_factory=list)
@@ -174,7 +174,7 @@ class Update:
 
     The loss is divided by the number of targets of the whole step over all ranks, so that neither
     the split into passes nor the number of ranks changes the gradient. If memory runs out inside
-    the context, a UserError names the next batch size to try.
+    the context, a UserError says what to change.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Update:
     def passes(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each pass on the device.
 
-        Ranks exchange gradients in the last pass only.
+        Ranks exchange gradients in the last pass only, except with --shard=full.
         """
         self._pass_rows = [len(batch[0]) for batch in micro_batches]
         for number, batch in enumerate(micro_batches, 1):
@@ -246,10 +246,11 @@ class Update:
             self._sums[1:].add_(figures.detach())
 
     def step(self) -> Outcome:
-        """Step the optimizers, once every pass has been added and its backward() has run.
+        """Step the optimizers unless the step must be skipped, and return the outcome.
 
-        The step is skipped on all ranks if the loss or a gradient is not finite, or if the norm of
-        the gradients is a spike.
+        Call this once every pass has been added and its backward() has run. The step is skipped on
+        all ranks if the loss or a gradient is not finite or has overflowed, or if the norm of the
+        gradients is a spike.
         """
         parallel.average_rows(self.model, self.compute)
         self.mark("gradient norm")
@@ -308,9 +309,9 @@ class Update:
 
 
 def _gradient_values(parameter: Tensor) -> Tensor:
-    """Return the gradient values that this rank holds.
+    """Return the values of this rank's part of a parameter's gradient.
 
-    A sparse gradient is coalesced, and only its nonzero rows are returned.
+    A sparse gradient is coalesced, and only the rows that it holds are returned.
     """
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:

@@ -1,9 +1,8 @@
 """Converts texts to tokens and back, and renders conversations with a mask of trained tokens.
 
 A tokenizer is a vocabulary of byte sequences, learned by byte pair encoding, followed by a few
-special tokens that mark who speaks. The whole vocabulary is one file, tokenizer.json. A Tokenizer
-is trained or loaded, encodes and decodes texts, and renders conversations. data/bpe.py chooses the
-library that learns and applies the merges.
+special tokens that mark who speaks. The whole vocabulary is one file, tokenizer.json. data/bpe.py
+chooses the library that learns and applies the merges.
 """
 
 import base64
@@ -76,10 +75,7 @@ def tokenizer_dir(corpus_name: str) -> Path:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as tokens, with a mask of the tokens that the assistant learns to write.
-
-    The mask is 1 for each of these tokens, and 0 for all others.
-    """
+    """A conversation as tokens, with a mask that is 1 where the assistant learns to write."""
 
     ids: list[int]
     mask: list[int]
@@ -102,7 +98,8 @@ class Tokenizer:
         """Create a tokenizer from a learned vocabulary.
 
         `ranks[i]` holds the bytes of token i. `pattern` is the name of the split pattern, and
-        `regex` is its regular expression. `specials` maps each role to the spelling of its token.
+        `regex` is its regular expression. `specials` maps each role to the spelling of its token,
+        which is <|role|> by default.
         """
         self.pattern = pattern
         self.regex = regex
@@ -129,14 +126,15 @@ class Tokenizer:
         pattern: str = DEFAULT_PATTERN,
         progress: Callable[[str, int], None] | None = None,
     ) -> "Tokenizer":
-        """Learn a vocabulary of exactly `vocab_size` tokens, including the special tokens.
+        """Learn a vocabulary of exactly `vocab_size` tokens, and return its tokenizer.
 
-        `progress` is called with ("read", texts so far) and ("merge", tokens so far), unless the
-        published rustbpe is installed.
+        `vocab_size` includes the special tokens. `progress` is called with ("read", texts so far)
+        and ("merge", tokens so far), unless the published rustbpe is installed.
 
-        Raises UserError if the pattern is unknown, if `vocab_size` is too small for the bytes and
-        the special tokens or too large for rustbpe, if a text is not valid Unicode, or if the texts
-        do not yield that many merges.
+        Raises UserError (exit code 2) if the pattern is unknown, or if `vocab_size` is too small
+        for the bytes and the special tokens or too large for rustbpe. Raises UserError if rustbpe
+        is missing, if a text is not a string of valid Unicode, or if the texts do not yield that
+        many merges.
         """
         if pattern not in PATTERNS:
             names = ", ".join(PATTERNS)
@@ -187,16 +185,16 @@ class Tokenizer:
         return cls(ranks, pattern, regex)
 
     def save(self, folder: Path) -> Path:
-        """Write `tokenizer.json` into a folder, and return its path."""
+        """Write `tokenizer.json` into a folder, and return the path of the file."""
         path = folder / FILE_NAME
         write_json(path, {**self._content(), "sha256": self.hash})
         return path
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `tokenizer.json` from a folder.
+        """Return the tokenizer in a folder's `tokenizer.json`.
 
-        Raises UserError if it is missing (exit code 2) or damaged.
+        Raises UserError if the file is missing (exit code 2), damaged or of another format.
         """
         path = folder / FILE_NAME
         train_command = f"python -m scripts.tok_train --data {quote(folder.name)}"
@@ -238,7 +236,8 @@ class Tokenizer:
 
         `vocabulary.tiktoken` holds the tokens for tiktoken, which also needs the split pattern
         `self.regex`; `huggingface/tokenizer.json` is complete for the tokenizers library. Both give
-        the same tokens as encode().
+        the same tokens as encode(), which cuts texts of more than 200,000 characters (LONGEST_TEXT)
+        first.
         """
         specials = {self._spellings[role]: token for role, token in self._ids.items()}
         huggingface = bpe.huggingface_json(self._ranks, self.regex, specials)
@@ -267,14 +266,17 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, treating the spelling of a special token as ordinary text.
 
-        Half of a surrogate pair, which a browser can send, becomes U+FFFD.
+        An unpaired surrogate, which a browser can send, becomes U+FFFD.
         """
         if len(text) <= LONGEST_TEXT:
             return self._encoder.encode(text)
         return [token for piece in _pieces(text) for token in self._encoder.encode(piece)]
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
-        """Return the tokens of each text, encoded in parallel by threads that release the GIL."""
+        """Return the tokens of each text, encoded in parallel by threads that release the GIL.
+
+        If any text has more than 200,000 characters (LONGEST_TEXT), they are encoded one by one.
+        """
         if _all_short(texts):
             return self._encoder.encode_batch(texts, threads or cores())
         return [self.encode(text) for text in texts]
@@ -286,14 +288,14 @@ class Tokenizer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of all texts in one array, and the number of tokens of each text.
 
-        The array is of an unsigned type and holds text after text; the numbers are int64 (texts,).
-        The tokens are those of encode_batch(). This repository's rustbpe creates the array without
+        The array has an unsigned type and holds text after text; the counts are int64 (texts,). The
+        tokens are those of encode_batch(). This repository's rustbpe creates the array without
         Python lists.
         """
         if _all_short(texts):
             return self._encoder.encode_joined(list(texts), threads or cores())
         pieces: list[str] = []
-        text_numbers: list[int] = []  # for each piece, the number of its text
+        text_numbers: list[int] = []  # for each piece, the index of its text
         for number, text in enumerate(texts):
             for piece in _pieces(text):
                 pieces.append(piece)
@@ -311,14 +313,14 @@ class Tokenizer:
         return b"".join(map(self._bytes.__getitem__, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a sequence of tokens.
+        """Return the text of a sequence of tokens, which must be in the vocabulary.
 
         Bytes that are not valid UTF-8, such as half a character, become U+FFFD.
         """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the token of a role, such as `assistant_end`.
+        """Return the ID of the special token with a role, such as `assistant_end`.
 
         Raises KeyError if the role is unknown.
         """
@@ -338,9 +340,9 @@ class Tokenizer:
         """Return a whole conversation as tokens, with a mask of those that are trained.
 
         The assistant learns to write its words, its tool calls with both marks, and the end mark.
-        It does not learn to write its start mark, which the program adds, the output of a tool, the
-        first `prompt_turns` turns, or turns with `trained=False`. Raises UserError if the turns are
-        not in order.
+        It does not learn its start mark (which the program adds), the output of tools, the first
+        `prompt_turns` turns, or turns with `trained=False`. Raises UserError if the turns are not
+        in order; see _alternating_turns().
         """
         turns = _alternating_turns(conversation)
         merged_turns = len(conversation.messages) - len(turns)  # 1 if a system turn was merged
@@ -373,9 +375,10 @@ class Tokenizer:
         return [self.special(f"{kind}_start"), *self.encode(text), self.special(f"{kind}_end")]
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
-        """Return the conversation without a final assistant turn, then the mark that opens a reply.
+        """Return the tokens of a conversation, then the mark that opens a reply.
 
-        Raises UserError if the conversation has no user turn or its turns are not in order.
+        A final assistant turn is left out. Raises UserError if the conversation has no user turn or
+        its turns are not in order.
         """
         if not any(message.role == "user" for message in conversation.messages):
             raise UserError(
@@ -384,9 +387,9 @@ class Tokenizer:
         return [*self.render(conversation.prompt).ids, self.special("assistant_start")]
 
     def render_as_sent(self, conversation: Conversation) -> None:
-        """Return None, because this format has no place for turns in an unusual order.
+        """Return None, because this format cannot express turns in an unusual order.
 
-        The chat templates of published models do have one.
+        The chat templates of published models can.
         """
 
 
@@ -444,9 +447,10 @@ def _check_unicode(text: str, name: str) -> None:
 
 
 def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
-    """Return the turns, with a system turn merged into the user turn after it.
+    """Return the turns, with a system turn at the beginning merged into the user turn after it.
 
-    Raises UserError unless user and assistant then alternate, beginning with the user.
+    Raises UserError if there are no turns, or unless user and assistant then alternate, beginning
+    with the user.
     """
     messages = conversation.messages
     if not messages:
