@@ -1,6 +1,6 @@
 """The calculator that a model can call in a chat: exact arithmetic and letter counting.
 
-It walks a syntax tree and never calls eval.
+Expressions are evaluated by walking their syntax tree, never with eval.
 """
 
 import ast
@@ -31,11 +31,11 @@ class _Refused(Exception):
 def calculate(expression: str) -> str | None:
     """Evaluate an arithmetic expression, and return its value as text.
 
-    Returns None if the expression is not a calculation or exceeds a limit.
+    Returns None if the expression is not a calculation, divides by zero or exceeds a limit.
 
     An expression may use + - * / // % with Python's precedence, signs, parentheses, whole and
-    decimal numbers with or without thousands commas, and 'text'.count('t'). Fractions are exact:
-    0.1 + 0.2 is 0.3 and 7 / 7 is 1.
+    decimal numbers with or without thousands commas, and 'text'.count('t'). Arithmetic is exact, so
+    0.1 + 0.2 is 0.3; only a result that is not an integer is rounded.
     """
     try:
         source = _tidy(expression)
@@ -47,7 +47,7 @@ def calculate(expression: str) -> str | None:
 
 
 def _tidy(expression: str) -> str:
-    """Rewrite numbers such as 1,000 and 007 as Python spells them.
+    """Return an expression with numbers such as 1,000 and 007 spelled as in Python.
 
     Raises _Refused if the expression is too long or contains anything that is not allowed.
     """
@@ -72,14 +72,17 @@ def _tidy(expression: str) -> str:
 
 
 class _Walk:
-    """Evaluates the syntax tree of an expression, and counts its nodes."""
+    """Evaluates the syntax tree of an expression, and refuses one that is too large."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.nodes = 0
 
     def value(self, node: ast.expr, depth: int) -> Fraction:
-        """Return the value of a node, which is nested `depth` operations deep."""
+        """Return the value of a node at nesting depth `depth`, which is 1 for the whole expression.
+
+        Raises _Refused if the node is not a calculation or exceeds a limit.
+        """
         self.nodes += 1
         if self.nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _Refused
@@ -106,7 +109,10 @@ class _Walk:
         raise _Refused
 
     def count(self, node: ast.Call) -> int:
-        """Return the value of 'text'.count('t'); both texts must be literals."""
+        """Return the value of a call such as 'text'.count('t').
+
+        Raises _Refused unless both texts are literals and the method is `count`.
+        """
         method = node.func
         if not isinstance(method, ast.Attribute) or method.attr != "count":
             raise _Refused
@@ -143,10 +149,10 @@ def _binary(
 
 
 def _show(value: Fraction) -> str:
-    """Return a value as text without an exponent.
+    """Return a value as text, without an exponent.
 
     An integer is exact. Any other value is rounded to ten significant digits, but to no fewer than
-    two decimals.
+    two decimals, and trailing zeros are dropped.
     """
     if value.denominator == 1:
         return str(value.numerator)
