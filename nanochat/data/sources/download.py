@@ -326,9 +326,7 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
         offset = file.seek(0, os.SEEK_END)  # another process may have written while we waited
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
             total = _total(response, transfer)
-            if (
-                response.status_code == 416
-            ):  # the .part file is complete, or belongs to another file
+            if response.status_code == 416:  # the .part file is complete, or of another file
                 if total != offset:
                     why = "the part on disk does not belong to the file"
                     raise _start_over(file, transfer, why)

@@ -108,10 +108,10 @@ class Source:
         return file_address(self.modelscope, path, host)
 
     def listing(self, count: int, host: Host = "hub") -> list[str]:
-        """Return the addresses of `count` training files and the validation file, as aria2c expects.
+        """Return lines for aria2c: the addresses of `count` training files and the validation file.
 
-        Each is a line. If a shard is to have another name than its file, a line ` out=NAME`
-        follows. Raises UserError (exit code 2) if `count` or `host` is not possible.
+        If a shard is to have another name than its file, a line ` out=NAME` follows the address.
+        Raises UserError (exit code 2) if `count` or `host` is not possible.
         """
         lines = []
         for number in self.numbers(count):

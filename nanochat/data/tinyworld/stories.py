@@ -21,7 +21,10 @@ from nanochat.data.tinyworld.words import (
 
 @dataclass(frozen=True)
 class Story:
-    """A story, a question about it, and the sentence that ends the story if no question follows."""
+    """A story, a question about it, and the sentence that ends the story if no question follows.
+
+    `competing` holds the wrong answers that the story suggests.
+    """
 
     kind: str
     text: str
@@ -33,12 +36,12 @@ class Story:
 
 @functools.cache
 def story_data() -> dict:
-    """Return the sentence patterns of the stories."""
+    """Return the content of stories.json: the sentence patterns and words of the stories."""
     return json.loads(data_text("stories.json"))
 
 
 def story_kinds() -> list[str]:
-    """Return the names of all kinds of stories."""
+    """Return the names of all kinds of stories, such as story_race."""
     kinds = [*story_data()["counting"], *story_data()["logic"]]
     return [f"story_{kind['kind']}" for kind in kinds]
 
@@ -49,7 +52,10 @@ def counting_story(
     largest: int = 20,
     evaluation: bool = False,
 ) -> tuple[Story, Sum]:
-    """Draw a story with two numbers up to `largest`, and its sum for the calculator."""
+    """Draw a story with two numbers, and return it and its sum for the calculator.
+
+    `largest` sets the size of the numbers. With `evaluation`, they are kept for evaluation.
+    """
     data = story_data()
     kind = rng.choice(data["counting"])
     operation = re.sub(r"\{\w\}", "", kind["expression"])
