@@ -74,9 +74,8 @@ def train(
 ) -> list[bytes]:
     """Train a vocabulary on `texts`, and return the bytes of its tokens, in order of token ID.
 
-    The vocabulary has at most `tokens` tokens. The 256 single bytes are among them and come first.
-    `progress` is passed on to this repository's rustbpe and unused by the published one. Raises
-    UserError if no rustbpe is installed.
+    The vocabulary has at most `tokens` tokens, of which the 256 single bytes are the first. The
+    published rustbpe ignores `progress`. Raises UserError if no rustbpe is installed.
     """
     trainer = installed_rustbpe().Tokenizer()
     options: dict[str, Any] = {}
@@ -97,8 +96,8 @@ def train(
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
     """Return an encoder for the vocabulary in which `ranks[i]` holds the bytes of token i.
 
-    It uses this repository's rustbpe if that is installed, which raises ValueError if merging pairs
-    of bytes cannot produce these tokens; otherwise tiktoken, which does not check this.
+    This repository's rustbpe raises ValueError if merging pairs of bytes cannot produce these
+    tokens; tiktoken, which encodes if this rustbpe is not installed, does not check that.
     """
     module = encoding_rustbpe()
     if module is None:

@@ -161,7 +161,7 @@ def _imported(
 
 
 def _warn_if_older(corpus: Corpus) -> None:
-    """Warn if the corpus is TinyWorld, but in another version than this package makes."""
+    """Warn if the corpus is a version of TinyWorld other than this package's."""
     about = read_about(corpus.folder)
     if about.get("kind") != "tinyworld":
         return
@@ -255,7 +255,7 @@ def dropped_documents(shard: Path) -> frozenset[int]:
 
 
 def dropped_summary(chosen: Sequence[Corpus]) -> dict[str, str]:
-    """Return lines for a report, by label: one for each corpus from which documents are left out.
+    """Return report lines by label, one for each corpus from which documents are left out.
 
     A line gives the number of the left-out documents and their share of the corpus.
     """

@@ -100,7 +100,7 @@ def _value(
     at: int,
     kind: int,
 ) -> tuple[Any, int]:
-    """Read a value of the Thrift type `kind` at `at`.
+    """Read a value of the Thrift type `kind`, and return it with the position after it.
 
     A struct becomes a dict from field IDs to values, and a double, which is not needed, becomes
     None. Raises ValueError if the type is unknown.
@@ -124,7 +124,7 @@ def _value(
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Read an unsigned integer that is stored with seven bits per byte, lowest bits first."""
+    """Read an unsigned integer with seven bits per byte, and return it with the position after it."""
     number = 0
     shift = 0
     while True:

@@ -145,11 +145,12 @@ def write_shards(
 ) -> dict[str, Any]:
     """Write a corpus to a folder, and return the content of its corpus.json.
 
-    The corpus consists of training shards, one validation shard and corpus.json, which begins with
-    the entries of `about`. About one document in 50, chosen by a hash of its text, is held out for
-    validation, until the validation shard is full. The folder appears only when all files are
-    complete, and replaces any folder of the same name. Raises UserError if one of the two splits
-    would be empty, or if a document is not valid Unicode.
+    The corpus consists of training shards, one validation shard and corpus.json, which includes the
+    entries of `about`. A hash of its text decides whether a document is held out for validation.
+    This happens to about one in 50, and to at least one in a small corpus, until the validation
+    shard is full. The folder appears only when all files are complete, and replaces any folder of
+    the same name. Raises UserError if a split would be empty, or if a document is not valid
+    Unicode.
     """
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +296,7 @@ def _unfold(values: pa.DictionaryArray) -> list[str | None]:
 
 
 def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
-    """Yield a list of texts in lists of at most BATCH_CHARACTERS (16.8 million) characters.
+    """Split a list of texts, and yield lists of at most BATCH_CHARACTERS (16.8 million) characters.
 
     A text that is longer than this gets its own list.
     """

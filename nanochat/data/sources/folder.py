@@ -33,7 +33,7 @@ def quiet(
     total: float | None,
     unit: str,
 ) -> Bar:
-    """Return a progress bar that shows nothing, whatever the arguments."""
+    """Return a progress bar that shows nothing."""
     return _Quiet()
 
 
@@ -176,7 +176,7 @@ def _write(
 ) -> Corpus:
     """Write the documents of a corpus, and return the corpus.
 
-    Warns if documents that were left out of an earlier version of the corpus are now back.
+    Warns if the corpus replaces one from which documents were left out, as these are now back.
     """
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:

@@ -23,7 +23,7 @@ def file_address(
     path: str,
     host: Host = "hub",
 ) -> str:
-    """Return the address of the file `path` in the data set `repo`.
+    """Return the address of the file `path` in the data set `repo` on `host`.
 
     MODELSCOPE_ENDPOINT replaces the address of ModelScope, as HF_ENDPOINT replaces that of the hub.
     """
@@ -46,7 +46,7 @@ def is_hub(url: str) -> bool:
 def hub_headers(url: str) -> dict[str, str]:
     """Return the header with the access token HF_TOKEN if the address is on the hub itself.
 
-    Returns {} otherwise, because a mirror or an unencrypted connection must not see the token, or
+    Returns {} if it is not, since a mirror or an unencrypted connection must not see the token, or
     if there is no token.
     """
     token = os.environ.get("HF_TOKEN", "").strip()

@@ -50,7 +50,7 @@ class Source:
         """Return the indices of the first `count` training files, then that of the validation file.
 
         A `count` of -1 means all training files, if their number is known. Raises UserError (exit
-        code 2) if `count` is not possible.
+        code 2) if `count` is out of range.
         """
         if self.files is None:
             if count < 1:
@@ -89,9 +89,9 @@ class Source:
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
 
     def url(self, number: int, host: Host = "hub") -> str:
-        """Return the address of the file with index `number`.
+        """Return the address of the file with index `number` on `host`.
 
-        Raises UserError (exit code 2) if no copy on ModelScope is known and `host` asks for one.
+        Raises UserError (exit code 2) if `host` is ModelScope and no copy there is known.
         """
         path = self.path.format(number=number)
         if host == "hub":
@@ -110,8 +110,8 @@ class Source:
     def listing(self, count: int, host: Host = "hub") -> list[str]:
         """Return lines for aria2c: the addresses of `count` training files and the validation file.
 
-        If a shard is to have another name than its file, a line ` out=NAME` follows the address.
-        Raises UserError (exit code 2) if `count` or `host` is not possible.
+        If a shard has another name than its file, a line ` out=NAME` follows the address. Raises
+        UserError (exit code 2) if `count` is out of range or no copy on `host` is known.
         """
         lines = []
         for number in self.numbers(count):

@@ -65,7 +65,7 @@ def download_urls(
 
 
 def read_list(path: Path, folder: Path) -> list[Remote]:
-    """Return the address, local path in `folder` and SHA-256, if given, of each file in a list.
+    """Return a Remote for each file in a list of web addresses, with its local path in `folder`.
 
     Each line holds an address and, optionally, the SHA-256 of the file. Blank lines, lines that
     begin with # and repeated lines are skipped. The local name contains a hash of the address and
@@ -143,8 +143,8 @@ def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
     """Reuse files in `folder`, so that as few as possible are fetched again.
 
     A file that does not have the listed SHA-256 is deleted. An unlisted file that has the SHA-256
-    of a missing one is renamed. Files from an earlier version of this program have names without a
-    hash, which do not tell their addresses. Without a SHA-256 in the list, such a file is fetched
+    of a missing one is renamed. Files from an earlier version of this program have no hash in their
+    names, so their addresses are unknown. Without a SHA-256 in the list, such a file is fetched
     again, which is logged.
     """
     for remote in remotes:
