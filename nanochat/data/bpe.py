@@ -31,8 +31,7 @@ class Encoder(Protocol):
     def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of all texts in one array, and the number of tokens of each text.
 
-        The tokens are unsigned integers, uint16 or uint32, and the counts are int64, with shape
-        (texts,).
+        The tokens are uint16 or uint32. The counts are int64 (texts,).
         """
         ...
 
@@ -74,8 +73,8 @@ def train(
 ) -> list[bytes]:
     """Train a vocabulary on `texts`, and return the bytes of its tokens, in order of token ID.
 
-    The vocabulary has at most `tokens` tokens, of which the 256 single bytes are the first. The
-    published rustbpe ignores `progress`. Raises UserError if no rustbpe is installed.
+    It has at most `tokens` tokens, beginning with the 256 single bytes. The published rustbpe
+    ignores `progress`. Raises UserError if no rustbpe is installed.
     """
     trainer = installed_rustbpe().Tokenizer()
     options: dict[str, Any] = {}
@@ -96,8 +95,8 @@ def train(
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
     """Return an encoder for the vocabulary in which `ranks[i]` holds the bytes of token i.
 
-    This repository's rustbpe raises ValueError if merging pairs of bytes cannot produce these
-    tokens; tiktoken, which encodes if this rustbpe is not installed, does not check that.
+    With this repository's rustbpe, raises ValueError if merging pairs of bytes cannot produce these
+    tokens; tiktoken does not check that.
     """
     module = encoding_rustbpe()
     if module is None:
@@ -160,7 +159,7 @@ class TiktokenEncoder:
 
 
 def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
-    """Return an array of type `dtype` with the numbers of all lists, one list after another."""
+    """Return an array with the numbers of all lists, one list after another."""
     total = sum(map(len, lists))
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, total)
 
@@ -178,10 +177,7 @@ def tiktoken_arguments(
     regex: str,
     specials: dict[str, int],
 ) -> dict[str, Any]:
-    """Return the keyword arguments of tiktoken.Encoding, except for `name`.
-
-    `specials` maps each special token to its ID.
-    """
+    """Return the keyword arguments for tiktoken.Encoding, except for `name`."""
     rank_of = {token: rank for rank, token in enumerate(ranks)}
     return {"pat_str": regex, "mergeable_ranks": rank_of, "special_tokens": specials}
 
@@ -219,9 +215,9 @@ def _apply_merges_before(
     token: bytes,
     rank_of: dict[bytes, int],
 ) -> list[bytes]:
-    """Split a token into the parts that remain after applying the merges learned before it.
+    """Return the parts of a token after the merges learned before it, down to two parts.
 
-    Merging stops at two parts. More remain if no earlier merge applies to them.
+    More parts remain if no earlier merge applies to them.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -253,7 +249,7 @@ def huggingface_json(
 ) -> str:
     """Return the content of a tokenizer.json for Hugging Face's tokenizers library.
 
-    `specials` maps each special token to its ID. Raises ValueError if the vocabulary is damaged.
+    `specials` maps each special token to its ID.
     """
     letters = letters_for_bytes()
 

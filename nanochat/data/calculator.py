@@ -34,8 +34,8 @@ def calculate(expression: str) -> str | None:
     Returns None if the expression is not a calculation, divides by zero or exceeds a limit.
 
     An expression may use + - * / // % with Python's precedence, signs, parentheses, whole and
-    decimal numbers with or without thousands commas, and 'text'.count('t'). Arithmetic is exact, so
-    0.1 + 0.2 is 0.3; only a result that is not an integer is rounded.
+    decimal numbers with or without thousands commas, and 'text'.count('t'). Intermediate values are
+    exact, so 0.1 + 0.2 is 0.3 and 1 / 3 * 3 is 1.
     """
     try:
         source = _tidy(expression)
@@ -79,10 +79,7 @@ class _Walk:
         self.nodes = 0
 
     def value(self, node: ast.expr, depth: int) -> Fraction:
-        """Return the value of a node at nesting depth `depth`, which is 1 for the whole expression.
-
-        Raises _Refused if the node is not a calculation or exceeds a limit.
-        """
+        """Return the value of a node at nesting depth `depth`, or raise _Refused."""
         self.nodes += 1
         if self.nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _Refused
@@ -109,10 +106,7 @@ class _Walk:
         raise _Refused
 
     def count(self, node: ast.Call) -> int:
-        """Return the value of a call such as 'text'.count('t').
-
-        Raises _Refused unless both texts are literals and the method is `count`.
-        """
+        """Return the value of 'text'.count('t'), or raise _Refused; both texts must be literals."""
         method = node.func
         if not isinstance(method, ast.Attribute) or method.attr != "count":
             raise _Refused
@@ -152,7 +146,7 @@ def _show(value: Fraction) -> str:
     """Return a value as text, without an exponent.
 
     An integer is exact. Any other value is rounded to ten significant digits, but to no fewer than
-    two decimals, and trailing zeros are dropped.
+    two decimals, and loses trailing zeros.
     """
     if value.denominator == 1:
         return str(value.numerator)

@@ -45,10 +45,7 @@ def corpora() -> list[Corpus]:
 
 
 def existing(data: str) -> Path | None:
-    """Return the path of the file or folder that `data`, a value of --data, names.
-
-    Returns None if there is no such file or folder.
-    """
+    """Return the path of the file or folder that a value of --data names, or None if none exists."""
     try:
         path = Path(data).expanduser()
         return path if data and path.exists() else None
@@ -59,8 +56,7 @@ def existing(data: str) -> Path | None:
 def resolve(data: str | None) -> Corpus:
     """Return the corpus called `data`, or else the corpus that was imported from the path `data`.
 
-    If `data` is None, returns the only corpus. Raises UserError (exit code 2) if no corpus, or more
-    than one, fits.
+    None means the only corpus. Raises UserError (exit code 2) if no corpus, or more than one, fits.
     """
     available = corpora()
     if data is None:
@@ -129,7 +125,7 @@ def _imported(
     source: Path,
     available: list[Corpus],
 ) -> Corpus:
-    """Return the corpus that was imported from `source`, the path that `data` names.
+    """Return the corpus that was imported from the file or folder `source`.
 
     Raises UserError (exit code 2) if no corpus, or more than one, was imported from it.
     """
@@ -178,7 +174,7 @@ def _warn_if_older(corpus: Corpus) -> None:
 def shards(corpus: Corpus, split: Split) -> list[Path]:
     """Return the paths of a split's shards: the last one for validation, the others for training.
 
-    Raises UserError (exit code 2) if a shard in corpus.json is missing or there are fewer than two.
+    Raises UserError (exit code 2) if a shard is missing or the corpus has fewer than two.
     """
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})
@@ -224,10 +220,9 @@ def list_of_dropped(shard: Path) -> Path:
 
 
 def dropped_entry(shard: Path) -> dict[str, Any]:
-    """Return the corpus.json entry for the documents that are left out of a shard.
+    """Return the corpus.json entry for the documents left out of a shard, or {} if there are none.
 
-    The entry holds their count and the SHA-256 of the file that lists them. If no document is left
-    out, returns {}.
+    The entry holds the count of these documents and the SHA-256 of the file that lists them.
     """
     entries = read_about(shard.parent).get(DROPPED, {}).get("shards", {})
     entry = entries.get(shard.name, {})
@@ -237,8 +232,8 @@ def dropped_entry(shard: Path) -> dict[str, Any]:
 def dropped_documents(shard: Path) -> frozenset[int]:
     """Return the indices of the documents that are left out of a shard.
 
-    Documents are counted from 0 in the order in which `shards.batches` yields them. Raises
-    UserError if the file that lists the left-out documents is damaged or missing.
+    Documents are counted from 0 as `batches` yields them. Raises UserError if the file that lists
+    the left-out documents is damaged or missing.
     """
     entry = dropped_entry(shard)
     if not entry:

@@ -23,8 +23,8 @@ def open_regular(path: Path, owned: bool) -> BinaryIO:
     """Open an ordinary file for appending or locking, creating it if it is missing, and return it.
 
     Raises UserError if the path is a link, a pipe or another special file, which another user may
-    have put there. With `owned`, which is for files whose content is used, also raises UserError if
-    the file belongs neither to this user nor to the owner of its folder.
+    have put there. With `owned`, the file must also belong to this user or to the owner of its
+    folder, because its content is used.
     """
     try:
         file = open(path, "ab", opener=_open_no_link)  # noqa: SIM115 - the caller closes it
@@ -60,12 +60,12 @@ def _planted(path: Path, problem: str) -> UserError:
 
 @contextlib.contextmanager
 def hold_lock(file: BinaryIO, waiting: Callable[[], None]) -> Iterator[int]:
-    """Lock an open file exclusively, and yield the file descriptor that holds the lock.
+    """Lock an open file, and yield the file descriptor that holds the lock.
 
     The lock ends when `file` is closed. If another process holds it, `waiting` is called before the
     wait. On a file system without locks, a temporary file on this host is locked instead until the
     context ends, and a warning is printed once per folder. In this case, raises UserError if the
-    job runs on several hosts, because a lock on one host does not exclude processes on another.
+    job runs on several hosts, because such a lock does not exclude other hosts.
     """
     host_lock = None
     try:

@@ -41,25 +41,25 @@ class Data:
 
     @property
     def vocabulary(self) -> str:
-        """The name of the tokenizer's folder, which is the name of the data without its shares.
+        """The name of the tokenizer's folder: the name of the data, without any shares.
 
-        The tokenizer of a mixture therefore stays the same if the shares change.
+        The shares may therefore change.
         """
         return unweighted(self.name) if len(self.corpora) > 1 else self.name
 
 
 def unweighted(name: str) -> str:
-    """Return the name of a mixture without its shares; web:7,books:3 becomes web,books."""
+    """Return the name of a mixture without shares: web:7,books:3 becomes web,books."""
     return ",".join(item.rpartition(":")[0] or item for item in name.split(","))
 
 
 def resolve_data(data: str | None) -> Data:
     """Return the corpora that a value of `--data` names, with their shares.
 
-    The value is the name of a corpus, the path that a corpus was imported from, or a mixture,
-    NAME:WEIGHT,NAME:WEIGHT,... Weights are positive and need not add up to 1; without weights, all
-    corpora have equal shares. None means the only corpus. Raises UserError (exit code 2) if a
-    corpus does not exist or the mixture cannot be used.
+    The value is the name of a corpus, the path that a corpus was imported from, or
+    NAME:WEIGHT,NAME:WEIGHT. Weights are positive and need not add up to 1; without weights, all
+    shares are equal. None means the only corpus. Raises UserError (exit code 2) if a corpus does
+    not exist or the mixture cannot be used.
     """
     if data is None or _names_one_corpus(data):
         return Data((resolve(data),))
@@ -89,7 +89,7 @@ def resolve_data(data: str | None) -> Data:
 
 
 def _names_one_corpus(data: str) -> bool:
-    """Return whether a value of --data is a single name or path instead of a mixture.
+    """Return whether a value of --data is a single name or path.
 
     An existing corpus, file or folder may have a comma or a colon in its name.
     """
@@ -121,10 +121,9 @@ def _check_names(names: list[str], data: str) -> None:
 
 
 def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
-    """Split NAME:WEIGHT into the name and the weight, which is None if `item` is only a NAME.
+    """Split NAME or NAME:WEIGHT into the name and the weight or None.
 
-    Raises UserError (exit code 2) if the weight is not a positive number or the name before it is
-    missing. `data` is the whole value of --data.
+    Raises UserError (exit code 2) if the name is empty or the weight is not a positive number.
     """
     name, colon, weight = item.rpartition(":")
     if not colon:
@@ -147,9 +146,9 @@ def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
 
 
 def whole_shares(weights: list[Fraction], data: str) -> tuple[int, ...]:
-    """Return the smallest integers that have the same ratios as the weights.
+    """Return the smallest integers in the same ratios as the weights.
 
-    Raises UserError (exit code 2) if their sum is larger than FINEST, which is one million.
+    Raises UserError (exit code 2) if their sum is larger than FINEST (one million).
     """
     unit = lcm(*(weight.denominator for weight in weights))
     multiples = [int(weight * unit) for weight in weights]

@@ -31,7 +31,7 @@ def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
     """Raise ValueError if a column of a parquet file unpacks to far more than any text does.
 
     Without `columns`, all columns are checked. A dictionary may repeat each value in every row, so
-    its size is counted once for each row. Also raises ValueError if the footer is damaged.
+    its size is counted once for each row. A damaged footer raises ValueError too.
     """
     names = set(columns)
     for chunk in _column_chunks(path):
@@ -78,10 +78,9 @@ def _column_chunks(path: Path) -> Iterator[_ColumnChunk]:
 
 
 def _read_footer(path: Path) -> bytes:
-    """Return the bytes of a parquet file's footer.
+    """Return the footer of a parquet file, which ends with the footer's size and a magic word.
 
-    The last eight bytes of the file are the size of the footer and a magic word, which is not
-    checked. Raises ValueError if the footer would be longer than the file.
+    The magic word is not checked. Raises ValueError if the size cannot be right.
     """
     with open(path, "rb") as file:
         end = file.seek(-8, os.SEEK_END)
@@ -102,8 +101,8 @@ def _value(
 ) -> tuple[Any, int]:
     """Read a value of the Thrift type `kind`, and return it with the position after it.
 
-    A struct becomes a dict from field IDs to values, and a double, which is not needed, becomes
-    None. Raises ValueError if the type is unknown.
+    A struct becomes a dict by field ID, and a double None. Raises ValueError if the type is
+    unknown.
     """
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at
@@ -124,7 +123,7 @@ def _value(
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Read an unsigned integer with seven bits per byte, and return it with the position after it."""
+    """Read an unsigned integer with seven bits per byte; return it and the position after it."""
     number = 0
     shift = 0
     while True:

@@ -127,7 +127,7 @@ class _Writer:
         self._group = []
 
     def close(self) -> None:
-        """Write the remaining documents, and finish the current file if there is one."""
+        """Write the remaining documents, and finish the current file, if any."""
         self._write_group()
         if self._file is not None:
             self._file.close()
@@ -145,12 +145,11 @@ def write_shards(
 ) -> dict[str, Any]:
     """Write a corpus to a folder, and return the content of its corpus.json.
 
-    The corpus consists of training shards, one validation shard and corpus.json, which includes the
-    entries of `about`. A hash of its text decides whether a document is held out for validation.
-    This happens to about one in 50, and to at least one in a small corpus, until the validation
-    shard is full. The folder appears only when all files are complete, and replaces any folder of
-    the same name. Raises UserError if a split would be empty, or if a document is not valid
-    Unicode.
+    The corpus consists of training shards, a validation shard, and corpus.json, which includes
+    `about`. A hash of its text decides whether a document is held out for validation: about one in
+    50 is, and at least one in a small corpus, until the validation shard is full. The folder
+    appears only when all files are complete, and replaces any folder of the same name. Raises
+    UserError if a split would be empty, or if a document is not valid Unicode.
     """
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -239,8 +238,7 @@ def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def _digest(number: int, text: str) -> int:
     """Return a 64-bit hash of a document.
 
-    Raises UserError if the text is not valid Unicode; `number` is the index of the document, which
-    the message gives.
+    Raises UserError, with the index `number`, if the document is not valid Unicode.
     """
     try:
         encoded = text.encode()
@@ -269,9 +267,8 @@ def read_column(
     """Yield the values of a parquet column, in lists of at most `size` values.
 
     A list of texts also has at most BATCH_CHARACTERS (16.8 million) characters, unless it is a
-    single longer text. Texts are read through dictionaries, so a text that is stored once and
-    repeated takes memory only once in a list. Raises ValueError, OSError or ArrowException if the
-    file is damaged.
+    single longer text. Texts are read through dictionaries, so a repeated text that is stored once
+    is in memory once. Raises ValueError, OSError or ArrowException if the file is damaged.
     """
     check_packing(path, [column])
     with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=[column]) as file:
@@ -335,7 +332,7 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
 def count_rows(path: Path) -> int:
     """Return the number of rows in a shard, from its footer alone.
 
-    Raises UserError if the shard is missing or its size or footer is damaged.
+    Raises UserError if the shard is missing or damaged.
     """
     _check_size(path)
     try:
@@ -375,7 +372,7 @@ def _check_size(path: Path) -> None:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Return the corpus.json entry of a shard, with its size and SHA-256, or {} if it has none."""
+    """Return the corpus.json entry of a shard, with its size and SHA-256, or {}."""
     return read_about(path.parent).get("shards", {}).get(path.name, {})
 
 

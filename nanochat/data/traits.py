@@ -43,8 +43,8 @@ class Traits:
     chats: Drawing = Drawing()
     """The sampling settings for chats with a model of the corpus."""
     knows: Mapping[str, str] | None = None
-    """What a chat model of the corpus knows, as a phrase for the chat page in each language. None if
-    that is unknown."""
+    """What a chat model of the corpus knows, as a phrase for the chat page in each language, or
+    None if that is unknown."""
     curriculum: Literal["tinyworld", "published"] = "published"
     """The data for the later stages and for evaluating chat models, as a key of CURRICULA in
     tasks.mixtures."""

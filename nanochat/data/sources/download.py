@@ -44,8 +44,8 @@ class Remote:
 class Fetched:
     """The record of a file that was downloaded.
 
-    `sha256` has been checked; it is None if it was neither known in advance nor promised by the
-    server, or if another process fetched the file meanwhile.
+    `sha256` has been checked. It is None if it was not known, or if another process fetched the
+    file.
     """
 
     path: Path
@@ -117,14 +117,13 @@ def fetch_all(
 
     The records are in the order of `files`. A file that exists under its final name is not fetched.
     After a failure or Ctrl-C, an incomplete file stays as `NAME.part`, and the next call resumes
-    it. If the server does not give the size of a file, and the file would leave less than RESERVE
-    bytes (1 GiB) of the disk free, it is discarded.
+    it. A file of unknown size is discarded if it leaves less than RESERVE bytes (1 GiB) of the disk
+    free.
 
-    `check` is called with the path of each complete file. It must raise ValueError if the content
-    is wrong, such as a login page, and UserError if no further attempt can help. `advance` is
-    called with the number of bytes that have arrived, and with a negative number if bytes are
-    discarded. `say` is called with a message before each retry. `hint` is the advice that ends an
-    error message. Raises UserError if a file cannot be fetched.
+    `check` must raise ValueError if a file's content is wrong, such as a login page, and UserError
+    if no further attempt can help. `advance` is called with the number of bytes that have arrived,
+    or a negative number if bytes are discarded. `say` is called with a message before each retry.
+    `hint` ends each error message. Raises UserError if a file cannot be fetched.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -171,7 +170,7 @@ def probe_size(
 ) -> int | None:
     """Return the size of a remote file in bytes, or None if the server does not give it.
 
-    Raises UserError if the server cannot be reached, refuses the request or gives an invalid size.
+    Raises UserError if the server cannot be reached or its answer cannot be used.
     """
     transfer = _Transfer(headers, patience or Patience(), hint)
 
@@ -185,7 +184,7 @@ def probe_size(
 def check_space(folder: Path, needed: float) -> None:
     """Raise UserError if the disk of `folder` has less than `needed` bytes free.
 
-    The folder is created if it is missing.
+    Creates the folder if it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -236,8 +235,7 @@ def _retrying(
 ) -> Result:
     """Call `attempt` until it succeeds, and return its result.
 
-    Raises UserError after too many failures in a row during which `progress()` did not grow, and
-    _Abandoned if `transfer` is stopped while this function waits.
+    Raises UserError after too many failures in a row during which `progress()` did not grow.
     """
     failures = 0
     patience = transfer.patience
@@ -261,10 +259,7 @@ def _wait_seconds(
     requested: float | None,
     patience: Patience,
 ) -> float:
-    """Return the number of seconds to wait before the next attempt.
-
-    `requested` is the wait that the server asked for, or None.
-    """
+    """Return the wait before the next attempt, at least `requested` if the limit allows that."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
@@ -291,7 +286,7 @@ def _gave_up(
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch the missing bytes of a file in one attempt, and return its record.
+    """Fetch the missing bytes of a file, and return its record.
 
     Raises UserError if the disk is full.
     """
@@ -312,10 +307,9 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Append the missing bytes of a file to its `.part` file, and return the file's record.
+    """Append the missing bytes of a file to its `.part` file, then check, rename and return it.
 
-    The complete file is checked and gets its final name. If another process has completed the file
-    meanwhile, nothing is fetched. Raises _Retry if a later attempt may succeed.
+    If another process has completed the file meanwhile, nothing is fetched.
     """
     partial_path = part_of(remote.path)
     # A second process that fetches the same file waits here.
@@ -362,8 +356,8 @@ def _check_range(
 ) -> None:
     """Check that a response continues the `.part` file at `offset`.
 
-    If the response holds the complete file instead, empties the `.part` file. Raises _Retry if it
-    holds another range.
+    If the response holds the complete file, empties the `.part` file. Raises _Retry if it holds
+    another range.
     """
     if response.status_code == 206:
         if _first_byte(response) != offset:
@@ -380,8 +374,8 @@ def _receive(
 ) -> None:
     """Append the bytes of a response to the `.part` file.
 
-    Raises _Retry if the connection ends early or more than `total` bytes arrive, _Abandoned if the
-    transfer is stopped, and UserError if a file of unknown size leaves too little of the disk free.
+    Raises _Retry unless exactly `total` bytes have arrived, if that is known, and UserError if a
+    file of unknown size leaves too little of the disk free.
     """
     limit = total
     if limit is None:
@@ -457,7 +451,7 @@ def _etag_file(path: Path) -> Path:
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
     """Return the headers that ask for the bytes of a file from `offset` on, or {} if that is 0.
 
-    If a saved ETag shows that the file has changed, the server sends the complete file instead.
+    If a saved ETag shows that the file has changed, the server sends all of it instead.
     """
     if not offset:
         return {}
@@ -480,7 +474,7 @@ def _total(response: requests.Response, transfer: _Transfer) -> int | None:
     """Return the size of the complete file in bytes, or None if the server does not give it.
 
     The size is in Content-Range if the status is 206 or 416, and otherwise in Content-Length.
-    Raises UserError if it is not a number of at most 15 digits.
+    Raises UserError if it is not a number.
     """
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
@@ -503,9 +497,9 @@ def _first_byte(response: requests.Response) -> int | None:
 
 
 def _promised_sha256(response: requests.Response) -> str | None:
-    """Return the SHA-256 that the server promised for a file, or None if there is none.
+    """Return the SHA-256 that the server promised for a file, or None.
 
-    For large files, Hugging Face and its mirrors send it with the redirect to the file.
+    Hugging Face and its mirrors send it with the redirect to a large file.
     """
     for answer in (*response.history, response):
         match = SHA256.match(answer.headers.get("X-Linked-Etag", ""))
@@ -515,9 +509,9 @@ def _promised_sha256(response: requests.Response) -> str | None:
 
 
 def _retry_after(response: requests.Response) -> float | None:
-    """Return the wait in seconds that the Retry-After header asks for.
+    """Return the seconds to wait according to the Retry-After header, a number or a date.
 
-    The header may give a number of seconds or a date. Returns None if it is missing or malformed.
+    Returns None if the header is missing or malformed.
     """
     value = response.headers.get("Retry-After", "")
     if re.fullmatch("[0-9]+", value):
@@ -541,7 +535,7 @@ def _start_over(
     transfer: _Transfer,
     why: str,
 ) -> _Retry:
-    """Empty the `.part` file, and return the _Retry to raise so that the download starts again."""
+    """Empty the `.part` file, and return the _Retry to raise, which starts the download again."""
     _empty(file, transfer)
     return _Retry(why)
 

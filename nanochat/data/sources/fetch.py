@@ -46,12 +46,11 @@ def download(
 ) -> Corpus:
     """Fetch `count` training files of a source and its validation file, and return the corpus.
 
-    Existing shards stay as they are, and partial downloads are resumed. HF_ENDPOINT, HF_TOKEN (sent
-    to the hub itself only) and the usual proxy variables are respected. corpus.json records the
-    size and SHA-256 of every shard. A shard that is fetched again must match its recorded SHA-256,
-    and an existing shard without one is checked like a downloaded file. Raises UserError if the
-    network or the server fails, if a file lacks a column, or if the disk is too small, and with
-    exit code 2 if `source` or `host` does not have these files.
+    Existing shards stay as they are, and partial ones are resumed. Uses HF_ENDPOINT, HF_TOKEN (for
+    the hub itself only) and the usual proxy variables. corpus.json records the size and SHA-256 of
+    every shard. A shard that is fetched again must match its record, and an existing shard without
+    a recorded SHA-256 is checked like a downloaded one. Raises UserError if the network or the
+    server fails, if a file lacks a column, if `count` is out of range, or if the disk is too small.
     """
     corpus = Corpus(source.name, base_dir() / "base_data" / source.name)
     about_before = read_about(corpus.folder)

@@ -69,14 +69,14 @@ def import_folder(
     bars: Bars = quiet,
     make: str | None = None,
 ) -> Corpus:
-    """Make a corpus from a .parquet, .jsonl, .txt or .md file, or a folder of them, and return it.
+    """Make a corpus from a .parquet, .jsonl, .txt or .md file or a folder of them, and return it.
 
-    A corpus that is already complete and whose files have not changed is returned as it is.
-    Subfolders are included, and files are read in order of path. A .txt or .md file is one document
-    unless `<|endoftext|>` lines divide it; a document of more than 20,000 characters ends at the
-    next blank line. `make` is the command that makes the corpus again, if it is not the import
-    command. Raises UserError (exit code 2) if there is no file to import or the name cannot be
-    used, and UserError if a document cannot be read.
+    Subfolders are included, and files are read in order of path. If the corpus exists and the files
+    have not changed, nothing is written. A .txt or .md file is one document unless `<|endoftext|>`
+    lines divide it; a document of more than 20,000 characters ends at the next blank line. `make`
+    is the command that makes the corpus again, if not the import command. Raises UserError (exit
+    code 2) if there is no file to import or the name cannot be used, and UserError if a document
+    cannot be read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem
@@ -148,10 +148,7 @@ def _is_of_another_source(corpus: Corpus, source: Path) -> bool:
 
 
 def _is_complete(corpus: Corpus, about: dict[str, Any]) -> bool:
-    """Return whether the corpus exists with all its shards and matches the description `about`.
-
-    If so, this is logged.
-    """
+    """Return whether the corpus exists, complete and with the entries of `about`, and log it if so."""
     existing = read_about(corpus.folder)
     if {key: existing.get(key) for key in about} != about:
         return False
@@ -176,7 +173,7 @@ def _write(
 ) -> Corpus:
     """Write the documents of a corpus, and return the corpus.
 
-    Warns if the corpus replaces one from which documents were left out, as these are now back.
+    Warns if documents that were left out of the old corpus are back.
     """
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:

@@ -11,7 +11,7 @@ Host = Literal["hub", "modelscope"]
 
 
 def endpoint() -> str:
-    """Return the address of the host of data sets, without a trailing slash.
+    """Return the address of the host of data sets.
 
     This is HF_ENDPOINT, which may name a mirror, or else the Hugging Face hub itself.
     """
@@ -44,10 +44,9 @@ def is_hub(url: str) -> bool:
 
 
 def hub_headers(url: str) -> dict[str, str]:
-    """Return the header with the access token HF_TOKEN if the address is on the hub itself.
+    """Return the header with the access token HF_TOKEN, if any, for an address on the hub itself.
 
-    Returns {} if it is not, since a mirror or an unencrypted connection must not see the token, or
-    if there is no token.
+    Returns {} for other addresses: a mirror or an unencrypted connection must not see the token.
     """
     token = os.environ.get("HF_TOKEN", "").strip()
     if token and is_hub(url):
@@ -56,10 +55,9 @@ def hub_headers(url: str) -> dict[str, str]:
 
 
 def how_to_be_admitted(url: str) -> str:
-    """Return advice for a user whose request to `url` was refused with status 401 or 403.
+    """Return advice for the user if a host refuses `url` with status 401 or 403.
 
-    The advice says whether HF_TOKEN helps and, for an address of a data set, where to accept its
-    terms.
+    For a data set, the advice names the page with its terms.
     """
     page, separator, _ = url.partition("/resolve/")
     if not separator or "/datasets/" not in page:

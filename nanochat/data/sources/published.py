@@ -47,10 +47,10 @@ class Source:
         return 0 if self.files is None else self.files - 1
 
     def numbers(self, count: int) -> list[int]:
-        """Return the indices of the first `count` training files, then that of the validation file.
+        """Return the indices of the first `count` training files and of the validation file.
 
-        A `count` of -1 means all training files, if their number is known. Raises UserError (exit
-        code 2) if `count` is out of range.
+        A `count` of -1 means all training files. Raises UserError (exit code 2) if `count` is out
+        of range, or -1 although the number of files is unknown.
         """
         if self.files is None:
             if count < 1:
@@ -89,9 +89,9 @@ class Source:
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
 
     def url(self, number: int, host: Host = "hub") -> str:
-        """Return the address of the file with index `number` on `host`.
+        """Return the address of the file with index `number`.
 
-        Raises UserError (exit code 2) if `host` is ModelScope and no copy there is known.
+        Raises UserError (exit code 2) if no copy on `host` is known.
         """
         path = self.path.format(number=number)
         if host == "hub":

@@ -18,9 +18,8 @@ LONG_TXT = 20_000  # characters; a longer .txt document is split at the next bla
 def documents(files: list[Path], column: str) -> Iterator[str]:
     """Yield the documents of a list of files, in order.
 
-    `column` is the parquet column or JSON field that holds the text. Documents without text are
-    skipped, and their count is logged. Raises UserError if a file cannot be read or a text is not
-    valid Unicode.
+    Documents without text are skipped, and their count is logged. Raises UserError if a file cannot
+    be read or a document is not valid Unicode.
     """
     empty = 0
     for path in files:
@@ -129,10 +128,7 @@ READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt, 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a UTF-8 file, each with its line number, counted from 1.
-
-    Raises UserError if the file is not UTF-8.
-    """
+    """Yield each line of a UTF-8 file with its number, from 1. Raises UserError on other encodings."""
     number = 0
     try:
         with open(path, encoding="utf-8-sig") as file:

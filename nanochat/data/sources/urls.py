@@ -39,10 +39,9 @@ def download_urls(
 ) -> Corpus:
     """Fetch the files named in a list of web addresses, import them, and return the corpus.
 
-    The corpus is named after the list unless `name` is given. The files stay in a folder below
-    `downloads/` in the base folder, so a stopped download resumes and a longer list fetches only
-    new files; files that are no longer listed are deleted. Raises UserError if a file cannot be
-    fetched or imported.
+    The corpus is named after the list unless `name` is given. The files stay below `downloads/` in
+    the base folder while they are listed, so a stopped download resumes, and a longer list fetches
+    only new files. Raises UserError if a file cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem
@@ -68,10 +67,9 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
     """Return a Remote for each file in a list of web addresses, with its local path in `folder`.
 
     Each line holds an address and, optionally, the SHA-256 of the file. Blank lines, lines that
-    begin with # and repeated lines are skipped. The local name contains a hash of the address and
-    SHA-256, so that a changed line does not match the old file. Raises UserError (exit code 2) if
-    the list cannot be read or is empty, or if a line is not the address of a .parquet, .jsonl, .txt
-    or .md file.
+    begin with # and repeated lines are skipped. The local name contains a hash of the line, so a
+    changed line does not match the old file. Raises UserError (exit code 2) if the list cannot be
+    read or is empty, or if a line is not the address of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
@@ -187,10 +185,7 @@ def _fetch(
     parallel: int,
     patience: Patience | None,
 ) -> None:
-    """Fetch the missing files into `folder`, sending the access token only for files on the hub.
-
-    Raises UserError if a file cannot be fetched or the disk is too small.
-    """
+    """Fetch the missing files, sending the access token only for files on the hub."""
     total = 0
     hub_files = []
     other_files = []

@@ -100,8 +100,7 @@ def calculator_sum(
 ) -> Sum:
     """Draw a sum for the calculator.
 
-    With `evaluation`, its operands are kept for evaluation and its wording may be any; otherwise,
-    training may use both.
+    Evaluation uses every wording, and training uses all except the held-out ones.
     """
     operation = rng.choice(list(OPERATIONS))
     a, b = operands(operation, rng, evaluation)

@@ -130,7 +130,7 @@ def _draw(shares: Mapping[Item, float], size: int, rng: random.Random) -> list[I
 
 
 def _makers(questions: "Questions", mental: Mental) -> dict[str, Maker]:
-    """Return the function that makes the messages of a conversation, by kind of conversation."""
+    """Return a dict from each kind of conversation to the function that makes its messages."""
     return {
         "question": lambda language, rng: questions.several(language, 1),
         "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
@@ -172,8 +172,8 @@ def _question(
 class Questions:
     """Draws questions about the facts that training asks about, with their answers.
 
-    In each language, all facts come up equally often, except that facts of the relations in
-    CONFUSABLE come up more often.
+    In each language, all facts come up equally often, but those of easily confused relations
+    (CONFUSABLE) more often.
     """
 
     def __init__(self, rng: random.Random):
@@ -193,7 +193,7 @@ class Questions:
         return messages
 
     def follow_up(self, language: Language) -> list[Message]:
-        """Return a question, the same one in short about up to two other things, and the answers.
+        """Return a question and follow-up questions about up to two other things, with their answers.
 
         Relations that `follow_ups` asks about are left out.
         """
@@ -257,7 +257,7 @@ def _dialogue(
     rng: random.Random,
     questions: Questions,
 ) -> list[Message]:
-    """Return one or two questions about facts, sums or nanochat itself, with their answers.
+    """Return one or two questions about facts, sums or nanochat itself, with answers.
 
     A greeting often comes before them, and a farewell after them.
     """

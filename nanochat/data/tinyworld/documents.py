@@ -20,7 +20,7 @@ BEGINNINGS = 120  # of tales, in each language and copy of the corpus
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
     """Yield the documents of the base corpus.
 
-    They state the whole world `copies` times, each time in other words and in another order.
+    They state the whole world `copies` times, each time in different wordings and in another order.
     """
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
@@ -30,7 +30,7 @@ def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
 
 
 def one_copy(rng: random.Random) -> list[str]:
-    """Return the documents of one copy of the corpus, which are of every kind.
+    """Return the documents of one copy of the corpus, kind by kind.
 
     They state every fact at least twice in each language.
     """
@@ -85,10 +85,7 @@ def articles(language: Language, rng: random.Random) -> Iterator[str]:
 
 
 def lists(language: Language, rng: random.Random) -> Iterator[str]:
-    """Yield texts about one relation each, which together state every fact once.
-
-    A text is either in mixed wordings or in a single wording.
-    """
+    """Yield texts about one relation each, in mixed wordings or a single one, of all facts once."""
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
             if rng.random() < 0.4:
@@ -110,9 +107,9 @@ def _in_one_wording(
 
 
 def both_languages(rng: random.Random) -> Iterator[str]:
-    """Yield texts that state up to five facts of a relation in one language and then in the other.
+    """Yield texts of up to five facts, each stated in one language and then in the other.
 
-    Groups of more than five facts are cut to five, so not every fact comes up.
+    Facts beyond the fifth of a group are left out.
     """
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
@@ -152,8 +149,8 @@ def stories(
 ) -> Iterator[str]:
     """Yield `count` counting stories, and twice as many stories about who or where.
 
-    A counting story ends with the result. Of the other stories, every second one ends with a
-    question and its answer, and the others state the person or place.
+    A counting story ends with the result. Of every two stories of the other kind, one ends with the
+    person or place, and the other with a question and its answer.
     """
     for _ in range(count):
         counting, _ = counting_story(language, rng)
@@ -181,7 +178,7 @@ def small_sums(
     count: int,
     mental: Mental,
 ) -> Iterator[str]:
-    """Yield `count` lists of practised mental sums of two terms, with their results."""
+    """Yield `count` lists of practised mental sums, each of two terms."""
     practised = []
     for a in range(1, mental.largest + 1):
         for b in range(1, mental.largest + 1):
@@ -197,7 +194,7 @@ def asking(
     rng: random.Random,
     count: int,
 ) -> Iterator[str]:
-    """Yield texts that explain question words and show how people talk.
+    """Yield three times `count` texts, which explain question words or show how people talk.
 
     They teach these words to the tokenizer and the base model, without asking about any fact of the
     world.

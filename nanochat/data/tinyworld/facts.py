@@ -39,8 +39,7 @@ CIRCLES = (
 class Fact:
     """One true statement: the value of a relation for its subjects.
 
-    A comparison, a mixture of colours or a count of parts has two subjects; other relations have
-    one.
+    Comparisons, mixtures and counts have two subjects; other relations have one.
     """
 
     relation: str
@@ -103,10 +102,7 @@ def _table_facts() -> list[Fact]:
 
 
 def _inverse_facts(facts: list[Fact]) -> list[Fact]:
-    """Return the inverse of each fact that has one.
-
-    That France has the capital Paris becomes that Paris is the capital of France.
-    """
+    """Return the inverse of each fact that has one, such as capital_of for capital."""
     inverses = []
     for fact in facts:
         if fact.relation in INVERSES:

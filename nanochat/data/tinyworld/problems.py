@@ -152,8 +152,7 @@ def evaluation(
 ) -> list[Problem]:
     """Return open questions in held-out wordings about facts that training asks about.
 
-    There is at least one for every relation, even if that makes more than `size`. If `size` is
-    None, there is one for every fact.
+    There is at least one for every relation, or one for every fact if `size` is None.
     """
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
@@ -168,10 +167,7 @@ def _spread(
     size: int | None,
     rng: random.Random,
 ) -> list[Fact]:
-    """Draw `size` facts, or more if it takes more to include every relation.
-
-    If `size` is None, returns all facts in random order.
-    """
+    """Draw `size` facts, or more if it takes more to include every relation; None means all."""
     order = list(facts)
     rng.shuffle(order)
     if size is None or size >= len(order):
@@ -325,7 +321,7 @@ def rl_problems(
     size: int = 2000,
     mental: Mental | None = None,
 ) -> list[Problem]:
-    """Return the problems of RL: practised mental sums, which a model half knows after SFT."""
+    """Return the problems of RL: practised mental sums, in wordings that training uses."""
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 

@@ -21,8 +21,9 @@ FAMOUS = frozenset(
 def held_out_keys() -> frozenset[tuple[str, ...]]:
     """Return the keys of the facts that training never asks about.
 
-    The documents do state these facts. They are the same in both languages, so that a model cannot
-    learn an answer through the other language. Relations with fewer than six facts have none.
+    The documents do state these facts. A fact is held out in both languages or in none, so that a
+    model cannot learn an answer through the other language. Relations with fewer than six facts
+    have no held-out facts.
     """
     keys: set[tuple[str, ...]] = set()
     for relation, facts in facts_by_relation().items():
@@ -61,6 +62,6 @@ def place(*names: object) -> float:
 def kept_for_evaluation(*names: object) -> bool:
     """Return whether the item that the names identify, such as a sum, is kept for evaluation.
 
-    A hash decides this; about a tenth of the items are kept.
+    About a tenth of all items are kept.
     """
     return place(*names) < HELD_OUT_SHARE

@@ -21,10 +21,7 @@ from nanochat.data.tinyworld.words import (
 
 @dataclass(frozen=True)
 class Story:
-    """A story, a question about it, and the sentence that ends the story if no question follows.
-
-    `competing` holds the wrong answers that the story suggests.
-    """
+    """A story, a question and answer about it, and the sentence that ends it without a question."""
 
     kind: str
     text: str
@@ -36,7 +33,7 @@ class Story:
 
 @functools.cache
 def story_data() -> dict:
-    """Return the content of stories.json: the sentence patterns and words of the stories."""
+    """Return the content of stories.json: sentence patterns and words."""
     return json.loads(data_text("stories.json"))
 
 
@@ -52,9 +49,9 @@ def counting_story(
     largest: int = 20,
     evaluation: bool = False,
 ) -> tuple[Story, Sum]:
-    """Draw a story with two numbers, and return it and its sum for the calculator.
+    """Draw a story with two numbers, and return the story and its sum for the calculator.
 
-    `largest` sets the size of the numbers. With `evaluation`, they are kept for evaluation.
+    `largest` limits the numbers, but quotients and second factors only roughly.
     """
     data = story_data()
     kind = rng.choice(data["counting"])

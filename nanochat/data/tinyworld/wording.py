@@ -67,7 +67,7 @@ def split_rng(*names: str) -> random.Random:
 
 @functools.cache
 def wordings() -> dict[tuple[str, Language], Wording]:
-    """Return the wording of every relation in every language, by relation and language."""
+    """Return all wordings, by relation and language."""
     table = {}
     for name in PATTERN_FILES:
         relations = json.loads(data_text(f"patterns/{name}.json"))
@@ -120,9 +120,8 @@ def _slots(
 ) -> dict[str, object]:
     """Return the noun for each slot of a pattern.
 
-    The slots are e and f for the first and last subject, v for the value, and w for the first
-    subject that is not the value, or None. The subjects are shuffled if their order does not
-    matter.
+    The slots are e and f for the first and last subject, which may be shuffled, v for the value,
+    and w for the first subject that is not the value, or None.
     """
     subjects = [word[language] for word in fact.subjects]
     not_the_value = [word[language] for word in fact.subjects if word != fact.value]

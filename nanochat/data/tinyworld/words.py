@@ -23,7 +23,7 @@ class Noun:
 
     `{e}` is the usual form, and `{e:n}` is the bare word. In English, the usual form has the
     article, if any, and `{e:s}` is the plural. In Chinese, `{e:c}` is the word after its measure
-    word, and `{e:m}` puts 一 before both. A word without the requested form gives its bare form.
+    word, and `{e:m}` puts 一 before both. A missing form is replaced by the bare word.
     """
 
     name: str

@@ -93,10 +93,10 @@ def invented_name(
     kind: str,
     evaluation: bool = False,
 ) -> Word:
-    """Invent a country or a thing that does not exist, and return its name in both languages.
+    """Invent a country or a thing that does not exist, and return its name.
 
-    `kind` is the English article, which is `none` for a country. Training and evaluation use
-    different names.
+    `kind` is the English article, `none` for a country. Training and evaluation use different
+    names.
     """
     syllables = dialogue_data()["invented"]
     real_names = {word.zh.name for word in lexicon().values()}

@@ -29,7 +29,7 @@ SAME_THING_SHARE = 0.65  # of follow-ups; all others ask about another thing
 
 @functools.cache
 def follow_up_data() -> dict:
-    """Return the content of followups.json, such as the short questions of each relation."""
+    """Return the content of followups.json, such as the short questions by relation."""
     return json.loads(data_text("followups.json"))
 
 
@@ -145,10 +145,7 @@ def full_answer(fact: Fact, language: Language) -> str:
 
 
 def follow_ups(language: Language, rng: random.Random) -> list[Message]:
-    """Draw a question and up to three follow-up questions, and return them with their answers.
-
-    Follow-up questions are answered in full sentences.
-    """
+    """Return a question and up to three follow-up questions, with their answers."""
     first = _first_fact(rng)
     messages = _first_messages(first, language, rng)
     count = rng.randint(TURNS[0] - 1, TURNS[1] - 1)

@@ -30,7 +30,7 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 @functools.cache
 def tale_data() -> dict:
-    """Return the content of tales.json: the words and sentence patterns of tales."""
+    """Return the content of tales.json: words and sentence patterns."""
     return json.loads(data_text("tales.json"))
 
 
@@ -251,10 +251,10 @@ def says(pattern: str, language: Language) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Plot:
-    """The events of a story, as steps in order; each step is a choice of sentence patterns.
+    """The events of a story, as steps in order, each with alternative sentence patterns.
 
-    The step with the index `optional` may be left out. Each letter of `needs` is a variable that
-    must be introduced before the plot.
+    The step with the index `optional` may be left out. The variables in `needs` must be introduced
+    before the plot.
     """
 
     name: str

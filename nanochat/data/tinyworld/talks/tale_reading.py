@@ -26,7 +26,8 @@ Role = Literal["open", "describe", "plot", "end"]
 class Place:
     """A place where a sentence can stand in a story.
 
-    `name` is the plot or the described variable, and `step` is the index of the step in the plot.
+    `name` is the plot or the described variable, if any, and `step` is the index of the step in the
+    plot.
     """
 
     role: Role
@@ -38,7 +39,7 @@ class Place:
 class Meaning:
     """One way to understand a sentence: its place in a story, and the facts that it states.
 
-    `speaks_of` are the variables that it mentions, except for the pronoun.
+    `speaks_of` holds the variables that it mentions.
     """
 
     place: Place
@@ -166,10 +167,9 @@ def _readings(
     facts: Facts,
     by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
-    """Yield the facts of a story for each way to complete a reading of its sentences.
+    """Yield the facts of a story for each way to read it to the end.
 
-    `understood` holds the meanings of every sentence. `before` holds the meanings chosen so far,
-    and `facts` what they state.
+    `before` holds the meanings chosen so far, and `facts` the facts that they state.
     """
     if len(before) == len(understood):
         if before[-1].place.role == "end":

@@ -45,10 +45,10 @@ def facts_about(
     rng: random.Random,
     language: Language,
 ) -> Facts:
-    """Draw the facts of a story about a hero, and return their values by variable.
+    """Draw and return the facts of a story about a hero, by variable.
 
-    They are the hero's name, pronoun, friend, home and trait, the thing that it finds, and an
-    object with a colour.
+    They are the name, friend, home and trait of the hero, the thing that it finds, and an object
+    with a colour.
     """
     data = tale_data()
     pronouns = names(language)
@@ -104,7 +104,7 @@ def _choose_descriptions(
 ) -> set[str]:
     """Return the variables to describe after the opening.
 
-    They are those that the plot needs and the opening does not mention, and at most one other.
+    They are all those that the plot still needs, and at most one other.
     """
     needed = set(plot.needs) - introduced
     # A trait and an object never come together: a model that has described home and trait would
@@ -133,7 +133,7 @@ def beginning(
 
 
 def made_up(rng: random.Random) -> Word:
-    """Invent a thing that does not exist, such as a "rocip", and return its name as a Word.
+    """Invent a thing that does not exist, such as a "rocip", and return its name.
 
     The name joins the beginning of one word and the end of another.
     """
@@ -176,7 +176,7 @@ def _real_names() -> frozenset[str]:
 
 
 def _hero(rng: random.Random) -> Word:
-    """Draw a hero of the training stories, or invent one."""
+    """Return a random hero of the training stories, or an invented one."""
     if rng.random() < MADE_UP:
         return made_up(rng)
     return heroes()[rng.choice(trained_heroes())]
@@ -211,7 +211,7 @@ def request_for(
 def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
     """Draw a request for a story, and return it with the story.
 
-    The hero is one of the training stories or invented. Some requests leave it open.
+    The hero is one of the training stories or, unless the request leaves it open, invented.
     """
     if rng.random() < WITHOUT_TOPIC:
         hero = heroes()[rng.choice(trained_heroes())]
