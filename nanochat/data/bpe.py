@@ -73,8 +73,8 @@ def train(
 ) -> list[bytes]:
     """Train a vocabulary on `texts`, and return the bytes of its tokens, in order of token ID.
 
-    It has at most `tokens` tokens, beginning with the 256 single bytes. The published rustbpe
-    ignores `progress`. Raises UserError if no rustbpe is installed.
+    It has at most `tokens` tokens, beginning with the 256 single bytes. Raises UserError if no
+    rustbpe is installed.
     """
     trainer = installed_rustbpe().Tokenizer()
     options: dict[str, Any] = {}
@@ -232,10 +232,9 @@ def _apply_merges_before(
 
 
 def letters_for_bytes() -> list[str]:
-    """Return the 256 characters for the bytes 0 to 255 in Hugging Face's byte-level vocabularies.
+    """Return the characters for the bytes 0 to 255 in Hugging Face's byte-level vocabularies.
 
-    Bytes of visible Latin-1 characters stand for themselves, and other bytes get characters from
-    U+0100 on.
+    Visible Latin-1 characters stand for themselves, and other bytes get characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare_letters = iter(range(0x100, 0x200))

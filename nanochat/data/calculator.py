@@ -1,6 +1,6 @@
 """The calculator that a model can call in a chat: exact arithmetic and letter counting.
 
-Expressions are evaluated by walking their syntax tree, never with eval.
+Expressions are evaluated by walking a syntax tree, never with eval.
 """
 
 import ast
@@ -49,7 +49,7 @@ def calculate(expression: str) -> str | None:
 def _tidy(expression: str) -> str:
     """Return an expression with numbers such as 1,000 and 007 spelled as in Python.
 
-    Raises _Refused if the expression is too long or contains anything that is not allowed.
+    Raises _Refused if the expression is too long or contains anything not allowed.
     """
     if len(expression) > MAX_LENGTH:
         raise _Refused
@@ -72,7 +72,7 @@ def _tidy(expression: str) -> str:
 
 
 class _Walk:
-    """Evaluates the syntax tree of an expression, and refuses one that is too large."""
+    """Evaluates the syntax tree of an expression, within the limits on its size."""
 
     def __init__(self, source: str) -> None:
         self.source = source

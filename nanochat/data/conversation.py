@@ -70,7 +70,7 @@ def assistant(*parts: str | Part) -> Message:
 
 
 def chat(question: str, *answer: str | Part) -> Conversation:
-    """Return a conversation of one question and its answer, given as strings or parts."""
+    """Return a conversation of one question and its answer."""
     return Conversation((user(question), assistant(*answer)))
 
 
@@ -99,9 +99,8 @@ class Cloze:
 class Task(Protocol):
     """A set of problems, each a conversation that ends with the reference answer.
 
-    In a `choice` task, the reference answer of a problem is one of `letters(i)`, and the model
-    answers with the one that it finds most likely. In a `generative` task, the model answers in
-    words.
+    In a `choice` task, the reference answer is a letter, and the model answers with the most likely
+    of `letters(i)`. In a `generative` task, the model answers in words.
     """
 
     @property

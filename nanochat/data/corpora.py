@@ -1,6 +1,6 @@
 """Find corpora by name.
 
-A corpus is a folder of parquet shards below base_data in the base folder, made by nanochat.dataset.
+A corpus is a folder of parquet shards in the base folder, made by nanochat.dataset.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def corpora() -> list[Corpus]:
 
 
 def existing(data: str) -> Path | None:
-    """Return the path of the file or folder that a value of --data names, or None if none exists."""
+    """Return the file or folder that a value of --data names, or None if there is none."""
     try:
         path = Path(data).expanduser()
         return path if data and path.exists() else None
@@ -174,7 +174,7 @@ def _warn_if_older(corpus: Corpus) -> None:
 def shards(corpus: Corpus, split: Split) -> list[Path]:
     """Return the paths of a split's shards: the last one for validation, the others for training.
 
-    Raises UserError (exit code 2) if a shard is missing or the corpus has fewer than two.
+    Raises UserError (exit code 2) if any are missing or there are fewer than two.
     """
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})

@@ -32,7 +32,7 @@ VALIDATION_CHARACTERS = 20_000_000
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of the shard with index `number`."""
+    """Return the file name of shard `number`."""
     return f"shard_{number:05d}.parquet"
 
 
@@ -44,8 +44,8 @@ def shard_paths(folder: Path) -> list[Path]:
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's corpus.json, or {} if the folder has none.
 
-    In it, `make` is the command that makes the corpus, and `shards` describes each shard by file
-    name. Raises UserError if corpus.json is damaged.
+    `make` is the command that makes the corpus, and `shards` describes each shard by name. Raises
+    UserError if corpus.json is damaged.
     """
     path = folder / ABOUT
     try:
@@ -127,7 +127,7 @@ class _Writer:
         self._group = []
 
     def close(self) -> None:
-        """Write the remaining documents, and finish the current file, if any."""
+        """Write the remaining documents, and finish the current file."""
         self._write_group()
         if self._file is not None:
             self._file.close()

@@ -80,6 +80,6 @@ TINYWORLD = Traits(
 def traits(corpus: str | None) -> Traits:
     """Return the traits of the corpus called `corpus`.
 
-    TinyWorld has its own; all other data, and None for an unknown corpus, have the default traits.
+    Every corpus except TinyWorld, and None (unknown), has the default traits.
     """
     return TINYWORLD if corpus == "tinyworld" else Traits()

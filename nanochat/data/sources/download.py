@@ -202,7 +202,7 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """Return the path of a file's `.part` file, where its bytes are saved until it is complete."""
+    """Return the path of a file's `.part` file, which holds its bytes while it is incomplete."""
     return path.with_name(path.name + ".part")
 
 
@@ -259,7 +259,7 @@ def _wait_seconds(
     requested: float | None,
     patience: Patience,
 ) -> float:
-    """Return the wait before the next attempt, at least `requested` if the limit allows that."""
+    """Return the wait before the next attempt, which `requested` may extend up to a limit."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
@@ -307,7 +307,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Append the missing bytes of a file to its `.part` file, then check, rename and return it.
+    """Append a file's missing bytes to its `.part` file, check and rename it, and return its record.
 
     If another process has completed the file meanwhile, nothing is fetched.
     """
@@ -356,8 +356,7 @@ def _check_range(
 ) -> None:
     """Check that a response continues the `.part` file at `offset`.
 
-    If the response holds the complete file, empties the `.part` file. Raises _Retry if it holds
-    another range.
+    A response with the complete file empties the `.part` file. Raises _Retry on any other range.
     """
     if response.status_code == 206:
         if _first_byte(response) != offset:
@@ -374,8 +373,8 @@ def _receive(
 ) -> None:
     """Append the bytes of a response to the `.part` file.
 
-    Raises _Retry unless exactly `total` bytes have arrived, if that is known, and UserError if a
-    file of unknown size leaves too little of the disk free.
+    Raises _Retry if the connection breaks off or the size is not `total`, and UserError if a file
+    of unknown size would fill the disk.
     """
     limit = total
     if limit is None:
@@ -474,7 +473,7 @@ def _total(response: requests.Response, transfer: _Transfer) -> int | None:
     """Return the size of the complete file in bytes, or None if the server does not give it.
 
     The size is in Content-Range if the status is 206 or 416, and otherwise in Content-Length.
-    Raises UserError if it is not a number.
+    Raises UserError if the header cannot be read.
     """
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]

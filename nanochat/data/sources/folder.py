@@ -71,12 +71,12 @@ def import_folder(
 ) -> Corpus:
     """Make a corpus from a .parquet, .jsonl, .txt or .md file or a folder of them, and return it.
 
-    Subfolders are included, and files are read in order of path. If the corpus exists and the files
-    have not changed, nothing is written. A .txt or .md file is one document unless `<|endoftext|>`
-    lines divide it; a document of more than 20,000 characters ends at the next blank line. `make`
-    is the command that makes the corpus again, if not the import command. Raises UserError (exit
-    code 2) if there is no file to import or the name cannot be used, and UserError if a document
-    cannot be read.
+    Subfolders are included, and files are read in order of path. Nothing is written if nothing has
+    changed since an earlier import. A .txt or .md file is one document unless `<|endoftext|>` lines
+    divide it; a document of more than 20,000 characters ends at the next blank line. `make` is the
+    command that makes the corpus again, if not the import command. Raises UserError (exit code 2)
+    if there is no file to import or the name cannot be used, and UserError if a document cannot be
+    read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem
@@ -148,7 +148,7 @@ def _is_of_another_source(corpus: Corpus, source: Path) -> bool:
 
 
 def _is_complete(corpus: Corpus, about: dict[str, Any]) -> bool:
-    """Return whether the corpus exists, complete and with the entries of `about`, and log it if so."""
+    """Return whether the corpus exists completely, as described by `about`, and log it if so."""
     existing = read_about(corpus.folder)
     if {key: existing.get(key) for key in about} != about:
         return False

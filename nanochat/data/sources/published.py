@@ -49,8 +49,8 @@ class Source:
     def numbers(self, count: int) -> list[int]:
         """Return the indices of the first `count` training files and of the validation file.
 
-        A `count` of -1 means all training files. Raises UserError (exit code 2) if `count` is out
-        of range, or -1 although the number of files is unknown.
+        A `count` of -1 means all training files, if their number is known. Raises UserError (exit
+        code 2) if `count` is out of range.
         """
         if self.files is None:
             if count < 1:
@@ -81,7 +81,7 @@ class Source:
         return [*range(count), training_files]
 
     def shard(self, number: int) -> str:
-        """Return the name of the shard that the file with index `number` becomes.
+        """Return the name of the shard that file `number` becomes.
 
         The validation file becomes the last shard, even if it is the first file.
         """
@@ -89,7 +89,7 @@ class Source:
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
 
     def url(self, number: int, host: Host = "hub") -> str:
-        """Return the address of the file with index `number`.
+        """Return the address of file `number`.
 
         Raises UserError (exit code 2) if no copy on `host` is known.
         """

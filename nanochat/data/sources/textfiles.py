@@ -128,7 +128,7 @@ READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt, 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield each line of a UTF-8 file with its number, from 1. Raises UserError on other encodings."""
+    """Yield the lines of a UTF-8 file with their numbers, from 1. Raises UserError otherwise."""
     number = 0
     try:
         with open(path, encoding="utf-8-sig") as file:

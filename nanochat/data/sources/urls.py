@@ -1,6 +1,6 @@
 """Fetch the files named in a list of web addresses, and import them like the user's own files.
 
-The files are kept in a folder, and are checked against the SHA-256s that the list gives.
+The files are kept in a folder, and checked against the SHA-256s in the list.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
     Each line holds an address and, optionally, the SHA-256 of the file. Blank lines, lines that
     begin with # and repeated lines are skipped. The local name contains a hash of the line, so a
     changed line does not match the old file. Raises UserError (exit code 2) if the list cannot be
-    read or is empty, or if a line is not the address of a .parquet, .jsonl, .txt or .md file.
+    read or is empty, or if an address is not that of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()

@@ -125,7 +125,7 @@ def _mix(
 
 
 def _draw(shares: Mapping[Item, float], size: int, rng: random.Random) -> list[Item]:
-    """Return `size` keys of `shares`, drawn at random with their values as weights."""
+    """Draw `size` keys of `shares`, with their values as weights."""
     return rng.choices(list(shares), weights=list(shares.values()), k=size)
 
 
@@ -193,7 +193,7 @@ class Questions:
         return messages
 
     def follow_up(self, language: Language) -> list[Message]:
-        """Return a question and follow-up questions about up to two other things, with their answers.
+        """Return a question and follow-up questions about up to two other things, with answers.
 
         Relations that `follow_ups` asks about are left out.
         """

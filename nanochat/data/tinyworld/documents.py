@@ -85,7 +85,7 @@ def articles(language: Language, rng: random.Random) -> Iterator[str]:
 
 
 def lists(language: Language, rng: random.Random) -> Iterator[str]:
-    """Yield texts about one relation each, in mixed wordings or a single one, of all facts once."""
+    """Yield texts about one relation each, either in mixed wordings or in a single wording."""
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
             if rng.random() < 0.4:
@@ -109,7 +109,7 @@ def _in_one_wording(
 def both_languages(rng: random.Random) -> Iterator[str]:
     """Yield texts of up to five facts, each stated in one language and then in the other.
 
-    Facts beyond the fifth of a group are left out.
+    Not every fact comes up.
     """
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
@@ -178,7 +178,7 @@ def small_sums(
     count: int,
     mental: Mental,
 ) -> Iterator[str]:
-    """Yield `count` lists of practised mental sums, each of two terms."""
+    """Yield lists of practised mental sums of two terms."""
     practised = []
     for a in range(1, mental.largest + 1):
         for b in range(1, mental.largest + 1):

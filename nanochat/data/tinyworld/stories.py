@@ -33,12 +33,12 @@ class Story:
 
 @functools.cache
 def story_data() -> dict:
-    """Return the content of stories.json: sentence patterns and words."""
+    """Return the content of stories.json."""
     return json.loads(data_text("stories.json"))
 
 
 def story_kinds() -> list[str]:
-    """Return the names of all kinds of stories, such as story_race."""
+    """Return the names of all kinds of stories."""
     kinds = [*story_data()["counting"], *story_data()["logic"]]
     return [f"story_{kind['kind']}" for kind in kinds]
 
@@ -51,7 +51,7 @@ def counting_story(
 ) -> tuple[Story, Sum]:
     """Draw a story with two numbers, and return the story and its sum for the calculator.
 
-    `largest` limits the numbers, but quotients and second factors only roughly.
+    `largest` limits the numbers, but not strictly.
     """
     data = story_data()
     kind = rng.choice(data["counting"])

@@ -120,8 +120,8 @@ def _slots(
 ) -> dict[str, object]:
     """Return the noun for each slot of a pattern.
 
-    The slots are e and f for the first and last subject, which may be shuffled, v for the value,
-    and w for the first subject that is not the value, or None.
+    The slots are the first and last subject, e and f, the value v, and the first subject that is
+    not the value, w. The subjects may be shuffled.
     """
     subjects = [word[language] for word in fact.subjects]
     not_the_value = [word[language] for word in fact.subjects if word != fact.value]
@@ -191,8 +191,7 @@ def state(
 ) -> str:
     """Return a sentence that states a fact.
 
-    With probability `framed`, another sentence from `frames` surrounds it, such as `We know that
-    {x}.`.
+    With probability `framed`, a sentence such as "We know that {x}." surrounds it.
     """
     wording = wordings()[fact.relation, language]
     patterns = wording.statements_by_value.get(fact.value.key, wording.statements)

@@ -71,7 +71,7 @@ def full_stop(language: Language) -> str:
 
 
 def data_text(path: str) -> str:
-    """Return the text of the file at `path` in this package's data folder."""
+    """Return the text of a data file in this package."""
     file = resources.files("nanochat.data.tinyworld").joinpath(f"data/{path}")
     return file.read_text(encoding="utf-8")
 

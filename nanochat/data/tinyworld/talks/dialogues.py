@@ -50,7 +50,7 @@ WORD_RELATIONS = (
 
 @functools.cache
 def dialogue_data() -> dict:
-    """Return the content of dialogues.json: the sentence patterns of the dialogues."""
+    """Return the content of dialogues.json."""
     return json.loads(data_text("dialogues.json"))
 
 
@@ -153,7 +153,7 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 
 def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
-    """Draw a request to tell something about a thing, and return it with an answer of three facts.
+    """Draw a request to tell about a thing, and return it with an answer of three facts.
 
     None of these facts is held out.
     """

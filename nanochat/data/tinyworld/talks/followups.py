@@ -29,7 +29,7 @@ SAME_THING_SHARE = 0.65  # of follow-ups; all others ask about another thing
 
 @functools.cache
 def follow_up_data() -> dict:
-    """Return the content of followups.json, such as the short questions by relation."""
+    """Return the content of followups.json."""
     return json.loads(data_text("followups.json"))
 
 
@@ -208,8 +208,8 @@ def follow_up_evaluation(
 ) -> list[Problem]:
     """Return problems that end in a follow-up question which training never asks after that turn.
 
-    Every second follow-up question is in a held-out wording. Of every three, two ask about the same
-    thing and one asks about another thing. A right reply names the thing and gives the value.
+    Every second follow-up question is in a held-out wording. Two in three ask about the same thing,
+    and the third about another thing. A right reply names the thing and gives the value.
     """
     rng = random.Random(f"follow-ups/{seed}/{language}")
     problems: list[Problem] = []

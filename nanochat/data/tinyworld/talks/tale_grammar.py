@@ -30,7 +30,7 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 @functools.cache
 def tale_data() -> dict:
-    """Return the content of tales.json: words and sentence patterns."""
+    """Return the content of tales.json."""
     return json.loads(data_text("tales.json"))
 
 
@@ -91,7 +91,7 @@ def asked_for() -> dict[str, Word]:
 def held_out_heroes() -> tuple[str, ...]:
     """Return the keys of the heroes that appear in no training story.
 
-    They are about a tenth of the heroes that `_counted` returns.
+    They are about a tenth of the countable heroes.
     """
     data = tale_data()
     counted = _counted()
@@ -115,10 +115,9 @@ def trained_heroes() -> tuple[str, ...]:
 
 
 def names(language: Language) -> dict[str, str]:
-    """Return the pronoun for each name that a hero may have.
+    """Return the pronoun for each name that a hero may have, which is "" in Chinese.
 
-    In Chinese, the pronouns are empty, because stories use none. No friend of a hero has any of
-    these names.
+    No friend of a hero has any of these names.
     """
     data = tale_data()["names"][language]
     if language == "zh":
@@ -190,7 +189,7 @@ def _chinese_slots() -> dict[str, dict[str, Facts]]:
 
 
 def _measure(key: str) -> str:
-    """Return 一 and the measure word of a thing, such as 一只."""
+    """Return 一 and the measure word of a thing."""
     noun = lexicon()[key].zh
     return "一" + noun.counted.removesuffix(noun.name)
 
@@ -201,7 +200,7 @@ def fill(
     language: Language,
     hero: Word,
 ) -> str:
-    """Return a sentence: a pattern whose slots are filled from the hero and the facts of a story.
+    """Return a sentence pattern with its slots filled from the facts of a story.
 
     The hero may be a thing that does not exist.
     """
@@ -251,7 +250,7 @@ def says(pattern: str, language: Language) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Plot:
-    """The events of a story, as steps in order, each with alternative sentence patterns.
+    """The events of a story, as steps in order; a step is a choice of sentence patterns.
 
     The step with the index `optional` may be left out. The variables in `needs` must be introduced
     before the plot.
@@ -265,7 +264,7 @@ class Plot:
 
 @functools.cache
 def plots(language: Language) -> tuple[Plot, ...]:
-    """Return all plots, with their sentence patterns in one language."""
+    """Return all plots in one language."""
     table = []
     for plot in tale_data()["plots"]:
         steps = tuple(tuple(step[language]) for step in plot["steps"])

@@ -39,7 +39,7 @@ class Place:
 class Meaning:
     """One way to understand a sentence: its place in a story, and the facts that it states.
 
-    `speaks_of` holds the variables that it mentions.
+    `speaks_of` holds the variables that it mentions, without the pronoun.
     """
 
     place: Place
@@ -83,7 +83,7 @@ def fault(
 
 
 def sentences(text: str) -> list[str]:
-    """Split a story into sentences, and return them.
+    """Return the sentences of a story.
 
     Text after the last full stop counts as a sentence.
     """
@@ -167,10 +167,7 @@ def _readings(
     facts: Facts,
     by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
-    """Yield the facts of a story for each way to read it to the end.
-
-    `before` holds the meanings chosen so far, and `facts` the facts that they state.
-    """
+    """Yield the facts of a story for each way to read it that continues `before` to the end."""
     if len(before) == len(understood):
         if before[-1].place.role == "end":
             yield facts

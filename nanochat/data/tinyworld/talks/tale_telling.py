@@ -102,10 +102,7 @@ def _choose_descriptions(
     introduced: frozenset[str],  # variables that the opening mentions
     rng: random.Random,
 ) -> set[str]:
-    """Return the variables to describe after the opening.
-
-    They are all those that the plot still needs, and at most one other.
-    """
+    """Return the variables to describe: all that the plot still needs, and at most one other."""
     needed = set(plot.needs) - introduced
     # A trait and an object never come together: a model that has described home and trait would
     # add the object all the same, and its story would have nine sentences.
@@ -170,7 +167,7 @@ def _source_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @functools.cache
 def _real_names() -> frozenset[str]:
-    """Return the names of all words of the world and of all heroes, in both languages."""
+    """Return the names of all words and heroes of the world, in both languages."""
     words = (*lexicon().values(), *heroes().values())
     return frozenset(word[language].name for word in words for language in LANGUAGES)
 
@@ -211,7 +208,7 @@ def request_for(
 def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
     """Draw a request for a story, and return it with the story.
 
-    The hero is one of the training stories or, unless the request leaves it open, invented.
+    The hero is one of the training stories or an invented one.
     """
     if rng.random() < WITHOUT_TOPIC:
         hero = heroes()[rng.choice(trained_heroes())]
