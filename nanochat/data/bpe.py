@@ -95,7 +95,7 @@ def train(
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
     """Return an encoder for the vocabulary in which `ranks[i]` holds the bytes of token i.
 
-    With this repository's rustbpe, raises ValueError if merging pairs of bytes cannot produce these
+    This repository's rustbpe raises ValueError if merging pairs of bytes cannot produce these
     tokens; tiktoken does not check that.
     """
     module = encoding_rustbpe()

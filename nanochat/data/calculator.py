@@ -146,7 +146,7 @@ def _show(value: Fraction) -> str:
     """Return a value as text, without an exponent.
 
     An integer is exact. Any other value is rounded to ten significant digits, but to no fewer than
-    two decimals, and loses trailing zeros.
+    two decimals, without trailing zeros.
     """
     if value.denominator == 1:
         return str(value.numerator)

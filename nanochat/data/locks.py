@@ -64,8 +64,8 @@ def hold_lock(file: BinaryIO, waiting: Callable[[], None]) -> Iterator[int]:
 
     The lock ends when `file` is closed. If another process holds it, `waiting` is called before the
     wait. On a file system without locks, a temporary file on this host is locked instead until the
-    context ends, and a warning is printed once per folder. In this case, raises UserError if the
-    job runs on several hosts, because such a lock does not exclude other hosts.
+    context ends, with one warning per folder. In this case, raises UserError if the job runs on
+    several hosts, because such a lock does not exclude other hosts.
     """
     host_lock = None
     try:

@@ -113,17 +113,16 @@ def fetch_all(
     advance: Callable[[float], None] = _nothing,
     say: Callable[[str], None] = _nothing,
 ) -> list[Fetched]:
-    """Fetch the missing files, `parallel` at a time, and return a record of each fetched file.
+    """Fetch the missing files, `parallel` at a time, and return their records in order.
 
-    The records are in the order of `files`. A file that exists under its final name is not fetched.
-    After a failure or Ctrl-C, an incomplete file stays as `NAME.part`, and the next call resumes
-    it. A file of unknown size is discarded if it leaves less than RESERVE bytes (1 GiB) of the disk
-    free.
+    A file that exists under its final name is not fetched. After a failure or Ctrl-C, an incomplete
+    file stays as `NAME.part`, and the next call resumes it. A file of unknown size is discarded if
+    it leaves less than RESERVE bytes (1 GiB) of the disk free.
 
     `check` must raise ValueError if a file's content is wrong, such as a login page, and UserError
     if no further attempt can help. `advance` is called with the number of bytes that have arrived,
-    or a negative number if bytes are discarded. `say` is called with a message before each retry.
-    `hint` ends each error message. Raises UserError if a file cannot be fetched.
+    negative if bytes are discarded, and `say` with a message before each retry. `hint` ends each
+    error message. Raises UserError if a file cannot be fetched.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -307,7 +306,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Append a file's missing bytes to its `.part` file, check and rename it, and return its record.
+    """Append a file's missing bytes to its `.part` file, check and rename it, return its record.
 
     If another process has completed the file meanwhile, nothing is fetched.
     """
@@ -472,8 +471,8 @@ def _note_etag(path: Path, response: requests.Response) -> None:
 def _total(response: requests.Response, transfer: _Transfer) -> int | None:
     """Return the size of the complete file in bytes, or None if the server does not give it.
 
-    The size is in Content-Range if the status is 206 or 416, and otherwise in Content-Length.
-    Raises UserError if the header cannot be read.
+    It is in Content-Range if the status is 206 or 416, and otherwise in Content-Length. Raises
+    UserError if the header cannot be read.
     """
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
@@ -534,7 +533,7 @@ def _start_over(
     transfer: _Transfer,
     why: str,
 ) -> _Retry:
-    """Empty the `.part` file, and return the _Retry to raise, which starts the download again."""
+    """Empty the `.part` file, and return the _Retry to raise for a new start."""
     _empty(file, transfer)
     return _Retry(why)
 

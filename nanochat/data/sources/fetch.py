@@ -49,8 +49,8 @@ def download(
     Existing shards stay as they are, and partial ones are resumed. Uses HF_ENDPOINT, HF_TOKEN (for
     the hub itself only) and the usual proxy variables. corpus.json records the size and SHA-256 of
     every shard. A shard that is fetched again must match its record, and an existing shard without
-    a recorded SHA-256 is checked like a downloaded one. Raises UserError if the network or the
-    server fails, if a file lacks a column, if `count` is out of range, or if the disk is too small.
+    a SHA-256 there is checked like a downloaded one. Raises UserError if the network or the server
+    fails, a file lacks a column, `count` is out of range, or the disk is too small.
     """
     corpus = Corpus(source.name, base_dir() / "base_data" / source.name)
     about_before = read_about(corpus.folder)
@@ -143,8 +143,8 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 def has_columns(source: Source) -> Callable[[Path], None]:
     """Return a function that checks the columns of a downloaded file.
 
-    The function raises ValueError if the file is not a complete parquet file, such as a login page.
-    It raises UserError if the file lacks a column of `source`, or if its documents are not text.
+    It raises ValueError if the file is not a complete parquet file, such as a login page, and
+    UserError if the file lacks a column of `source` or its documents are not text.
     """
 
     def check(path: Path) -> None:

@@ -25,7 +25,7 @@ def file_address(
 ) -> str:
     """Return the address of the file `path` in the data set `repo` on `host`.
 
-    MODELSCOPE_ENDPOINT replaces the address of ModelScope, as HF_ENDPOINT replaces that of the hub.
+    MODELSCOPE_ENDPOINT and HF_ENDPOINT replace the address of ModelScope and of the hub.
     """
     if host == "modelscope":
         base = (os.environ.get("MODELSCOPE_ENDPOINT") or MODELSCOPE).rstrip("/")

@@ -39,9 +39,9 @@ def download_urls(
 ) -> Corpus:
     """Fetch the files named in a list of web addresses, import them, and return the corpus.
 
-    The corpus is named after the list unless `name` is given. The files stay below `downloads/` in
-    the base folder while they are listed, so a stopped download resumes, and a longer list fetches
-    only new files. Raises UserError if a file cannot be fetched or imported.
+    The corpus is named after the list unless `name` is given. Listed files stay below `downloads/`
+    in the base folder, so a stopped download resumes, and a longer list fetches only new files.
+    Raises UserError if a file cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem
@@ -69,7 +69,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
     Each line holds an address and, optionally, the SHA-256 of the file. Blank lines, lines that
     begin with # and repeated lines are skipped. The local name contains a hash of the line, so a
     changed line does not match the old file. Raises UserError (exit code 2) if the list cannot be
-    read or is empty, or if an address is not that of a .parquet, .jsonl, .txt or .md file.
+    read or is empty, or if a line is not the address of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
@@ -142,8 +142,8 @@ def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
 
     A file that does not have the listed SHA-256 is deleted. An unlisted file that has the SHA-256
     of a missing one is renamed. Files from an earlier version of this program have no hash in their
-    names, so their addresses are unknown. Without a SHA-256 in the list, such a file is fetched
-    again, which is logged.
+    names, so their addresses are unknown; if the list gives no SHA-256, they are fetched again,
+    which is logged.
     """
     for remote in remotes:
         if remote.sha256 and remote.path.exists() and sha256_of(remote.path) != remote.sha256:

@@ -28,10 +28,7 @@ class Mental:
     largest: int = 20  # the largest term
 
     def part(self, *terms: int) -> MentalPart:
-        """Return whether the sum of these terms is practised or unseen.
-
-        The order of the terms does not matter.
-        """
+        """Return whether the sum of these terms, in any order, is practised or unseen."""
         return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
 
 

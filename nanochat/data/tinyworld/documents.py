@@ -109,7 +109,7 @@ def _in_one_wording(
 def both_languages(rng: random.Random) -> Iterator[str]:
     """Yield texts of up to five facts, each stated in one language and then in the other.
 
-    Not every fact comes up.
+    Further facts of a chunk are left out.
     """
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
@@ -194,10 +194,9 @@ def asking(
     rng: random.Random,
     count: int,
 ) -> Iterator[str]:
-    """Yield three times `count` texts, which explain question words or show how people talk.
+    """Yield texts that explain question words or show how people talk.
 
-    They teach these words to the tokenizer and the base model, without asking about any fact of the
-    world.
+    They teach these words to the tokenizer and the base model, without asking about any fact.
     """
     data = json.loads(data_text("asking.json"))[language]
     names = story_data()["names"][language]

@@ -30,10 +30,10 @@ STORY_SHARE = 0.2  # the share of stories in the evaluation of the calculator
 class Problem:
     """A question, its right answer as a bare value, and the competing values, which are wrong.
 
-    `conversation` ends with a reference answer. `tool` tells whether a reply must, must not or may
-    call the calculator. If `answer` is a number, every other number is wrong too. A reply must
-    contain `names`, if that is not empty, in addition to the value. If `tale` is not empty, it is
-    the key of a hero, and the reply must be a story about that hero instead.
+    `conversation` ends with a reference answer. `tool` tells whether a reply must or must not call
+    the calculator. If `answer` is a number, every other number is wrong too. A reply must also
+    contain `names`. If `tale` is not empty, it is the key of a hero, and the reply must be a story
+    about that hero instead.
     """
 
     conversation: Conversation
@@ -105,7 +105,7 @@ def _names_thing(
     name: str,
     expected: str,
 ) -> bool:
-    """Return whether a text contains `name` in addition to `expected`, the expected value.
+    """Return whether a text contains `name` in addition to the expected value.
 
     The value may itself contain the name, as Mexico City does.
     """

@@ -20,7 +20,7 @@ SPLIT_SEED = "tinyworld-1"
 class Wording:
     """The sentence patterns of one relation in one language.
 
-    `held_out` contains the two of the `questions` that are kept for evaluation.
+    `held_out` contains the two questions that are kept for evaluation.
     """
 
     questions: tuple[str, ...]
@@ -84,9 +84,8 @@ def build_wording(
 ) -> Wording:
     """Return the wording of a relation, with direct questions and indirect ones inside frames.
 
-    One question of each kind is held out. The first direct question is the plainest and is never
-    held out. The questions in `more` were written after the split was drawn, and are never held out
-    either.
+    One question of each kind is held out, but never the first direct one, which is the plainest,
+    nor those in `more`, which were written after the split was drawn.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
@@ -141,7 +140,7 @@ def ask(
     pattern: str,
     rng: random.Random,
 ) -> str:
-    """Return the question that the pattern `pattern` asks about a fact."""
+    """Return the question that a pattern asks about a fact."""
     question = pattern.format(**_slots(fact, language, rng))
     return english_sentence(question, language)
 
@@ -163,8 +162,7 @@ def as_typed(
 ) -> str:
     """Return a question as people type it.
 
-    Half the time the question loses its quotation marks, and sometimes its capitals or its final
-    punctuation mark.
+    Half the time it has no quotation marks, and sometimes no capitals or final punctuation mark.
     """
     if rng.random() < 0.5:
         question = question.translate(str.maketrans("", "", '"“”'))

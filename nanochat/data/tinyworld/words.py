@@ -63,7 +63,7 @@ def joined(language: Language, sentences: Iterable[str]) -> str:
 
 
 def full_stop(language: Language) -> str:
-    """Return the mark that ends a statement in this language."""
+    """Return the mark that ends a statement."""
     return "。" if language == "zh" else "."
 
 

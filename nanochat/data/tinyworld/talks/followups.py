@@ -58,7 +58,7 @@ def patterns(
 
 @functools.cache
 def _facts_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts that follow-up questions can ask about, by the key of their subject."""
+    """Return the facts that follow-up questions can ask about, by subject key."""
     groups: dict[str, list[Fact]] = {}
     for fact in _facts():
         groups.setdefault(fact.subjects[0].key, []).append(fact)
@@ -96,8 +96,8 @@ def next_facts(
     """Return the facts that a follow-up question can ask about after `fact`.
 
     With `same_thing`, they are other facts about the same thing; otherwise, facts of the same
-    relation about other things. With `held_out`, they are the facts that training never asks about
-    right after `fact`; otherwise, the facts that it may ask about.
+    relation about other things. With `held_out`, training never asks about them right after `fact`;
+    otherwise, it may.
     """
     about_same_thing = _facts_by_subject()[fact.subjects[0].key]
     of_same_relation = _facts_by_relation()[fact.relation]

@@ -41,8 +41,8 @@ def tale_data() -> dict:
 def heroes() -> dict[str, Word]:
     """Return the heroes of tales by key, except for invented ones.
 
-    These are most of the countable things of the world, and the heroes that people ask for first,
-    such as the moon, a dragon or a teacher.
+    These are most countable things of the world, and the heroes that people ask for first, such as
+    the moon, a dragon or a teacher.
     """
     words = dict(_counted())
     for en, zh in _more_heroes().items():
@@ -77,7 +77,7 @@ def _bare(name: str) -> str:
 def asked_for() -> dict[str, Word]:
     """Return the heroes by key, under the names that requests use.
 
-    A request asks for a story about the sun, whereas the story itself tells of a sun.
+    A request asks for a story about the sun, but the story tells of a sun.
     """
     words = dict(heroes())
     for en in _more_heroes():

@@ -26,7 +26,7 @@ Role = Literal["open", "describe", "plot", "end"]
 class Place:
     """A place where a sentence can stand in a story.
 
-    `name` is the plot or the described variable, if any, and `step` is the index of the step in the
+    `name` is the plot or the described variable, if any, and `step` the index of the step in the
     plot.
     """
 
@@ -56,7 +56,7 @@ def fault(
 
     If `hero` is None, the story may be about any hero. A right story has four to eight different
     sentences, all of which the grammar can make. It opens, may describe, tells one plot in order,
-    and ends. Names, pronouns and all other facts agree from the first sentence to the last.
+    and ends. No fact, name or pronoun contradicts another.
     """
     story_sentences = sentences(story)
     smallest, largest = SENTENCES
