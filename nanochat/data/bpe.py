@@ -183,10 +183,7 @@ def tiktoken_arguments(
 
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
-    """Return the content of a tiktoken file for a vocabulary.
-
-    Each line holds the bytes of a token in base64 and the ID of the token.
-    """
+    """Return the content of a tiktoken file, with the base64 bytes and ID of a token per line."""
     lines = []
     for rank, token in enumerate(ranks):
         lines.append(f"{base64.b64encode(token).decode()} {rank}\n")

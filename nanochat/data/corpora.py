@@ -212,10 +212,7 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
 
 
 def list_of_dropped(shard: Path) -> Path:
-    """Return the path of the .npy file that lists the documents left out of a shard.
-
-    The file holds the indices of these documents within the shard.
-    """
+    """Return the path of the .npy file with the indices of the documents left out of a shard."""
     return shard.parent / DROPPED / f"{shard.stem}.npy"
 
 
@@ -232,8 +229,8 @@ def dropped_entry(shard: Path) -> dict[str, Any]:
 def dropped_documents(shard: Path) -> frozenset[int]:
     """Return the indices of the documents that are left out of a shard.
 
-    Documents are counted from 0 as `batches` yields them. Raises UserError if the file that lists
-    the left-out documents is damaged or missing.
+    They count the documents that `batches` yields. Raises UserError if the file that lists them is
+    damaged or missing.
     """
     entry = dropped_entry(shard)
     if not entry:
@@ -250,10 +247,7 @@ def dropped_documents(shard: Path) -> frozenset[int]:
 
 
 def dropped_summary(chosen: Sequence[Corpus]) -> dict[str, str]:
-    """Return report lines by label, one for each corpus from which documents are left out.
-
-    A line gives the number of the left-out documents and their share of the corpus.
-    """
+    """Return a report line, by label, for each corpus from which documents are left out."""
     lines = {}
     for corpus in chosen:
         dropped = read_about(corpus.folder).get(DROPPED, {})

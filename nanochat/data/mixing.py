@@ -41,10 +41,7 @@ class Data:
 
     @property
     def vocabulary(self) -> str:
-        """The name of the tokenizer's folder: the name of the data, without any shares.
-
-        The shares may therefore change.
-        """
+        """The name of the tokenizer's folder: the name of the data, without any shares."""
         return unweighted(self.name) if len(self.corpora) > 1 else self.name
 
 
@@ -91,7 +88,7 @@ def resolve_data(data: str | None) -> Data:
 def _names_one_corpus(data: str) -> bool:
     """Return whether a value of --data is a single name or path.
 
-    An existing corpus, file or folder may have a comma or a colon in its name.
+    The name of an existing one may have a comma or a colon.
     """
     if any(corpus.name == data for corpus in corpora()) or existing(data) is not None:
         return True

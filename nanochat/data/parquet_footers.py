@@ -1,8 +1,8 @@
 """Refuse parquet files that unpack to far more than any text does, before their data is read.
 
-Only the footer is read, a struct in Thrift's compact protocol, which is described in
-https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. The footer is
-parsed here because pyarrow ends the whole process when asked about a column in a damaged footer.
+Only the footer is read, a struct in Thrift's compact protocol:
+https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. It is parsed here
+because pyarrow ends the whole process when asked about a column in a damaged footer.
 """
 
 import os
@@ -78,9 +78,9 @@ def _column_chunks(path: Path) -> Iterator[_ColumnChunk]:
 
 
 def _read_footer(path: Path) -> bytes:
-    """Return the footer of a parquet file, which ends with the footer's size and a magic word.
+    """Return the footer of a parquet file, which is followed by its size and a magic word.
 
-    Raises ValueError if the footer would be longer than the file.
+    Raises ValueError if the size is impossible.
     """
     with open(path, "rb") as file:
         end = file.seek(-8, os.SEEK_END)

@@ -238,7 +238,7 @@ def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def _digest(number: int, text: str) -> int:
     """Return a 64-bit hash of a document.
 
-    Raises UserError, with the index `number`, if the document is not valid Unicode.
+    Raises UserError, which gives `number`, if the document is not valid Unicode.
     """
     try:
         encoded = text.encode()
@@ -310,7 +310,7 @@ def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
 
 
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
-    """Yield the documents of a shard, in lists of at most `size`.
+    """Yield the documents of a shard, in lists.
 
     Rows without text are skipped. Raises UserError if the shard is missing or damaged.
     """
@@ -342,7 +342,7 @@ def count_rows(path: Path) -> int:
 
 
 def texts(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield the documents of several shards, one after another.
+    """Yield the documents of all shards, in order.
 
     Raises UserError if a shard is missing or damaged.
     """

@@ -42,7 +42,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Fetched:
-    """The record of a file that was downloaded.
+    """The record of a downloaded file.
 
     `sha256` has been checked. It is None if it was not known, or if another process fetched the
     file.
@@ -181,10 +181,7 @@ def probe_size(
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Raise UserError if the disk of `folder` has less than `needed` bytes free.
-
-    Creates the folder if it is missing.
-    """
+    """Create `folder`, and raise UserError if its disk has less than `needed` bytes free."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -355,7 +352,7 @@ def _check_range(
 ) -> None:
     """Check that a response continues the `.part` file at `offset`.
 
-    A response with the complete file empties the `.part` file. Raises _Retry on any other range.
+    The complete file empties the `.part` file. Raises _Retry if the response is another range.
     """
     if response.status_code == 206:
         if _first_byte(response) != offset:
@@ -372,8 +369,8 @@ def _receive(
 ) -> None:
     """Append the bytes of a response to the `.part` file.
 
-    Raises _Retry if the connection breaks off or the size is not `total`, and UserError if a file
-    of unknown size would fill the disk.
+    Raises _Retry if the size is not `total`, and UserError if a file of unknown size would fill the
+    disk.
     """
     limit = total
     if limit is None:
@@ -409,7 +406,7 @@ def _request(
     transfer: _Transfer,
     headers: dict[str, str],
 ) -> requests.Response:
-    """Request a file and return the open response, whose status is 200, 206 or 416.
+    """Return an open response with status 200, 206 or 416.
 
     In any other case, raises _Retry if a later attempt may succeed, or UserError if it cannot.
     """
@@ -447,9 +444,9 @@ def _etag_file(path: Path) -> Path:
 
 
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
-    """Return the headers that ask for the bytes of a file from `offset` on, or {} if that is 0.
+    """Return the headers that ask for the bytes of a file from `offset` on, or {} for 0.
 
-    If a saved ETag shows that the file has changed, the server sends all of it instead.
+    If a saved ETag shows that the file has changed, the server sends all of it.
     """
     if not offset:
         return {}

@@ -173,7 +173,7 @@ def _write(
 ) -> Corpus:
     """Write the documents of a corpus, and return the corpus.
 
-    Warns if documents that were left out of the old corpus are back.
+    Warns if left-out documents of the old corpus are back.
     """
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:

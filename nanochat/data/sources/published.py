@@ -40,10 +40,7 @@ class Source:
 
     @property
     def validation(self) -> int:
-        """The index of the file that is held out for validation.
-
-        This is the last file, or the first one if the number of files is unknown.
-        """
+        """The index of the validation file: the last, or the first if the number of files is unknown."""
         return 0 if self.files is None else self.files - 1
 
     def numbers(self, count: int) -> list[int]:

@@ -172,8 +172,8 @@ def _question(
 class Questions:
     """Draws questions about the facts that training asks about, with their answers.
 
-    In each language, all facts come up equally often, but those of easily confused relations
-    (CONFUSABLE) more often.
+    In each language, all facts come up equally often, except those of CONFUSABLE relations, which
+    come up more often.
     """
 
     def __init__(self, rng: random.Random):
@@ -259,7 +259,7 @@ def _dialogue(
 ) -> list[Message]:
     """Return one or two questions about facts, sums or nanochat itself, with answers.
 
-    A greeting often comes before them, and a farewell after them.
+    A greeting often comes first, and a farewell last.
     """
     messages = []
     if rng.random() < 0.7:

@@ -49,7 +49,7 @@ def counting_story(
     largest: int = 20,
     evaluation: bool = False,
 ) -> tuple[Story, Sum]:
-    """Draw a story with two numbers, and return the story and its sum for the calculator.
+    """Draw a counting story, and return the story and its sum for the calculator.
 
     `largest` limits the numbers, but not strictly.
     """

@@ -189,7 +189,7 @@ def state(
 ) -> str:
     """Return a sentence that states a fact.
 
-    With probability `framed`, a sentence such as "We know that {x}." surrounds it.
+    With probability `framed`, a frame such as "We know that {x}." surrounds it.
     """
     wording = wordings()[fact.relation, language]
     patterns = wording.statements_by_value.get(fact.value.key, wording.statements)

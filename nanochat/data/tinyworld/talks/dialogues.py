@@ -93,10 +93,9 @@ def invented_name(
     kind: str,
     evaluation: bool = False,
 ) -> Word:
-    """Invent a country or a thing that does not exist, and return its name.
+    """Invent and return the name of a country or a thing that does not exist.
 
-    `kind` is the English article, `none` for a country. Training and evaluation use different
-    names.
+    `kind` is its English article. Training and evaluation use different names.
     """
     syllables = dialogue_data()["invented"]
     real_names = {word.zh.name for word in lexicon().values()}

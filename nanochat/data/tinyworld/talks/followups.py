@@ -1,7 +1,7 @@
 """Conversations with follow-up questions, which make sense only after the turns before them.
 
-A follow-up question asks something else about the same thing ("And its language?"), or the same
-about another thing ("And Italy?").
+A follow-up asks something else about the same thing ("And its language?"), or the same about
+another thing ("And Italy?").
 """
 
 import functools
@@ -228,7 +228,7 @@ def _draw_problem(
     held_out_wording: bool,
     rng: random.Random,
 ) -> Problem | None:
-    """Draw some turns and a held-out follow-up question after them, and return the problem.
+    """Draw some turns and a held-out follow-up question, and return the problem.
 
     Returns None if no held-out fact can follow the turns that were drawn.
     """
