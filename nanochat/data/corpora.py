@@ -229,8 +229,8 @@ def dropped_entry(shard: Path) -> dict[str, Any]:
 def dropped_documents(shard: Path) -> frozenset[int]:
     """Return the indices of the documents that are left out of a shard.
 
-    They count the documents that `batches` yields. Raises UserError if the file that lists them is
-    damaged or missing.
+    Documents are counted from 0 as `batches` yields them. Raises UserError if the file that lists
+    the left-out ones is damaged or missing.
     """
     entry = dropped_entry(shard)
     if not entry:

@@ -88,7 +88,7 @@ def resolve_data(data: str | None) -> Data:
 def _names_one_corpus(data: str) -> bool:
     """Return whether a value of --data is a single name or path.
 
-    The name of an existing one may have a comma or a colon.
+    An existing corpus or path may have a comma or a colon in its name.
     """
     if any(corpus.name == data for corpus in corpora()) or existing(data) is not None:
         return True

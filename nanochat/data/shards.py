@@ -238,7 +238,7 @@ def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def _digest(number: int, text: str) -> int:
     """Return a 64-bit hash of a document.
 
-    Raises UserError, which gives `number`, if the document is not valid Unicode.
+    Raises UserError if the document, whose index is `number`, is not valid Unicode.
     """
     try:
         encoded = text.encode()

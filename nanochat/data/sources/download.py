@@ -352,7 +352,8 @@ def _check_range(
 ) -> None:
     """Check that a response continues the `.part` file at `offset`.
 
-    The complete file empties the `.part` file. Raises _Retry if the response is another range.
+    If it holds the complete file instead, empties the `.part` file. Raises _Retry if it holds
+    another range.
     """
     if response.status_code == 206:
         if _first_byte(response) != offset:
@@ -369,8 +370,8 @@ def _receive(
 ) -> None:
     """Append the bytes of a response to the `.part` file.
 
-    Raises _Retry if the size is not `total`, and UserError if a file of unknown size would fill the
-    disk.
+    Raises _Retry if the connection breaks off or the size is not `total`, and UserError if a file
+    of unknown size would fill the disk.
     """
     limit = total
     if limit is None:

@@ -40,7 +40,10 @@ class Source:
 
     @property
     def validation(self) -> int:
-        """The index of the validation file: the last, or the first if the number of files is unknown."""
+        """The index of the file that is held out for validation.
+
+        This is the last file, or file 0 if the number of files is unknown.
+        """
         return 0 if self.files is None else self.files - 1
 
     def numbers(self, count: int) -> list[int]:

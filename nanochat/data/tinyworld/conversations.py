@@ -172,7 +172,7 @@ def _question(
 class Questions:
     """Draws questions about the facts that training asks about, with their answers.
 
-    In each language, all facts come up equally often, except those of CONFUSABLE relations, which
+    In each language, all facts come up equally often, except that easily confused ones (CONFUSABLE)
     come up more often.
     """
 

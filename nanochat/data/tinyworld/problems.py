@@ -53,8 +53,8 @@ class Problem:
 def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
     """Return whether a reply gives the right value and no wrong one, or tells the requested story.
 
-    It must also call the calculator or not, as `problem.tool` demands. `reply` holds the parts of a
-    reply, or its text alone, which counts as a reply without a calculator call.
+    A reply must also call or not call the calculator, as `problem.tool` demands. `reply` holds its
+    parts, or its text alone, which counts as a reply without a calculator call.
     """
     parts = [Part("text", reply)] if isinstance(reply, str) else reply
     words = "".join(part.text for part in parts if part.kind == "text")
