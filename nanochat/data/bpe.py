@@ -23,7 +23,7 @@ BYTES = 256
 class Encoder(Protocol):
     """Turns text into tokens.
 
-    A special token that is spelled out in a text is encoded as ordinary text.
+    Text that spells out a special token is encoded as ordinary text.
     """
 
     def encode(self, text: str) -> list[int]: ...
@@ -31,7 +31,7 @@ class Encoder(Protocol):
     def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of all texts in one array, and the number of tokens of each text.
 
-        The tokens have an unsigned integer type. The counts are int64 (texts,).
+        The tokens are uint16 or uint32. The counts are int64 (texts,).
         """
         ...
 
@@ -57,7 +57,7 @@ def installed_rustbpe() -> Any:
 
 @cache
 def encoding_rustbpe() -> Any | None:
-    """Return the installed rustbpe if it is this repository's, which can encode; otherwise None."""
+    """Return this repository's rustbpe, which can encode, or None if it is not installed."""
     try:
         module = installed_rustbpe()
     except UserError:
@@ -71,9 +71,10 @@ def train(
     regex: str,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[bytes]:
-    """Learn up to `tokens` tokens, and return their bytes in the order in which they were learned.
+    """Train a vocabulary on `texts`, and return the bytes of its tokens, in order of token ID.
 
-    The 256 single bytes count as tokens.
+    It has at most `tokens` tokens, beginning with the 256 single bytes. Raises UserError if no
+    rustbpe is installed.
     """
     trainer = installed_rustbpe().Tokenizer()
     options: dict[str, Any] = {}
@@ -92,9 +93,10 @@ def train(
 
 
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
-    """Return an encoder for a vocabulary in which `ranks[i]` holds the bytes of token i.
+    """Return an encoder for the vocabulary in which `ranks[i]` holds the bytes of token i.
 
-    Raises ValueError if merging pairs of bytes cannot produce these tokens.
+    This repository's rustbpe raises ValueError if merging pairs of bytes cannot produce these
+    tokens; tiktoken does not check that.
     """
     module = encoding_rustbpe()
     if module is None:
@@ -157,13 +159,13 @@ class TiktokenEncoder:
 
 
 def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
-    """Join lists of numbers into one array."""
+    """Return an array with the numbers of all lists, one list after another."""
     total = sum(map(len, lists))
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, total)
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace each unpaired surrogate in a text with U+FFFD, as tiktoken does."""
+    """Return a text with each unpaired surrogate replaced by U+FFFD, as in tiktoken."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -175,16 +177,13 @@ def tiktoken_arguments(
     regex: str,
     specials: dict[str, int],
 ) -> dict[str, Any]:
-    """Return the arguments for tiktoken.Encoding, except for the name."""
+    """Return the keyword arguments for tiktoken.Encoding, except for `name`."""
     rank_of = {token: rank for rank, token in enumerate(ranks)}
     return {"pat_str": regex, "mergeable_ranks": rank_of, "special_tokens": specials}
 
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
-    """Return the content of a tiktoken file for a vocabulary.
-
-    The file has one line per token, with the bytes in base64 and the number of the token.
-    """
+    """Return the content of a tiktoken file, with the base64 bytes and ID of a token per line."""
     lines = []
     for rank, token in enumerate(ranks):
         lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
@@ -192,9 +191,9 @@ def tiktoken_file(ranks: Sequence[bytes]) -> str:
 
 
 def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return, for each token after the first 256, the pair of tokens that was merged into it.
+    """Return, for each token after the first 256, the two tokens whose merge produces it.
 
-    Raises ValueError if a token has no such pair.
+    Raises ValueError if merging earlier tokens does not produce a token.
     """
     rank_of = {token: rank for rank, token in enumerate(ranks)}
     pairs = []
@@ -213,9 +212,9 @@ def _apply_merges_before(
     token: bytes,
     rank_of: dict[bytes, int],
 ) -> list[bytes]:
-    """Apply the merges learned before a token to its bytes, until two parts remain.
+    """Return the parts of a token after the merges learned before it, down to two parts.
 
-    More than two parts remain if no merge applies to them.
+    More parts remain if no earlier merge applies to them.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -230,9 +229,9 @@ def _apply_merges_before(
 
 
 def letters_for_bytes() -> list[str]:
-    """Return the character that stands for each byte in Hugging Face's byte-level vocabularies.
+    """Return the characters for the bytes 0 to 255 in Hugging Face's byte-level vocabularies.
 
-    Printable bytes stand for themselves, and other bytes get characters from U+0100 on.
+    Visible Latin-1 characters stand for themselves, and other bytes get characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare_letters = iter(range(0x100, 0x200))
@@ -244,9 +243,9 @@ def huggingface_json(
     regex: str,
     specials: dict[str, int],
 ) -> str:
-    """Return the content of a tokenizer.json for the tokenizers library.
+    """Return the content of a tokenizer.json for Hugging Face's tokenizers library.
 
-    `specials` maps each special token to its number.
+    `specials` maps each special token to its ID.
     """
     letters = letters_for_bytes()
 

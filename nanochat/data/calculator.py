@@ -1,6 +1,6 @@
 """The calculator that a model can call in a chat: exact arithmetic and letter counting.
 
-It walks a syntax tree and never calls eval.
+Expressions are evaluated by walking a syntax tree, never with eval.
 """
 
 import ast
@@ -31,11 +31,11 @@ class _Refused(Exception):
 def calculate(expression: str) -> str | None:
     """Evaluate an arithmetic expression, and return its value as text.
 
-    Returns None if the expression is not a calculation or exceeds a limit.
+    Returns None if the expression is not a calculation, divides by zero or exceeds a limit.
 
     An expression may use + - * / // % with Python's precedence, signs, parentheses, whole and
-    decimal numbers with or without thousands commas, and 'text'.count('t'). Fractions are exact:
-    0.1 + 0.2 is 0.3 and 7 / 7 is 1.
+    decimal numbers with or without thousands commas, and 'text'.count('t'). Intermediate values are
+    exact, so 0.1 + 0.2 is 0.3 and 1 / 3 * 3 is 1.
     """
     try:
         source = _tidy(expression)
@@ -47,9 +47,9 @@ def calculate(expression: str) -> str | None:
 
 
 def _tidy(expression: str) -> str:
-    """Rewrite numbers such as 1,000 and 007 as Python spells them.
+    """Return an expression with numbers such as 1,000 and 007 spelled as in Python.
 
-    Raises _Refused if the expression is too long or contains anything that is not allowed.
+    Raises _Refused if the expression is too long or contains anything not allowed.
     """
     if len(expression) > MAX_LENGTH:
         raise _Refused
@@ -72,14 +72,14 @@ def _tidy(expression: str) -> str:
 
 
 class _Walk:
-    """Evaluates the syntax tree of an expression, and counts its nodes."""
+    """Evaluates the syntax tree of an expression, within the limits on its size."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.nodes = 0
 
     def value(self, node: ast.expr, depth: int) -> Fraction:
-        """Return the value of a node, which is nested `depth` operations deep."""
+        """Return the value of a node at nesting depth `depth`, or raise _Refused."""
         self.nodes += 1
         if self.nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _Refused
@@ -106,7 +106,7 @@ class _Walk:
         raise _Refused
 
     def count(self, node: ast.Call) -> int:
-        """Return the value of 'text'.count('t'); both texts must be literals."""
+        """Return the value of 'text'.count('t'), or raise _Refused; both texts must be literals."""
         method = node.func
         if not isinstance(method, ast.Attribute) or method.attr != "count":
             raise _Refused
@@ -143,10 +143,10 @@ def _binary(
 
 
 def _show(value: Fraction) -> str:
-    """Return a value as text without an exponent.
+    """Return a value as text, without an exponent.
 
     An integer is exact. Any other value is rounded to ten significant digits, but to no fewer than
-    two decimals.
+    two decimals, without trailing zeros.
     """
     if value.denominator == 1:
         return str(value.numerator)

@@ -10,7 +10,7 @@ Kind = Literal["text", "python", "python_output"]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of an assistant message: text, a calculator call, or the output of such a call."""
+    """A piece of a message: text, or an assistant's calculator call or its output."""
 
     kind: Kind
     text: str
@@ -20,8 +20,8 @@ class Part:
 class Message:
     """One turn of a conversation.
 
-    User and system turns hold one text part; assistant turns may also hold tool calls and their
-    outputs.
+    User and system turns hold one text part; assistant turns may also hold calculator calls and
+    their outputs.
     """
 
     role: Role
@@ -32,13 +32,13 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The text of the turn, without its tool calls and their outputs."""
+        """The text of the turn, without its calculator calls and their outputs."""
         return "".join(part.text for part in self.parts if part.kind == "text")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order: an optional system turn, then user and assistant turns that alternate."""
+    """A conversation: an optional system turn, then alternating user and assistant turns."""
 
     messages: tuple[Message, ...]
     # The number of turns at the beginning that the assistant is not trained to write. The repr
@@ -47,7 +47,7 @@ class Conversation:
 
     @property
     def prompt(self) -> "Conversation":
-        """The messages that a model replies to: all except a final message of the assistant."""
+        """The conversation without its last turn if that is the assistant's, else all of it."""
         if self.messages[-1].role == "assistant":
             return Conversation(self.messages[:-1])
         return self
@@ -59,12 +59,12 @@ def user(text: str) -> Message:
 
 
 def system(text: str) -> Message:
-    """Return a system turn: an instruction for the whole conversation."""
+    """Return a system turn, which gives an instruction for the whole conversation."""
     return Message("system", (Part("text", text),))
 
 
 def assistant(*parts: str | Part) -> Message:
-    """Return an assistant turn made of texts and parts, in order."""
+    """Return an assistant turn made of parts, in order; a string becomes a text part."""
     as_parts = [Part("text", part) if isinstance(part, str) else part for part in parts]
     return Message("assistant", tuple(as_parts))
 
@@ -75,7 +75,7 @@ def chat(question: str, *answer: str | Part) -> Conversation:
 
 
 def words(parts: Sequence[Part]) -> str:
-    """Return a reply as readable text, with calculator calls and their outputs in brackets."""
+    """Return a reply as readable text, with each calculator call as in `[1+1 = 2]`."""
     formats = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
     return "".join(formats[part.kind].format(part.text) for part in parts)
 
@@ -97,10 +97,10 @@ class Cloze:
 
 
 class Task(Protocol):
-    """A set of conversations, each of which ends with the reference answer.
+    """A set of problems, each a conversation that ends with the reference answer.
 
-    In a `choice` task, each problem has one right letter, and the model answers with the most
-    likely of `letters(i)`. In a `generative` task, the model answers in words.
+    In a `choice` task, the reference answer is a letter, and the model answers with the most likely
+    of `letters(i)`. In a `generative` task, the model answers in words.
     """
 
     @property
@@ -110,7 +110,7 @@ class Task(Protocol):
 
     @property
     def kind(self) -> Literal["choice", "generative"]:
-        """The form of an answer: a letter (choice) or words (generative)."""
+        """The form of an answer: a letter (`choice`) or words (`generative`)."""
         ...
 
     def __len__(self) -> int: ...
@@ -118,12 +118,12 @@ class Task(Protocol):
     def __getitem__(self, i: int) -> Conversation: ...
 
     def letters(self, i: int) -> tuple[str, ...]:
-        """Return the letters to choose from in problem i, or () in a generative task."""
+        """Return the letters to choose from in problem `i`, or () in a generative task."""
         ...
 
     def grade(self, i: int, reply: str) -> float:
-        """Return the score of a reply to problem i, from 0 to 1 (right).
+        """Return the score of a reply to problem `i`, from 0 (wrong) to 1 (right).
 
-        In a choice task the reply is a letter.
+        In a choice task, `reply` is a letter.
         """
         ...

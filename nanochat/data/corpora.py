@@ -1,6 +1,6 @@
 """Find corpora by name.
 
-A corpus is a folder of parquet shards in the base folder, made by dataset.py.
+A corpus is a folder of parquet shards in the base folder, made by nanochat.dataset.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Corpus:
 
 
 def corpora() -> list[Corpus]:
-    """Return every corpus in the base folder that has at least one shard, sorted by name."""
+    """Return the corpora in the base folder that have at least one shard, sorted by name."""
     root = base_dir() / "base_data"
     folders = sorted(root.iterdir()) if root.is_dir() else []
     result = []
@@ -45,10 +45,7 @@ def corpora() -> list[Corpus]:
 
 
 def existing(data: str) -> Path | None:
-    """Return the file or folder that a value of --data names.
-
-    Returns None if there is no such file or folder, or if no file can have this name.
-    """
+    """Return the file or folder that a value of --data names, or None if there is none."""
     try:
         path = Path(data).expanduser()
         return path if data and path.exists() else None
@@ -57,10 +54,9 @@ def existing(data: str) -> Path | None:
 
 
 def resolve(data: str | None) -> Corpus:
-    """Return the corpus with this name, or the corpus that was imported from this path.
+    """Return the corpus called `data`, or else the corpus that was imported from the path `data`.
 
-    None means the only corpus. Raises UserError (exit code 2) with the command to type if there is
-    no such corpus, or if `data` is None and there is not exactly one corpus.
+    None means the only corpus. Raises UserError (exit code 2) if no corpus, or more than one, fits.
     """
     available = corpora()
     if data is None:
@@ -93,7 +89,10 @@ def resolve(data: str | None) -> Corpus:
 
 
 def _only_corpus(available: list[Corpus]) -> Corpus:
-    """Return the only corpus. Raises UserError (exit code 2) if there are none or several."""
+    """Return the only one of the available corpora.
+
+    Raises UserError (exit code 2) if there are none or several.
+    """
     if len(available) == 1:
         _warn_if_older(available[0])
         return available[0]
@@ -126,7 +125,7 @@ def _imported(
     source: Path,
     available: list[Corpus],
 ) -> Corpus:
-    """Return the corpus that was imported from a file or folder.
+    """Return the corpus that was imported from the file or folder `source`.
 
     Raises UserError (exit code 2) if no corpus, or more than one, was imported from it.
     """
@@ -158,10 +157,7 @@ def _imported(
 
 
 def _warn_if_older(corpus: Corpus) -> None:
-    """Warn if another version of this package made TinyWorld.
-
-    The facts and stories of another version can differ.
-    """
+    """Warn if the corpus is a version of TinyWorld other than this package's."""
     about = read_about(corpus.folder)
     if about.get("kind") != "tinyworld":
         return
@@ -176,9 +172,9 @@ def _warn_if_older(corpus: Corpus) -> None:
 
 
 def shards(corpus: Corpus, split: Split) -> list[Path]:
-    """Return the shards of a split: the last one for validation, the others for training.
+    """Return the paths of a split's shards: the last one for validation, the others for training.
 
-    Raises UserError (exit code 2) if the corpus is incomplete.
+    Raises UserError (exit code 2) if any are missing or there are fewer than two.
     """
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})
@@ -216,18 +212,14 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
 
 
 def list_of_dropped(shard: Path) -> Path:
-    """Return the path of the file that lists the documents left out of a shard.
-
-    The file holds the numbers of these documents within the shard.
-    """
+    """Return the path of the .npy file with the indices of the documents left out of a shard."""
     return shard.parent / DROPPED / f"{shard.stem}.npy"
 
 
 def dropped_entry(shard: Path) -> dict[str, Any]:
-    """Return the entry in corpus.json for the documents that are left out of a shard.
+    """Return the corpus.json entry for the documents left out of a shard, or {} if there are none.
 
-    The entry holds the count of these documents and the SHA-256 of the file that lists them. It is
-    empty if no document is left out.
+    The entry holds the count of these documents and the SHA-256 of the file that lists them.
     """
     entries = read_about(shard.parent).get(DROPPED, {}).get("shards", {})
     entry = entries.get(shard.name, {})
@@ -235,10 +227,10 @@ def dropped_entry(shard: Path) -> dict[str, Any]:
 
 
 def dropped_documents(shard: Path) -> frozenset[int]:
-    """Return the numbers of the documents that are left out of a shard.
+    """Return the indices of the documents that are left out of a shard.
 
-    Documents are numbered in the order in which `batches` yields them. Raises UserError if the list
-    of these documents is damaged or missing.
+    Documents are counted from 0 as `batches` yields them. Raises UserError if the file that lists
+    the left-out ones is damaged or missing.
     """
     entry = dropped_entry(shard)
     if not entry:
@@ -255,10 +247,7 @@ def dropped_documents(shard: Path) -> frozenset[int]:
 
 
 def dropped_summary(chosen: Sequence[Corpus]) -> dict[str, str]:
-    """Return the lines of the report on corpora from which documents are left out.
-
-    Each line gives the number of documents that are left out of a corpus, and their share of it.
-    """
+    """Return a report line, by label, for each corpus from which documents are left out."""
     lines = {}
     for corpus in chosen:
         dropped = read_about(corpus.folder).get(DROPPED, {})

@@ -1,4 +1,4 @@
-"""Open and lock files that other processes find by name: locks and incomplete downloads."""
+"""Open and lock files that several processes share, such as locks and incomplete downloads."""
 
 import contextlib
 import errno
@@ -20,11 +20,11 @@ LINK_OR_PIPE = (errno.ELOOP, errno.ENXIO)  # ENXIO: a pipe that nobody reads, or
 
 
 def open_regular(path: Path, owned: bool) -> BinaryIO:
-    """Open a file for appending or locking, and create it if it is missing.
+    """Open an ordinary file for appending or locking, creating it if it is missing, and return it.
 
     Raises UserError if the path is a link, a pipe or another special file, which another user may
-    have put there. With `owned`, the file must belong to this user or to the owner of its folder,
-    because its content is used.
+    have put there. With `owned`, the file must also belong to this user or to the owner of its
+    folder, because its content is used.
     """
     try:
         file = open(path, "ab", opener=_open_no_link)  # noqa: SIM115 - the caller closes it
@@ -62,10 +62,10 @@ def _planted(path: Path, problem: str) -> UserError:
 def hold_lock(file: BinaryIO, waiting: Callable[[], None]) -> Iterator[int]:
     """Lock an open file, and yield the file descriptor that holds the lock.
 
-    If another process holds the lock, `waiting` is called before the wait. On a file system without
-    locks, a temporary file on this host is locked instead, and a warning is printed once per
-    folder. On such a file system, raises UserError if the job runs on several hosts, because a lock
-    on one host does not exclude processes on another.
+    The lock ends when `file` is closed. If another process holds it, `waiting` is called before the
+    wait. On a file system without locks, a temporary file on this host is locked instead until the
+    context ends, with one warning per folder. In this case, raises UserError if the job runs on
+    several hosts, because such a lock does not exclude other hosts.
     """
     host_lock = None
     try:
@@ -91,7 +91,7 @@ def _flock(file: BinaryIO, waiting: Callable[[], None]) -> None:
 
 
 def _lock_of_this_host(path: Path) -> BinaryIO:
-    """Open the temporary file on this host that is locked in place of `path`.
+    """Open and return the temporary file on this host that is locked in place of `path`.
 
     Raises UserError if the job runs on several hosts.
     """

@@ -20,7 +20,7 @@ FINEST = 1_000_000
 class Data:
     """The corpora that a stage trains on.
 
-    Of every sum(shares) rows, shares[k] come from corpora[k].
+    Out of every `sum(shares)` rows, `shares[k]` come from `corpora[k]`.
     """
 
     corpora: tuple[Corpus, ...]
@@ -28,7 +28,7 @@ class Data:
 
     @property
     def name(self) -> str:
-        """The name of the corpus, or all names with their shares, such as web:7,books:3.
+        """The name of the only corpus, or all names with their shares, such as web:7,books:3.
 
         `--data` accepts both forms.
         """
@@ -41,25 +41,22 @@ class Data:
 
     @property
     def vocabulary(self) -> str:
-        """The name of the tokenizer's folder.
-
-        For a mixture, the name leaves out the weights, so that they may change.
-        """
+        """The name of the tokenizer's folder: the name of the data, without any shares."""
         return unweighted(self.name) if len(self.corpora) > 1 else self.name
 
 
 def unweighted(name: str) -> str:
-    """Return the name of data without weights."""
+    """Return the name of a mixture without shares: web:7,books:3 becomes web,books."""
     return ",".join(item.rpartition(":")[0] or item for item in name.split(","))
 
 
 def resolve_data(data: str | None) -> Data:
     """Return the corpora that a value of `--data` names, with their shares.
 
-    The value is the name of a corpus, a folder that was imported, or NAME:WEIGHT,NAME:WEIGHT.
-    Weights are positive numbers and need not add up to 1; without weights, all corpora count the
-    same. None means the only corpus. Raises UserError (exit code 2) if a corpus does not exist or a
-    weight cannot be read.
+    The value is the name of a corpus, the path that a corpus was imported from, or
+    NAME:WEIGHT,NAME:WEIGHT. Weights are positive and need not add up to 1; without weights, all
+    shares are equal. None means the only corpus. Raises UserError (exit code 2) if a corpus does
+    not exist or the mixture cannot be used.
     """
     if data is None or _names_one_corpus(data):
         return Data((resolve(data),))
@@ -89,9 +86,9 @@ def resolve_data(data: str | None) -> Data:
 
 
 def _names_one_corpus(data: str) -> bool:
-    """Return whether a value of --data is a single name.
+    """Return whether a value of --data is a single name or path.
 
-    The name of a corpus or a folder may itself contain a comma or a colon.
+    An existing corpus or path may have a comma or a colon in its name.
     """
     if any(corpus.name == data for corpus in corpora()) or existing(data) is not None:
         return True
@@ -99,7 +96,7 @@ def _names_one_corpus(data: str) -> bool:
 
 
 def _check_names(names: list[str], data: str) -> None:
-    """Raise UserError (exit code 2) if a corpus is named twice or all the names are too long."""
+    """Raise UserError (exit code 2) if a name is repeated or the names are too long together."""
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise UserError(
@@ -121,7 +118,10 @@ def _check_names(names: list[str], data: str) -> None:
 
 
 def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
-    """Split NAME or NAME:WEIGHT into the name and the weight."""
+    """Split NAME or NAME:WEIGHT into the name and the weight or None.
+
+    Raises UserError (exit code 2) if the name is empty or the weight is not a positive number.
+    """
     name, colon, weight = item.rpartition(":")
     if not colon:
         return item, None
@@ -143,9 +143,9 @@ def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
 
 
 def whole_shares(weights: list[Fraction], data: str) -> tuple[int, ...]:
-    """Return weights as integers in lowest terms.
+    """Return the smallest integers in the same ratios as the weights.
 
-    Raises UserError (exit code 2) if the sum of these integers is larger than FINEST.
+    Raises UserError (exit code 2) if their sum is larger than FINEST (one million).
     """
     unit = lcm(*(weight.denominator for weight in weights))
     multiples = [int(weight * unit) for weight in weights]

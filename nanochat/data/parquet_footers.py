@@ -1,8 +1,8 @@
 """Refuse parquet files that unpack to far more than any text does, before their data is read.
 
-Only the footer is read, a struct in Thrift's compact protocol, which is described in
-https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. It is parsed
-here, because pyarrow ends the whole process when it describes a column of a damaged footer.
+Only the footer is read, a struct in Thrift's compact protocol:
+https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. It is parsed here
+because pyarrow ends the whole process when asked about a column in a damaged footer.
 """
 
 import os
@@ -31,7 +31,7 @@ def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
     """Raise ValueError if a column of a parquet file unpacks to far more than any text does.
 
     Without `columns`, all columns are checked. A dictionary may repeat each value in every row, so
-    its size is counted once for each row.
+    its size is counted once for each row. Also raised if the footer is damaged.
     """
     names = set(columns)
     for chunk in _column_chunks(path):
@@ -51,7 +51,7 @@ def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class _ColumnChunk:
-    """The description of one column in one row group, as the footer gives it."""
+    """The footer's description of one column in one row group."""
 
     name: str
     encodings: set[int]
@@ -78,7 +78,10 @@ def _column_chunks(path: Path) -> Iterator[_ColumnChunk]:
 
 
 def _read_footer(path: Path) -> bytes:
-    """Return the footer of a parquet file, which ends with the footer's size and a magic word."""
+    """Return the footer of a parquet file, which is followed by its size and a magic word.
+
+    Raises ValueError if the size is impossible.
+    """
     with open(path, "rb") as file:
         end = file.seek(-8, os.SEEK_END)
         size = int.from_bytes(file.read(4), "little")
@@ -96,9 +99,9 @@ def _value(
     at: int,
     kind: int,
 ) -> tuple[Any, int]:
-    """Read a value of a Thrift type.
+    """Read a value of the Thrift type `kind`, and return it with the position after it.
 
-    A struct becomes a dict from field numbers to values. Raises ValueError if the type is unknown.
+    A struct becomes a dict by field ID. Raises ValueError if the type is unknown.
     """
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at
@@ -119,7 +122,7 @@ def _value(
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Read an unsigned number that is stored in seven bits per byte."""
+    """Read an unsigned integer with seven bits per byte; return it and the position after it."""
     number = 0
     shift = 0
     while True:

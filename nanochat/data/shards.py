@@ -24,7 +24,7 @@ ABOUT = "corpus.json"
 ROWS_PER_GROUP = 1_000
 ROWS_PER_SHARD = 20_000
 HELD_OUT = 50  # one document in 50 is held out for validation
-# A corpus with fewer documents holds out exactly this share; a larger one holds it out on average.
+# With fewer documents, exactly this share of the different ones is held out, but at least one.
 SMALL_CORPUS = 1_000
 BATCH_CHARACTERS = 1 << 24  # in a list of documents, unless a single document is longer
 # Enough for a stable validation loss; further held-out documents go to training instead.
@@ -32,20 +32,20 @@ VALIDATION_CHARACTERS = 20_000_000
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of a shard."""
+    """Return the file name of shard `number`."""
     return f"shard_{number:05d}.parquet"
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the shards in a folder, in order."""
+    """Return the paths of the shards in a folder, in order."""
     return sorted(folder.glob("shard_*.parquet"))
 
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's corpus.json, or {} if the folder has none.
 
-    `make` is the command that made the corpus, and `shards` lists its files. Raises UserError if
-    the file is damaged.
+    `make` is the command that makes the corpus, and `shards` describes each shard by name. Raises
+    UserError if corpus.json is damaged.
     """
     path = folder / ABOUT
     try:
@@ -127,7 +127,7 @@ class _Writer:
         self._group = []
 
     def close(self) -> None:
-        """Finish the current file."""
+        """Write the remaining documents, and finish the current file."""
         self._write_group()
         if self._file is not None:
             self._file.close()
@@ -145,11 +145,11 @@ def write_shards(
 ) -> dict[str, Any]:
     """Write a corpus to a folder, and return the content of its corpus.json.
 
-    The corpus consists of training shards, a validation shard of held-out documents, and
-    corpus.json. About 2 % of the documents are held out, and at least one. A hash of the text
-    decides which ones, so equal documents never land in both splits. The folder appears only when
-    all files are complete, and replaces any folder of the same name. Raises UserError if there are
-    fewer than two different documents, or if a document is not valid Unicode.
+    The corpus consists of training shards, a validation shard, and corpus.json, which includes
+    `about`. A hash of its text decides whether a document is held out for validation: about one in
+    50 is, and at least one in a small corpus, until the validation shard is full. The folder
+    appears only when all files are complete, and replaces any folder of the same name. Raises
+    UserError if a split would be empty, or if a document is not valid Unicode.
     """
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def write_shards(
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """Rename a finished folder to its final name, and remove any folder that had this name."""
+    """Rename the folder `temporary` to `folder`, and remove any folder that had this name."""
     if folder.exists():  # rename it first, so that no half-deleted folder has this name
         old = folder.with_name(f".{folder.name}.tmp-old-{os.getpid()}")
         folder.rename(old)
@@ -202,10 +202,10 @@ def _replace(folder: Path, temporary: Path) -> None:
 
 
 def _remove_left_over(folder: Path) -> None:
-    """Remove the temporary folders of processes that were killed while they wrote this folder."""
+    """Remove the temporary folders of processes that ended while they wrote `folder`."""
     for path in folder.parent.glob(f".{folder.name}.tmp-*"):
         pid = int(path.name.rpartition("-")[2])
-        # In a container, the killed process may have had the number of this one.
+        # In a container, the killed process may have had the same ID as this one.
         if pid == os.getpid() or not _is_running(pid):
             shutil.rmtree(path)
 
@@ -221,7 +221,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each document, and whether it is held out for validation."""
+    """Yield each document, and whether it is to be held out for validation."""
     numbered = enumerate(documents)
     beginning = list(itertools.islice(numbered, SMALL_CORPUS))
     if len(beginning) < SMALL_CORPUS:
@@ -238,7 +238,7 @@ def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def _digest(number: int, text: str) -> int:
     """Return a 64-bit hash of a document.
 
-    Raises UserError with the number of the document if it is not valid Unicode.
+    Raises UserError if the document, whose index is `number`, is not valid Unicode.
     """
     try:
         encoded = text.encode()
@@ -266,9 +266,9 @@ def read_column(
 ) -> Iterator[list[Any]]:
     """Yield the values of a parquet column, in lists of at most `size` values.
 
-    A list of texts also has at most BATCH_CHARACTERS characters, unless a single text is longer.
-    Texts are read through dictionaries, so a text that is stored once and repeated is in memory
-    only once. Raises ValueError, OSError or ArrowException if the file is damaged.
+    A list of texts also has at most BATCH_CHARACTERS (16.8 million) characters, unless it is a
+    single longer text. Texts are read through dictionaries, so a repeated text that is stored once
+    is in memory once. Raises ValueError, OSError or ArrowException if the file is damaged.
     """
     check_packing(path, [column])
     with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=[column]) as file:
@@ -285,7 +285,7 @@ def read_column(
 
 
 def _unfold(values: pa.DictionaryArray) -> list[str | None]:
-    """Return the texts of a dictionary array; equal texts are the same Python object."""
+    """Return the texts of a dictionary array; rows with the same index share one Python object."""
     used = values.indices.unique()
     used_texts = values.dictionary.take(used).to_pylist()
     texts = dict(zip(used.to_pylist(), used_texts, strict=True))
@@ -293,7 +293,7 @@ def _unfold(values: pa.DictionaryArray) -> list[str | None]:
 
 
 def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
-    """Split a list of texts into lists of at most BATCH_CHARACTERS characters.
+    """Split a list of texts, and yield lists of at most BATCH_CHARACTERS (16.8 million) characters.
 
     A text that is longer than this gets its own list.
     """
@@ -312,7 +312,7 @@ def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
     """Yield the documents of a shard, in lists.
 
-    Rows without text are skipped. Raises UserError if the shard is damaged.
+    Rows without text are skipped. Raises UserError if the shard is missing or damaged.
     """
     _check_size(path)
     try:
@@ -332,7 +332,7 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
 def count_rows(path: Path) -> int:
     """Return the number of rows in a shard, from its footer alone.
 
-    Raises UserError if the shard is damaged.
+    Raises UserError if the shard is missing or damaged.
     """
     _check_size(path)
     try:
@@ -342,16 +342,19 @@ def count_rows(path: Path) -> int:
 
 
 def texts(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield the documents of shards, one after another. Raises UserError if a shard is damaged."""
+    """Yield the documents of all shards, in order.
+
+    Raises UserError if a shard is missing or damaged.
+    """
     for path in paths:
         for batch in batches(path):
             yield from batch
 
 
 def check_sha256(path: Path) -> None:
-    """Raise UserError if the SHA-256 of a shard is not the one in corpus.json.
+    """Raise UserError if a shard is missing, or if its size or SHA-256 differs from corpus.json.
 
-    A shard passes if corpus.json has no SHA-256 for it.
+    A size or hash that corpus.json does not record is not checked.
     """
     _check_size(path)
     expected = _recorded(path).get("sha256")
@@ -369,12 +372,12 @@ def _check_size(path: Path) -> None:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Return the size and the SHA-256 that corpus.json records for a shard."""
+    """Return the corpus.json entry of a shard, with its size and SHA-256, or {}."""
     return read_about(path.parent).get("shards", {}).get(path.name, {})
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    """Return the error for a damaged shard, with the reason and the command that fixes it."""
+    """Return the error for a damaged shard, with the reason `why` and the command that fixes it."""
     about = read_about(path.parent)
     make = about.get("make", "python -m nanochat.dataset ...")
     # A downloaded shard can be fetched again alone; shards that were made here are made again

@@ -1,6 +1,6 @@
 """The settings that suit a corpus, for the stages that train on it and for chats with its models.
 
-This file does not import pyarrow, since chats read it too.
+Chats import this module too, so it does not import pyarrow.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Drawing:
-    """The sampling settings of a chat, unless the user asks for others."""
+    """The default sampling settings of a chat."""
 
     temperature: float = 0.6
-    """The randomness, from 0, which always takes the most likely token, to 2."""
+    """The randomness, from 0 (always the most likely token) to 2."""
     min_p: float = 0.0
     """Tokens whose probability is below this share of the highest probability are never drawn."""
     reason: Mapping[str, str] = field(default_factory=lambda: {"en": "the default", "zh": "默认值"})
@@ -24,29 +24,29 @@ class Drawing:
 class Traits:
     """Properties of a corpus that set the defaults of stages and chats.
 
-    The defaults here suit a large corpus of web pages.
+    The values below suit a large corpus of web pages.
     """
 
     row_tokens: int | None = None
-    """Tokens in a row of pretraining if no length is set; if None, the device decides."""
+    """The default length of a row in pretraining in tokens; if None, the device decides."""
     step_tokens: int | None = None
-    """Tokens in a step, over all ranks, if no batch size is set; if None, the length of the run
-    decides."""
+    """The default number of tokens in a step of pretraining, over all ranks; if None, it depends on
+    the length of the run."""
     pairs: bool = True
-    """Whether the model gets a table of embeddings for pairs of tokens if its size is not set."""
+    """Whether a model has a table of embeddings for pairs of tokens by default."""
     documents_every: int = 0
-    """In midtraining, one row in this many comes from the corpus, so that the model does not forget
-    it; 0 means none."""
+    """N if every N-th row of midtraining is to come from the corpus, so that the model does not
+    forget it; 0 means none."""
     answers_documents_every: int = 0
-    """The same number for fine-tuning, where rows of documents have several times as many targets
-    as rows of conversations."""
+    """Like `documents_every`, but for fine-tuning, where rows of documents have several times as
+    many targets as rows of conversations."""
     chats: Drawing = Drawing()
     """The sampling settings for chats with a model of the corpus."""
     knows: Mapping[str, str] | None = None
-    """A list of what a chat model of the corpus knows, by language, for visitors of the page, or
+    """What a chat model of the corpus knows, as a phrase for the chat page in each language, or
     None if that is unknown."""
     curriculum: Literal["tinyworld", "published"] = "published"
-    """The data of the later stages and of the evaluation of chat models: a key of CURRICULA in
+    """The data for the later stages and for evaluating chat models, as a key of CURRICULA in
     tasks.mixtures."""
 
 
@@ -78,8 +78,8 @@ TINYWORLD = Traits(
 
 
 def traits(corpus: str | None) -> Traits:
-    """Return the traits of the corpus with this name.
+    """Return the traits of the corpus called `corpus`.
 
-    A mixture, an imported corpus and None (unknown) have the default traits.
+    Every corpus except TinyWorld, and None (unknown), has the default traits.
     """
     return TINYWORLD if corpus == "tinyworld" else Traits()

@@ -1,4 +1,4 @@
-"""The sources of documents: published corpora, lists of addresses, your own files, TinyWorld.
+"""The sources of documents: published corpora, lists of web addresses, your own files, TinyWorld.
 
 Read in this order:
 

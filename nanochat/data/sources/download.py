@@ -42,10 +42,10 @@ class Remote:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file that was downloaded.
+    """The record of a downloaded file.
 
-    `sha256` was known in advance or promised by the server, and has been checked; otherwise it is
-    None.
+    `sha256` has been checked. It is None if it was not known, or if another process fetched the
+    file.
     """
 
     path: Path
@@ -55,25 +55,25 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Patience:
-    """The limits on attempts, stalls and waits in a download."""
+    """The limits on failures, stalls and waits in a download."""
 
     attempts: int = 6
-    """Give up after this many failures in a row without a new byte between them."""
+    """Give up after this many failures in a row during which no new byte arrives."""
     attempts_unreached: int = 3
-    """The same limit while no server has answered at all, since then there is most likely no
-    network."""
+    """The limit while no server has answered yet, since there is most likely no network then."""
     stall_seconds: float = 30.0
-    """Drop a connection that sends no byte for this long, and try again."""
+    """Drop a connection that sends no byte for this long; this counts as a failure."""
     first_wait_seconds: float = 1.0
-    """The wait after the first failure. It doubles with every further failure, with jitter."""
+    """The wait after the first failure, give or take a quarter; every further failure in a row
+    doubles it."""
     longest_wait_seconds: float = 60.0
-    """The longest wait between two attempts, whatever the server asks for."""
+    """The longest wait between two attempts, even if the server asks for a longer one."""
 
 
 class _Retry(Exception):
-    """A failure that may not happen again in the next attempt.
+    """Raised after a failure that may not happen again in the next attempt.
 
-    `wait_seconds` is the wait that the server asked for, if it asked for one.
+    `wait_seconds` is the wait that the server asked for, or None.
     """
 
     def __init__(self, message: str, wait_seconds: float | None = None):
@@ -82,7 +82,7 @@ class _Retry(Exception):
 
 
 class _Abandoned(Exception):
-    """Raised if another download has failed or the user has pressed Ctrl-C. `.part` files stay."""
+    """Raised if another download has failed or the user has pressed Ctrl-C; `.part` files stay."""
 
 
 def _nothing(_: object) -> None:
@@ -91,7 +91,7 @@ def _nothing(_: object) -> None:
 
 @dataclass
 class _Transfer:
-    """The state that the threads of one `fetch_all` call share."""
+    """The state shared by all threads of one `fetch_all` call."""
 
     headers: dict[str, str]
     patience: Patience
@@ -113,17 +113,16 @@ def fetch_all(
     advance: Callable[[float], None] = _nothing,
     say: Callable[[str], None] = _nothing,
 ) -> list[Fetched]:
-    """Fetch the missing files, `parallel` at a time, and return a record of each fetched file.
+    """Fetch the missing files, `parallel` at a time, and return their records in order.
 
-    The records are in the order of `files`. A file under its final name counts as done. An
-    incomplete file stays as `NAME.part`, and the next call resumes it; Ctrl-C also keeps it. A file
-    whose size the server does not give is discarded if it leaves less than RESERVE bytes of the
-    disk free.
+    A file that exists under its final name is not fetched. After a failure or Ctrl-C, an incomplete
+    file stays as `NAME.part`, and the next call resumes it. A file of unknown size is discarded if
+    it leaves less than RESERVE bytes (1 GiB) of the disk free.
 
-    `check` must raise ValueError if the content is wrong, such as a login page, and UserError if no
-    further attempt can help. `advance` is called with counts of bytes as they arrive, and with
-    negative counts when a part is discarded. `say` is called with a line for each retry. `hint` is
-    the end of each error message. Raises UserError if a file cannot be fetched.
+    `check` must raise ValueError if a file's content is wrong, such as a login page, and UserError
+    if no further attempt can help. `advance` is called with the number of bytes that have arrived,
+    negative if bytes are discarded, and `say` with a message before each retry. `hint` ends each
+    error message. Raises UserError if a file cannot be fetched.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -170,7 +169,7 @@ def probe_size(
 ) -> int | None:
     """Return the size of a remote file in bytes, or None if the server does not give it.
 
-    Raises UserError if the server cannot be reached or refuses the request.
+    Raises UserError if the server cannot be reached or its answer cannot be used.
     """
     transfer = _Transfer(headers, patience or Patience(), hint)
 
@@ -182,7 +181,7 @@ def probe_size(
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Raise UserError unless the disk of a folder has `needed` free bytes."""
+    """Create `folder`, and raise UserError if its disk has less than `needed` bytes free."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -199,12 +198,12 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """Return the path under which a file is saved while it is incomplete."""
+    """Return the path of a file's `.part` file, which holds its bytes while it is incomplete."""
     return path.with_name(path.name + ".part")
 
 
 def part_size(path: Path) -> int:
-    """Return the number of bytes of a file that have already been downloaded."""
+    """Return the size of a file's `.part` file in bytes, or 0 if it has none."""
     partial_path = part_of(path)
     return partial_path.stat().st_size if partial_path.exists() else 0
 
@@ -213,7 +212,7 @@ def part_size(path: Path) -> int:
 
 
 def _fetch(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch one file, in as many attempts as `transfer.patience` allows."""
+    """Fetch a file in as many attempts as `transfer.patience` allows, and return its record."""
 
     def attempt() -> Fetched:
         return _attempt(remote, transfer)
@@ -256,7 +255,7 @@ def _wait_seconds(
     requested: float | None,
     patience: Patience,
 ) -> float:
-    """Return how long to wait before the next attempt."""
+    """Return the wait before the next attempt, which `requested` may extend up to a limit."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
@@ -283,7 +282,10 @@ def _gave_up(
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch the missing bytes of a file. Raises UserError if the disk is full."""
+    """Fetch the missing bytes of a file, and return its record.
+
+    Raises UserError if the disk is full.
+    """
     try:
         return _fetch_remaining(remote, transfer)
     except OSError as failure:
@@ -301,7 +303,10 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Append the missing bytes of a file to its part, check the complete file, and rename it."""
+    """Append a file's missing bytes to its `.part` file, check and rename it, return its record.
+
+    If another process has completed the file meanwhile, nothing is fetched.
+    """
     partial_path = part_of(remote.path)
     # A second process that fetches the same file waits here.
     with open_regular(partial_path, owned=True) as file, hold_lock(file, waiting=lambda: None):
@@ -311,7 +316,7 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
         offset = file.seek(0, os.SEEK_END)  # another process may have written while we waited
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
             total = _total(response, transfer)
-            if response.status_code == 416:  # the part is complete, or belongs to another file
+            if response.status_code == 416:  # the .part file is complete, or of another file
                 if total != offset:
                     why = "the part on disk does not belong to the file"
                     raise _start_over(file, transfer, why)
@@ -345,9 +350,9 @@ def _check_range(
     offset: int,
     transfer: _Transfer,
 ) -> None:
-    """Check that a response continues the part at `offset`.
+    """Check that a response continues the `.part` file at `offset`.
 
-    If the response holds the complete file instead, empties the part. Raises _Retry if it holds
+    If it holds the complete file instead, empties the `.part` file. Raises _Retry if it holds
     another range.
     """
     if response.status_code == 206:
@@ -363,7 +368,11 @@ def _receive(
     total: int | None,
     transfer: _Transfer,
 ) -> None:
-    """Append the bytes of a response to the part."""
+    """Append the bytes of a response to the `.part` file.
+
+    Raises _Retry if the connection breaks off or the size is not `total`, and UserError if a file
+    of unknown size would fill the disk.
+    """
     limit = total
     if limit is None:
         limit = file.tell() + shutil.disk_usage(file.name).free - RESERVE
@@ -436,9 +445,9 @@ def _etag_file(path: Path) -> Path:
 
 
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
-    """Return the headers that ask for the missing bytes of a part.
+    """Return the headers that ask for the bytes of a file from `offset` on, or {} for 0.
 
-    If a saved ETag shows that the file has changed, the server sends the complete file instead.
+    If a saved ETag shows that the file has changed, the server sends all of it.
     """
     if not offset:
         return {}
@@ -458,10 +467,10 @@ def _note_etag(path: Path, response: requests.Response) -> None:
 
 
 def _total(response: requests.Response, transfer: _Transfer) -> int | None:
-    """Return the size of the complete file, or None if the server does not give it.
+    """Return the size of the complete file in bytes, or None if the server does not give it.
 
-    The size is in Content-Range if the response is a range, and otherwise in Content-Length. Raises
-    UserError if the header is not a number of bytes.
+    It is in Content-Range if the status is 206 or 416, and otherwise in Content-Length. Raises
+    UserError if the header cannot be read.
     """
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
@@ -484,9 +493,9 @@ def _first_byte(response: requests.Response) -> int | None:
 
 
 def _promised_sha256(response: requests.Response) -> str | None:
-    """Return the SHA-256 that the server promised for a large file.
+    """Return the SHA-256 that the server promised for a file, or None.
 
-    Hugging Face and its mirrors send it with the redirect to the file.
+    Hugging Face and its mirrors send it with the redirect to a large file.
     """
     for answer in (*response.history, response):
         match = SHA256.match(answer.headers.get("X-Linked-Etag", ""))
@@ -496,9 +505,9 @@ def _promised_sha256(response: requests.Response) -> str | None:
 
 
 def _retry_after(response: requests.Response) -> float | None:
-    """Return the wait that the Retry-After header asks for in seconds, or None if it is missing.
+    """Return the seconds to wait according to the Retry-After header, a number or a date.
 
-    The header may give a number of seconds or a date.
+    Returns None if the header is missing or malformed.
     """
     value = response.headers.get("Retry-After", "")
     if re.fullmatch("[0-9]+", value):
@@ -522,13 +531,13 @@ def _start_over(
     transfer: _Transfer,
     why: str,
 ) -> _Retry:
-    """Discard a part, and return the _Retry after which the next attempt begins at byte 0."""
+    """Empty the `.part` file, and return the _Retry to raise for a new start."""
     _empty(file, transfer)
     return _Retry(why)
 
 
 def _in_one_line(failure: requests.RequestException) -> str:
-    """Describe a network failure in one line."""
+    """Return a one-line description of a network failure."""
     text = str(failure)
     if isinstance(failure, requests.Timeout) or "timed out" in text:
         return "no answer in time"

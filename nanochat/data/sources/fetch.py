@@ -27,7 +27,7 @@ from nanochat.data.sources.published import Source
 
 
 class Bar(AbstractContextManager[Any], Protocol):
-    """A display of a download's progress."""
+    """A progress bar, used as a context manager."""
 
     def advance(self, by: float, skipped: bool = False) -> None: ...
     def say(self, line: str) -> None: ...
@@ -44,13 +44,13 @@ def download(
     parallel: int = 3,
     patience: Patience | None = None,
 ) -> Corpus:
-    """Fetch `count` training files of a source, and its validation file.
+    """Fetch `count` training files of a source and its validation file, and return the corpus.
 
-    Complete shards stay as they are, and partial ones are resumed. Uses HF_ENDPOINT, HF_TOKEN (for
-    the hub itself only) and the usual proxy variables. corpus.json records the size and the SHA-256
-    of every shard, and a shard that is fetched again must match its record. Shards that were copied
-    into the folder are checked like downloaded ones. Raises UserError if the network or the server
-    fails, if a file lacks a column, or if the disk is too small for all files.
+    Existing shards stay as they are, and partial ones are resumed. Uses HF_ENDPOINT, HF_TOKEN (for
+    the hub itself only) and the usual proxy variables. corpus.json records the size and SHA-256 of
+    every shard. A shard that is fetched again must match its record, and an existing shard without
+    a SHA-256 there is checked like a downloaded one. Raises UserError if the network or the server
+    fails, a file lacks a column, `count` is out of range, or the disk is too small.
     """
     corpus = Corpus(source.name, base_dir() / "base_data" / source.name)
     about_before = read_about(corpus.folder)
@@ -119,10 +119,10 @@ def download(
 
 
 def _adopted(path: Path, source: Source) -> dict[str, Any]:
-    """Return the entry in corpus.json for a shard that has no recorded SHA-256.
+    """Return the corpus.json entry of a shard that has no recorded SHA-256.
 
     Such a shard was copied into the folder, or its download was stopped before the entry was
-    written. Raises UserError if the shard is damaged or lacks a column.
+    written. Raises UserError if the shard is not a parquet file or lacks a column.
     """
     try:
         has_columns(source)(path)
@@ -143,9 +143,8 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 def has_columns(source: Source) -> Callable[[Path], None]:
     """Return a function that checks the columns of a downloaded file.
 
-    The function raises ValueError if the file is not a complete parquet file: it may be a login
-    page, or truncated. It raises UserError if the file lacks a column of the source, or if its
-    documents are not text.
+    It raises ValueError if the file is not a complete parquet file, such as a login page, and
+    UserError if the file lacks a column of `source` or its documents are not text.
     """
 
     def check(path: Path) -> None:
@@ -169,7 +168,7 @@ def has_columns(source: Source) -> Callable[[Path], None]:
 
 
 def network_hint(url: str) -> str:
-    """Return advice for the user if the host of an address cannot be reached."""
+    """Return advice for the user in case the host of `url` cannot be reached."""
     is_mirror = "hf-mirror.com" in url or "/resolve/master/" in url
     mirror = "" if is_mirror else "set HF_ENDPOINT=https://hf-mirror.com, or "
     return (

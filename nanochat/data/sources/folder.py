@@ -1,4 +1,4 @@
-"""Write corpora on this machine: TinyWorld, or your own files and folders."""
+"""Write corpora on this machine: TinyWorld, or the user's own files and folders."""
 
 import contextlib
 import hashlib
@@ -38,7 +38,7 @@ def quiet(
 
 
 def make_tinyworld(bars: Bars = quiet) -> Corpus:
-    """Write the TinyWorld corpus, unless this package's version of it is already there."""
+    """Write the TinyWorld corpus unless this version of it is already complete, and return it."""
     tinyworld = required_appendix("nanochat.data.tinyworld.world", "--data tinyworld")
     corpus = Corpus("tinyworld", base_dir() / "base_data" / "tinyworld")
     about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": tinyworld.VERSION}
@@ -48,7 +48,7 @@ def make_tinyworld(bars: Bars = quiet) -> Corpus:
 
 
 def check_name(name: str) -> None:
-    """Raise UserError (exit code 2) if a corpus cannot have this name."""
+    """Raise UserError (exit code 2) unless `name` can be the name of a corpus."""
     is_hidden = name.startswith(".")
     has_forbidden = any(character in name for character in "/:,")
     if not name or is_hidden or has_forbidden or visible(name) != name:
@@ -69,13 +69,14 @@ def import_folder(
     bars: Bars = quiet,
     make: str | None = None,
 ) -> Corpus:
-    """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from a folder of them.
+    """Make a corpus from a .parquet, .jsonl, .txt or .md file or a folder of them, and return it.
 
-    Subfolders are included, and files are read in order of path. A .txt or .md file is one
-    document, unless lines `<|endoftext|>` divide it; a document of more than 20,000 characters ends
-    at the next blank line. `make` is the command that makes the corpus again, if it differs from
-    the import command. Raises UserError (exit code 2) if there is no such file or the name cannot
-    be used, and UserError with the file and line if a document cannot be read.
+    Subfolders are included, and files are read in order of path. Nothing is written if nothing has
+    changed since an earlier import. A .txt or .md file is one document unless `<|endoftext|>` lines
+    divide it; a document of more than 20,000 characters ends at the next blank line. `make` is the
+    command that makes the corpus again, if not the import command. Raises UserError (exit code 2)
+    if there is no file to import or the name cannot be used, and UserError if a document cannot be
+    read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem
@@ -126,13 +127,13 @@ def import_folder(
 
 
 def _readable_files(source: Path) -> list[Path]:
-    """Return the file, or the files in a folder and its subfolders, that can be imported."""
+    """Return the importable files among `source` itself or, for a folder, everything below it."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"))
     return [path for path in paths if path.is_file() and path.suffix in READERS]
 
 
 def _fingerprint(files: list[Path]) -> str:
-    """Return a digest of the names, sizes and modification times of files."""
+    """Return a digest of the paths, sizes and modification times of files."""
     states = []
     for file in files:
         status = file.stat()
@@ -147,7 +148,7 @@ def _is_of_another_source(corpus: Corpus, source: Path) -> bool:
 
 
 def _is_complete(corpus: Corpus, about: dict[str, Any]) -> bool:
-    """Return whether a complete corpus with exactly this description exists."""
+    """Return whether the corpus exists completely, as described by `about`, and log it if so."""
     existing = read_about(corpus.folder)
     if {key: existing.get(key) for key in about} != about:
         return False
@@ -170,7 +171,10 @@ def _write(
     about: dict[str, Any],
     bars: Bars,
 ) -> Corpus:
-    """Write the documents of a corpus, and warn if that brings back any that were left out."""
+    """Write the documents of a corpus, and return the corpus.
+
+    Warns if left-out documents of the old corpus are back.
+    """
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:
 
@@ -181,7 +185,7 @@ def _write(
 
         about = write_shards(corpus.folder, counted(), about=about)
     log(f"wrote {_summary(about)} to {corpus.folder}")
-    if dropped.get("documents"):  # the numbers in the old lists now mean other documents
+    if dropped.get("documents"):  # the indices in the old lists now mean other documents
         warn(
             tr(
                 "{corpus} was written again, so its {count:,} documents that were left out are "

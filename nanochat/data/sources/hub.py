@@ -11,9 +11,9 @@ Host = Literal["hub", "modelscope"]
 
 
 def endpoint() -> str:
-    """Return the address to fetch data sets from.
+    """Return the address of the host of data sets.
 
-    This is HF_ENDPOINT, which may name a mirror, or else the hub itself.
+    This is HF_ENDPOINT, which may name a mirror, or else the Hugging Face hub itself.
     """
     return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
@@ -23,10 +23,9 @@ def file_address(
     path: str,
     host: Host = "hub",
 ) -> str:
-    """Return the address of a data set's file on the hub or on ModelScope.
+    """Return the address of the file `path` in the data set `repo` on `host`.
 
-    ModelScope calls its main branch master. MODELSCOPE_ENDPOINT replaces the address of ModelScope,
-    as HF_ENDPOINT replaces that of the hub.
+    MODELSCOPE_ENDPOINT and HF_ENDPOINT replace the address of ModelScope and of the hub.
     """
     if host == "modelscope":
         base = (os.environ.get("MODELSCOPE_ENDPOINT") or MODELSCOPE).rstrip("/")
@@ -35,7 +34,7 @@ def file_address(
 
 
 def is_hub(url: str) -> bool:
-    """Return whether an address belongs to the Hugging Face hub itself, over https.
+    """Return whether an address is an https address on the Hugging Face hub itself.
 
     HF_TOKEN is sent only to such an address.
     """
@@ -45,9 +44,9 @@ def is_hub(url: str) -> bool:
 
 
 def hub_headers(url: str) -> dict[str, str]:
-    """Return a header with the access token from HF_TOKEN if the address is on the hub itself.
+    """Return the header with the access token HF_TOKEN, if any, for an address on the hub itself.
 
-    Returns {} otherwise, because a mirror or an unencrypted connection must not see the token.
+    Returns {} for other addresses: a mirror or an unencrypted connection must not see the token.
     """
     token = os.environ.get("HF_TOKEN", "").strip()
     if token and is_hub(url):
@@ -56,9 +55,9 @@ def hub_headers(url: str) -> dict[str, str]:
 
 
 def how_to_be_admitted(url: str) -> str:
-    """Return advice for the user if a host answers 401 or 403.
+    """Return advice for the user if a host refuses `url` with status 401 or 403.
 
-    The advice names the page with the terms of the data and the token to set.
+    For a data set, the advice names the page with its terms.
     """
     page, separator, _ = url.partition("/resolve/")
     if not separator or "/datasets/" not in page:

@@ -1,7 +1,7 @@
 """The published corpora that --data knows by name.
 
-Each is a data set whose numbered parquet files become the shards of a corpus. To add a corpus, add
-a Source to SOURCES at the end.
+The numbered parquet files of a published data set become the shards of a corpus. To add a corpus,
+add a Source to SOURCES at the end.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from nanochat.common import UserError, tr
 from nanochat.data.shards import shard_name
 from nanochat.data.sources.hub import Host, file_address
 
-# The shard number of file 0 if that file is for validation: the last shard of a corpus always is.
+# The index of the shard that file 0 becomes if it is for validation, as the last shard always is.
 FIRST_IS_HELD_OUT = 99_999
 
 
@@ -22,14 +22,13 @@ class Source:
     name: str
     """The name of the corpus, for --data and for its folder."""
     title: str
-    """The name for people."""
+    """The name of the data set in messages."""
     repo: str
     """Owner and name on the Hugging Face hub."""
     path: str
-    """The path of a file in the repository, with {number}."""
+    """The path of a file in the repository, with {number} for the index of the file."""
     files: int | None
-    """The number of files, which are numbered from 0, or None if nobody has counted them; -n -1 is
-    then refused."""
+    """The number of files, or None if it is unknown; -n -1 is then refused."""
     file_bytes: float
     """The approximate size of a file, for estimates before anything is fetched."""
     columns: tuple[str, ...]
@@ -41,17 +40,17 @@ class Source:
 
     @property
     def validation(self) -> int:
-        """The number of the file that is held out for validation.
+        """The index of the file that is held out for validation.
 
-        This is the last file, or the first if the last is not known.
+        This is the last file, or file 0 if the number of files is unknown.
         """
         return 0 if self.files is None else self.files - 1
 
     def numbers(self, count: int) -> list[int]:
-        """Return the numbers of the first `count` training files and of the validation file.
+        """Return the indices of the first `count` training files and of the validation file.
 
-        A `count` of -1 means all training files. Raises UserError (exit code 2) if the corpus does
-        not have this many.
+        A `count` of -1 means all training files, if their number is known. Raises UserError (exit
+        code 2) if `count` is out of range.
         """
         if self.files is None:
             if count < 1:
@@ -82,7 +81,7 @@ class Source:
         return [*range(count), training_files]
 
     def shard(self, number: int) -> str:
-        """Return the name of the shard that a file becomes.
+        """Return the name of the shard that file `number` becomes.
 
         The validation file becomes the last shard, even if it is the first file.
         """
@@ -90,7 +89,10 @@ class Source:
         return shard_name(FIRST_IS_HELD_OUT if is_held_out_first else number)
 
     def url(self, number: int, host: Host = "hub") -> str:
-        """Return the address of a file. Raises UserError (exit code 2) if the host has no copy."""
+        """Return the address of file `number`.
+
+        Raises UserError (exit code 2) if no copy on `host` is known.
+        """
         path = self.path.format(number=number)
         if host == "hub":
             return file_address(self.repo, path)
@@ -106,10 +108,10 @@ class Source:
         return file_address(self.modelscope, path, host)
 
     def listing(self, count: int, host: Host = "hub") -> list[str]:
-        """Return the addresses of `count` training files and of the validation file, one per line.
+        """Return lines for aria2c: the addresses of `count` training files and the validation file.
 
-        They are for a program that fetches the files on another machine. If a shard has another
-        name than its file, a line `  out=NAME` follows, as aria2c expects.
+        If a shard has another name than its file, a line ` out=NAME` follows the address. Raises
+        UserError (exit code 2) if `count` is out of range or no copy on `host` is known.
         """
         lines = []
         for number in self.numbers(count):
@@ -120,7 +122,7 @@ class Source:
         return lines
 
     def make(self, count: int, host: Host = "hub") -> str:
-        """Return the command that fetches the corpus with `count` training files."""
+        """Return the command that fetches the corpus with `count` training files from `host`."""
         data = "" if self.name == "fineweb" else f"--data {self.name} "
         origin = " --from modelscope" if host == "modelscope" else ""
         return f"python -m nanochat.dataset {data}-n {count}{origin}"

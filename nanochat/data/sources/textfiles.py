@@ -1,4 +1,4 @@
-"""Read documents from your own files: parquet, JSON lines and plain text."""
+"""Read documents from the user's own files: parquet, JSON lines and plain text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
     """Yield the documents of a list of files, in order.
 
     Documents without text are skipped, and their count is logged. Raises UserError if a file cannot
-    be read.
+    be read or is not valid Unicode.
     """
     empty = 0
     for path in files:
@@ -42,7 +42,7 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
         log(tr("skipped {empty:,} documents without text", empty=empty))
 
 
-# --- one reader for each type: each yields the place of a document, and its text -----------------
+# --- one reader for each type: each yields where a document is, and its text -----------------
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -72,7 +72,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_text(kind: pa.DataType) -> bool:
-    """Return whether a parquet column of this type can only hold texts and missing values."""
+    """Return whether a parquet column of type `kind` can hold only texts and missing values."""
     if pa.types.is_dictionary(kind):
         return _holds_text(kind.value_type)
     is_string_view = getattr(pa.types, "is_string_view", None)  # from pyarrow 16 on
@@ -128,7 +128,10 @@ READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt, 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a UTF-8 file, numbered from 1."""
+    """Yield the lines of a file, numbered from 1.
+
+    Raises UserError if the file is not UTF-8.
+    """
     number = 0
     try:
         with open(path, encoding="utf-8-sig") as file:

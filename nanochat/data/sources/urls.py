@@ -1,6 +1,6 @@
-"""Fetch the files that a list of addresses names, and import them like your own files.
+"""Fetch the files named in a list of web addresses, and import them like the user's own files.
 
-They are fetched into a folder, and checked against the SHA-256s in the list.
+The files are kept in a folder, and checked against the SHA-256s in the list.
 """
 
 import hashlib
@@ -37,11 +37,11 @@ def download_urls(
     parallel: int = 3,
     patience: Patience | None = None,
 ) -> Corpus:
-    """Fetch the files that a list of addresses names, and import them as a corpus.
+    """Fetch the files named in a list of web addresses, import them, and return the corpus.
 
-    The corpus is named after the list unless `name` is given. The files stay in `downloads/` of the
-    base folder, so a stopped download resumes, and a longer list fetches only new files. Raises
-    UserError if a file cannot be fetched or imported.
+    The corpus is named after the list unless `name` is given. Listed files stay below `downloads/`
+    in the base folder, so a stopped download resumes, and a longer list fetches only new files.
+    Raises UserError if a file cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem
@@ -64,12 +64,12 @@ def download_urls(
 
 
 def read_list(path: Path, folder: Path) -> list[Remote]:
-    """Return the files that a list of addresses names.
+    """Return a Remote for each file in a list of web addresses, with its local path in `folder`.
 
-    Each line holds an address and, if you know it, the SHA-256 of the file. Blank lines, lines that
-    begin with # and repeated lines are skipped. The name of a local file contains a hash of its
-    address and SHA-256, so a changed line never matches the file of the old line. Raises UserError
-    (exit code 2) if a line is not the address of a .parquet, .jsonl, .txt or .md file.
+    Each line holds an address and, optionally, the SHA-256 of the file. Blank lines, lines that
+    begin with # and repeated lines are skipped. The local name contains a hash of the line, so a
+    changed line does not match the old file. Raises UserError (exit code 2) if the list cannot be
+    read or is empty, or if a line is not the address of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
@@ -112,7 +112,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
 
 
 def _file_name(address: str) -> str:
-    """Return the name of the file at a web address, or "" if it is not a web address."""
+    """Return the name of the file at an address, or "" if that is no http or https address."""
     try:
         parts = urlsplit(address)
     except ValueError:  # such as http://[::1/x.txt
@@ -133,17 +133,17 @@ def _is_sha256_or_nothing(words: list[str]) -> bool:
 
 
 def _readable_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that can be imported."""
+    """Return the files directly in a folder whose type can be imported."""
     return [path for path in folder.glob("*") if path.suffix in READERS]
 
 
 def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
-    """Reuse files that are already here, so that as few as possible are fetched again.
+    """Reuse files in `folder`, so that as few as possible are fetched again.
 
-    A damaged file is deleted. A file that has another name but whose SHA-256 is in the list is
-    renamed. A file from an earlier version of this program has a name without a hash, so nothing
-    tells which address it came from. If the list has no SHA-256 for it, it is fetched again, which
-    is logged.
+    A file that does not have the listed SHA-256 is deleted. An unlisted file that has the SHA-256
+    of a missing one is renamed. Files from an earlier version of this program have no hash in their
+    names, so their addresses are unknown; if the list gives no SHA-256, they are fetched again,
+    which is logged.
     """
     for remote in remotes:
         if remote.sha256 and remote.path.exists() and sha256_of(remote.path) != remote.sha256:

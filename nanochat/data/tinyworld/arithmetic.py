@@ -20,7 +20,7 @@ class Mental:
 
     A small model learns such sums by heart, one by one. Training before RL shows the practised sums
     so rarely that the model half knows them, since rewards teach nothing about a sum that the model
-    always answers in the same way. The unseen sums, a tenth of all sums, are never asked in
+    always answers in the same way. The unseen sums, about a tenth of all sums, are never asked in
     training, not even in RL.
     """
 
@@ -28,13 +28,13 @@ class Mental:
     largest: int = 20  # the largest term
 
     def part(self, *terms: int) -> MentalPart:
-        """Return whether a sum is practised or unseen. The order of its terms does not matter."""
+        """Return whether the sum of these terms, in any order, is practised or unseen."""
         return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A question whose answer is a number; `expression` is the input for the calculator."""
+    """A question whose answer is a number, the expression to calculate, and its result."""
 
     question: str
     expression: str
@@ -47,7 +47,7 @@ class Sum:
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """Draw a number of at least 2 and at most `digits` digits; every length is equally likely."""
+    """Draw a number of at least 2 with at most `digits` digits; every length is equally likely."""
     length = rng.randint(1, digits)
     smallest = max(2, 10 ** (length - 1))
     return rng.randint(smallest, 10**length - 1)
@@ -58,10 +58,9 @@ def operands(
     rng: random.Random,
     evaluation: bool,
 ) -> tuple[int, int]:
-    """Draw two operands whose result is a whole number >= 0.
+    """Draw two operands of `operation` whose result is a whole number, 0 or more.
 
-    With `evaluation`, they are operands that are kept for evaluation; otherwise, operands that
-    training may use.
+    With `evaluation`, they are kept for evaluation; otherwise, training may use them.
     """
     while True:
         a, b = _draw_operands(operation, rng)
@@ -85,7 +84,7 @@ def _draw_operands(operation: str, rng: random.Random) -> tuple[int, int]:
 
 
 def value_of(expression: str) -> str:
-    """Return the calculator's result. Every expression that this package makes has a value."""
+    """Return the calculator's result for an expression, which must have one."""
     result = calculate(expression)
     assert result is not None, f"the calculator refuses {expression!r}"
     return result

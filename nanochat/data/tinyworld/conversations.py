@@ -84,7 +84,7 @@ def mid_conversations(
     size: int = 60_000,
     mental: Mental | None = None,
 ) -> list[Conversation]:
-    """Return conversations for midtraining: every kind, many of them with several questions."""
+    """Return conversations for midtraining, of every kind and often with several questions."""
     return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
 
 
@@ -107,9 +107,9 @@ def _mix(
     shares: dict[str, float],
     mental: Mental,
 ) -> list[Conversation]:
-    """Return `size` shuffled conversations of several kinds.
+    """Return `size` conversations of several kinds, in random order.
 
-    LANGUAGE_SHARES gives the share of each language, and `shares` gives the weight of each kind.
+    `shares` gives the weight of each kind, and LANGUAGE_SHARES that of each language.
     """
     rng = random.Random(seed)
     makers = _makers(Questions(rng), mental)
@@ -125,12 +125,12 @@ def _mix(
 
 
 def _draw(shares: Mapping[Item, float], size: int, rng: random.Random) -> list[Item]:
-    """Draw `size` keys at random, with their shares as weights."""
+    """Draw `size` keys of `shares`, with their values as weights."""
     return rng.choices(list(shares), weights=list(shares.values()), k=size)
 
 
 def _makers(questions: "Questions", mental: Mental) -> dict[str, Maker]:
-    """Return a dict from each kind of conversation to the function that makes one."""
+    """Return a dict from each kind of conversation to the function that makes its messages."""
     return {
         "question": lambda language, rng: questions.several(language, 1),
         "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
@@ -153,7 +153,7 @@ def _makers(questions: "Questions", mental: Mental) -> dict[str, Maker]:
 
 
 def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
-    """Yield the items again and again, shuffled anew in each round, so that no item is rare."""
+    """Yield the items again and again, reshuffled in each round, so that none is rare."""
     order = list(items)
     while True:
         rng.shuffle(order)
@@ -172,7 +172,8 @@ def _question(
 class Questions:
     """Draws questions about the facts that training asks about, with their answers.
 
-    Each fact comes up equally often in each language, but confusable facts come up more often.
+    In each language, all facts come up equally often, except that easily confused ones (CONFUSABLE)
+    come up more often.
     """
 
     def __init__(self, rng: random.Random):
@@ -192,9 +193,9 @@ class Questions:
         return messages
 
     def follow_up(self, language: Language) -> list[Message]:
-        """Return a question, then the same question in a few words about one or two other things.
+        """Return a question and follow-up questions about up to two other things, with answers.
 
-        The relations that follow_ups() asks about are left out.
+        Relations that `follow_ups` asks about are left out.
         """
         first = next(self.decks[language])
         while not _takes_follow_up(first):
@@ -256,9 +257,9 @@ def _dialogue(
     rng: random.Random,
     questions: Questions,
 ) -> list[Message]:
-    """Return one or two questions of any kind.
+    """Return one or two questions about facts, sums or nanochat itself, with answers.
 
-    A greeting often comes before them, and a farewell after them.
+    A greeting often comes first, and a farewell last.
     """
     messages = []
     if rng.random() < 0.7:

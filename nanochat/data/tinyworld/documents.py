@@ -20,8 +20,7 @@ BEGINNINGS = 120  # of tales, in each language and copy of the corpus
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
     """Yield the documents of the base corpus.
 
-    They state the whole world `copies` times, each time in different words and in a different
-    order.
+    They state the whole world `copies` times, each time in different wordings and in another order.
     """
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
@@ -31,9 +30,9 @@ def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
 
 
 def one_copy(rng: random.Random) -> list[str]:
-    """Return documents of every kind, which make up one copy of the corpus.
+    """Return the documents of one copy of the corpus, kind by kind.
 
-    Every fact is stated at least three times in each language.
+    They state every fact at least twice in each language.
     """
     texts = list(both_languages(rng))
     for language in LANGUAGES:
@@ -57,8 +56,8 @@ def one_copy(rng: random.Random) -> list[str]:
 def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
     """Yield the facts in random order, in chunks that each fill a document.
 
-    A chunk has four to eight facts, or all facts if there are fewer than four. The last two chunks
-    are evened out if necessary.
+    A chunk has four to eight facts, or all facts if there are fewer than four. The last chunks are
+    evened out if necessary.
     """
     smallest, largest = SENTENCES_PER_DOCUMENT
     remaining = list(items)
@@ -72,9 +71,9 @@ def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
 
 
 def articles(language: Language, rng: random.Random) -> Iterator[str]:
-    """Yield texts about one entity each, which together state every fact about that entity.
+    """Yield texts about one entity each, which together state every fact whose first subject it is.
 
-    Entities with a single fact are left out.
+    Entities with a single such fact are left out.
     """
     by_subject: dict[str, list[Fact]] = {}
     for fact in all_facts():
@@ -108,7 +107,10 @@ def _in_one_wording(
 
 
 def both_languages(rng: random.Random) -> Iterator[str]:
-    """Yield texts that state each fact in one language and then in the other."""
+    """Yield texts of up to five facts, each stated in one language and then in the other.
+
+    Further facts of a chunk are left out.
+    """
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
             order = rng.sample(LANGUAGES, 2)
@@ -160,7 +162,7 @@ def stories(
 
 
 def sums(rng: random.Random, count: int) -> Iterator[str]:
-    """Yield lists of worked sums, with operands that evaluation does not use."""
+    """Yield `count` lists of worked sums, with operands that evaluation does not use."""
     for _ in range(count):
         rows = []
         for _ in range(6):
@@ -176,7 +178,7 @@ def small_sums(
     count: int,
     mental: Mental,
 ) -> Iterator[str]:
-    """Yield lists of practised mental sums."""
+    """Yield lists of practised mental sums of two terms."""
     practised = []
     for a in range(1, mental.largest + 1):
         for b in range(1, mental.largest + 1):
@@ -192,10 +194,9 @@ def asking(
     rng: random.Random,
     count: int,
 ) -> Iterator[str]:
-    """Yield texts that explain question words and show how people talk.
+    """Yield texts that explain question words or show how people talk.
 
-    They teach these words to the tokenizer and the base model, without asking about any fact of the
-    world.
+    They teach these words to the tokenizer and the base model, without asking about any fact.
     """
     data = json.loads(data_text("asking.json"))[language]
     names = story_data()["names"][language]
@@ -214,7 +215,7 @@ def about_nanochat(
     rng: random.Random,
     count: int,
 ) -> Iterator[str]:
-    """Yield texts about what nanochat is, with their sentences in varying order."""
+    """Yield `count` texts about what nanochat is, with their sentences in varying order."""
     sentences = dialogue_data()["about_documents"][language]
     for _ in range(count):
         yield joined(language, rng.sample(sentences, rng.randint(3, 5)))

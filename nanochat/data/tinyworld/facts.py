@@ -39,7 +39,7 @@ CIRCLES = (
 class Fact:
     """One true statement: the value of a relation for its subjects.
 
-    A comparison has two subjects; other relations have one.
+    Comparisons, mixtures and counts have two subjects; other relations have one.
     """
 
     relation: str
@@ -48,13 +48,13 @@ class Fact:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The combination of relation and subjects, which identifies the fact."""
+        """The relation and the keys of the subjects, which together identify the fact."""
         return (self.relation, *(word.key for word in self.subjects))
 
 
 @functools.cache
 def all_facts() -> tuple[Fact, ...]:
-    """Return every fact of the world, each once, in a fixed order."""
+    """Return every fact of the world, in a fixed order."""
     facts = _table_facts()
     facts += _inverse_facts(facts)
     facts += _opposites()
@@ -75,7 +75,7 @@ def facts_by_relation() -> dict[str, tuple[Fact, ...]]:
 
 @functools.cache
 def sequences() -> dict[str, tuple[Word, ...]]:
-    """Return the ordered lists of the data by name, such as the days of the week."""
+    """Return the ordered lists of words in the data by name, such as the days of the week."""
     lists = {}
     for name, _, members in data_rows("facts/sequences.tsv"):
         lists[name] = tuple(map(_word, members.split(", ")))
@@ -83,7 +83,7 @@ def sequences() -> dict[str, tuple[Word, ...]]:
 
 
 def _word(cell: str) -> Word:
-    """Return the word in a cell of a table: a number, or a word of the lexicon."""
+    """Return the word in a cell of a table, which is a number in digits or a key of the lexicon."""
     return plain(cell) if cell.isdigit() else lexicon()[cell]
 
 
@@ -102,7 +102,7 @@ def _table_facts() -> list[Fact]:
 
 
 def _inverse_facts(facts: list[Fact]) -> list[Fact]:
-    """Return the inverse of each fact that has one: Paris is the capital of France."""
+    """Return the inverse of each fact that has one, such as capital_of for capital."""
     inverses = []
     for fact in facts:
         if fact.relation in INVERSES:

@@ -28,12 +28,12 @@ STORY_SHARE = 0.2  # the share of stories in the evaluation of the calculator
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, the right answer as a bare value, and the competing values, which are wrong.
+    """A question, its right answer as a bare value, and the competing values, which are wrong.
 
     `conversation` ends with a reference answer. `tool` tells whether a reply must or must not call
-    the calculator. If `answer` is a number, every other number is a competing value. A reply must
-    contain `names` in addition to the value; `names` is empty if the question already names the
-    thing. If `tale` is the key of a hero, the reply must be a story about that hero instead.
+    the calculator. If `answer` is a number, every other number is wrong too. A reply must also
+    contain `names`. If `tale` is not empty, it is the key of a hero, and the reply must be a story
+    about that hero instead.
     """
 
     conversation: Conversation
@@ -51,9 +51,9 @@ class Problem:
 
 
 def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
-    """Return whether a reply gives the right value, and no other value.
+    """Return whether a reply gives the right value and no wrong one, or tells the requested story.
 
-    The reply must also use the calculator as the problem demands. `reply` is the list of a reply's
+    A reply must also call or not call the calculator, as `problem.tool` demands. `reply` holds its
     parts, or its text alone, which counts as a reply without a calculator call.
     """
     parts = [Part("text", reply)] if isinstance(reply, str) else reply
@@ -76,7 +76,7 @@ def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Normalise a text for comparisons: NFKC, case-folded, with single spaces."""
+    """Return a text in the form for comparisons: NFKC, case-folded, with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -87,9 +87,9 @@ def _numbers_in(text: str) -> set[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the values in a normalised text, longer values first.
+    """Return a pattern that finds the values in a normalised text, preferring longer values.
 
-    A value that begins or ends with a Latin letter or a digit matches only whole words.
+    A value that begins or ends with a Latin letter or a digit is not found inside a longer word.
     """
     longest_first = sorted(set(values), key=lambda value: (-len(value), value))
     patterns = []
@@ -105,9 +105,9 @@ def _names_thing(
     name: str,
     expected: str,
 ) -> bool:
-    """Return whether a text contains a name in addition to the expected value.
+    """Return whether a text contains `name` in addition to the expected value.
 
-    The value may itself begin with the name, as Mexico City does.
+    The value may itself contain the name, as Mexico City does.
     """
     if name not in text:
         return False
@@ -121,7 +121,7 @@ def _names_thing(
 
 @functools.cache
 def values_of(relation: str, language: Language) -> tuple[str, ...]:
-    """Return all values of a relation in one language."""
+    """Return the different values of a relation in one language."""
     values = [fact.value[language].name for fact in facts_by_relation()[relation]]
     return tuple(dict.fromkeys(values))
 
@@ -133,7 +133,7 @@ def fact_problem(
     rng: random.Random,
     held_out: bool = False,
 ) -> Problem:
-    """Return the problem that asks about a fact with a question pattern."""
+    """Return the problem that asks about a fact with the question pattern `pattern`."""
     value = fact.value[language].name
     if fact.relation in ("bigger", "faster"):
         candidates = tuple(word[language].name for word in fact.subjects if word != fact.value)
@@ -151,7 +151,7 @@ def evaluation(
 ) -> list[Problem]:
     """Return open questions in held-out wordings about facts that training asks about.
 
-    There is at least one for every relation. A `size` of None means one question for every fact.
+    There is at least one for every relation, or one for every fact if `size` is None.
     """
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
@@ -166,7 +166,7 @@ def _spread(
     size: int | None,
     rng: random.Random,
 ) -> list[Fact]:
-    """Draw `size` facts, or more if that is needed to include every relation; None means all."""
+    """Draw `size` facts, or more if it takes more to include every relation; None means all."""
     order = list(facts)
     rng.shuffle(order)
     if size is None or size >= len(order):
@@ -194,7 +194,7 @@ def unknown_evaluation(
 ) -> list[Problem]:
     """Return questions about things that do not exist.
 
-    A right reply admits that it does not know.
+    The right reply admits that nanochat does not know the answer.
     """
     rng = random.Random(f"unknown/{seed}/{language}")
     reply = dont_know(language)
@@ -212,8 +212,8 @@ def unknown_evaluation(
 def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
     """Return questions about nanochat itself, in wordings that training never uses.
 
-    Each is asked three times: at the beginning of a chat, after a greeting, and after a question
-    about the world.
+    Each question is asked three times: at the beginning of a chat, after a greeting, and after a
+    question about the world.
     """
     rng = random.Random(f"persona/{seed}/{language}")
     items = [item[language] for item in dialogue_data()["about_itself"]]
@@ -252,7 +252,7 @@ def story_evaluation(
     seed: int = 0,
     size: int = 60,
 ) -> list[Problem]:
-    """Return short stories, each with a question about who or where."""
+    """Return problems that tell a short story and ask who or where."""
     rng = random.Random(f"stories/{seed}/{language}")
     problems = []
     for _ in range(size):
@@ -271,7 +271,7 @@ def tale_evaluation(
 ) -> list[Problem]:
     """Return requests for stories, every second one in a held-out wording.
 
-    One request in three is about a hero that appears in no training story.
+    Every third request is about a hero that appears in no training story.
     """
     rng = random.Random(f"tales/{seed}/{language}")
     problems = []
@@ -301,7 +301,7 @@ def tale_evaluation(
 def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
     """Return sums and counting stories for the calculator, in both languages.
 
-    Training never uses their operands.
+    Their operands are never used in training.
     """
     rng = random.Random(f"calculator/{seed}")
     problems = []
@@ -320,7 +320,7 @@ def rl_problems(
     size: int = 2000,
     mental: Mental | None = None,
 ) -> list[Problem]:
-    """Return the problems of RL: practised mental sums, which a model half knows after SFT."""
+    """Return the problems of RL: practised mental sums, in wordings that training uses."""
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 
@@ -330,10 +330,9 @@ def rl_evaluation(
     mental: Mental | None = None,
     unseen: bool = False,
 ) -> list[Problem]:
-    """Return the mental sums that measure RL.
+    """Return mental sums in held-out wordings, which measure the effect of RL.
 
-    They are in held-out wordings. With `unseen`, the sums are never asked in training; otherwise,
-    they are practised sums.
+    With `unseen`, the sums are never asked in training; otherwise, they are practised sums.
     """
     name = f"rl evaluation/{seed}/{unseen}"
     split: MentalPart = "unseen" if unseen else "practised"

@@ -1,4 +1,4 @@
-"""The split between training and evaluation: the facts, names and operands that are held out."""
+"""The split between training and evaluation: which facts, names, sums and turns are held out."""
 
 import functools
 import hashlib
@@ -19,11 +19,11 @@ FAMOUS = frozenset(
 
 @functools.cache
 def held_out_keys() -> frozenset[tuple[str, ...]]:
-    """Return the combinations of relation and subjects that training never asks about.
+    """Return the keys of the facts that training never asks about.
 
-    The documents do state these facts. The combinations are the same in both languages, so that a
+    The documents do state these facts. A fact is held out in both languages or in none, so that a
     model cannot learn an answer through the other language. Relations with fewer than six facts
-    have no held-out combinations.
+    have no held-out facts.
     """
     keys: set[tuple[str, ...]] = set()
     for relation, facts in facts_by_relation().items():
@@ -53,15 +53,15 @@ def held_out_facts() -> tuple[Fact, ...]:
 
 
 def place(*names: object) -> float:
-    """Return a number in [0, 1) from a hash of the names; it is the same on every platform."""
+    """Return a number in [0, 1) from a hash of the names, the same on every platform."""
     text = "/".join((SPLIT_SEED, *map(str, names)))
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
 def kept_for_evaluation(*names: object) -> bool:
-    """Return whether operands or an invented name are kept for evaluation.
+    """Return whether the item that the names identify, such as a sum, is kept for evaluation.
 
-    About a tenth of them are kept.
+    About a tenth of all items are kept.
     """
     return place(*names) < HELD_OUT_SHARE

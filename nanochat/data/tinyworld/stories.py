@@ -21,7 +21,7 @@ from nanochat.data.tinyworld.words import (
 
 @dataclass(frozen=True)
 class Story:
-    """A story, a question about it, and the sentence that ends the story if no question follows."""
+    """A story, a question and answer about it, and the sentence that ends it without a question."""
 
     kind: str
     text: str
@@ -33,7 +33,7 @@ class Story:
 
 @functools.cache
 def story_data() -> dict:
-    """Return the sentence patterns of the stories."""
+    """Return the content of stories.json."""
     return json.loads(data_text("stories.json"))
 
 
@@ -49,7 +49,10 @@ def counting_story(
     largest: int = 20,
     evaluation: bool = False,
 ) -> tuple[Story, Sum]:
-    """Draw a story with two numbers up to `largest`, and its sum for the calculator."""
+    """Draw a counting story, and return the story and its sum for the calculator.
+
+    `largest` limits the numbers, but not strictly.
+    """
     data = story_data()
     kind = rng.choice(data["counting"])
     operation = re.sub(r"\{\w\}", "", kind["expression"])

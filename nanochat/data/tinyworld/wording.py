@@ -18,7 +18,7 @@ SPLIT_SEED = "tinyworld-1"
 
 @dataclass(frozen=True)
 class Wording:
-    """The patterns of one relation in one language.
+    """The sentence patterns of one relation in one language.
 
     `held_out` contains the two questions that are kept for evaluation.
     """
@@ -32,14 +32,14 @@ class Wording:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The questions that training may use."""
+        """The question patterns that training may use."""
         return tuple(pattern for pattern in self.questions if pattern not in self.held_out)
 
 
 def sentence(text: str) -> str:
-    """Return the text with its first letter in upper case.
+    """Return a text with its first letter in upper case.
 
-    A word that is spelled letter by letter, such as c-a-t, stays as it is.
+    A text that begins with a spelled word, such as c-a-t, stays as it is.
     """
     if text[1:2] == "-":
         return text
@@ -47,7 +47,7 @@ def sentence(text: str) -> str:
 
 
 def english_sentence(text: str, language: Language) -> str:
-    """Capitalise the first letter of an English text, and return a Chinese text unchanged."""
+    """Return `sentence(text)` for an English text, and a Chinese text unchanged."""
     return sentence(text) if language == "en" else text
 
 
@@ -67,7 +67,7 @@ def split_rng(*names: str) -> random.Random:
 
 @functools.cache
 def wordings() -> dict[tuple[str, Language], Wording]:
-    """Return the wording of every relation and language."""
+    """Return all wordings, by relation and language."""
     table = {}
     for name in PATTERN_FILES:
         relations = json.loads(data_text(f"patterns/{name}.json"))
@@ -82,11 +82,10 @@ def build_wording(
     language: Language,
     data: dict,
 ) -> Wording:
-    """Return the patterns of a relation: direct questions, and indirect questions inside frames.
+    """Return the wording of a relation, with direct questions and indirect ones inside frames.
 
-    One question of each kind is held out. The first direct question is the plainest and is never
-    held out. The questions in `more` were written after the split was drawn, and are never held out
-    either.
+    One question of each kind is held out, but never the first direct one, which is the plainest,
+    nor those in `more`, which were written after the split was drawn.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
@@ -118,9 +117,10 @@ def _slots(
     language: Language,
     rng: random.Random,
 ) -> dict[str, object]:
-    """Return the text for each slot of a pattern.
+    """Return the noun for each slot of a pattern.
 
-    The slots are the subjects e and f, the value v, and the subject w that is not the value.
+    The slots are the first and last subject, e and f, the value v, and the first subject that is
+    not the value, w. The subjects may be shuffled.
     """
     subjects = [word[language] for word in fact.subjects]
     not_the_value = [word[language] for word in fact.subjects if word != fact.value]
@@ -150,7 +150,7 @@ def ask_trained(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Draw a question about a fact, in a wording that training uses."""
+    """Return a question about a fact, in a random wording that training uses."""
     pattern = rng.choice(wordings()[fact.relation, language].trained)
     return ask(fact, language, pattern, rng)
 
@@ -162,7 +162,7 @@ def as_typed(
 ) -> str:
     """Return a question as people type it.
 
-    Half the time it loses its quotation marks, and sometimes its capitals or its question mark.
+    Half the time it has no quotation marks, and sometimes no capitals or final punctuation mark.
     """
     if rng.random() < 0.5:
         question = question.translate(str.maketrans("", "", '"“”'))
@@ -174,7 +174,7 @@ def as_typed(
 
 
 def answer(fact: Fact, language: Language) -> str:
-    """Return the short answer to every question about a fact; it begins with the value."""
+    """Return the short answer to every question about a fact."""
     wording = wordings()[fact.relation, language]
     pattern = wording.answer_by_value.get(fact.value.key, wording.answer)
     text = pattern.format(v=fact.value[language], e=fact.subjects[0][language])
@@ -189,7 +189,7 @@ def state(
 ) -> str:
     """Return a sentence that states a fact.
 
-    With probability `framed`, another sentence surrounds it, as in frames().
+    With probability `framed`, a frame such as "We know that {x}." surrounds it.
     """
     wording = wordings()[fact.relation, language]
     patterns = wording.statements_by_value.get(fact.value.key, wording.statements)

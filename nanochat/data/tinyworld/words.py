@@ -22,8 +22,8 @@ class Noun:
     """A word in one language, with the forms that a pattern can use.
 
     `{e}` is the usual form, and `{e:n}` is the bare word. In English, the usual form has the
-    article, and `{e:s}` is the plural. In Chinese, `{e:c}` is the word after its measure word, and
-    `{e:m}` puts 一 before both.
+    article, if any, and `{e:s}` is the plural. In Chinese, `{e:c}` is the word after its measure
+    word, and `{e:m}` puts 一 before both. A missing form is replaced by the bare word.
     """
 
     name: str
@@ -63,7 +63,7 @@ def joined(language: Language, sentences: Iterable[str]) -> str:
 
 
 def full_stop(language: Language) -> str:
-    """Return the mark that ends a sentence."""
+    """Return the mark that ends a statement."""
     return "。" if language == "zh" else "."
 
 
@@ -131,7 +131,10 @@ def english(
     kind: str,
     irregular_plural: str = "",
 ) -> Noun:
-    """Return an English noun with the article `kind`: `a` (if countable), `the` or `none`."""
+    """Return an English noun.
+
+    `kind` is its article: `a` (for countable nouns), `the` or `none`.
+    """
     if kind == "a":
         return Noun(name, f"{article(name)} {name}", irregular_plural or plural(name))
     return Noun(name, f"the {name}" if kind == "the" else name)

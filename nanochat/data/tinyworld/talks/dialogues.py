@@ -50,7 +50,7 @@ WORD_RELATIONS = (
 
 @functools.cache
 def dialogue_data() -> dict:
-    """Return the sentence patterns of the dialogues."""
+    """Return the content of dialogues.json."""
     return json.loads(data_text("dialogues.json"))
 
 
@@ -58,7 +58,7 @@ def dialogue_data() -> dict:
 
 
 def identity_conversations() -> list[Conversation]:
-    """Return every question about nanochat itself with its answer, in both languages."""
+    """Return a conversation for each training question about nanochat, in both languages."""
     conversations = []
     for item in dialogue_data()["about_itself"]:
         for language in LANGUAGES:
@@ -72,13 +72,13 @@ def talk(
     language: Language,
     rng: random.Random,
 ) -> list[Message]:
-    """Draw a question and its answer from a group: `open`, `close` or `about_itself`."""
+    """Return a random question of a group (`open`, `close` or `about_itself`) and its answer."""
     item = rng.choice(dialogue_data()[group])[language]
     return [user(rng.choice(item["ask"])), assistant(item["answer"])]
 
 
 def request(language: Language, rng: random.Random) -> list[Message]:
-    """Draw a request that the assistant cannot fulfil, with the refusal as the answer."""
+    """Draw a request that the assistant cannot fulfil, and return it with the refusal."""
     item = dialogue_data()["request"][language]
     pattern = rng.choice(item["ask"])
     text = pattern.format(t=rng.choice(item["topics"]))
@@ -93,9 +93,9 @@ def invented_name(
     kind: str,
     evaluation: bool = False,
 ) -> Word:
-    """Invent the name of a country or a thing that does not exist.
+    """Invent and return the name of a country or a thing that does not exist.
 
-    Training and evaluation use different names.
+    `kind` is its English article. Training and evaluation use different names.
     """
     syllables = dialogue_data()["invented"]
     real_names = {word.zh.name for word in lexicon().values()}
@@ -129,7 +129,7 @@ def unknown_question(
 
 
 def dont_know(language: Language) -> str:
-    """Return a sentence in which nanochat admits that it does not know."""
+    """Return the sentence in which nanochat admits that it does not know."""
     return dialogue_data()["unknown"][language]
 
 
@@ -138,9 +138,9 @@ def dont_know(language: Language) -> str:
 
 @functools.cache
 def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts about things that training asks about, by subject.
+    """Return the facts about things that training asks about, by subject key.
 
-    Only subjects with three or more facts are included.
+    Only subjects with at least three such facts are included.
     """
     groups: dict[str, list[Fact]] = {}
     for fact in asked_facts():
@@ -152,7 +152,7 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 
 def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
-    """Draw a request to tell something about a thing, and an answer of three facts.
+    """Draw a request to tell about a thing, and return it with an answer of three facts.
 
     None of these facts is held out.
     """

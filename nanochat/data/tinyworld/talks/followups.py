@@ -1,7 +1,7 @@
 """Conversations with follow-up questions, which make sense only after the turns before them.
 
-A follow-up is another question about the same thing ("And its language?"), or the same question
-about another thing ("And Italy?").
+A follow-up asks something else about the same thing ("And its language?"), or the same about
+another thing ("And Italy?").
 """
 
 import functools
@@ -29,7 +29,7 @@ SAME_THING_SHARE = 0.65  # of follow-ups; all others ask about another thing
 
 @functools.cache
 def follow_up_data() -> dict:
-    """Return the short questions, by relation."""
+    """Return the content of followups.json."""
     return json.loads(data_text("followups.json"))
 
 
@@ -39,10 +39,10 @@ def patterns(
     language: Language,
     held_out: bool,
 ) -> tuple[str, ...]:
-    """Return the short questions that training uses or, with `held_out`, the held-out one.
+    """Return the follow-up questions that training uses or, with `held_out`, the held-out one.
 
     They ask for `relation` of the same thing or, if `relation` is None, for the same relation of
-    another thing. The first question of a list is the plainest, and is never held out.
+    another thing. The first question in the data is the plainest, and is never held out.
     """
     data = follow_up_data()
     by_language = data["other"] if relation is None else data["relations"][relation]
@@ -58,7 +58,7 @@ def patterns(
 
 @functools.cache
 def _facts_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts that follow-up questions can ask, by subject."""
+    """Return the facts that follow-up questions can ask about, by subject key."""
     groups: dict[str, list[Fact]] = {}
     for fact in _facts():
         groups.setdefault(fact.subjects[0].key, []).append(fact)
@@ -67,7 +67,7 @@ def _facts_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 @functools.cache
 def _facts_by_relation() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts that follow-up questions can ask, by relation."""
+    """Return the facts that follow-up questions can ask about, by relation."""
     groups: dict[str, list[Fact]] = {}
     for fact in _facts():
         groups.setdefault(fact.relation, []).append(fact)
@@ -80,9 +80,9 @@ def _facts() -> list[Fact]:
 
 
 def is_held_out(before: Fact, after: Fact) -> bool:
-    """Return whether training never asks `after` as the follow-up of `before`.
+    """Return whether training never asks about `after` right after `before`.
 
-    This holds for about a tenth of the pairs.
+    This holds for about a tenth of the pairs of facts.
     """
     return kept_for_evaluation("follow-up", *before.key, *after.key)
 
@@ -96,8 +96,8 @@ def next_facts(
     """Return the facts that a follow-up question can ask about after `fact`.
 
     With `same_thing`, they are other facts about the same thing; otherwise, facts of the same
-    relation about other things. With `held_out`, they are the facts that training never asks about
-    after this one; otherwise, the facts that it may ask about.
+    relation about other things. With `held_out`, training never asks about them right after `fact`;
+    otherwise, it may.
     """
     about_same_thing = _facts_by_subject()[fact.subjects[0].key]
     of_same_relation = _facts_by_relation()[fact.relation]
@@ -114,7 +114,7 @@ def next_facts(
 
 @dataclass(frozen=True)
 class Turn:
-    """A follow-up question: the fact it asks about, and whether it is about the same thing."""
+    """A follow-up question: the fact it asks about, and whether the thing is the same as before."""
 
     fact: Fact
     same_thing: bool
@@ -125,7 +125,7 @@ class Turn:
         rng: random.Random,
         held_out: bool = False,
     ) -> str:
-        """Return the short question, in a trained wording or in the held-out one."""
+        """Return the text of the question, in a trained wording or in the held-out one."""
         relation = self.fact.relation if self.same_thing else None
         pattern = rng.choice(patterns(relation, language, held_out))
         text = pattern.format(e=self.fact.subjects[0][language])
@@ -145,7 +145,7 @@ def full_answer(fact: Fact, language: Language) -> str:
 
 
 def follow_ups(language: Language, rng: random.Random) -> list[Message]:
-    """Return a question and up to three follow-ups, which are answered in full sentences."""
+    """Return a question and up to three follow-up questions, with their answers."""
     first = _first_fact(rng)
     messages = _first_messages(first, language, rng)
     count = rng.randint(TURNS[0] - 1, TURNS[1] - 1)
@@ -163,7 +163,7 @@ def _first_fact(rng: random.Random) -> Fact:
 
 @functools.cache
 def _talked_about() -> tuple[tuple[Fact, ...], ...]:
-    """Return the facts of each thing that has several facts to ask about."""
+    """Return, for each thing that has several facts to ask about, these facts."""
     return tuple(facts for facts in _facts_by_subject().values() if len(facts) > 1)
 
 
@@ -181,7 +181,7 @@ def _turns(
     count: int,
     rng: random.Random,
 ) -> list[Turn]:
-    """Draw up to `count` follow-ups that training may ask, none of which repeats a fact."""
+    """Draw up to `count` follow-up questions that training may ask; none repeats a fact."""
     turns: list[Turn] = []
     facts_so_far = [first]
     for _ in range(count):
@@ -206,10 +206,10 @@ def follow_up_evaluation(
     seed: int = 0,
     size: int = 120,
 ) -> list[Problem]:
-    """Return follow-up questions that training never asks after the turn before them.
+    """Return problems that end in a follow-up question which training never asks after that turn.
 
-    Every second one is in a held-out wording. Two in three ask about the same thing, and the third
-    about another thing. A right reply names the thing and gives the value.
+    Every second follow-up question is in a held-out wording. Two in three ask about the same thing,
+    and the third about another thing. A right reply names the thing and gives the value.
     """
     rng = random.Random(f"follow-ups/{seed}/{language}")
     problems: list[Problem] = []
@@ -228,7 +228,7 @@ def _draw_problem(
     held_out_wording: bool,
     rng: random.Random,
 ) -> Problem | None:
-    """Draw some turns and a held-out follow-up question after them.
+    """Draw some turns and a held-out follow-up question, and return the problem.
 
     Returns None if no held-out fact can follow the turns that were drawn.
     """

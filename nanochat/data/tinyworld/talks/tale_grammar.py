@@ -30,7 +30,7 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 @functools.cache
 def tale_data() -> dict:
-    """Return the words and sentences of tales."""
+    """Return the content of tales.json."""
     return json.loads(data_text("tales.json"))
 
 
@@ -39,10 +39,10 @@ def tale_data() -> dict:
 
 @functools.cache
 def heroes() -> dict[str, Word]:
-    """Return everything that a tale can be about, by key.
+    """Return the heroes of tales by key, except for invented ones.
 
-    These are all countable things, and the heroes that people ask for first, such as the moon, a
-    dragon or a teacher.
+    These are most countable things of the world, and the heroes that people ask for first, such as
+    the moon, a dragon or a teacher.
     """
     words = dict(_counted())
     for en, zh in _more_heroes().items():
@@ -52,7 +52,7 @@ def heroes() -> dict[str, Word]:
 
 
 def _counted() -> dict[str, Word]:
-    """Return the animals, plants and things of the world that can be counted and can be heroes."""
+    """Return the countable animals, plants and things of the world that can be heroes, by key."""
     words = {}
     for key, word in lexicon().items():
         is_countable = word.en.plural and word.zh.counted
@@ -62,7 +62,7 @@ def _counted() -> dict[str, Word]:
 
 
 def _more_heroes() -> dict[str, str]:
-    """Return the heroes that only tales.json lists, as a dict from English to Chinese names.
+    """Return the additional heroes in tales.json, as a dict from English to Chinese names.
 
     An English name begins with "the" if requests use it that way, as in "the sun".
     """
@@ -75,9 +75,9 @@ def _bare(name: str) -> str:
 
 @functools.cache
 def asked_for() -> dict[str, Word]:
-    """Return the heroes with the names that requests use.
+    """Return the heroes by key, under the names that requests use.
 
-    A request asks for a story about the sun, and the story then tells of a sun.
+    A request asks for a story about the sun, but the story tells of a sun.
     """
     words = dict(heroes())
     for en in _more_heroes():
@@ -91,7 +91,7 @@ def asked_for() -> dict[str, Word]:
 def held_out_heroes() -> tuple[str, ...]:
     """Return the keys of the heroes that appear in no training story.
 
-    They are a tenth of the countable things.
+    They are about a tenth of the countable heroes.
     """
     data = tale_data()
     counted = _counted()
@@ -115,9 +115,9 @@ def trained_heroes() -> tuple[str, ...]:
 
 
 def names(language: Language) -> dict[str, str]:
-    """Return the names that heroes may have, with the pronoun for each.
+    """Return the pronoun for each name that a hero may have, which is "" in Chinese.
 
-    No friend has any of these names. Chinese stories use no pronouns.
+    No friend of a hero has any of these names.
     """
     data = tale_data()["names"][language]
     if language == "zh":
@@ -130,7 +130,7 @@ def names(language: Language) -> dict[str, str]:
 
 @functools.cache
 def slots(language: Language) -> dict[str, dict[str, Facts]]:
-    """Return the texts that may fill each slot, with the facts that each text states."""
+    """Return, for each slot, the texts that may fill it, with the facts that each text states."""
     heroes_by_name: dict[str, Facts] = {}
     for name, pronoun in names(language).items():
         heroes_by_name[name] = {"p": name, "he": pronoun}
@@ -200,7 +200,7 @@ def fill(
     language: Language,
     hero: Word,
 ) -> str:
-    """Fill the slots of a sentence pattern from the facts of a story.
+    """Return a sentence pattern with its slots filled from the facts of a story.
 
     The hero may be a thing that does not exist.
     """
@@ -222,7 +222,7 @@ def fill(
 def _slot_texts(
     language: Language,
 ) -> dict[str, tuple[tuple[str, ...], dict[tuple[str, ...], str]]]:
-    """Return, for each slot, the variables that it mentions, and its text for their values."""
+    """Return, for each slot, its variables and a dict from their values to the slot's text."""
     table = {}
     for slot, texts in slots(language).items():
         by_values = {tuple(facts.values()): text for text, facts in texts.items()}
@@ -250,9 +250,9 @@ def says(pattern: str, language: Language) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Plot:
-    """The events of a story, as steps in order.
+    """The events of a story, as steps in order; a step is a choice of sentence patterns.
 
-    The step with the number `optional` may be left out. The variables in `needs` must be introduced
+    The step with the index `optional` may be left out. The variables in `needs` must be introduced
     before the plot.
     """
 

@@ -1,4 +1,4 @@
-"""Grade stories that a model tells: read them by the grammar, and report what is wrong."""
+"""Grade stories that a model tells: read them by the grammar, and report the first fault."""
 
 import functools
 import re
@@ -26,7 +26,8 @@ Role = Literal["open", "describe", "plot", "end"]
 class Place:
     """A place where a sentence can stand in a story.
 
-    It has a role, the name of the plot or of the described variable, and the step in the plot.
+    `name` is the plot or the described variable, if any, and `step` the index of the step in the
+    plot.
     """
 
     role: Role
@@ -36,7 +37,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Meaning:
-    """One way to understand a sentence: its place, and the facts that it states."""
+    """One way to understand a sentence: its place in a story, and the facts that it states.
+
+    `speaks_of` holds the variables that it mentions, without the pronoun.
+    """
 
     place: Place
     facts: Facts
@@ -50,9 +54,9 @@ def fault(
 ) -> str | None:
     """Return what is wrong with a story about a hero, or None if nothing is wrong.
 
-    If `hero` is None, the story may be about any hero. A story has four to eight different
-    sentences, all of which the grammar can make. It opens, describes, tells one plot in order, and
-    ends. Names, pronouns and all other facts agree from the first sentence to the last.
+    If `hero` is None, the story may be about any hero. A right story has four to eight different
+    sentences, all of which the grammar can make. It opens, may describe, tells one plot in order,
+    and ends. No fact, name or pronoun contradicts another.
     """
     story_sentences = sentences(story)
     smallest, largest = SENTENCES
@@ -79,7 +83,10 @@ def fault(
 
 
 def sentences(text: str) -> list[str]:
-    """Split a story into sentences. Text after the last full stop counts as a sentence."""
+    """Return the sentences of a story.
+
+    Text after the last full stop counts as a sentence.
+    """
     text = unicodedata.normalize("NFC", text).strip()
     pieces = re.findall(r".*?[.!?。！？][\"”]?(?=\s|$|[^\s\"”])|.+$", text)
     return [piece.strip() for piece in pieces if piece.strip()]
@@ -112,7 +119,7 @@ def together(left: Facts, right: Facts) -> Facts | None:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A pattern of the grammar as a regular expression with one group for each slot."""
+    """A sentence pattern of the grammar as a regular expression, with one group for each slot."""
 
     place: Place
     pattern: re.Pattern[str]
@@ -160,7 +167,7 @@ def _readings(
     facts: Facts,
     by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
-    """Yield the facts of a story for each way to read it from the first sentence to the last."""
+    """Yield the facts of a story for each way to read it that continues `before` to the end."""
     if len(before) == len(understood):
         if before[-1].place.role == "end":
             yield facts
@@ -178,7 +185,7 @@ def _follows(
     meaning: Meaning,
     by_name: dict[str, Plot],
 ) -> bool:
-    """Return whether a sentence can stand after the sentences before it."""
+    """Return whether a sentence with this meaning can stand after the sentences `before`."""
     place = meaning.place
     if not before or place.role == "open":
         return not before and place.role == "open"
@@ -204,7 +211,7 @@ def _plot_continues(
     plot: Plot,
     introduced: frozenset[str],
 ) -> bool:
-    """Return whether a step of a plot can stand after the sentence at `last`."""
+    """Return whether the plot step `place` can stand after the sentence at `last`."""
     if last.role != "plot":
         first_step = 1 if plot.optional == 0 else 0
         return set(plot.needs) <= introduced and place.step == first_step

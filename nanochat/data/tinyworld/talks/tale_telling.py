@@ -1,4 +1,4 @@
-"""Tell stories of four to eight sentences about a hero, in either language, and ask for them."""
+"""Tell stories of five to eight sentences about a hero, in either language, and ask for them."""
 
 import functools
 import random
@@ -45,7 +45,7 @@ def facts_about(
     rng: random.Random,
     language: Language,
 ) -> Facts:
-    """Draw the facts of a story about a hero.
+    """Draw and return the facts of a story about a hero, by variable.
 
     They are the name, friend, home and trait of the hero, the thing that it finds, and an object
     with a colour.
@@ -102,7 +102,7 @@ def _choose_descriptions(
     introduced: frozenset[str],  # variables that the opening mentions
     rng: random.Random,
 ) -> set[str]:
-    """Return the variables to describe: all that the plot needs, and at most one other."""
+    """Return the variables to describe: all that the plot still needs, and at most one other."""
     needed = set(plot.needs) - introduced
     # A trait and an object never come together: a model that has described home and trait would
     # add the object all the same, and its story would have nine sentences.
@@ -130,9 +130,9 @@ def beginning(
 
 
 def made_up(rng: random.Random) -> Word:
-    """Invent a thing that does not exist, such as a "rocip".
+    """Invent a thing that does not exist, such as a "rocip", and return its name.
 
-    Its name joins the beginning of one word and the end of another.
+    The name joins the beginning of one word and the end of another.
     """
     english_words, chinese_words = _source_words()
     while True:
@@ -149,9 +149,9 @@ def made_up(rng: random.Random) -> Word:
 
 @functools.cache
 def _source_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the English and the Chinese words from which words are made up.
+    """Return the English and the Chinese words from which names are made up.
 
-    Held-out heroes are left out.
+    The names of held-out heroes are left out.
     """
     english_words: dict[str, None] = {}  # without repetitions, in order
     chinese_words: dict[str, None] = {}
@@ -167,13 +167,13 @@ def _source_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @functools.cache
 def _real_names() -> frozenset[str]:
-    """Return every word of the world and every hero, in both languages."""
+    """Return the names of all words and heroes of the world, in both languages."""
     words = (*lexicon().values(), *heroes().values())
     return frozenset(word[language].name for word in words for language in LANGUAGES)
 
 
 def _hero(rng: random.Random) -> Word:
-    """Draw a hero of the training stories, or invent one."""
+    """Return a random hero of the training stories, or an invented one."""
     if rng.random() < MADE_UP:
         return made_up(rng)
     return heroes()[rng.choice(trained_heroes())]
@@ -184,7 +184,7 @@ def _hero(rng: random.Random) -> Word:
 
 @functools.cache
 def requests(language: Language, held_out: bool = False) -> tuple[str, ...]:
-    """Return the requests for a story that training uses or, with `held_out`, the two others.
+    """Return the patterns of story requests that training uses or, with `held_out`, the other two.
 
     The plainest request is never held out.
     """
@@ -206,9 +206,9 @@ def request_for(
 
 
 def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
-    """Draw a request for a story, and the story.
+    """Draw a request for a story, and return it with the story.
 
-    The story is about a hero of the training stories or an invented one.
+    The hero is one of the training stories or an invented one.
     """
     if rng.random() < WITHOUT_TOPIC:
         hero = heroes()[rng.choice(trained_heroes())]
@@ -221,7 +221,7 @@ def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
 
 
 def ask_for_beginning(language: Language, rng: random.Random) -> list[Message]:
-    """Draw a request for the beginning of a story, and the beginning."""
+    """Draw a request for the beginning of a story, and return it with the beginning."""
     hero = _hero(rng)
     pattern = rng.choice(tale_data()["begin"][language])
     request = request_for(hero, pattern, language)
@@ -233,7 +233,7 @@ def tale_document(
     rng: random.Random,
     complete: bool,
 ) -> str:
-    """Return a document with a title and a story, or the beginning of one."""
+    """Return a document with a title and a story or, unless `complete`, the beginning of one."""
     hero = _hero(rng)
     title = request_for(hero, tale_data()["title"][language], language)
     tell = tale if complete else beginning
