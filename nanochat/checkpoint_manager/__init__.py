@@ -1,8 +1,9 @@
 """Checkpoints: how a stage saves, resumes and loads a model, and where checkpoints are stored.
 
 A checkpoint is a folder `step_NNNNNN` inside the folder of a run, such as base_checkpoints/d20. It
-holds the parameters, each rank's optimizer state (except for a converted checkpoint), the tokenizer,
-and meta.json, which describes the model and the run and records a hash of each of these files.
+holds the parameters, the tokenizer, each rank's optimizer state (unless the checkpoint was
+converted), and meta.json, which describes the model and the run and records a hash of each of these
+files.
 
 Read the modules in this order:
   files      step folders: their names, meta.json and hashes; publishes, verifies and prunes them

@@ -255,7 +255,7 @@ def verify(folder: Path, training: bool = True) -> str:
 
 
 def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
-    """Return a message about a file that is missing, not regular or of the wrong size, or ""."""
+    """Return a message about a missing, irregular or wrongly sized file, or "" if all are right."""
     for name, expected in seals.items():
         path = folder / name
         if not path.exists():
@@ -269,7 +269,7 @@ def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
 
 
 def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
-    """Return a message about a file that is unreadable or has the wrong hash, or ""."""
+    """Return a message about an unreadable or changed file, or "" if all hashes are right."""
     paths = [folder / name for name in seals]
     try:
         with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -304,8 +304,8 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """Return the content of a step's meta.json.
 
-    Raises OSError if the file is missing, and UserError if it is damaged, has another format or
-    describes another step.
+    Raises OSError if the file is missing, and UserError if it is damaged, describes another step or
+    has another checkpoint format.
     """
     where = step_dir(folder, step)
     try:

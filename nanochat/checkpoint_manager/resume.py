@@ -38,7 +38,7 @@ def finished(
     reported: bool = True,
     start: Start = "auto",
 ) -> bool:
-    """Return whether the run in a folder is finished, and log that it is.
+    """Return whether the run in a folder is finished, and log it if so.
 
     The last step must have been saved and, if the run keeps metrics, measured, and `reported` must
     be true. Rank 0 decides for all ranks. If `start` is not "auto", the result is False. Raises
@@ -105,7 +105,7 @@ def _lock(folder: Path, compute: Compute) -> None:
 
 
 def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
-    """Return a step of the run that will resume whose meta.json can be read, or 0 without one.
+    """Return a step of the run that will resume whose meta.json is readable, or 0 if none is.
 
     It is the newest such step, or the step that `start` names. Rank 0 decides for all ranks.
     Damaged steps are skipped silently, because resume_stage() reports them.
@@ -134,7 +134,7 @@ def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
 
 
 def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:
-    """Return the settings that the run that will resume was saved with, or {} without one."""
+    """Return the saved settings of the run that will resume, or {} if there is none."""
     step = _begun_step(folder, start, compute)
     return read_meta(folder, step)["config"] if step else {}
 

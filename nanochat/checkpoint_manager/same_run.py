@@ -54,8 +54,8 @@ class RunSettings:
     """The settings of a run: the values of its flags, and facts without a flag, such as the corpus.
 
     A run may resume with other values of its `free` flags, because they do not change what is
-    learned. If a checkpoint was saved before a flag existed, BEFORE_FLAGS or `defaults` give the
-    value that its run used.
+    learned. For a checkpoint that was saved before a flag existed, BEFORE_FLAGS or else `defaults`
+    gives the value that its run used.
     """
 
     values: dict[str, Any]
@@ -75,9 +75,9 @@ class RunSettings:
         return RunSettings(values, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return a phrase for each setting that differs from a checkpoint's.
+        """Return a phrase with both values for each setting that differs from a checkpoint's.
 
-        Free flags are ignored, and old names of flags are translated.
+        Free flags and removed flags are ignored, and old names of flags are translated.
         """
         renamed = {
             RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
@@ -111,7 +111,10 @@ def made_with(compute: Compute) -> dict[str, Any]:
 
 
 def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
-    """Raise UserError if a run would resume with settings other than those it started with."""
+    """Raise UserError if settings other than free flags differ from those of a checkpoint.
+
+    If it is unknown whether the run multiplied matrices in bf16 or in int8, both are accepted.
+    """
     saved = dict(meta["config"])
     if _is_matmul_unknown(meta, settings_now):
         saved[MATMUL] = settings_now.values[MATMUL]
@@ -131,7 +134,7 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
 def warn_of_unknown_matmul(
     folder: Path, meta: Mapping[str, Any], settings_now: RunSettings
 ) -> None:
-    """Warn if a resumed run may have multiplied matrices in another number format before."""
+    """Warn if an unfinished run may have multiplied matrices in another number format so far."""
     if meta["step"] < meta["steps"] and _is_matmul_unknown(meta, settings_now):
         warn(
             tr(
@@ -146,10 +149,10 @@ def warn_of_unknown_matmul(
 
 
 def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
-    """Return whether it is unknown if a run has multiplied in bf16 or in int8.
+    """Return whether a checkpoint leaves open if its run multiplied matrices in bf16 or in int8.
 
-    Before there was --matmul, runs on CPUs could choose int8 by themselves and did not record it.
-    Compiled runs stayed in bf16.
+    Before there was --matmul, a GPT that was not compiled could train in int8 on a CPU without
+    recording it.
     """
     saved = meta["config"]
     if MATMUL in saved or saved.get("fp8") or MATMUL not in settings_now.values:
@@ -162,10 +165,10 @@ def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bo
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
-    """Raise UserError if a run would resume on rows other than those it started on.
+    """Raise UserError if `data`, which identifies the rows of training, is not as in a checkpoint.
 
-    The rows differ if a corpus was replaced by another one of the same name. A finished run is not
-    checked.
+    It changes, for example, if a corpus is replaced by another one of the same name. A finished
+    run, or one that has not recorded its data, is not checked.
     """
     data_before = meta["state"].get("data", data)
     if data_before != data and meta["step"] < meta["steps"]:
@@ -186,9 +189,10 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
 
 
 def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
-    """Raise UserError if the number of steps, or of rows or problems in a step, has changed.
+    """Raise UserError if the number of steps, or of rows or problems per step, has changed.
 
-    The run would repeat or skip data, and its learning rate would jump.
+    Otherwise the run would repeat or skip data, and its learning rate would jump. The number per
+    step is compared only if the checkpoint records it.
     """
     rows_done = meta["state"].get("row")  # checkpoints of early versions do not have it
     per_step_before = rows_done / meta["step"] if type(rows_done) is int else per_step
@@ -209,7 +213,7 @@ def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int)
 
 
 def _instead(meta: Mapping[str, Any]) -> str:
-    """Return the advice that ends an error message: how to start without these checkpoints."""
+    """Return the end of an error message: how to start a run that does not resume this one."""
     flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"
     return tr(
         "give another name with {flag} to start a run beside it, or give --resume=none to start "
@@ -223,8 +227,8 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
 
     If the change is `accepted`, it only causes a warning that the run will not repeat bit for bit.
     Another version of torch, device or number format only ever causes this warning. All files that
-    either program has loaded are compared, so a file that was added, removed or renamed counts as a
-    change. A finished run is not checked.
+    this process or the earlier one has loaded are compared, so an added, removed or renamed file is
+    a change. A finished run is not checked, nor the code if the checkpoint has no hashes of it.
     """
     if meta["step"] >= meta["steps"]:
         return  # nothing is left to compute
@@ -261,7 +265,7 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
 
 
 def _shortened(changes: list[str]) -> str:
-    """Return the first few changes as text, followed by the number of further ones."""
+    """Return the first few changes as one text, which ends with the number of any others."""
     text = "; ".join(changes[:NAMED])
     if len(changes) > NAMED:
         text += tr("; and {count} more files", count=len(changes) - NAMED)
@@ -269,9 +273,10 @@ def _shortened(changes: list[str]) -> str:
 
 
 def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, Any]) -> list[str]:
-    """Return a phrase with both hashes for each file that has changed.
+    """Return a phrase with both hashes for each file that has changed between two programs.
 
-    Files that neither of the two programs has loaded are ignored.
+    `program_before` and `program_now` come from made_with(). Files that neither program had loaded
+    are ignored.
     """
     hashes_before = {**program_before.get("other_code", {}), **program_before["code"]}
     hashes_now = {**program_now.get("other_code", {}), **program_now["code"]}

@@ -34,15 +34,15 @@ Places = dict[str, list[Piece]]  # parameter -> its pieces, in the order of the 
 
 
 def part_name(number: int, count: int) -> str:
-    """Return the name of file `number` of `count`.
+    """Return the name of the file at index `number` of `count` parameter files.
 
-    `number` counts from 0, whereas the number in the name counts from 1.
+    The index counts from 0, whereas the file name counts from 1.
     """
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, places: Places, size: int) -> None:
-    """Write the index atomically, for files that hold `size` bytes of parameters in total."""
+    """Write the index file atomically; `size` is the total size of the parameters in bytes."""
     rows: dict[str, dict[str, list[Any]]] = {}
     weight_map = {}
     for name, pieces in places.items():
@@ -56,9 +56,9 @@ def write_index(folder: Path, places: Places, size: int) -> None:
 
 
 def read_index(folder: Path) -> Places:
-    """Return which rows of each parameter are in which file.
+    """Read the index in a folder, and return each parameter's pieces in the order of its rows.
 
-    Raises ValueError, with the reason, if the index is damaged or names a file that is missing.
+    Raises OSError if there is no index, and ValueError if it is damaged or names a missing file.
     """
     try:
         content = parse_json((folder / INDEX).read_bytes())
@@ -93,7 +93,7 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[Piece]:
 
 
 def _check_pieces(folder: Path, name: str, pieces: list[Piece]) -> None:
-    """Raise ValueError if a file is missing or outside the folder, or if rows are missing."""
+    """Raise ValueError if a file is missing or outside the folder, or if rows have a gap."""
     next_row: int | None = 0
     for file, first, end in pieces:
         if Path(file).name != file:
