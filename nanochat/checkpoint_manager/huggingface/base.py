@@ -43,7 +43,7 @@ class Base:
         return trained + frozen // FROZEN_PER_TRAINED
 
     def with_rows_of(self, sequence_len: int) -> "Base":
-        """Return a copy of this base with a new, unfilled model for rows of `sequence_len` tokens."""
+        """Return this base with a new, unfilled model for rows of `sequence_len` tokens."""
         return replace(self, model=_on_meta(self.folder, sequence_len, self.lora, self.compute))
 
     def fill(self) -> None:
@@ -64,8 +64,8 @@ def open_base(
 
     Rows have `sequence_len` tokens or, if that is None, fill the model's context. With `lora`, the
     model gets adapters and is itself frozen, with matrices in the compute dtype. Without it, all
-    parameters are trained, and matrices are in fp32. Raises UserError if files are missing, damaged
-    or of an unknown kind, if they do not fit each other, or if rows are longer than the context.
+    parameters are trained in fp32. Raises UserError if files are missing, damaged or of an unknown
+    kind, if they do not fit each other, or if rows are longer than the context.
     """
     folder = folder.expanduser().resolve()
     config = read_config(folder)

@@ -176,7 +176,7 @@ class Weights:
             )
 
     def _is_embedding(self, head: Any, shape: list[int]) -> bool:
-        """Return whether the tensor of a tied head equals the embedding, which has shape `shape`."""
+        """Return whether the tied head `head` equals the embedding, which has shape `shape`."""
         if list(head.get_shape()) != shape:
             return False
         embedding = self._slices[EMBEDDING]

@@ -130,7 +130,7 @@ def write_whole(
 
 
 def _gathered_rows(shard: ParameterShard, compute: Compute, group: Any) -> Iterator[Tensor]:
-    """Yield a parameter's rows on rank 0, rank by rank. Other ranks send theirs and yield nothing."""
+    """Yield a parameter's rows on rank 0, rank by rank. Other ranks only send their rows."""
     for owner, row_count in shard.owners:
         if not row_count:
             continue
