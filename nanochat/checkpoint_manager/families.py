@@ -101,8 +101,8 @@ def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
 def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
     """Return the configuration of class `kind` that has the settings in `shape`.
 
-    Raises UserError if a setting is unknown, has the wrong type or is out of bounds, with a message
-    that calls the file of the settings `where`. The class itself may refuse further combinations.
+    Raises UserError, whose message names the file `where`, if a setting is unknown, has the wrong
+    type or is out of bounds. The class may refuse further combinations of settings.
     """
     settings = _renamed_settings(shape)
     names = {field.name for field in fields(cast(Any, kind))}
@@ -127,10 +127,10 @@ def build(
     """Return the model that a meta.json describes, on the host and without its weights.
 
     `where` names that meta.json in error messages. `values` are the parameters that the model will
-    get. Their shapes are compared with the model's before it is allocated, so that a damaged
-    meta.json cannot take more memory than the parameters do. If meta.json names no family, it is
-    gpt. Raises UserError if the family is unknown, the shape is invalid, or the parameters belong
-    to another model.
+    get. Their shapes are compared with the model's before the model is allocated, so that a damaged
+    meta.json cannot take more memory than the parameters do. Early versions named no family, which
+    means gpt. Raises UserError if the family is unknown, the shape is invalid, or the parameters
+    belong to another model.
     """
     name = meta.get("family", "gpt")
     if name not in families():

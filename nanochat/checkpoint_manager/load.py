@@ -44,7 +44,7 @@ class Loaded:
 
     @property
     def weights(self) -> str:
-        """A text of one or two hashes that identifies the model's parameters."""
+        """A string of one or two hashes that identifies the model's parameters."""
         return weights_hash(self.meta)
 
 
@@ -129,10 +129,10 @@ def load_model(
 ) -> Loaded:
     """Load the model of a checkpoint to this rank's device, and return it in eval mode.
 
-    The model is whole on each rank, for inference or as the start of the next stage. find() chooses
-    the stage or the tag if it is None. If `step` is None, the newest undamaged one is loaded.
-    `dtype` is the number format of matrices and tables, by default the compute dtype; training asks
-    for float32. Raises UserError if the checkpoint is missing or damaged.
+    The model is whole on each rank, for inference or as the start of the next stage. A `stage` or
+    `tag` of None is chosen by find(), and a `step` of None is the newest undamaged one. `dtype` is
+    the number format of matrices and tables, by default the compute dtype; training asks for
+    float32. Raises UserError if the checkpoint is missing or damaged.
     """
     found_stage, folder = find(stage, tag)
     step = _usable_step(found_stage, folder, step, compute)

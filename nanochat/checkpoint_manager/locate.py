@@ -70,8 +70,9 @@ def checkpoint_dir(stage: str, tag: str) -> Path:
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
     """Yield (stage, folder) for each run with a checkpoint that matches the stage and the tag.
 
-    None matches every stage or tag. Later stages come first (PREFERRED_STAGES) and, within a stage,
-    the run with the newest checkpoint. Raises UserError (exit code 2) if the tag is invalid.
+    A `stage` or `tag` of None matches any. The stages come in the order rl, sft, mid, base, tune,
+    and within a stage the run with the newest checkpoint comes first. Raises UserError (exit code
+    2) if the tag is invalid.
     """
     stages = PREFERRED_STAGES if stage is None else (stage,)
     for name in stages:
@@ -91,7 +92,7 @@ def _changed_at(folder: Path, step: int) -> float:
 
 
 def _age(folder: Path) -> float:
-    """Return a sort key: the runs with the newest checkpoints first, those without any last."""
+    """Return a sort key that puts runs with newer checkpoints first, and runs without any last."""
     newest = latest_step(folder)
     return 0.0 if newest is None else -_changed_at(folder, newest)
 
@@ -164,7 +165,7 @@ class Trained:
     def alternatives(self, limit: int = NAMED) -> list[str]:
         """Return a list of the flags of all other models, the most recently saved first.
 
-        If there are more than `limit`, the list ends after `limit` with +N, for the N others.
+        If there are more than `limit`, a last item +N replaces the N models beyond `limit`.
         """
         flags = [model.flags for model in trained() if model != self]
         if len(flags) <= limit:
@@ -175,9 +176,9 @@ class Trained:
 def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
     """Return the models of a stage and a tag, the most recently saved one first.
 
-    None stands for any stage or any tag. Chats use the first model, whereas find() prefers later
-    stages, and so might select the RL model of an old run. Raises UserError (exit code 2) if no
-    model matches, or if the tag is invalid.
+    A `stage` or `tag` of None matches any. Chats use the first model, whereas find() would prefer,
+    for example, the RL model of an old run. Raises UserError (exit code 2) if no model matches, or
+    if the tag is invalid.
     """
     models = []
     for name, folder in _candidates(stage, tag):

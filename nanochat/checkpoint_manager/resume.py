@@ -40,9 +40,9 @@ def finished(
 ) -> bool:
     """Return whether the run in a folder is finished, and log it if so.
 
-    The last step must have been saved and, if the run keeps metrics, measured, and `reported` must
-    be true. Rank 0 decides for all ranks. If `start` is not "auto", the result is False. Raises
-    UserError if the settings differ from those of the newest checkpoint.
+    The last step must be saved, it must have been measured (unless the checkpoint has no metrics),
+    and `reported` must be true. If `start` is not "auto", the result is False. Rank 0 decides for
+    all ranks. Raises UserError if the settings differ from those of the newest checkpoint.
     """
     if start != "auto":
         return False

@@ -165,9 +165,9 @@ def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bo
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
-    """Raise UserError if `data`, which identifies the rows of training, is not as in a checkpoint.
+    """Raise UserError if `data`, the identity of the training rows, differs from a checkpoint's.
 
-    It changes, for example, if a corpus is replaced by another one of the same name. A finished
+    It does so if, for example, a corpus was replaced by another one of the same name. A finished
     run, or one that has not recorded its data, is not checked.
     """
     data_before = meta["state"].get("data", data)

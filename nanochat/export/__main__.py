@@ -74,7 +74,8 @@ def load(cfg: Config) -> Loaded:
 def main(cfg: Config) -> None:
     """Load a model, export it, and log how other programs can load it.
 
-    Raises UserError if the target already exists (exit code 2), or if the export fails.
+    Raises UserError if the target already exists (exit code 2), or if the model cannot be loaded or
+    exported.
     """
     target = cfg.target.expanduser()
     if target.exists():

@@ -54,7 +54,7 @@ def _type(value: Scalar) -> int:
 
 
 def _bytes(value: Scalar) -> bytes:
-    """Return a single metadata value as bytes. An int is stored as uint32."""
+    """Return the bytes of a single metadata value. An int is stored as uint32."""
     if isinstance(value, str):
         return _text(value)
     code = {BOOL: "<?", UINT32: "<I", FLOAT32: "<f"}[_type(value)]
@@ -62,7 +62,7 @@ def _bytes(value: Scalar) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """Return a metadata value as bytes, after its type. The ints in a list are stored as int32."""
+    """Return the type and the bytes of a metadata value. Ints in a list are stored as int32."""
     if isinstance(value, bool | int | float | str):
         return struct.pack("<I", _type(value)) + _bytes(value)
     element_type = _type(value[0])

@@ -53,7 +53,7 @@ OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with which the `tokenizers` library works like ours.
+    """Return our tokenizer as the content of a tokenizer.json for the `tokenizers` library.
 
     The exported tokenizer puts the BOS token in front of every text.
     """

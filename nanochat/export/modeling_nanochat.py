@@ -69,7 +69,7 @@ class NanochatConfig(PretrainedConfig):
 
     @property
     def padded_vocab(self) -> int:
-        """The number of rows per token table and in the head: `vocab_size` rounded up to 64s."""
+        """The rows of token tables and the head: `vocab_size` rounded up to a multiple of 64."""
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:

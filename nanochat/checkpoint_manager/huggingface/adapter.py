@@ -112,7 +112,7 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
     """Return an adapter's settings, the name of its base, and whether the adapter is partial.
 
     For a partial adapter, training left out some layers or modules that match its targets. Raises
-    UserError if the folder has no adapter (exit code 2), or if it is damaged or not supported.
+    UserError if the folder has no adapter (exit code 2) or one that is damaged or not supported.
     """
     path = folder / SETTINGS
     if not path.is_file():
@@ -178,8 +178,8 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
     """Return the adapter in a folder, checked against the model. Every rank must call this.
 
     Raises UserError if the adapter is missing, damaged or not supported, if a value is not finite,
-    or if the adapter belongs to another base: it records a hash of other norms, or its matrices do
-    not match the model's in name or size.
+    or if the adapter belongs to another base: it records a different hash of the base's norms, or
+    its matrices do not match the model's in name or size.
     """
     config, base, is_partial = read_settings(folder)
     path = folder / ADAPTER
@@ -223,9 +223,9 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
 
 
 def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Return the hash of the base's norms, or None if not recorded, and a dict of the tensors.
+    """Return the recorded hash of the base's norms, or None, and the tensors under our names.
 
-    The tensors have our names. Raises UserError (exit code 2) if the file is damaged.
+    Raises UserError (exit code 2) if the file is damaged.
     """
     tensors = {}
     try:

@@ -182,7 +182,7 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(text: Mapping[str, Any]) -> str:
-    """Return a letter per layer, in one string: A for full attention, D for linear attention."""
+    """Return a string with a letter per layer: A for full attention, D for linear attention."""
     types = text.get("layer_types")
     if types:
         return "".join(LAYER_LETTERS[layer_type] for layer_type in types)

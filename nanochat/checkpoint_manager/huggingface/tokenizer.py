@@ -106,7 +106,7 @@ class FolderTokenizer:
     def _load(self, path: Path) -> None:
         """Load tokenizer.json and its special tokens.
 
-        Raises UserError if it is damaged or of an unknown kind.
+        Raises UserError if the file is damaged or of an unknown kind.
         """
         import tokenizers  # not at the top: only published models need it
 
@@ -141,7 +141,10 @@ class FolderTokenizer:
     # --- files -----------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> Path:
-        """Copy all files but the weights to a folder, and return the path of its tokenizer.json."""
+        """Copy the tokenizer and configuration files to a folder.
+
+        Returns the path of the new tokenizer.json.
+        """
         for name in COMPANIONS:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
@@ -162,7 +165,7 @@ class FolderTokenizer:
         return content
 
     def _read_names(self) -> dict[str, str]:
-        """Return the spelling of each token that tokenizer_config.json names, such as eos_token."""
+        """Return the spelling of each token that tokenizer_config.json names, by its name there."""
         spellings = {}
         for name, value in self._read_object("tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -171,7 +174,7 @@ class FolderTokenizer:
         return spellings
 
     def named(self, name: str) -> int | None:
-        """Return the token that the publisher calls `name`, such as eos_token, or None if unknown."""
+        """Return the token that the publisher calls `name`, such as eos_token, or None."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
@@ -308,9 +311,9 @@ class FolderTokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the token for a role of our own tokenizer, such as `assistant_end`, or -1.
+        """Return the token for a role of our own tokenizer, such as `assistant_end`.
 
-        -1 means that the model has neither a token of its own for the role nor a free row in the
+        Returns -1 if the model has neither a token of its own for the role nor a free row in the
         embedding. Raises KeyError if the role is unknown.
         """
         return self._roles[role]
@@ -335,7 +338,7 @@ class FolderTokenizer:
     # --- conversations ---------------------------------------------------------------------------
 
     def _text(self, messages: Messages, reply: bool) -> str:
-        """Return messages as text in the model's chat format; see ChatTemplate.render()."""
+        """Return messages as text, in the format of the chat template or else in ChatML."""
         return self.template.render(messages, reply) if self.template else chatml(messages, reply)
 
     @cached_property

@@ -41,7 +41,7 @@ class Saver:
         The thread makes this call. The cost is the duration of the save if training waited for all
         of it, or if the device is the host, whose processors both train and save. Otherwise it is
         the time for which training waited, but at least 1/30 of the duration: meter.SaveClock waits
-        30 times the cost, so the disk is free for half of the time.
+        30 times the cost, so the disk is free for at least half of the time.
         """
         self.compute = compute
         self.keep = keep

@@ -93,7 +93,7 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[Piece]:
 
 
 def _check_pieces(folder: Path, name: str, pieces: list[Piece]) -> None:
-    """Raise ValueError if a file is missing or outside `folder`, or if rows do not adjoin."""
+    """Raise ValueError if a file is missing or outside `folder`, or if rows are not contiguous."""
     next_row: int | None = 0
     for file, first, end in pieces:
         if Path(file).name != file:

@@ -81,7 +81,7 @@ def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
 
 
 def _places(shard: ParameterShard, file_names: Mapping[int, str]) -> list[Piece]:
-    """Return the pieces of a parameter, each with the rows that are in one rank's file."""
+    """Return the pieces of a parameter, one for each rank's file that holds rows of it."""
     pieces = []
     first = 0
     for rank, row_count in shard.owners:
