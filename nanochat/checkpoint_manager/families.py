@@ -102,7 +102,7 @@ def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Sh
     """Return the configuration of class `kind` that has the settings in `shape`.
 
     Raises UserError, whose message names the file `where`, if a setting is unknown, has the wrong
-    type or is out of bounds. The class may refuse further combinations of settings.
+    type or is out of bounds.
     """
     settings = _renamed_settings(shape)
     names = {field.name for field in fields(cast(Any, kind))}
@@ -127,10 +127,9 @@ def build(
     """Return the model that a meta.json describes, on the host and without its weights.
 
     `where` names that meta.json in error messages. `values` are the parameters that the model will
-    get. Their shapes are compared with the model's before the model is allocated, so that a damaged
-    meta.json cannot take more memory than the parameters do. Early versions named no family, which
-    means gpt. Raises UserError if the family is unknown, the shape is invalid, or the parameters
-    belong to another model.
+    get: their shapes are compared first, so that a damaged meta.json cannot take more memory than
+    they do. Early versions named no family, which means gpt. Raises UserError if the family is
+    unknown, the shape is invalid, or the parameters belong to another model.
     """
     name = meta.get("family", "gpt")
     if name not in families():

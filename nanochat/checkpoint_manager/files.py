@@ -88,7 +88,7 @@ def latest_step(folder: Path) -> int | None:
 
 
 def step_dir(folder: Path, step: int) -> Path:
-    """Return the path of a step's folder inside the folder of a run."""
+    """Return the path of a step's folder in the folder of a run."""
     return folder / f"step_{step:06d}"
 
 
@@ -96,15 +96,15 @@ def step_dir(folder: Path, step: int) -> Path:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Flush a file to disk, and return its record for meta.json: its SHA-256 and its size."""
+    """Flush a file to disk, and return its SHA-256 and size for meta.json."""
     fsync_path(path)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def write_meta(folder: Path, record: dict[str, Any]) -> None:
-    """Write `record` to the meta.json of a folder, together with the record's SHA-256.
+    """Write `record` and its SHA-256 to the meta.json of a folder.
 
-    The hash reveals damage, such as a flipped bit, that leaves the file valid JSON.
+    The hash reveals damage that leaves the file valid JSON, such as a flipped bit.
     """
     content = json.loads(to_json(record))
     write_json(folder / "meta.json", {**content, "sha256": _digest(content)})
@@ -166,8 +166,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
     """Move all steps later than `after` to a new subfolder, and return its path.
 
     Returns None if there are no such steps. The files of metrics and samples are copied there too.
-    Without the move, a run that starts again at `after` would later resume from one of those steps,
-    as the newest.
+    Without the move, a run that starts again at `after` would later resume from the newest of them.
     """
     later_steps = [step for step in steps(folder) if step > after]
     if not later_steps:
@@ -219,8 +218,8 @@ class _Seal:
 def verify(folder: Path, training: bool = True) -> str:
     """Return what is wrong with the step in a folder, or "" if the step is undamaged.
 
-    All files must match the sizes and hashes in meta.json. The optimizer files, which only a
-    resumed run reads, are not checked if `training` is false.
+    All files must match the sizes and hashes in meta.json. Without `training`, the optimizer files
+    are not checked.
     """
     try:
         meta = read_json(folder / "meta.json")
@@ -304,8 +303,7 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """Return the content of a step's meta.json.
 
-    Raises OSError if the file is missing, and UserError if it is damaged, describes another step or
-    has another checkpoint format.
+    Raises OSError if the file is missing, and UserError if it is damaged or has another format.
     """
     where = step_dir(folder, step)
     try:
@@ -331,10 +329,9 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 
 def weights_hash(meta: dict[str, Any]) -> str:
-    """Return a hash that identifies a step's parameters, from the content of its meta.json.
+    """Return the SHA-256 of a step's parameter file, from the content of its meta.json.
 
-    It is the recorded hash of the parameter file or, for several files, the SHA-256 of their names
-    and hashes.
+    For several files, it is the SHA-256 of their names and hashes.
     """
     files = meta["files"]
     if INDEX not in files:
@@ -358,7 +355,7 @@ def _damaged(where: Path, why: str) -> UserError:
 def _type_problem(meta: dict[str, Any], step: int) -> str:
     """Return a description of an invalid value in meta.json, or "" if there is none.
 
-    A value is invalid if it is missing although required, has the wrong type, or is a step other
+    A value is invalid if its type is wrong, if it is required but missing, or if it is a step other
     than `step`.
     """
     problem = _wrong_kind(meta, NEEDED, missing_is_wrong=True)

@@ -28,7 +28,7 @@ PUBLISHED = "published"  # `stage` of a model that was not trained here
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to use, its tokenizer, and the checkpoint that they came from."""
+    """A model that is ready to use, its tokenizer, and where they came from."""
 
     model: Any  # of any family
     tokenizer: Tokenizer
@@ -79,8 +79,7 @@ def _newest_undamaged(folder: Path, training: bool) -> int:
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer in a folder, which is either our own or that of a published model.
 
-    Only the latter needs `vocab_size`, the number of rows of the model's embedding. Raises
-    UserError if the tokenizer is missing or damaged.
+    Only the latter needs `vocab_size`, the number of rows of the model's embedding.
     """
     path = folder / "tokenizer.json"
     is_published = path.is_file() and "added_tokens" in read_json(path)
@@ -127,12 +126,11 @@ def load_model(
     compute: Compute,
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """Load the model of a checkpoint to this rank's device, and return it in eval mode.
+    """Load the whole model of a checkpoint to this rank's device, and return it in eval mode.
 
-    The model is whole on each rank, for inference or as the start of the next stage. A `stage` or
-    `tag` of None is chosen by find(), and a `step` of None is the newest undamaged one. `dtype` is
-    the number format of matrices and tables, by default the compute dtype; training asks for
-    float32. Raises UserError if the checkpoint is missing or damaged.
+    A `stage` or `tag` of None is chosen by find(), and a `step` of None is the newest undamaged
+    step. `dtype` is the number format of matrices and tables, by default the compute dtype;
+    training asks for float32. Raises UserError if the checkpoint is missing or damaged.
     """
     found_stage, folder = find(stage, tag)
     step = _usable_step(found_stage, folder, step, compute)
@@ -154,7 +152,7 @@ def load_model(
 def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -> int:
     """Return `step`, or the newest undamaged step if `step` is None.
 
-    Raises UserError if the step is missing (exit code 2) or damaged, or if all steps are damaged.
+    Raises UserError if `step` is missing (exit code 2), or if it or every step is damaged.
     """
     maker = f"python -m {MADE_BY[stage]}"
     if step is None:

@@ -1,6 +1,6 @@
 """Finds the folder for a stage and a tag, and reads what meta.json says about a run.
 
-The folder of a run is X_checkpoints/TAG in the base folder: STAGES gives X for each stage, and TAG
+The folder of a run is X_checkpoints/TAG in the base folder, where STAGES maps the stage to X. A tag
 is a name such as d20.
 """
 
@@ -34,9 +34,9 @@ _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # 
 
 
 def checked_tag(tag: str) -> str:
-    """Return `tag` if it is valid as the name of a run's folder.
+    """Return `tag` if it can name the folder of a run.
 
-    Raises UserError (exit code 2), which states the rules, if it is not.
+    Raises UserError (exit code 2), which states the rules, if it cannot.
     """
     one_line = tag.splitlines() == [tag] and "\t" not in tag and not CONTROL.search(tag)
     is_short = len(tag.encode(errors="replace")) <= MAX_TAG_BYTES
@@ -57,7 +57,7 @@ def checked_tag(tag: str) -> str:
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
-    """Return the folder for the checkpoints of a stage and a tag, whether or not it exists.
+    """Return the folder for the checkpoints of a stage and a tag.
 
     Raises UserError (exit code 2) if the tag is invalid.
     """
@@ -70,9 +70,8 @@ def checkpoint_dir(stage: str, tag: str) -> Path:
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
     """Yield (stage, folder) for each run with a checkpoint that matches the stage and the tag.
 
-    A `stage` or `tag` of None matches any. The stages come in the order rl, sft, mid, base, tune,
-    and within a stage the run with the newest checkpoint comes first. Raises UserError (exit code
-    2) if the tag is invalid.
+    A `stage` or `tag` of None matches any. The stages come in the order of PREFERRED_STAGES, and
+    within a stage the run with the newest checkpoint comes first.
     """
     stages = PREFERRED_STAGES if stage is None else (stage,)
     for name in stages:
@@ -100,9 +99,9 @@ def _age(folder: Path) -> float:
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
     """Return the stage and the folder of the run that a stage and a tag select.
 
-    If `stage` is None, it is the first of rl, sft, mid, base and tune that has a matching
-    checkpoint. If `tag` is None, it is the run of that stage with the newest checkpoint. Raises
-    UserError (exit code 2) if no checkpoint matches, or if the stage or the tag is invalid.
+    Without a stage, it is the first of rl, sft, mid, base and tune with a matching checkpoint.
+    Without a tag, it is the stage's run with the newest checkpoint. Raises UserError (exit code 2)
+    if no checkpoint matches, or if the stage or the tag is invalid.
     """
     if stage is not None and stage not in STAGES:
         raise UserError(
@@ -223,11 +222,10 @@ class Parent:
 
 
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """Return the checkpoint of `stage`, an earlier stage, that the current stage starts from.
+    """Return the checkpoint of an earlier stage, `stage`, that the next one starts from.
 
-    It is step `step`, or the newest step if `step` is None. Raises UserError if there is no such
-    checkpoint (exit code 2), if `step` is None and the earlier stage is not finished (exit code 2),
-    or if meta.json is damaged.
+    It is step `step`, or the newest step if `step` is None. Raises UserError (exit code 2) if there
+    is no such checkpoint, or if `step` is None and the run is not finished.
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)
@@ -265,8 +263,8 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
 def updates(meta: dict[str, Any]) -> int:
     """Return how many optimizer updates led to the model that a meta.json describes.
 
-    They are the updates of its own stage and of the stages before it. Counting ends at an earlier
-    stage whose checkpoint can no longer be read.
+    They are the updates of its stage and of earlier stages, up to one whose checkpoint can no
+    longer be read.
     """
     count = meta["step"]
     parent = _IDENTITY.fullmatch(meta["config"].get("parent", ""))
@@ -293,8 +291,7 @@ def make_meta(
 ) -> dict[str, Any]:
     """Return the entries of a step's meta.json that the stage provides.
 
-    They are the stage, the family and shape of the model, the settings (including the corpus), the
-    number of steps of the whole run, and the state to resume from.
+    `steps` is the number of steps of the whole run, and `state` is what it needs to resume.
     """
     return {
         "stage": stage,

@@ -40,9 +40,9 @@ def finished(
 ) -> bool:
     """Return whether the run in a folder is finished, and log it if so.
 
-    The last step must be saved, it must have been measured (unless the checkpoint has no metrics),
-    and `reported` must be true. If `start` is not "auto", the result is False. Rank 0 decides for
-    all ranks. Raises UserError if the settings differ from those of the newest checkpoint.
+    The last step must be saved and, unless its checkpoint has no metrics, measured, and `reported`
+    must be true. If `start` is not "auto", the result is False. Rank 0 decides for all ranks.
+    Raises UserError if the settings differ from the checkpoint's.
     """
     if start != "auto":
         return False
@@ -65,9 +65,9 @@ def finished(
 
 
 def hold(folder: Path, compute: Compute) -> None:
-    """Lock the folder of a run against other training processes until this one stops training.
+    """Lock the folder of a run until this process stops training. Every rank must call this.
 
-    Every rank must call this. Raises UserError on every rank if another process keeps the lock.
+    Raises UserError on every rank if another training process keeps the lock.
     """
     with parallel.together(f"the start in {folder}", compute):
         if compute.main:
@@ -78,8 +78,8 @@ def _lock(folder: Path, compute: Compute) -> None:
     """Create a folder if needed, and lock it until this process stops training.
 
     The lock is a record lock: forked workers do not inherit it, so it vanishes when this process is
-    killed. Raises UserError if another process still holds the lock after 10 seconds
-    (LOCK_SECONDS). On a file system without locks, nothing is locked.
+    killed. Raises UserError if another process still holds it after 10 seconds. On a file system
+    without locks, nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -263,7 +263,7 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
     """Fill this rank's optimizer state from the optimizer files of a step.
 
     Another number of ranks may have written them. Raises UserError if a file is damaged, or if rows
-    are missing; only ages, which old runs do not have, may be missing.
+    are missing, except rows of ages, which old runs lack.
     """
     state = optimizers.state()
     missing_rows = {name: tensor.shape[0] for name, (tensor, _, _) in state.items()}

@@ -77,7 +77,7 @@ class RunSettings:
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a phrase with both values for each setting that differs from a checkpoint's.
 
-        Free flags and removed flags are ignored, and old names of flags are translated.
+        Free and removed flags are ignored, and old names of flags are translated.
         """
         renamed = {
             RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
@@ -97,10 +97,7 @@ class RunSettings:
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
-    """Return the facts that a checkpoint records about the program that writes it.
-
-    They are the hashes of its code, the version of torch, the kind of device and the number format.
-    """
+    """Return the code hashes, torch version, device and number format that a checkpoint records."""
     return {
         "code": fingerprint.loaded(),
         "other_code": fingerprint.not_loaded(),
@@ -113,7 +110,7 @@ def made_with(compute: Compute) -> dict[str, Any]:
 def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
     """Raise UserError if settings other than free flags differ from those of a checkpoint.
 
-    If it is unknown whether the run multiplied matrices in bf16 or in int8, both are accepted.
+    If the checkpoint does not record --matmul, any value is accepted.
     """
     saved = dict(meta["config"])
     if _is_matmul_unknown(meta, settings_now):
@@ -151,8 +148,7 @@ def warn_of_unknown_matmul(
 def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
     """Return whether a checkpoint leaves open if its run multiplied matrices in bf16 or in int8.
 
-    Before there was --matmul, a GPT that was not compiled could train in int8 on a CPU without
-    recording it.
+    Before --matmul existed, an uncompiled GPT on a CPU could use int8 without recording it.
     """
     saved = meta["config"]
     if MATMUL in saved or saved.get("fp8") or MATMUL not in settings_now.values:
@@ -167,8 +163,8 @@ def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bo
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
     """Raise UserError if `data`, the identity of the training rows, differs from a checkpoint's.
 
-    It does so if, for example, a corpus was replaced by another one of the same name. A finished
-    run, or one that has not recorded its data, is not checked.
+    For example, a corpus may have been replaced by another one of the same name. A finished run is
+    not checked, nor is one without a record of its data.
     """
     data_before = meta["state"].get("data", data)
     if data_before != data and meta["step"] < meta["steps"]:
@@ -191,8 +187,8 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
 def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
     """Raise UserError if the number of steps, or of rows or problems per step, has changed.
 
-    Otherwise the run would repeat or skip data, and its learning rate would jump. The number per
-    step is compared only if the checkpoint records it.
+    Otherwise the run would repeat or skip data, and its learning rate would jump. A number per step
+    that was not recorded is not compared.
     """
     rows_done = meta["state"].get("row")  # checkpoints of early versions do not have it
     per_step_before = rows_done / meta["step"] if type(rows_done) is int else per_step
@@ -225,10 +221,10 @@ def _instead(meta: Mapping[str, Any]) -> str:
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
     """Raise UserError if the code has changed since the checkpoint was written.
 
-    If the change is `accepted`, it only causes a warning that the run will not repeat bit for bit.
-    Another version of torch, device or number format only ever causes this warning. All files that
-    this process or the earlier one has loaded are compared, so an added, removed or renamed file is
-    a change. A finished run is not checked, nor the code if the checkpoint has no hashes of it.
+    If the change is `accepted`, or if torch, the device or the number format has changed, there is
+    only a warning that the run will not repeat bit for bit. All files that this process or the
+    earlier one has loaded are compared, so an added, removed or renamed file is a change. A
+    finished run is not checked, nor is code whose hashes the checkpoint lacks.
     """
     if meta["step"] >= meta["steps"]:
         return  # nothing is left to compute
@@ -273,10 +269,9 @@ def _shortened(changes: list[str]) -> str:
 
 
 def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, Any]) -> list[str]:
-    """Return a phrase with both hashes for each file that has changed between two programs.
+    """Return a phrase with both hashes for each file that differs between two made_with() dicts.
 
-    `program_before` and `program_now` come from made_with(). Files that neither program had loaded
-    are ignored.
+    Files that neither of the two programs had loaded are ignored.
     """
     hashes_before = {**program_before.get("other_code", {}), **program_before["code"]}
     hashes_now = {**program_now.get("other_code", {}), **program_now["code"]}

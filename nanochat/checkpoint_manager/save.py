@@ -150,8 +150,8 @@ def write_step(step: Step, state: RankState, compute: Compute, group: Any = None
 def _together(temporary: Path, compute: Compute, group: Any) -> Iterator[None]:
     """Raise OSError on every rank if any rank raises it inside this block.
 
-    Without this, the other ranks would wait for the failed rank forever. After an OSError, or any
-    error of its own, rank 0 removes the temporary folder, so that a full disk is not left fuller.
+    Without this, the other ranks would wait for that rank forever. After an error, rank 0 also
+    removes the temporary folder, to free a full disk.
     """
     failure: OSError | None = None
     try:
@@ -182,8 +182,8 @@ def _gathered(value: Any, compute: Compute, group: Any) -> list[Any]:
 def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> Seals:
     """Write and sync this rank's files, and return their hashes and sizes, by file name.
 
-    The optimizer state is written at the same time as the parameters. Rank 0 also writes the
-    tokenizer and, for an adapter, the settings file that peft expects, which is not hashed.
+    Rank 0 also writes the tokenizer and, for an adapter, the settings file that peft expects, which
+    is not hashed.
     """
     folder = step.temporary
     parameters = state.parameters
@@ -215,8 +215,7 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
 def _write_optimizer(path: Path, state: RankState) -> dict[str, Any]:
     """Write this rank's optimizer state, and return the file's hash and size.
 
-    For each tensor, the file's metadata records the shape of the whole tensor and the index of this
-    rank's first row.
+    The file's metadata has each tensor's whole shape and the index of this rank's first row.
     """
     tensors = {}
     layout = {}

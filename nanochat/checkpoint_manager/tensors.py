@@ -140,7 +140,7 @@ class TensorFile:
     def _flush_beside(self) -> None:
         """Start to flush the file in another thread, unless a flush is already running.
 
-        This leaves less for close() to flush. Raises OSError if the previous flush failed.
+        This leaves less for close() to flush.
         """
         if self._flush is None or self._flush.done():
             self._check_flush()

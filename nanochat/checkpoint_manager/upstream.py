@@ -1,9 +1,8 @@
 """Converts checkpoints of karpathy/nanochat's HEAD without running any code from their files.
 
-An upstream folder such as base_checkpoints/d20 holds `model_NNNNNN.pt` and `meta_NNNNNN.json`. The
-tokenizer is `tokenizer/tokenizer.pkl` in the folder that contains base_checkpoints. torch reads the
-model with weights_only. The tokenizer is never unpickled: we walk the opcodes of its pickle and
-accept only plain data.
+An upstream folder such as base_checkpoints/d20 holds `model_NNNNNN.pt` and `meta_NNNNNN.json`. Next
+to base_checkpoints is `tokenizer/tokenizer.pkl`. torch reads the model with weights_only. The
+tokenizer is never unpickled: we walk the opcodes of its pickle and accept only plain data.
 """
 
 import pickletools
@@ -63,10 +62,9 @@ class Upstream:
 def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
     """Read and return one step of an upstream folder such as `base_checkpoints/d20`.
 
-    If `step` is None, the newest step is read. `tokenizer` is the folder of tokenizer.pkl, by
-    default `tokenizer` next to `base_checkpoints`. Raises UserError if a file is missing (exit code
-    2) or damaged, if the parent folder is not named after a stage (exit code 2), or if the
-    checkpoint is too old.
+    If `step` is None, it is the newest one. `tokenizer` is the folder of tokenizer.pkl, by default
+    `tokenizer` next to `base_checkpoints`. Raises UserError if a file is missing or the stage is
+    unknown (exit code 2), if a file is damaged, or if the checkpoint is too old.
     """
     step = _existing_step(folder, step)
     folder_path = folder.resolve()
@@ -80,7 +78,7 @@ def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstrea
 
 
 def _existing_step(folder: Path, step: int | None) -> int:
-    """Return `step`, or the newest step in an upstream folder if `step` is None.
+    """Return `step`, or the newest step in the folder if `step` is None.
 
     Raises UserError (exit code 2) if the folder has no such step.
     """
@@ -108,9 +106,9 @@ def _existing_step(folder: Path, step: int | None) -> int:
 
 
 def _stage_of(folder: Path) -> str:
-    """Return our name for the stage of an upstream folder, from the name of its parent folder.
+    """Return our name for the stage after which an upstream folder's parent is named.
 
-    Raises UserError (exit code 2) if the parent folder is not named after a stage.
+    Raises UserError (exit code 2) if the parent is not named after a stage.
     """
     stages = {f"{name}_checkpoints": stage for stage, name in STAGES.items()}
     parent = folder.parent.name
@@ -124,9 +122,9 @@ def _stage_of(folder: Path) -> str:
 
 
 def _read_shape(path: Path) -> dict[str, Any]:
-    """Return the model_config in an upstream meta file.
+    """Return the model_config in a meta file.
 
-    Raises UserError if the file or its model_config is missing (exit code 2), or if it is not JSON.
+    Raises UserError if there is none (exit code 2), or if the file is not JSON.
     """
     meta = read_json(path) if path.exists() else None
     shape = meta.get("model_config") if isinstance(meta, dict) else None
@@ -163,7 +161,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a contiguous tensor.
 
-    A tensor that is not contiguous could repeat its rows, and so be far larger than its file.
+    Any other tensor could repeat its rows, and so be far larger than its file.
     """
     return isinstance(value, Tensor) and value.is_contiguous()
 
@@ -201,9 +199,8 @@ def convert(source: Upstream, corpus: str) -> Path:
     """Write an upstream step in our format, and return the path of the new step folder.
 
     The folder appears only once it is complete. The optimizer state is left out: the data has
-    another order here, so the run could not be resumed. `corpus` is recorded as the data that the
-    model was trained on. Raises UserError if the step already exists, or if the tensors or the
-    tokenizer do not fit the model.
+    another order here, so the run could not be resumed. Raises UserError if the step already
+    exists, or if the tensors or the tokenizer do not fit the model.
     """
     folder = checkpoint_dir(source.stage, source.tag)
     final = step_dir(folder, source.step)
@@ -237,9 +234,9 @@ def convert(source: Upstream, corpus: str) -> Path:
 
 
 def _checked_model(source: Upstream) -> GPTConfig:
-    """Return the configuration of an upstream model.
+    """Return the model's configuration.
 
-    Raises UserError if it is invalid, or if the tensors or the tokenizer do not fit it.
+    Raises UserError if it is invalid or does not fit the tensors or the tokenizer.
     """
     values = {field: source.shape[field] for field in FIELDS}
     where = f"the meta file of {source.tag}, step {source.step:,},"
@@ -282,9 +279,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _tokens_in_order(state: dict[str, Any]) -> list[bytes]:
-    """Return the tokens of a tiktoken state, without the special ones, in the order of their IDs.
+    """Return the ordinary tokens in a tiktoken state, in the order of their IDs.
 
-    Raises ValueError if any ID, even of a special token, is not what upstream would assign.
+    Raises ValueError if any token has an ID that upstream would not assign.
     """
     ranks = state["mergeable_ranks"]
     tokens = sorted(ranks, key=ranks.__getitem__)

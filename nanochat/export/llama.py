@@ -145,7 +145,7 @@ def _layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
 
 
 def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
-    """Return a parameter of a Gated DeltaNet with the layout and values that llama.cpp expects."""
+    """Return a parameter of a Gated DeltaNet as llama.cpp expects it."""
     head_dim = config.delta_value_dim
     if kind == "norm":
         return x

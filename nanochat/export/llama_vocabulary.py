@@ -109,8 +109,8 @@ def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
     """Return the GGUF metadata that makes llama.cpp tokenise, chat and stop as we do.
 
     Tokens may differ around the letter U+017F (see SPLITS) and, if a published tokenizer normalises
-    text to NFC, in text that is not yet in NFC, because llama.cpp never normalises. Raises
-    UserError (exit code 2) if llama.cpp does not support the tokenizer's way of splitting text.
+    text to NFC, in text that is not in NFC, because llama.cpp never normalises. Raises UserError
+    (exit code 2) if llama.cpp cannot split text as the tokenizer does.
     """
     end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, Tokenizer):

@@ -101,10 +101,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _previous(x: Tensor, real: Tensor) -> Tensor:  # (B, T, ...), (B, T)
-    """Return `x` shifted by one token, with zeros for the first token and those after padding.
-
-    `real` is False for padding.
-    """
+    """Return `x` shifted by one token, with zeros at the beginning and after padding."""
     ones = [1] * (x.dim() - 2)
     masked = x * real.view(*real.shape, *ones)
     beginning = torch.zeros_like(x[:, :1])

@@ -223,10 +223,7 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
 
 
 def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Return the recorded hash of the base's norms, or None, and the tensors under our names.
-
-    Raises UserError (exit code 2) if the file is damaged.
-    """
+    """Return the recorded hash of the base's norms, or None, and the tensors under our names."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -29,9 +29,9 @@ MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
 def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     """Return the configuration of the published model in a folder.
 
-    `sequence_len`, if given, becomes the length of the context. Raises UserError if the folder has
-    no config.json or a damaged one, if the architecture is unknown, if the model needs something
-    that is not supported, or if `sequence_len` is longer than the model's context.
+    `sequence_len`, if given, becomes the length of the context. Raises UserError if config.json is
+    missing or damaged, if the model is not supported, or if `sequence_len` is longer than the
+    model's context.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -83,9 +83,9 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
 
 
 def _architecture(content: Any, path: Path) -> str:
-    """Return the first architecture that the content of a config.json names.
+    """Return the first architecture that config.json names.
 
-    Raises UserError (exit code 2) if that architecture is missing or not supported.
+    Raises UserError (exit code 2) if it names none or an unsupported one.
     """
     names = content.get("architectures") if isinstance(content, dict) else None
     name = names[0] if isinstance(names, list) and names else None
@@ -107,8 +107,8 @@ def _architecture(content: Any, path: Path) -> str:
 def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """Return whether the output head shares the weights of the embedding.
 
-    The config.json of a model for text and vision may say so for the whole model (`content`) and
-    for its text part (`text`). The former takes precedence.
+    A model for text and vision may have one value for the whole model (`content`) and one for its
+    text part (`text`). The former takes precedence.
     """
     return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 

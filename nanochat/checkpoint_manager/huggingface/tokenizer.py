@@ -60,8 +60,8 @@ class FolderTokenizer:
     """The tokenizer of a published model, read from the model's folder.
 
     `vocab_size` is the number of rows of the model's embedding, which is usually larger than the
-    vocabulary. `bos` is the token that begins a text: the publisher's own or, where there is none,
-    as in Qwen, the token that ends a document or a reply. `stops` are the tokens that end a reply.
+    vocabulary. `bos` is the token that begins a text: the publisher's own or, for lack of one, the
+    token that ends a document or a reply. `stops` are the tokens that end a reply.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
@@ -71,7 +71,7 @@ class FolderTokenizer:
         """Read the tokenizer in a folder.
 
         Raises UserError if tokenizer.json is missing, damaged or of an unknown kind, if a token has
-        no row in the embedding, if another file is damaged, or if no token ends a reply.
+        no row in the embedding, or if no token ends a reply.
         """
         path = folder / FILE_NAME
         if not path.is_file():
@@ -180,8 +180,8 @@ class FolderTokenizer:
     def _read_stops(self) -> frozenset[int]:
         """Return the tokens that end a reply, according to the publisher.
 
-        They are the eos tokens of generation_config.json and tokenizer_config.json, and the special
-        token <|im_end|>. Raises UserError if there are none.
+        They are the eos tokens of generation_config.json and tokenizer_config.json, and <|im_end|>.
+        Raises UserError if there are none.
         """
         listed = self._read_object("generation_config.json").get("eos_token_id", [])
         if not isinstance(listed, list):
@@ -273,7 +273,7 @@ class FolderTokenizer:
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """Return the tokens of each text.
 
-        `threads` has no effect. It exists because our own tokenizer has it.
+        `threads`, which our own tokenizer has too, has no effect here.
         """
         return [self.encode(text) for text in texts]
 
@@ -292,8 +292,7 @@ class FolderTokenizer:
     def token_bytes(self) -> np.ndarray:
         """Return the length of each token in bytes, as int32 (V,).
 
-        The length of added tokens, such as special ones, is 0, and so is that of unused rows of the
-        embedding.
+        The length of added tokens, such as special ones, is 0, because they stand for no text.
         """
         lengths = np.array([len(self._bytes[token]) for token in range(self.vocab_size)], np.int32)
         lengths[list(self._added.values())] = 0
@@ -313,8 +312,8 @@ class FolderTokenizer:
     def special(self, role: str) -> int:
         """Return the token for a role of our own tokenizer, such as `assistant_end`.
 
-        Returns -1 if the model has neither a token of its own for the role nor a free row in the
-        embedding. Raises KeyError if the role is unknown.
+        Returns -1 if the model has neither such a token nor a free row in the embedding. Raises
+        KeyError if the role is unknown.
         """
         return self._roles[role]
 
@@ -322,7 +321,7 @@ class FolderTokenizer:
     def _roles(self) -> dict[str, int]:
         """The token for each role: the model's own, else an unused row of the embedding, else -1.
 
-        A model that was exported with our own tokenizer has tokens for all roles.
+        A model with an export of our own tokenizer has tokens for all roles.
         """
         roles: dict[str, int] = dict.fromkeys(ROWLESS, -1)
         free_rows = range(self.vocab_size - 1, self._last, -1)
@@ -422,7 +421,7 @@ class FolderTokenizer:
 
         A final assistant turn is left out, and the text that opens the reply is added. If the
         template does not support system messages, a leading system turn is merged into the next
-        turn. Raises UserError if the template refuses the conversation.
+        turn.
         """
         turns = conversation.prompt.messages
         if len(turns) > 1 and turns[0].role == "system" and not self.takes_system:

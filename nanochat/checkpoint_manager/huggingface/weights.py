@@ -35,10 +35,9 @@ def _copy_again() -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the paths of a published model's safetensors files.
+    """Return the paths of a model's safetensors files.
 
-    Raises UserError if a file is missing, or if the index is damaged or names a file outside the
-    folder.
+    Raises UserError if a file is missing or outside the folder, or if the index is damaged.
     """
     names = [SINGLE]
     index = folder / INDEX
@@ -195,8 +194,8 @@ class Weights:
 def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
     """Yield the weights in a folder, after checking that they fit a model.
 
-    The model may be on any device, including meta, and it may be sharded. Raises UserError if files
-    are missing or damaged, or if they do not fit the model.
+    The model may be on the meta device, and it may be sharded. Raises UserError if files are
+    missing, damaged or do not fit the model.
     """
     with contextlib.ExitStack() as stack:
         weights = Weights(_files(folder), stack)
@@ -245,8 +244,7 @@ def qwen_on_meta(
 ) -> Qwen:
     """Return a published model on the meta device, with matrices and tables in `dtype`.
 
-    Raises UserError if the files are missing, damaged or do not fit each other, or if
-    `sequence_len` is longer than the model's context.
+    Raises UserError if files are missing, damaged or do not fit each other.
     """
     model = on_meta(read_config(folder, sequence_len), compute)
     with open_weights(folder, model):

@@ -36,12 +36,12 @@ class Saver:
         files: Files = "auto",
         ended: Callable[[float], None] = lambda cost: None,
     ):
-        """Prepare to save. After each save, `ended` is called with the seconds it cost training.
+        """Prepare to save. After each save, the thread calls `ended` with its cost in seconds.
 
-        The thread makes this call. The cost is the duration of the save if training waited for all
-        of it, or if the device is the host, whose processors both train and save. Otherwise it is
-        the time for which training waited, but at least 1/30 of the duration: meter.SaveClock waits
-        30 times the cost, so the disk is free for at least half of the time.
+        The cost is the duration of the save if training waited for all of it, or if the device is
+        the host, whose processors both train and save. Otherwise it is the time for which training
+        waited, but at least 1/30 of the duration: meter.SaveClock waits 30 times the cost, so the
+        disk is free for at least half of the time.
         """
         self.compute = compute
         self.keep = keep
@@ -133,7 +133,7 @@ class Saver:
         return self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the step that is being written, if any, is on disk.
+        """Wait until the step being written, if any, is on disk.
 
         Raises OSError on every rank if any rank failed to write.
         """
@@ -153,7 +153,7 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait until the step that is being written, if any, is on disk, and stop the thread.
+        """Wait until the step being written, if any, is on disk, and stop the thread.
 
         If the run itself ends with an error, a failed save only causes a warning.
         """

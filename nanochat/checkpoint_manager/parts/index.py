@@ -8,8 +8,7 @@ The format is Hugging Face's index, extended by the rows of the parameters that 
      "weight_map": {"wte.weight": "model-00001-of-00002.safetensors"}}
 
 As in Hugging Face's format, `weight_map` names one file for each parameter: the file with the first
-rows. If that file holds the whole parameter, nothing else is needed. For any other parameter,
-`rows` gives the range of rows [first, end) in each file.
+rows. For a parameter that is in several files, `rows` gives the range of rows [first, end) in each.
 """
 
 import json
@@ -36,7 +35,7 @@ Places = dict[str, list[Piece]]  # parameter -> its pieces, in the order of the 
 def part_name(number: int, count: int) -> str:
     """Return the name of the file at index `number` of `count` parameter files.
 
-    The index counts from 0, whereas the file name counts from 1.
+    Indices begin at 0, but the names begin at 1.
     """
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
@@ -56,9 +55,9 @@ def write_index(folder: Path, places: Places, size: int) -> None:
 
 
 def read_index(folder: Path) -> Places:
-    """Read the index in a folder, and return each parameter's pieces in the order of its rows.
+    """Read the index in a folder, and return the pieces of each parameter.
 
-    Raises OSError if there is no index, and ValueError if it is damaged or names a missing file.
+    Raises ValueError, with the reason, if the index is damaged or names a file that is missing.
     """
     try:
         content = parse_json((folder / INDEX).read_bytes())

@@ -1,8 +1,7 @@
 """Reads and writes the parameters of a step, in a single file or in one file per rank.
 
-Rank 0 writes the single file. Otherwise each rank that holds rows of rank 0's copy of the model
-writes these. For reading, files are mapped into memory, so that a rank reads only the rows that it
-needs.
+Rank 0 writes the single file; otherwise each rank with rows of rank 0's copy writes these. Files
+are mapped into memory for reading, so that a rank reads only the rows that it needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +42,7 @@ ONE_FILE = 5_000_000_000
 def in_one_file(shards: Shards, files: Files) -> bool:
     """Return whether the parameters go into a single file.
 
-    With "auto", they do if they have at most 5 GB (ONE_FILE), or if a single rank holds them all.
+    With "auto", they do if they take at most 5 GB or if a single rank holds them all.
     """
     if files != "auto":
         return files == "one"
@@ -81,7 +80,7 @@ def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
 
 
 def _places(shard: ParameterShard, file_names: Mapping[int, str]) -> list[Piece]:
-    """Return the pieces of a parameter, one for each rank's file that holds rows of it."""
+    """Return the pieces of a parameter, one per file that holds rows of it."""
     pieces = []
     first = 0
     for rank, row_count in shard.owners:
@@ -195,7 +194,7 @@ def read_parameters(folder: Path) -> Mapping[str, Rows]:
 def _read_all_files(folder: Path) -> dict[str, Rows]:
     """Return the parameters of a step that has one file per rank.
 
-    Raises UserError if the index is damaged, or if a file is missing or damaged.
+    Raises UserError if the index or a file is missing or damaged.
     """
     try:
         places = read_index(folder)
