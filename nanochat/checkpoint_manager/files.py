@@ -130,7 +130,7 @@ def publish(temporary: Path, final: Path) -> None:
 def delete(folder: Path) -> None:
     """Remove the folder of a step.
 
-    The folder is renamed first, so that a process that is killed leaves no partial step.
+    The folder is renamed first, so that a killed process leaves no partial step.
     """
     doomed = folder.with_name(f".deleted-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -96,9 +96,9 @@ def load_published(
 ) -> Loaded:
     """Load a published model for inference, and return it with its tokenizer.
 
-    If `adapter` is given, the adapter in that folder is merged into the model. `dtype` is the
-    number format of matrices and tables, by default the compute dtype. Raises UserError if files
-    are missing, damaged or of an unknown kind, or do not fit each other.
+    `adapter` is the folder of an adapter to merge into the model. `dtype` is the number format of
+    matrices and tables, by default the compute dtype. Raises UserError if files are missing,
+    damaged, unsupported or do not fit each other.
     """
     from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen

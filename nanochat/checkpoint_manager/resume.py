@@ -161,9 +161,9 @@ def resume_stage(
     """Load the step to resume from into the model and the optimizers, and return it with its state.
 
     `start` is a step, "auto" for the newest undamaged step, or "none". With "none", or if "auto"
-    finds no step, nothing is loaded, and the stage starts at step 0 with an empty state. Unless
-    `start` is "auto", all later steps are moved to a subfolder. `data` identifies the rows to train
-    on, and `plan` is (steps, rows or problems per step).
+    finds no step, the stage starts at step 0 with an empty state. Unless `start` is "auto", all
+    later steps are moved to a subfolder. `data` identifies the rows to train on, and `plan` is
+    (steps, rows or problems per step).
 
     Raises UserError if the named step is missing or damaged, if `data` differs between ranks, or if
     the checks in same_run find other settings, data or code, or another plan. Changed code is

@@ -1,7 +1,6 @@
 """Opens a published model to fine-tune it.
 
-The shape and the tokenizer are read immediately. The weights are loaded later, once the model has
-been sharded.
+The shape and the tokenizer are read immediately, and the weights once the model has been sharded.
 """
 
 from dataclasses import asdict, dataclass, replace

@@ -321,7 +321,7 @@ class FolderTokenizer:
     def _roles(self) -> dict[str, int]:
         """The token for each role: the model's own, else an unused row of the embedding, else -1.
 
-        A model with an export of our own tokenizer has tokens for all roles.
+        A model exported with our own tokenizer has tokens for all roles.
         """
         roles: dict[str, int] = dict.fromkeys(ROWLESS, -1)
         free_rows = range(self.vocab_size - 1, self._last, -1)

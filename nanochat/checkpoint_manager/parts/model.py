@@ -180,8 +180,8 @@ class SplitParameter:
 def read_parameters(folder: Path) -> Mapping[str, Rows]:
     """Return the parameters in the folder of a step under our names, mapped into memory.
 
-    They are those of an adapter, or those of a whole model in a single file or in one file per
-    rank. Raises UserError if a file is missing or damaged.
+    They are those of an adapter or of a whole model. Raises UserError if a file is missing or
+    damaged.
     """
     if (folder / ADAPTER).is_file():
         tensors = read_tensors(folder / ADAPTER)
